@@ -1,0 +1,149 @@
+"""The record of a run: what every rank sent, received and computed, and when.
+
+    rank 0  ──send──▶ ........ ──span "forward"──
+    rank 1  ........ ◀──recv── ..................
+
+An `Event` is one side of a message, one rank's part in a collective, or a named span of compute. A `Trace` is all of
+them, with the counts a lecture asks for. Pictures, grades and predictions read nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+P2P = frozenset({"send", "recv"})
+FORMAT = "parallel101 trace 1"
+
+
+class Event(NamedTuple):
+    """One thing one rank did. Times are seconds on the run's clock (wall on gloo and NCCL, virtual on sim)."""
+
+    rank: int
+    kind: str  #  "send", "recv", a collective's name ("all_reduce", …), or "span"
+    peer: int | None  #  the other rank of a message, or the root of a rooted collective; a rank of the world, not the group
+    tag: int
+    nbytes: int  #  of the message; of a collective: its payload on this rank (the larger of what goes in and comes out)
+    start: float  #  when it began to move: on sim exactly, on gloo and NCCL when the call was made
+    end: float  #  when it was complete, as far as this rank could see
+    where: str  #  "file:line" of the first caller outside torch and parallel101
+    posted: float  #  when the program asked for it (equal to start on gloo and NCCL)
+    group: str  #  which group it belongs to: a key of Trace.groups
+    seq: int  #  the how-manieth of its kind: pairs the k-th send with the k-th receive of the same ranks, tag and group
+    shape: tuple[int, ...]
+    dtype: str
+    payload: list | None = None  #  the values, flattened, where the run was asked to keep them and they are few
+    name: str | None = None  #  of a span: what it was called; of a reducing collective: its operation
+    args: dict[str, Any] | None = None  #  of a span: its labels, such as microbatch=3
+
+
+class Message(NamedTuple):
+    """One message, both sides of it: what left `src` and what arrived at `dst`."""
+
+    src: int
+    dst: int
+    nbytes: int
+    start: float  #  when both sides were ready for it
+    end: float  #  when the receiver had it
+    payload: list | None
+    send: Event
+    recv: Event
+
+
+class Trace:
+    """Every event of a run, in order of time.
+
+    Args:
+        events: what was recorded, in any order.
+        world_size: how many ranks the run had.
+        backend: "gloo", "nccl" or "sim".
+        groups: for each group's name, its ranks in order.
+    """
+
+    def __init__(self, events: Iterable[Event], world_size: int, backend: str, groups: dict[str, list[int]] | None = None):
+        self.events: list[Event] = sorted(events, key=lambda e: (e.start, e.rank, e.seq))
+        self.world_size = world_size
+        self.backend = backend
+        self.groups = groups or {"world": list(range(world_size))}
+
+    def __repr__(self) -> str:
+        return f"<Trace of {self.world_size} ranks on {self.backend}: {len(self.events)} events, {sum(self.messages_sent)} messages, {self.makespan:.3g} s>"
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """Bytes each rank sent point to point, by rank. A collective of torch's own is one event, and not counted here."""
+        return self._total("send", lambda e: e.nbytes)
+
+    @property
+    def bytes_received(self) -> list[int]:
+        """Bytes each rank received point to point, by rank."""
+        return self._total("recv", lambda e: e.nbytes)
+
+    @property
+    def messages_sent(self) -> list[int]:
+        """Point-to-point messages each rank sent, by rank."""
+        return self._total("send", lambda e: 1)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end (virtual seconds on sim); 0.0 for an empty trace."""
+        if not self.events:
+            return 0.0
+        return max(e.end for e in self.events) - min(e.start for e in self.events)
+
+    def messages(self) -> list[Message]:
+        """The point-to-point messages with both their sides, in the order in which they arrived."""
+        waiting: dict[tuple, deque[Event]] = defaultdict(deque)
+        for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
+            waiting[event.rank, event.peer, event.tag, event.group].append(event)
+        paired = []
+        for recv in sorted((e for e in self.events if e.kind == "recv"), key=lambda e: e.seq):
+            queue = waiting[recv.peer, recv.rank, recv.tag, recv.group]
+            if queue:
+                send = queue.popleft()
+                payload = recv.payload if recv.payload is not None else send.payload
+                start = max(send.start, recv.start)
+                paired.append(Message(send.rank, recv.rank, send.nbytes, start, max(start, recv.end), payload, send, recv))
+        return sorted(paired, key=lambda m: (m.end, m.start, m.src, m.dst))
+
+    def spans(self, name: str | None = None) -> list[Event]:
+        """The named spans of compute, all of them or those called `name`."""
+        return [e for e in self.events if e.kind == "span" and name in (None, e.name)]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the trace as JSON (gzipped where the name ends in .gz); `Trace.load` reads it back whole."""
+        head = {"format": FORMAT, "world_size": self.world_size, "backend": self.backend, "groups": self.groups, "fields": Event._fields}
+        text = json.dumps({**head, "events": self.events})
+        data = text.encode()
+        Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Trace:
+        """Read what `save` wrote. Raises ValueError for a file that is not such a trace."""
+        data = Path(path).read_bytes()
+        try:
+            content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+            if content["format"] != FORMAT:
+                raise ValueError(content["format"])
+        except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+            raise ValueError(f"{path} is not a trace that Trace.save wrote ('{FORMAT}' was expected): {error!r}") from error
+        events = [Event(*row)._replace(shape=tuple(row[Event._fields.index("shape")])) for row in content["events"]]
+        return cls(events, content["world_size"], content["backend"], content["groups"])
+
+    def to_chrome(self, path: str | os.PathLike) -> None:
+        """Write a Chrome trace: open it at ui.perfetto.dev or chrome://tracing. One process a rank, arrows along messages."""
+        from parallel101.trace.chrome import chrome_events
+
+        Path(path).write_text(json.dumps({"traceEvents": chrome_events(self), "displayTimeUnit": "ns"}))
+
+    def _total(self, kind: str, amount) -> list[int]:
+        totals = [0] * self.world_size
+        for event in self.events:
+            if event.kind == kind:
+                totals[event.rank] += amount(event)
+        return totals
