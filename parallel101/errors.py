@@ -1,0 +1,85 @@
+"""What can go wrong with a run, each with its own error: a deadlock, a rank that failed, a misuse that torch lets pass.
+
+Every one of them says which rank, what it was doing, at which file and line of the caller's code, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
+
+
+class DeadlockError(RuntimeError):
+    """Ranks wait for one another and none can go on.
+
+    Attributes:
+        waiting: for each rank that waits, `(kind, peer, "file:line")`: what it waits in ("send", "recv", "all_reduce", …), for whom
+            (a rank; a tuple of ranks where it waits for several; None for a receive from anyone), and where in the caller's code.
+        cycle: the ranks that wait for each other in a circle, in that order, the smallest first; empty where a rank waits for one
+            that has already returned.
+    """
+
+    def __init__(self, waiting: Waiting, cycle: Sequence[int] = (), returned: Sequence[int] = ()):
+        self.waiting = dict(waiting)
+        self.cycle = list(cycle)
+        self.returned = sorted(returned)
+        super().__init__(self._message())
+
+    def __reduce__(self):
+        return type(self), (self.waiting, self.cycle, self.returned)
+
+    def _message(self) -> str:
+        lines = ["deadlock: " + ("no rank can go on" if self.cycle else "a rank waits for something that will never come")]
+        for rank, (kind, peer, where) in sorted(self.waiting.items()):
+            lines.append(f"  rank {rank} waits in {kind} {_for_whom(kind, peer, self.returned)}, at {where}")
+        if self.cycle:
+            lines.append("  the circle: " + " → ".join(f"rank {r}" for r in [*self.cycle, self.cycle[0]]))
+        lines += [f"  rank {rank} has already returned" for rank in self.returned]
+        return "\n".join(lines + _advice(self.waiting))
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an exception or died.
+
+    Attributes:
+        rank: which one.
+        exitcode: the exit status of a rank that died (negative: the signal that killed it), else None. A rank's own exception is this
+            error's `__cause__`, and its traceback stands in the message.
+    """
+
+    def __init__(self, message: str, rank: int, exitcode: int | None = None):
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.rank, self.exitcode)
+
+
+class MisuseError(RankFailed):
+    """A checked run saw a call that gloo would let pass in silence, or answer with a crash: the two sides of a message, or the
+    ranks of a collective, do not agree; or a tensor is one that must not be sent."""
+
+
+class LaunchTimeout(TimeoutError):
+    """The ranks were still at work when the time limit came. The message says where each of them was."""
+
+
+def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[int]) -> str:
+    if peer is None:
+        return "from any rank"
+    peers = peer if isinstance(peer, tuple) else (peer,)
+    preposition = {"recv": "from", "send": "to"}.get(kind, "for")
+    shown = ", ".join(str(p) for p in peers[:8]) + (f" and {len(peers) - 8} more" if len(peers) > 8 else "")
+    gone = " (returned)" if all(p in returned for p in peers) else ""
+    return f"{preposition} rank{'s' if len(peers) > 1 else ''} {shown}{gone}"
+
+
+def _advice(waiting: Waiting) -> list[str]:
+    kinds = {kind for kind, _, _ in waiting.values()}
+    if kinds == {"send"}:
+        return ["  All of them send first. A send on gloo ends when its receive is posted: post a receive first (irecv) or let one rank start with it."]
+    if kinds == {"recv"}:
+        return ["  All of them receive first, and nobody sends: let the sends go out first (isend), then receive."]
+    return []

@@ -1,0 +1,117 @@
+"""What a rank asked of the others: one side of a message, or its part in a collective. Two questions are answered from calls.
+
+    do the two sides agree?        `disagreement`   (op, shape, dtype, size, root, reduction)
+    can everybody still go on?     `stuck`          (who waits for whom, and the circle)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from parallel101.errors import DeadlockError
+
+
+class Call(NamedTuple):
+    """One rank's call. Ranks are ranks of the world."""
+
+    rank: int
+    kind: str  #  "send", "recv", or a collective's name
+    peers: tuple[int, ...]  #  whom it needs: the other end (empty: a receive from anyone), or the group's other members
+    tag: int
+    group: str
+    seq: int  #  the how-manieth such call: of this kind, peer, tag and group; of a collective, of this group
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str | None  #  the reduction ("sum", …) of a reducing collective
+    root: int | None
+    where: str
+
+    @property
+    def brief(self) -> str:
+        """What the call was, in one phrase, for messages to people."""
+        what = f"{self.kind}(" + ", ".join(
+            part for part in (f"shape {tuple(self.shape)}, {self.dtype}", self.op and f"op {self.op}", self.root is not None and f"root {self.root}") if part
+        )
+        return f"{what}) at {self.where}"
+
+
+def disagreement(ours: Call, theirs: Call) -> str | None:
+    """How two calls that belong together differ, in one sentence, or None when they agree.
+
+    For a message: its two sides (either order). For a collective: any two ranks' calls with the same group and seq.
+    """
+    pair = f"rank {ours.rank}: {ours.brief}; rank {theirs.rank}: {theirs.brief}"
+    if {ours.kind, theirs.kind} == {"send", "recv"}:
+        send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
+        if send.nbytes != recv.nbytes:
+            word = "shorter" if send.nbytes < recv.nbytes else "longer"
+            return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected. {pair}"
+        if send.dtype != recv.dtype:
+            return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected. {pair}"
+        if tuple(send.shape) != tuple(recv.shape):
+            return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected. {pair}"
+        return None
+    if ours.kind != theirs.kind:
+        return f"the ranks call different operations: {ours.kind} and {theirs.kind}. {pair}"
+    if ours.root != theirs.root:
+        return f"the ranks name different roots: {ours.root} and {theirs.root}. {pair}"
+    if ours.op != theirs.op:
+        return f"the ranks use different reductions: {ours.op} and {theirs.op}. {pair}"
+    if ours.dtype != theirs.dtype:
+        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}. {pair}"
+    if tuple(ours.shape) != tuple(theirs.shape):
+        return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}. {pair}"
+    return None
+
+
+def stuck(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]], returned: Collection[int]) -> DeadlockError | None:
+    """The deadlock among ranks, if there is one.
+
+    Args:
+        waits: for each rank that is blocked, the call it is blocked in.
+        missing: the ranks a call still needs that have not posted their part of it (empty: it is on its way, and will end).
+        returned: ranks that have finished and will post nothing more.
+
+    A rank can go on when its call is on its way, or when someone it misses is neither blocked nor gone: whoever runs may still post.
+    A receive from anyone needs one of its peers, every other call all of them. What is left when nobody more can be freed is stuck for ever.
+    """
+    held, gone = dict(waits), set(returned)
+
+    def may_go_on(call: Call) -> bool:
+        lacking = missing(call)
+        lost = [peer for peer in lacking if peer in held or peer in gone]
+        anyone = call.kind == "recv" and len(call.peers) != 1
+        return len(lost) < len(lacking) if anyone else not lost
+
+    while freed := [rank for rank, call in held.items() if not missing(call) or may_go_on(call)]:
+        for rank in freed:
+            del held[rank]
+    if not held:
+        return None
+    needs = {rank: sorted(missing(call)) for rank, call in held.items()}
+    waiting = {}
+    for rank, call in sorted(held.items()):
+        peer = None if call.kind == "recv" and len(call.peers) != 1 else needs[rank][0] if len(needs[rank]) == 1 else tuple(needs[rank])
+        waiting[rank] = (call.kind, peer, call.where)
+    return DeadlockError(waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())])
+
+
+def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
+    """The first circle found by following who waits for whom, its smallest rank first; empty when there is none."""
+    for start in sorted(needs):
+        path: list[int] = []
+        rank = start
+        while rank in needs and rank not in path:
+            path.append(rank)
+            onward = [peer for peer in needs[rank] if peer in needs]
+            if not onward:
+                break
+            rank = onward[0]
+        else:
+            if rank in path:
+                circle = path[path.index(rank) :]
+                smallest = circle.index(min(circle))
+                return circle[smallest:] + circle[:smallest]
+    return []
