@@ -1,0 +1,67 @@
+# Two commands to remember: `make lessons` and `make test`. Each does all of its own set-up, the first time and
+# whenever pyproject.toml or constraints.txt has changed. Works with GNU make 3.81 (macOS) and newer.
+#
+#   make lessons PYTHON=python3.12                                          another Python
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make lessons   the small CPU build of torch (Linux)
+
+VENV ?= .venv
+PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
+TESTS ?= -n 2
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+READY := $(VENV)/.ready
+
+.PHONY: help lessons test lab doctor setup constraints clean
+help:
+	@echo "make lessons   run every lesson on real ranks and write it to site/ as HTML that plays offline"
+	@echo "make test      ruff, mypy and the tests"
+	@echo "make lab       open the lessons in JupyterLab"
+	@echo "make doctor    say what works on this machine, and what to do about what does not"
+	@echo "make clean     remove $(VENV), site/ and caches"
+
+lessons: $(READY)
+	$(BIN)/parallel101 lessons
+
+lab: $(READY)
+	$(BIN)/parallel101 lab
+
+doctor: $(READY)
+	$(BIN)/parallel101 doctor
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(TESTS)
+
+setup: $(READY)
+
+# The stamp is written last: an interrupted installation is taken up again by the next make.
+$(READY): pyproject.toml constraints.txt
+	@set -e; \
+	if [ ! -x $(BIN)/python ]; then \
+	  for python in $(PYTHON); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	      echo "Creating $(VENV) with $$($$python --version)"; \
+	      $$python -m venv $(VENV) || { rm -rf $(VENV); \
+	        echo "make: could not create a virtual environment (see above). On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }; \
+	      break; \
+	    fi; \
+	  done; \
+	fi; \
+	if [ ! -x $(BIN)/python ]; then \
+	  echo "make: parallel101 needs Python 3.10 or newer, and none of these is: $(PYTHON)." >&2; \
+	  echo "      Install one from https://www.python.org/downloads/, or name yours: make PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# uv resolves for every Python and platform at once, which pip cannot. torch pins its own CUDA packages, another set for
+# each of its builds, so that they are left out here.
+constraints:
+	$(BIN)/python -m pip install --quiet uv
+	{ sed -n '/^#/p' constraints.txt; \
+	  echo 'torch==2.13.0' | $(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 --upgrade --quiet \
+	    --constraint - --no-emit-package parallel101 --no-header --no-annotate | grep -vE '^(nvidia-|cuda-|triton)'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
