@@ -1,0 +1,35 @@
+"""Where in the caller's own code something happened: the first frame outside torch and parallel101.
+
+    lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        says lesson.py:12
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+_INSIDE = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_ours: dict[CodeType, bool] = {}
+
+
+def caller() -> str:
+    """The caller's "file:line", or "" when every frame is torch's or parallel101's."""
+    return where(sys._getframe(1))
+
+
+def where(frame: FrameType | None) -> str:
+    """The "file:line" of the innermost frame, from `frame` outwards, that is the caller's own code."""
+    while frame is not None:
+        code = frame.f_code
+        inside = _ours.get(code)
+        if inside is None:
+            name = code.co_filename
+            standard = name.startswith("<frozen") or os.path.basename(name) in ("contextlib.py", "threading.py", "functools.py")
+            inside = _ours[code] = standard or name.startswith(_INSIDE)
+        if not inside:
+            return f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
