@@ -1,0 +1,93 @@
+"""From notebooks to pages: runs every lesson for real and writes HTML that plays offline.
+
+    lessons/*.ipynb ──run in a fresh kernel──▶ outputs ──page──▶ site/*.html, site/index.html
+
+`publish` is what `parallel101 lessons` and `make lessons` call. Nothing in a page comes from the network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from parallel101.publish.execute import LessonFailed, run_notebook
+from parallel101.publish.page import Lesson, index_page, lesson_body, lesson_page
+
+__all__ = ["LessonFailed", "Published", "find_lessons", "publish", "select"]
+
+
+class Published(NamedTuple):
+    """What `publish` did: the pages it wrote, the index among them, and the lessons that failed."""
+
+    written: list[Path]
+    failed: list[LessonFailed]
+
+
+def find_lessons(folder: Path | str | None = None) -> Path:
+    """The folder with the lessons: `folder`, or the nearest `lessons/` here or above, or the one beside an editable install.
+
+    Raises:
+        FileNotFoundError: there is none; the message says where it was looked for.
+    """
+    if folder is not None:
+        if Path(folder).is_dir():
+            return Path(folder).resolve()
+        raise FileNotFoundError(f"{folder} is not a folder; give one that holds notebooks, e.g. --lessons lessons")
+    here = Path.cwd()
+    for place in (here, *here.parents, Path(__file__).parents[2]):
+        if (place / "lessons").is_dir() and (place / "parallel101").is_dir():
+            return place / "lessons"
+    raise FileNotFoundError(f"no lessons/ in {here} or above it; run this in a clone of parallel101, or give --lessons FOLDER")
+
+
+def select(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """The notebooks in `folder` in their order: all of them, or those named (`01`, `01_collectives` and `01_collectives.ipynb` all do).
+
+    Raises:
+        ValueError: a name that no notebook, or more than one, begins with; or a folder without notebooks.
+    """
+    notebooks = sorted(folder.glob("*.ipynb"))
+    if not notebooks:
+        raise ValueError(f"there is no notebook (*.ipynb) in {folder}")
+    chosen = []
+    for name in names:
+        stem = Path(name).name.removesuffix(".ipynb")
+        matches = [n for n in notebooks if n.stem == stem] or [n for n in notebooks if n.stem.startswith(stem)]
+        if len(matches) != 1:
+            what = "is the name of more than one lesson" if matches else "is not a lesson"
+            raise ValueError(f"{name!r} {what}; there are: {', '.join(n.stem for n in notebooks)}")
+        chosen += matches
+    return sorted(set(chosen)) or notebooks
+
+
+def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say: Callable[[str], None] = print) -> Published:
+    """Run each notebook from top to bottom and write it as a page; a lesson that fails is told and does not stop the others.
+
+    Args:
+        notebooks: what to run, in the order of the index page.
+        out: the folder for the pages and `index.html`; made when missing. A failed lesson's old page is removed.
+        timeout: seconds for one cell.
+        say: where a line of progress goes; bars go to standard error when that is a terminal.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    bodies: dict[Lesson, str] = {}
+    failed = []
+    for path in notebooks:
+        began = time.perf_counter()
+        (out / f"{path.stem}.html").unlink(missing_ok=True)
+        try:
+            notebook = run_notebook(path, timeout=timeout)
+            seconds = time.perf_counter() - began
+            bodies[Lesson.of(path.stem, notebook, seconds)] = lesson_body(notebook, path.parent)
+        except (LessonFailed, ValueError) as error:
+            failed.append(error if isinstance(error, LessonFailed) else LessonFailed(path.stem, str(error)))
+            say(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
+        else:
+            say(f"✓ {path.stem} ran in {seconds:.1f} s")
+    lessons = list(bodies)
+    pages = {out / f"{lesson.name}.html": lesson_page(lesson, body, lessons) for lesson, body in bodies.items()}
+    for page, html in {**pages, out / "index.html": index_page(lessons)}.items():
+        page.write_text(html, encoding="utf-8")
+    return Published([*pages, out / "index.html"], failed)
