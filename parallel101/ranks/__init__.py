@@ -1,0 +1,1 @@
+"""Brings ranks to life, hands back what they return, print and do wrong. Start reading at launch.py."""

@@ -15,6 +15,12 @@ _INSIDE = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (tor
 _ours: dict[CodeType, bool] = {}
 
 
+def is_inside(filename: str) -> bool:
+    """Whether a file is torch's, parallel101's, or one of the standard library's that stand between them and the caller."""
+    between = os.path.basename(filename) in ("contextlib.py", "threading.py", "functools.py")
+    return between or filename.startswith(("<frozen", *_INSIDE))
+
+
 def caller() -> str:
     """The caller's "file:line", or "" when every frame is torch's or parallel101's."""
     return where(sys._getframe(1))
@@ -26,9 +32,7 @@ def where(frame: FrameType | None) -> str:
         code = frame.f_code
         inside = _ours.get(code)
         if inside is None:
-            name = code.co_filename
-            standard = name.startswith("<frozen") or os.path.basename(name) in ("contextlib.py", "threading.py", "functools.py")
-            inside = _ours[code] = standard or name.startswith(_INSIDE)
+            inside = _ours[code] = is_inside(code.co_filename)
         if not inside:
             return f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back

@@ -1,0 +1,119 @@
+"""What a call of torch's own collectives says: which tensors, how many bytes, which reduction, which root.
+
+The table is the one place that knows how c10d spells its collectives, on gloo, NCCL and sim alike. c10d renames them from time to time (torch 2.13
+has all_gather_single for _allgather_base), so an entry lists the names a backend may know it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+WHOLE = 1 << 20  #  bytes up to which a copy of what is being sent is kept, to see whether it changed; beyond, a sample
+SAMPLE = 1024
+
+
+class Told(NamedTuple):
+    """What a collective's arguments say."""
+
+    tensors: list[torch.Tensor]  #  what the ranks put in (for scatter and all-gather's payload: see Spec)
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str | None
+    root: int | None  #  position in the group
+
+
+class Spec(NamedTuple):
+    """How a c10d method is called. `inputs`, `outputs`: the position of the argument; `compare`: whose shape must be the same on all ranks."""
+
+    kind: str
+    names: tuple[str, ...]
+    inputs: int | None
+    outputs: int | None
+    compare: int | None
+
+    def describe(self, args: tuple) -> Told:
+        ins = flat(args[self.inputs]) if self.inputs is not None and len(args) > self.inputs else []
+        outs = flat(args[self.outputs]) if self.outputs is not None and len(args) > self.outputs else []
+        compared = flat(args[self.compare]) if self.compare is not None and len(args) > self.compare else []
+        options = args[-1] if args else None
+        op = getattr(options, "reduceOp", None)
+        nbytes = max(sum(t.nbytes for t in ins), sum(t.nbytes for t in outs))
+        some = (compared or ins or outs or [None])[0]
+        return Told(
+            ins or outs,
+            nbytes,
+            tuple(compared[0].shape) if compared else (),
+            "" if some is None else str(some.dtype).removeprefix("torch."),
+            None if op is None else op_name(op),
+            getattr(options, "rootRank", None) if self.kind in ROOTED else None,
+        )
+
+
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+
+def _spec(kind: str, *names: str, inputs: int | None = 0, outputs: int | None = None, compare: int | None = 0) -> Spec:
+    return Spec(kind, names, inputs, outputs, compare)
+
+
+_ALL = [
+    _spec("broadcast", "broadcast"),
+    _spec("all_reduce", "allreduce"),
+    _spec("all_reduce", "allreduce_coalesced"),
+    _spec("reduce", "reduce"),
+    _spec("all_gather", "allgather", inputs=1, outputs=0, compare=1),
+    _spec("all_gather", "all_gather_single", "_allgather_base", inputs=1, outputs=0, compare=1),
+    _spec("all_gather", "allgather_coalesced", inputs=1, outputs=0, compare=1),
+    _spec("all_gather", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", inputs=1, outputs=0, compare=1),
+    _spec("gather", "gather", inputs=1, outputs=0, compare=1),
+    _spec("scatter", "scatter", inputs=1, outputs=0, compare=0),
+    _spec("reduce_scatter", "reduce_scatter", inputs=1, outputs=0, compare=1),
+    _spec("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", inputs=1, outputs=0, compare=1),
+    _spec("reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", inputs=1, outputs=0, compare=1),
+    _spec("all_to_all", "all_to_all_single", "alltoall_base", inputs=1, outputs=0, compare=None),
+    _spec("all_to_all", "alltoall", inputs=1, outputs=0, compare=None),
+    _spec("barrier", "barrier", inputs=None, compare=None),
+    _spec("barrier", "monitored_barrier", inputs=None, compare=None),
+]
+COLLECTIVES: dict[str, Spec] = {name: spec for spec in _ALL for name in spec.names}
+"""By the name c10d calls it, old names and new."""
+
+_OPS = {getattr(dist.ReduceOp, name): name.lower() for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+
+
+def op_name(op: Any) -> str:
+    """A ReduceOp's name: "sum", "avg", …"""
+    for known, name in _OPS.items():
+        if op == known:
+            return name
+    return "premul_sum"
+
+
+def flat(tensors: Any) -> list[torch.Tensor]:
+    """The tensors in an argument: a tensor, a list of them, or a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if isinstance(tensors, list | tuple):
+        return [tensor for part in tensors for tensor in flat(part)]
+    return []
+
+
+def snapshot(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What tensors hold now, whole if small, else a sample spread over them: enough to see most changes."""
+    return [_part(tensor).clone() for tensor in tensors]
+
+
+def same_bytes(tensors: Iterable[torch.Tensor], before: list[torch.Tensor] | None) -> bool:
+    """Whether tensors still hold what `snapshot` saw."""
+    return before is None or all(torch.equal(_part(tensor), copy) for tensor, copy in zip(tensors, before, strict=True))
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().reshape(-1)
+    values = values.view(torch.uint8) if values.numel() else values
+    return values if values.nbytes <= WHOLE else values[:: values.nbytes // SAMPLE]

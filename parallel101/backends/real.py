@@ -1,0 +1,72 @@
+"""gloo and NCCL under this library's watch: the backends' own process groups, made as torch makes them, inside a RecordedGroup.
+
+Only what a rank of `launch` needs. The one private touch is in torch_private.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends import torch_private
+from parallel101.backends.record import Ledger, Posted, RecordedGroup
+
+FOREVER = timedelta(days=7)  #  gloo's and NCCL's own time limits would spoil the group: launch keeps the time
+
+
+def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size: int) -> None:
+    """Make torch's default group, on "gloo" or "nccl", with every call entered in the ledger.
+
+    `dist.get_backend()` answers with the backend's own name, as in any program.
+    """
+    name = f"parallel101_{backend}"
+
+    def create(options, _unused=None) -> dist.ProcessGroup:
+        members = list(options.global_ranks_in_group) or list(range(world_size))
+        label = "world" if not options.global_ranks_in_group else str(options.group_id)
+        #  connecting waits for every member: a rank that never makes the group is a deadlock like any other
+        group = RecordedGroup(_Unconnected(options.group_rank, options.group_size), label, members, ledger, backend)
+        key = ("new_group", None, 0, label)
+        ledger.waiting = Posted(group, key, ledger.number(key))
+        try:
+            group.inner = _connect(backend, options)
+        finally:
+            ledger.waiting = None
+        return group
+
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, create, extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"])
+    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
+    torch_private.name_backend(backend)
+
+
+class _Unconnected:
+    """Stands for a group whose connections are being made."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank = lambda: rank
+        self.size = lambda: size
+
+
+def _connect(backend: str, options) -> dist.ProcessGroup:
+    if backend == "gloo":
+        group = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+    else:
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = options.timeout
+        nccl.global_ranks_in_group = options.global_ranks_in_group
+        nccl.group_name = options.group_id
+        group = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def own_device(backend: str, local_rank: int) -> None:
+    """Give a rank its device: on NCCL the GPU with its number, as torch's default; on gloo one thread, or the ranks would fight over the cores."""
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
+        torch.set_default_device(torch.device("cuda", local_rank))
+    else:
+        torch.set_num_threads(1)

@@ -1,0 +1,298 @@
+"""What one real rank posts, waits for and (in a recorded run) did: a process group around gloo's or NCCL's own.
+
+    program ──▶ RecordedGroup ──▶ ProcessGroupGloo
+                     │ posted, waiting: always (who waits for whom is known at any time)
+                     └ events, checks:  in a recorded run
+
+It is registered as a c10d backend, so it sees every message and collective of the program whoever sends it: aliased imports, sub-groups,
+DistributedDataParallel. Unrecorded, it counts what was posted and remembers what is waited for, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends.describe import COLLECTIVES, flat, same_bytes, snapshot
+from parallel101.errors import MisuseError
+from parallel101.trace.calls import Call
+from parallel101.trace.where import caller
+
+Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
+
+
+class Ledger:
+    """One rank's books. `tell` (a checked run) is called with every call as it is posted, before torch sees it."""
+
+    def __init__(self, rank: int, *, recording: bool, payload_bytes: int = 0, tell: Callable[[Call], None] | None = None):
+        self.rank = rank
+        self.recording = recording
+        self.payload_bytes = payload_bytes
+        self.tell = tell
+        self.posted: dict[Key, int] = {}
+        self.waiting: Posted | None = None  #  what the program's own thread is blocked in; the watcher thread reads it
+        self.thread = threading.get_ident()
+        self.events: list[tuple] = []
+        self.open: set[RecordedWork] = set()  #  posted, and not seen to end
+        self.groups: dict[str, list[int]] = {}
+        self.collectives: dict[str, int] = {}
+
+    def now(self) -> float:
+        return time.perf_counter()  #  one clock for all processes of a machine
+
+    def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
+        self.events.append((self.rank, "span", None, 0, 0, start, end, caller(), start, "", len(self.events), (), "", None, name, args))
+
+    def compute(self, seconds: float) -> None:
+        """Real ranks compute in real time: nothing to pretend."""
+
+    def number(self, key: Key) -> int:
+        count = self.posted[key] = self.posted.get(key, 0) + 1
+        return count
+
+    def close(self) -> None:
+        """The run is over: what was never waited for ended, as far as is known, now."""
+        for work in list(self.open):
+            work.ended()
+
+
+class Posted:
+    """A call that may block: what the watcher needs to say what it waits for."""
+
+    __slots__ = ("group", "key", "seq")
+
+    def __init__(self, group: RecordedGroup, key: Key, seq: int):
+        self.group, self.key, self.seq = group, key, seq
+
+    def call(self, where: str) -> Call:
+        kind, peer, tag, label = self.key
+        if kind in ("send", "recv"):
+            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank) if peer is None else (peer,)
+        else:
+            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank)
+        return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
+
+
+class WatchedWork(dist.Work):
+    """torch's own work, and a note of who waits in it."""
+
+    def __init__(self, inner: dist.Work, posted: Posted):
+        super().__init__()
+        self.inner = inner
+        self.posted = posted
+
+    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+        ledger = self.posted.group.ledger
+        if threading.get_ident() != ledger.thread:
+            return self.inner.wait(*timeout)
+        ledger.waiting = self.posted
+        try:
+            return self.inner.wait(*timeout)
+        finally:
+            ledger.waiting = None
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self.inner.is_success()
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> Any:
+        return self.inner.result()
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def _source_rank(self) -> int:
+        return self.inner._source_rank()
+
+    source_rank = _source_rank
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+
+class RecordedWork(WatchedWork):
+    """The same, whose end is an event."""
+
+    def __init__(self, inner: dist.Work, posted: Posted, call: Call, start: float, tensors: list[torch.Tensor], root: int | None):
+        super().__init__(inner, posted)
+        self.call, self.start, self.root = call, start, root
+        self.tensors = tensors
+        self.copy = snapshot(tensors) if call.kind == "send" else None
+        self.payload = None if call.kind == "recv" else self._values()
+        self.version = tensors[0]._version if call.kind == "send" and not tensors[0].is_inference() else None
+        self.done = False
+        posted.group.ledger.open.add(self)
+
+    def _values(self) -> list | None:
+        if self.call.nbytes > self.posted.group.ledger.payload_bytes:
+            return None
+        return [value for tensor in self.tensors for value in tensor.detach().reshape(-1).tolist()]
+
+    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+        answer = super().wait(*timeout)
+        self.ended(checked=True)
+        return answer
+
+    def is_completed(self) -> bool:
+        done = self.inner.is_completed()
+        if done:
+            self.ended(checked=True)
+        return done
+
+    def get_future(self) -> Any:
+        return self.inner.get_future().then(self._passed_on)
+
+    def _passed_on(self, future: Any) -> Any:
+        self.ended()
+        return future.value()
+
+    def ended(self, checked: bool = False) -> None:
+        """Write the event, once; in a checked run, see whether what was sent is still what it was."""
+        if self.done:
+            return
+        self.done = True
+        end, call, ledger = time.perf_counter(), self.call, self.posted.group.ledger
+        ledger.open.discard(self)
+        peer: int | None = self.root
+        if call.kind in ("send", "recv"):
+            peer = call.peers[0] if len(call.peers) == 1 else self.posted.group.ranks[self.inner._source_rank()]
+        payload = self._values() if call.kind == "recv" else self.payload
+        ledger.events.append(
+            (call.rank, call.kind, peer, call.tag, call.nbytes, self.start, end, call.where, self.start, call.group, call.seq)
+            + (call.shape, call.dtype, payload, call.op, None)
+        )
+        if checked and self.version is not None and self.tensors[0]._version != self.version and not same_bytes(self.tensors, self.copy):
+            raise MisuseError(
+                f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} was changed before its wait(). "
+                "Wait for the send first, or send a clone.",
+                call.rank,
+            )
+        self.tensors, self.copy = [], None
+
+
+class RecordedGroup(dist.ProcessGroup):
+    """A process group that hands every call to `inner` and keeps the ledger."""
+
+    def __init__(self, inner: Any, label: str, ranks: Sequence[int], ledger: Ledger, backend: str):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self.label = label
+        self.ranks = list(ranks)
+        self.others = tuple(r for r in ranks if r != ledger.rank)
+        self.ledger = ledger
+        self.backend = backend
+        self.torch_name = label
+        ledger.groups[label] = self.ranks
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def getBackendName(self) -> str:
+        return self.backend
+
+    # DDP, FSDP2 and the functional collectives look a group up by its name
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.torch_name
+
+    def _set_group_name(self, name: str) -> None:  # type: ignore[override]
+        self.torch_name = name
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    def set_timeout(self, timeout: Any) -> None:
+        self.inner.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.inner._get_sequence_number_for_group()
+
+    # ---- messages ----
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:  # type: ignore[override]
+        return self._message("send", tensors, self.ranks[dst], tag, lambda: self.inner.send(tensors, dst, tag))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:  # type: ignore[override]
+        return self._message("recv", tensors, self.ranks[src], tag, lambda: self.inner.recv(tensors, src, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        return self._message("recv", tensors, None, tag, lambda: self.inner.recv_anysource(tensors, tag))
+
+    def _message(self, kind: str, tensors: list[torch.Tensor], peer: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
+        key = (kind, peer, tag, self.label)
+        posted = Posted(self, key, self.ledger.number(key))
+        if not self.ledger.recording:
+            return WatchedWork(start(), posted)
+        tensor = tensors[0]
+        peers = self.others if peer is None else (peer,)
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, caller())
+        self._check(call, tensors)
+        began = time.perf_counter()
+        return RecordedWork(start(), posted, call, began, [tensor], None)
+
+    # ---- collectives: one path for all, described by a table ----
+
+    def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
+        spec = COLLECTIVES[method]
+        name = next(name for name in spec.names if hasattr(self.inner, name))
+        seq = self.ledger.collectives[self.label] = self.ledger.collectives.get(self.label, 0) + 1
+        posted = Posted(self, (spec.kind, None, 0, self.label), seq)
+        if not self.ledger.recording:
+            self.ledger.waiting = posted  #  some of them block here already
+            try:
+                return WatchedWork(getattr(self.inner, name)(*args, **kwargs), posted)
+            finally:
+                self.ledger.waiting = None
+        told = spec.describe(args)
+        tensors = flat(args)
+        root = None if told.root is None else self.ranks[told.root]
+        call = Call(self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller())
+        self._check(call, tensors)
+        self.ledger.waiting = posted
+        began = time.perf_counter()
+        try:
+            inner = getattr(self.inner, name)(*args, **kwargs)
+        finally:
+            self.ledger.waiting = None
+        return RecordedWork(inner, posted, call, began, told.tensors, root)
+
+    def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:
+        if self.ledger.tell is not None:
+            self.ledger.tell(call)
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise MisuseError(
+                    f"rank {call.rank} passes a strided tensor to {call.brief}: its strides are {tensor.stride()}, and gloo reads and writes its memory "
+                    "as if it were contiguous. Send x.contiguous(), and receive into a tensor that is.",
+                    call.rank,
+                )
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self._collective("monitored_barrier", *args, **kwargs)
+
+
+def _passing(method: str) -> Callable[..., dist.Work]:
+    def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._collective(method, *args, **kwargs)
+
+    call.__name__ = method
+    return call
+
+
+for _method in COLLECTIVES:
+    if _method != "monitored_barrier":
+        setattr(RecordedGroup, _method, _passing(_method))

@@ -1,0 +1,197 @@
+"""`launch(fn, world_size=4)`: run a function once a rank, on real processes or virtual ones, and hand back what they returned.
+
+    launch ──▶ ranks (processes) ──▶ each: join the group, run fn ──▶ results, record
+                   torchrun's, where this process is already one of them (see join)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+from parallel101.ranks.join import in_a_job, join
+from parallel101.ranks.monitor import Monitor
+from parallel101.ranks.processes import start_ranks
+from parallel101.ranks.run import Run
+from parallel101.ranks.wire import pack, unpack
+from parallel101.ranks.worker import Job
+from parallel101.trace.events import Event, Trace
+
+if TYPE_CHECKING:
+    from parallel101.backends.network import Network
+
+BACKENDS = ("gloo", "nccl", "sim")
+PAYLOAD = 4096  #  bytes: messages up to this size keep their values when trace="payload"
+DEFAULT_WORLD_SIZE = 4
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int | None = None,
+    backend: str = "gloo",
+    trace: bool | str = False,
+    timeout: float = 60.0,
+    network: Network | None = None,
+    **kwargs: Any,
+) -> Run:
+    """Run `fn(*args, **kwargs)` once a rank, with torch.distributed initialised, and wait for all of them.
+
+    Args:
+        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy.
+        world_size: how many ranks, 4 unless said. Under torchrun it is the job's: leave it out, or let it agree.
+        backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks on a virtual clock).
+        trace: record every message and check the calls against each other; "payload" also keeps the values of messages of up to 4 KiB.
+            A sim run is always recorded and checked.
+        timeout: seconds after which the run is ended.
+        network: on sim, the links between the ranks.
+
+    Returns:
+        The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
+
+    Raises:
+        RankFailed: a rank raised (its exception is the cause) or died.
+        DeadlockError: ranks wait for each other, or for one that has returned.
+        MisuseError: a checked run saw calls that do not fit together.
+        LaunchTimeout: the time was over.
+        TypeError, ValueError, RuntimeError: the launch itself can't be; nothing was started.
+
+    Errors of a recorded run carry what was recorded up to then as `.trace`.
+    """
+    _check(fn, backend, trace, timeout, network)
+    if in_a_job():
+        return join(fn, args, kwargs, world_size=world_size, backend=backend, trace=trace, timeout=timeout, network=network)
+    if "PARALLEL101_RANK" in os.environ:
+        raise RuntimeError(f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch; ranks can't launch ranks of their own")
+    size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
+    _enough_gpus(backend, size)
+    packed = _pack_call(fn, args, kwargs)
+    recording = bool(trace) or backend == "sim"
+    store = _store(size) if backend != "sim" else None
+    processes = start_ranks(1 if backend == "sim" else size)
+    monitor = Monitor(processes, timeout, [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)])
+    try:
+        for state in monitor.states:
+            job = Job(
+                rank=state.rank,
+                world_size=size,
+                backend=backend,
+                store=None if store is None else (store.host, store.port),
+                recording=recording,
+                checked=recording,
+                payload_bytes=PAYLOAD if trace == "payload" else 0,
+                network=network,
+                path=sys.path,
+                folder=os.getcwd(),
+                environ=dict(os.environ),
+                local_rank=state.rank,
+            )
+            try:
+                state.wire.send(b"j", job)
+                state.wire.send_packed(b"f", *packed)
+            except OSError:
+                pass  #  it died already: the monitor will say how
+        monitor.watch()
+        results = [unpack(*state.result) for state in monitor.states if state.result is not None]
+        monitor.dismiss()
+    except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
+        if recording and backend != "sim":
+            monitor.collect_events()
+        error.trace = _trace(monitor, size, backend)  # type: ignore[union-attr]
+        raise
+    except KeyboardInterrupt:
+        monitor.ask_where(0.3)
+        for state in monitor.states:
+            if state.where:
+                print(f"interrupted: rank {state.rank} was at {state.where}", file=sys.stderr)
+        raise
+    finally:
+        monitor.close()
+    return Run(results[0] if backend == "sim" else results, _trace(monitor, size, backend) if recording else None, backend, size)
+
+
+def _trace(monitor: Monitor, size: int, backend: str) -> Trace:
+    groups: dict[str, list[int]] = {"world": list(range(size))}
+    rows: list[tuple] = []
+    for state in monitor.states:
+        groups.update(state.groups)
+        rows += state.events or []
+    events = [Event._make(row) for row in rows]
+    if backend != "sim" and events:  #  the run's own clock starts with its first event
+        zero = min(event.start for event in events)
+        events = [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in events]
+    return Trace(events, size, backend, groups)
+
+
+def _store(size: int) -> dist.TCPStore:
+    """Where the ranks meet: held by this process, on a loopback port that the system chose."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(min(size * 2, 4096))
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _pack_call(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
+    try:
+        return pack((fn, args, kwargs))
+    except Exception as error:
+        parts = [("the function", fn), *((f"argument {i}", a) for i, a in enumerate(args)), *((f"argument {k!r}", v) for k, v in kwargs.items())]
+        for name, part in parts:
+            try:
+                pack(part)
+            except Exception as reason:
+                raise TypeError(
+                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't travel to the ranks: {reason}. "
+                    "Make it inside the function, or pass what it is made from."
+                ) from error
+        raise
+
+
+def _check(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it may be one of {', '.join(map(repr, BACKENDS))}")
+    if trace not in (True, False, "payload"):
+        raise ValueError(f"trace is {trace!r}; it may be True, False or 'payload' (which keeps small messages' values too)")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0 or math.isnan(timeout):
+        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above zero")
+    if network is not None and type(network).__name__ != "Network":
+        raise TypeError(f"network is a {type(network).__name__}; it is made by parallel101.Network(latency=…, bandwidth=…)")
+    if network is not None and backend != "sim":
+        raise ValueError(f"network belongs to backend='sim', where links are virtual; on {backend!r} they are what they are")
+
+
+def _world_size(value: Any) -> int:
+    if isinstance(value, bool) or isinstance(value, str):
+        raise TypeError(f"world_size is {value!r}; it is a whole number of ranks, 1 or more")
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"world_size is {value!r}; it is a whole number of ranks, 1 or more") from None
+    if size < 1:
+        raise ValueError(f"world_size is {size}; there must be at least 1 rank")
+    return size
+
+
+def _enough_gpus(backend: str, size: int) -> None:
+    if backend != "nccl":
+        return
+    if not dist.is_nccl_available():
+        raise RuntimeError("backend 'nccl' needs a torch that was built with NCCL, and this one is not (a CPU build); use backend='gloo' or 'sim'")
+    have = torch.cuda.device_count()
+    if have < size:
+        raise RuntimeError(
+            f"backend 'nccl' needs one GPU a rank: {size} ranks, and this machine has {have} GPU{'s' * (have != 1)}. "
+            "Use fewer ranks, or backend='gloo' or 'sim'; `parallel101 doctor` tells what one GPU can do."
+        )

@@ -1,0 +1,275 @@
+"""The launching process while its ranks run: it hears them all, shows what they print, and knows when something is wrong.
+
+    rank r ──▶ printed lines ─────────▶ this process's output
+           ──▶ calls, blocked, free ──▶ referee, who waits for whom ──▶ MisuseError, DeadlockError
+           ──▶ result | error | death ─▶ results, RankFailed
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+from parallel101.ranks.output import Lines, read_some
+from parallel101.ranks.processes import Rank, kill
+from parallel101.ranks.wire import Wire, unpack
+from parallel101.trace.board import Board, Standing
+from parallel101.trace.calls import Call
+from parallel101.trace.checks import Referee
+
+SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
+ECHO = 1.0  #  the same, when all that is known is that a connection broke: whoever broke it will be heard of
+SURE = 0.15  #  seconds a deadlock must stand, more than a watcher's tick
+
+
+@dataclass
+class State:
+    """What is known of one rank."""
+
+    rank: int
+    process: Rank
+    wire: Wire
+    lines: tuple[Lines, Lines]
+    standing: Standing
+    result: tuple[bytes, list] | None = None
+    error: tuple[BaseException, str] | None = None
+    events: list[tuple] | None = None
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    where: str | None = None
+    status: bytes = b""
+    exitcode: int | None = None
+    ended: bool = False
+
+
+class Monitor:
+    """Runs the launching side of a job to its end. `watch` returns when every rank has returned, and raises what went wrong."""
+
+    def __init__(self, ranks: Sequence[Rank], timeout: float, names: Sequence[str]):
+        self.board = Board(len(ranks))
+        self.states = [
+            State(r, process, Wire(process.control), (Lines(names[r], "stdout"), Lines(names[r], "stderr")), self.board.ranks[r])
+            for r, process in enumerate(ranks)
+        ]
+        self.timeout = timeout
+        self.referee = Referee()
+        self.selector = selectors.DefaultSelector()
+        for state in self.states:
+            self.selector.register(state.wire, selectors.EVENT_READ, (self._hear, state))
+            for end, lines in zip((state.process.out, state.process.err), state.lines, strict=True):
+                self.selector.register(end, selectors.EVENT_READ, (self._show, lines))
+            self.selector.register(state.process.status, selectors.EVENT_READ, (self._status, state))
+        self.failed_at: float | None = None
+        self.deadlock: tuple[DeadlockError, float] | None = None
+
+    # ---- the loop ----
+
+    def watch(self) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not all(state.result is not None for state in self.states):
+            now = time.monotonic()
+            if self.failed_at is not None and now >= self.failed_at:
+                raise self._failure()
+            if self.deadlock is not None and now >= self.deadlock[1] + SURE:
+                raise self.referee.verdict() or self.deadlock[0]
+            if now >= deadline:
+                raise self.referee.verdict() or self._too_late()
+            moments = [deadline, self.failed_at, self.deadlock and self.deadlock[1] + SURE]
+            self._listen(min(moment for moment in moments if moment is not None) - now)
+            self._look_for_deadlock()
+        if self.referee.suspects:
+            raise self.referee.verdict()  # type: ignore[misc]
+
+    def _listen(self, seconds: float) -> None:
+        for key, _ in self.selector.select(max(0.0, seconds)):
+            if key.fileobj in self.selector.get_map():  #  an earlier one of this round may have ended it
+                handle, about = key.data
+                handle(key.fileobj, about)
+
+    def _show(self, end: Any, lines: Lines) -> None:
+        data = read_some(end)
+        if data:
+            lines.feed(data)
+        else:
+            lines.close()
+            self.selector.unregister(end)
+
+    def _status(self, end: Any, state: State) -> None:
+        data = read_some(end)
+        if data:
+            state.status += data
+            return
+        self.selector.unregister(end)
+        last = state.status.rstrip().rsplit(b"\n", 1)[-1]
+        state.exitcode = int(last) if last.lstrip(b"-").isdigit() else None
+        while state.wire in self.selector.get_map():  #  what it said before it died comes first
+            self._hear(state.wire, state)
+        state.ended = True
+        if state.result is None and state.error is None:
+            self._fail_within(SETTLE)
+
+    def _hear(self, wire: Wire, state: State) -> None:
+        try:
+            kind, body, buffers = wire.receive_packed()
+        except (EOFError, OSError):
+            self.selector.unregister(wire)
+            return
+        if kind == b"r":
+            state.result, state.standing.returned = (body, buffers), True
+            return
+        value = unpack(body, buffers)
+        if kind == b"c":
+            call = Call(*value)
+            self.referee.add(call)
+            if self.referee.hear(call):
+                self._fail_within(SETTLE)
+        elif kind == b"b":
+            call, state.standing.posted, state.standing.collectives = value
+            state.standing.blocked = Call(*call)
+        elif kind == b"f":
+            state.standing.blocked = None
+        elif kind == b"e":
+            state.events, state.groups, state.standing.posted, state.standing.collectives = value
+        elif kind == b"w":
+            state.where = value
+        elif kind == b"x":
+            rank, error, text = value
+            state.error, state.standing.blocked = (error, text), None
+            state.rank = rank
+            self._fail_within(ECHO if _broken_connection(error) else SETTLE)
+
+    def _fail_within(self, seconds: float) -> None:
+        moment = time.monotonic() + seconds
+        self.failed_at = moment if self.failed_at is None else min(self.failed_at, moment)
+
+    # ---- what went wrong ----
+
+    def _look_for_deadlock(self) -> None:
+        found = self.board.deadlock()
+        if found is None:
+            self.deadlock = None
+        elif self.deadlock is None or self.deadlock[0].waiting != found.waiting:
+            self.deadlock = (found, time.monotonic())
+
+    def _failure(self) -> BaseException:
+        """The root cause among all that is known to have failed."""
+        for state in self.states:  #  a rank may have named the misuse before anything broke
+            if state.error is not None and isinstance(state.error[0], MisuseError):
+                return state.error[0]
+        if (verdict := self.referee.verdict()) is not None:
+            return verdict
+        dead = [state for state in self.states if state.ended and state.result is None and state.error is None]
+        raised = [state for state in self.states if state.error is not None]
+        raised.sort(key=lambda state: (_broken_connection(state.error[0]), state.rank))  # type: ignore[index]
+        if dead and (not raised or _broken_connection(raised[0].error[0])):  # type: ignore[index]
+            return died(dead[0])
+        state = raised[0]
+        assert state.error is not None
+        error, text = state.error
+        if isinstance(error, DeadlockError | MisuseError):
+            return error
+        failure = RankFailed(f"rank {state.rank} raised {type(error).__name__}: {error}\n\n{text.rstrip()}", state.rank)
+        failure.__cause__ = error
+        return failure
+
+    def _too_late(self) -> LaunchTimeout:
+        self.ask_where()
+        lines = [f"the ranks were still at work after {self.timeout:g} s (launch(..., timeout=seconds) allows more):"]
+        for state in self.states:
+            if state.result is not None:
+                lines.append(f"  rank {state.rank} had returned")
+            elif (call := state.standing.blocked) is not None:
+                lines.append(f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {call.where}")
+            else:
+                lines.append(f"  rank {state.rank} was at {state.where or 'a place it could not tell'}")
+        return LaunchTimeout("\n".join(lines))
+
+    # ---- the end ----
+
+    def ask_where(self, seconds: float = 0.5) -> None:
+        """Ask each rank that still runs where it is; one that does not answer in time keeps `where` None."""
+        asked = [state for state in self.states if not state.ended and state.result is None and _tell(state, b"w")]
+        self._until(lambda: all(state.where is not None or state.ended for state in asked), seconds)
+
+    def collect_events(self, seconds: float = 0.5) -> None:
+        """Ask for what was recorded up to now by ranks that have not said."""
+        asked = [state for state in self.states if not state.ended and state.events is None and _tell(state, b"t")]
+        self._until(lambda: all(state.events is not None or state.ended for state in asked), seconds)
+
+    def dismiss(self) -> None:
+        """All is well: let the ranks go, and see them out."""
+        for state in self.states:
+            _tell(state, b"q")
+        self._until(lambda: all(state.ended for state in self.states), 5.0)
+
+    def close(self) -> None:
+        """Leave nothing behind: no process, no socket, no unread line."""
+        for state in self.states:
+            kill(state.process)
+        self._until(lambda: all(state.ended for state in self.states), 5.0)
+        self._until(lambda: False, 0.0)
+        for state in self.states:
+            for lines in state.lines:
+                lines.close()
+        self.selector.close()
+        for state in self.states:
+            state.process.close()
+
+    def _until(self, done: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not done() and self.selector.get_map():
+            left = deadline - time.monotonic()
+            self._listen(left)
+            if left <= 0:
+                return
+
+
+def _tell(state: State, kind: bytes) -> bool:
+    try:
+        state.wire.send(kind)
+    except OSError:
+        return False
+    return True
+
+
+def _broken_connection(error: BaseException) -> bool:
+    """Whether an error only says that some other rank is gone."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(part in text for part in ("onnection closed", "onnection reset", "onnection refused", "Broken pipe"))
+
+
+def died(state: State) -> RankFailed:
+    """The error for a rank whose process ended before it returned."""
+    code = state.exitcode
+    if code is None:
+        how = "was lost (its fork server ended)"
+    elif code < 0:
+        how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+    else:
+        how = f"ended by itself with exit code {code} before it returned"
+    said = [line for line in state.lines[1].tail.splitlines() if line.strip()][-3:]
+    message = f"rank {state.rank} {how}"
+    if place := _last_place(state.status.decode(errors="replace")):
+        message += f", at {place}"
+    if code == -signal.SIGABRT:
+        message += (
+            "\n  gloo aborts a rank whose receive is smaller than the message that comes for it, or when the ranks of a collective disagree on its size."
+            "\n  Run it again with trace=True: a checked run names the two calls that do not fit."
+        )
+    return RankFailed("\n  ".join([message, *said]), state.rank, code)
+
+
+def _last_place(dump: str) -> str:
+    """The caller's file and line in what faulthandler wrote as the rank was killed, or nothing."""
+    from parallel101.trace.where import is_inside
+
+    for line in dump.splitlines():
+        if line.startswith('  File "') and " in " in line:
+            name, _, rest = line.removeprefix('  File "').partition('", line ')
+            if not is_inside(name):
+                return f"{name}:{rest.split()[0]}"
+    return ""

@@ -1,0 +1,263 @@
+"""Where ranks come from: a fork server that has imported torch and done nothing else, or a fresh interpreter each.
+
+    this process ──▶ fork server ──▶ rank 0, rank 1, …      5 ms a rank (Linux, macOS)
+    this process ──▶ python …    ×  world size               1 s a rank (elsewhere, or PARALLEL101_START=spawn)
+
+A process that only imported torch can be forked safely: no op has run, so there are no OpenMP or autograd threads to lose, and CUDA is
+untouched. (multiprocessing's own fork server would import the caller's script again in every rank, and has no place for the ranks' output.)
+Nothing outlives the launching process: the server ends when its socket closes and takes its ranks with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from typing import BinaryIO
+
+FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+
+@dataclass
+class Rank:
+    """A process that will be a rank, as the launching process holds it."""
+
+    pid: int
+    control: socket.socket  #  frames both ways (see wire)
+    out: int | socket.socket  #  what it prints, C code included
+    err: int | socket.socket
+    status: int | socket.socket  #  its exit code, a line of text, once it has ended; closed without one: it was lost
+
+    def close(self) -> None:
+        self.control.close()
+        for end in (self.out, self.err, self.status):
+            os.close(end) if isinstance(end, int) else end.close()
+
+
+def start_ranks(count: int) -> list[Rank]:
+    """Bring `count` processes to the start of `worker.main`, each with its own control socket, output pipes and exit status."""
+    ranks: list[Rank] = []
+    one = _fork_one if start_method() == "fork server" else _spawn_one
+    try:
+        for _ in range(count):
+            ranks.append(one())
+    except BaseException:
+        for rank in ranks:
+            kill(rank)
+            rank.close()
+        raise
+    return ranks
+
+
+def start_method() -> str:
+    """How ranks are started on this machine: "fork server" or "spawn" (which PARALLEL101_START=spawn asks for)."""
+    wanted = os.environ.get("PARALLEL101_START", "fork" if FORK else "spawn")
+    if wanted not in ("fork", "spawn") or (wanted == "fork" and not FORK):
+        raise ValueError(f"PARALLEL101_START is {wanted!r}; it may be {'fork or ' if FORK else ''}spawn on this machine")
+    return "fork server" if wanted == "fork" else "spawn"
+
+
+def kill(rank: Rank) -> None:
+    """End a rank, and whatever it started, now. A rank leads a process group of its own."""
+    try:
+        os.killpg(rank.pid, signal.SIGKILL) if hasattr(os, "killpg") else os.kill(rank.pid, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError):
+        pass  #  it and its children are gone already
+
+
+# ---- the fork server, seen from the launching process ----
+
+
+class _Server:
+    """The one fork server of this process, started at the first launch and again if it was lost."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner = 0
+        self.sock: socket.socket | None = None
+        self.process: subprocess.Popen | None = None
+
+    def fork(self, fds: list[int]) -> int:
+        with self.lock:
+            for attempt in (1, 2):
+                if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
+                    self._start()
+                assert self.sock is not None
+                try:
+                    socket.send_fds(self.sock, [b"f"], fds)
+                    answer = self.sock.recv(64)
+                except OSError:
+                    answer = b""
+                if answer:
+                    return int(answer)
+                self.stop()
+        raise RuntimeError("the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine")
+
+    def _start(self) -> None:
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM)
+        program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.processes import serve; serve({theirs.fileno()})"
+        #  a session of its own: Ctrl-C at the terminal is for the launching process, which then ends its ranks itself
+        self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        self.owner = os.getpid()
+
+    def stop(self) -> None:
+        if self.owner == os.getpid() and self.sock is not None and self.process is not None:
+            self.sock.close()
+            self.process.wait()
+        self.sock = self.process = None
+
+
+_server = _Server()
+
+
+def stop_server() -> None:
+    """End the fork server; the next launch starts another. (It ends by itself with this process.)"""
+    with _server.lock:
+        _server.stop()
+
+
+def _fork_one() -> Rank:
+    control, control_there = socket.socketpair()
+    out, out_there = os.pipe()
+    err, err_there = os.pipe()
+    status, status_there = os.pipe()
+    try:
+        pid = _server.fork([control_there.fileno(), out_there, err_there, status_there])
+    except BaseException:
+        for end in (out, err, status):
+            os.close(end)
+        control.close()
+        raise
+    finally:
+        control_there.close()
+        for end in (out_there, err_there, status_there):
+            os.close(end)
+    return Rank(pid, control, out, err, status)
+
+
+# ---- the fork server itself ----
+
+
+def serve(fd: int) -> None:
+    """The fork server's loop: fork a rank for each request, report each rank's exit code, end with the launching process."""
+    import parallel101.ranks.worker as worker  #  with all that a rank needs, so that a fork has it at once
+
+    server = socket.socket(fileno=fd)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    reports: dict[int, int] = {}  #  pid of a living rank -> where its exit code goes
+    while True:
+        ready, _, _ = select.select([server, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(reports)
+        if server in ready:
+            request, fds, _, _ = socket.recv_fds(server, 1, 4)
+            if not request:
+                break
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                worker.main(**_stdio(*fds))
+            for end in fds[:3]:
+                os.close(end)
+            reports[pid] = fds[3]
+            server.send(str(pid).encode())
+    for pid in reports:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _stdio(control: int, out: int, err: int, status: int) -> dict[str, int]:
+    """In a new rank: make its pipes the standard streams, and let go of all else that the fork server holds."""
+    import fcntl  #  not on Windows, and neither is fork
+
+    null = os.open(os.devnull, os.O_RDONLY)
+    aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, status)]  #  out of the way of 0 to 4
+    for wanted, end in enumerate(aside):
+        os.dup2(end, wanted)
+    os.closerange(5, max(int(name) for name in os.listdir("/dev/fd")) + 1)
+    return {"control": 3, "status": 4}
+
+
+def _reap(reports: dict[int, int]) -> None:
+    while reports:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        if pid in reports:
+            end = reports.pop(pid)
+            try:
+                os.write(end, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            except BrokenPipeError:
+                pass  #  whoever asked no longer listens
+            os.close(end)
+
+
+# ---- a fresh interpreter a rank ----
+
+
+def _spawn_one() -> Rank:
+    control, theirs = socket.socketpair()
+    status, reported = socket.socketpair()
+    posix = os.name == "posix"
+    ticket = f"{theirs.fileno()},{reported.fileno()}" if posix else "share"
+    program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.worker import main; main({ticket!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL if posix else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[theirs.fileno(), reported.fileno()] if posix else [],
+        start_new_session=posix,
+    )
+    if not posix:  #  Windows hands a socket to a process that exists by a message, not by inheritance
+        assert process.stdin is not None
+        shared = theirs.share(process.pid)  # type: ignore[attr-defined]
+        process.stdin.write(json.dumps(shared.hex()).encode() + b"\n")
+        process.stdin.close()
+    theirs.close()
+
+    def report() -> None:
+        code = process.wait()
+        try:
+            reported.sendall(f"{code}\n".encode())
+        except OSError:
+            pass
+        reported.close()
+
+    threading.Thread(target=report, daemon=True).start()
+    assert process.stdout is not None and process.stderr is not None
+    return Rank(process.pid, control, _selectable(process.stdout), _selectable(process.stderr), status)
+
+
+def _selectable(pipe: BinaryIO | object) -> socket.socket:
+    """A pipe as a socket: select() on Windows knows sockets alone."""
+    ours, theirs = socket.socketpair()
+
+    def pump() -> None:
+        with pipe, theirs:  # type: ignore[attr-defined]
+            try:
+                while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]
+                    theirs.sendall(data)
+            except OSError:
+                pass  #  the launching process has stopped listening
+
+    threading.Thread(target=pump, daemon=True).start()
+    return ours

@@ -1,0 +1,206 @@
+"""A rank's side of a launch: take the job, join the group, run the program, hand back what it returned or how it failed.
+
+    control ◀── job, function          the launching process (see monitor)
+            ──▶ calls as they are posted (a checked run), "blocked" / "free", events, result or error
+            ◀── finish                 nobody leaves before all have returned: others may still need this rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import random
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends import real
+from parallel101.backends.record import Ledger
+from parallel101.ranks.watcher import Watcher
+from parallel101.ranks.wire import Wire, unpack
+from parallel101.trace.spans import record_into
+
+
+@dataclass
+class Job:
+    """What a rank has to know. For sim one process is all the ranks, and `rank` is 0."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store: tuple[str, int] | None
+    recording: bool
+    checked: bool
+    payload_bytes: int
+    network: Any = None
+    path: list[str] = field(default_factory=list)
+    folder: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
+    local_rank: int = 0
+
+
+def main(ticket: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
+    """What a new process runs: serve one job and end. `ticket` says where its control socket is, for a spawned one."""
+    if ticket:
+        control, status = _take(ticket)
+    wire = Wire(socket.socket(fileno=control))
+    if status >= 0:
+        faulthandler.enable(status)  #  the last words of a rank that C code aborts: where it was
+    _own_streams()
+    keep_large_blocks()
+    code = 0
+    try:
+        _, job = wire.receive()
+        _settle_in(job)
+        if job.backend == "sim":
+            from parallel101.ranks.simworker import run_virtual
+
+            run_virtual(job, wire)
+        else:
+            run_rank(job, wire)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        code = 1  #  the launching process is gone, or has had enough
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            ctypes.CDLL(None).fflush(None)
+        os._exit(code)
+
+
+def run_rank(job: Job, wire: Wire) -> None:
+    """One real rank."""
+    _, body, buffers = wire.receive_packed()
+    ledger = Ledger(
+        job.rank,
+        recording=job.recording,
+        payload_bytes=job.payload_bytes,
+        tell=(lambda call: wire.send(b"c", tuple(call))) if job.checked else None,
+    )
+    watcher = Watcher(ledger, wire)
+    watcher.start()
+    if job.recording:
+        record_into(ledger)
+    try:
+        assert job.store is not None
+        store = dist.TCPStore(*job.store, job.world_size, is_master=False)
+        real.own_device(job.backend, job.local_rank)
+        real.init(job.backend, ledger, store, job.rank, job.world_size)
+        function, args, kwargs = unpack(body, buffers)
+        del body, buffers
+        value = function(*args, **kwargs)
+        packed = pack_result(value, job.rank)
+    except BaseException as error:
+        record_into(None)
+        report_failure(wire, job.rank, error, ledger)
+    else:
+        record_into(None)
+        ledger.close()
+        wire.send(b"e", (ledger.events, ledger.groups, dict(ledger.posted), dict(ledger.collectives)))
+        del value
+        wire.send_packed(b"r", *packed, give_back=True)
+    watcher.finish.wait()
+
+
+def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
+    """Pickle what a rank returned; a value that can't be pickled is an error that says so."""
+    from parallel101.ranks.wire import pack
+
+    try:
+        return pack(value)
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be handed back: {error}. "
+            "Return tensors, numbers, strings and containers of them."
+        ) from error
+
+
+def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger | None = None) -> None:
+    """Send an exception with its traceback; one that can't be pickled goes as its text."""
+    from parallel101.ranks.wire import pack
+
+    text = "".join(traceback.format_exception(type(error), error, _outside(error)))
+    #  an exception's frames hold tensors and groups: it travels without them
+    error.__traceback__ = None
+    try:
+        packed = pack((rank, error, text))
+        unpack(*packed)
+    except Exception:
+        packed = pack((rank, RuntimeError(f"{type(error).__name__}: {error}"), text))
+    if ledger is not None:
+        ledger.close()
+        with contextlib.suppress(Exception):
+            wire.send(b"e", (ledger.events, ledger.groups, dict(ledger.posted), dict(ledger.collectives)))
+    wire.send_packed(b"x", *packed)
+
+
+def _outside(error: BaseException):
+    """The error's traceback from the program's own first frame on: this file is no part of what went wrong."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return tb
+
+
+# ---- a new process makes itself at home ----
+
+
+def _take(ticket: str) -> tuple[int, int]:
+    if ticket != "share":
+        control, status = (int(part) for part in ticket.split(","))
+        return control, status
+    shared = bytes.fromhex(json.loads(sys.stdin.readline()))
+    return socket.fromshare(shared).detach(), -1  # type: ignore[attr-defined]
+
+
+def _own_streams() -> None:
+    """Whole lines, at once, from Python and from C: pipes are buffered by the block otherwise."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), encoding="utf-8", errors="backslashreplace", write_through=True)
+        stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def keep_large_blocks() -> None:
+    """Tell glibc to keep freed memory: a fresh 64 MiB tensor costs as much as sending it, all of it page faults. Elsewhere nothing is done."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  #  M_MMAP_MAX: large blocks come from the heap, and so go back to it
+        libc.mallopt(-1, 0x7FFFFFFF)  #  M_TRIM_THRESHOLD: and the heap keeps them
+
+
+def _settle_in(job: Job) -> None:
+    sys.path[:] = job.path
+    with contextlib.suppress(OSError):
+        os.chdir(job.folder)
+    os.environ.clear()
+    os.environ.update(job.environ)
+    #  forked ranks share what the fork server drew: each starts afresh, as a new process would (torch's own seed is the same for all)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if job.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    if job.backend != "sim":
+        os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.local_rank), LOCAL_WORLD_SIZE=str(job.world_size))
+    os.environ["PARALLEL101_RANK"] = str(job.rank)
+    torch.set_num_threads(1)
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface: "lo" on Linux, "lo0" on macOS."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    return next((name for name in ("lo", "lo0") if name in names), "lo")

@@ -1,0 +1,60 @@
+"""A checked run's referee: it hears every call as it is posted and says where two that belong together do not agree."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from parallel101.errors import MisuseError
+from parallel101.trace.calls import Call, disagreement
+
+
+class Referee:
+    """Pairs up sends with receives and the ranks' parts of a collective, by their numbers.
+
+    `fault` is the first disagreement found, ready to raise once `verdict()` is asked for.
+    """
+
+    def __init__(self) -> None:
+        self.messages: dict[tuple, Call] = {}
+        self.collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)
+        self.suspects: list[Call] = []
+
+    def hear(self, call: Call) -> bool:
+        """Take note of a call. True when it shows the first disagreement."""
+        if self.suspects:
+            return False
+        if call.kind in ("send", "recv"):
+            if len(call.peers) != 1:
+                return False  #  a receive from anyone: whose message it got is not known
+            src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
+            other = self.messages.pop((src, dst, call.tag, call.group, call.seq), None)
+            if other is None or other.kind == call.kind:
+                self.messages[src, dst, call.tag, call.group, call.seq] = call
+            elif disagreement(other, call):
+                self.suspects = [other, call]
+        else:
+            parts = self.collectives[call.group, call.seq]
+            parts.append(call)
+            if disagreement(parts[0], call):
+                self.suspects = parts  #  kept as it is: more ranks may still add theirs
+            elif len(parts) == len(call.peers) + 1:
+                del self.collectives[call.group, call.seq]
+        return bool(self.suspects)
+
+    def add(self, call: Call) -> None:
+        """Hear a call after the first disagreement: it may tell which of the ranks is the odd one out."""
+        if self.suspects and self.suspects is self.collectives.get((call.group, call.seq)):
+            self.suspects.append(call)
+
+    def verdict(self) -> MisuseError | None:
+        """What was found, or None. The rank named is the one that differs from most (of a message: the receiver; of two ranks: the higher)."""
+        if not self.suspects:
+            return None
+        parts = sorted(self.suspects, key=lambda c: (c.kind == "recv", c.rank))
+        if {"send", "recv"} & {part.kind for part in parts}:
+            send, recv = parts
+            return MisuseError(f"{disagreement(send, recv)}", recv.rank)
+        alike = Counter((c.kind, c.root, c.op, c.dtype, c.shape) for c in parts)
+        usual = max(parts, key=lambda c: (alike[c.kind, c.root, c.op, c.dtype, c.shape], -c.rank))
+        odd = max((c for c in parts if disagreement(usual, c)), key=lambda c: (-alike[c.kind, c.root, c.op, c.dtype, c.shape], c.rank))
+        return MisuseError(f"{disagreement(usual, odd)}", odd.rank)
