@@ -1,0 +1,170 @@
+"""Who held what, when: the run told again from its messages, step by step.
+
+    a message lands ──▶ is it added to what the rank has, or put in its place?
+
+The record does not say what a rank did with what it got. But what it sends or returns afterwards does: if that holds both
+what it had and what came, it was added. Nothing here knows the name of an algorithm.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from parallel101.trace.events import Message, Trace
+from parallel101.viz.columns import Column, Counts, columns_of
+from parallel101.viz.layout import Layout, groups_of, layout_of
+from parallel101.viz.provenance import Term, decode, flat_values
+from parallel101.viz.steps import steps_of
+
+START = -1.0  #  moments: START is before the first step, s is the begin of step s, s + 0.5 the landing of its messages
+
+
+class Landing(NamedTuple):
+    """One chunk of one message, as it arrives."""
+
+    column: int
+    carried: Counts
+    added: bool
+
+
+@dataclass
+class History:
+    """A run as pictures need it. Without provenance (`known` is False) there are no columns, and no cells."""
+
+    trace: Trace
+    ranks: list[int]  #  those that took part
+    layout: Layout
+    messages: list[Message]
+    step: list[int]  #  of each message
+    steps: int
+    known: bool = False
+    sums: bool = False
+    columns: list[Column] = field(default_factory=list)
+    landings: list[list[Landing]] = field(default_factory=list)  #  of each message
+    cells: dict[tuple[int, int], list[tuple[float, Counts]]] = field(default_factory=dict)  #  (rank, column): what it held from which moment on
+    returned: list[dict[int, Counts] | None] = field(default_factory=list)  #  by rank; None where not known
+    groups: dict[int, set[int]] = field(default_factory=dict)  #  for each rank, whose data could have reached it
+
+    def in_step(self, step: int) -> list[int]:
+        """The messages of a step, by their index."""
+        return [i for i, s in enumerate(self.step) if s == step]
+
+    def sent_bytes(self, step: int) -> dict[int, int]:
+        """Bytes each rank has sent after `step`."""
+        sent = dict.fromkeys(self.ranks, 0)
+        for message, s in zip(self.messages, self.step, strict=True):
+            sent[message.src] += message.nbytes if s <= step else 0
+        return sent
+
+    def final(self, rank: int) -> dict[int, Counts]:
+        """What a rank returned, where that is known, or else what it held at the end."""
+        returned = self.returned[rank] if self.returned else None
+        if returned is not None:
+            return returned
+        return {c: self.cells[rank, c][-1][1] for c in range(len(self.columns)) if any(self.cells[rank, c][-1][1])}
+
+
+def history_of(trace: Trace, results: Sequence[Any] | None = None, inputs: Sequence[Any] | None = None) -> History:
+    """Read a trace. `results` and `inputs` are what each rank returned and was given, by rank, where that is known."""
+    for name, given in (("results", results), ("inputs", inputs)):
+        if given is not None and len(given) != trace.world_size:
+            raise ValueError(f"{name} has {len(given)} entries for {trace.world_size} ranks: pass one a rank, in order")
+    messages = [m for m in trace.messages() if m.src != m.dst]
+    talked = sorted({rank for m in messages for rank in (m.src, m.dst)})
+    ranks = talked or list(range(trace.world_size))
+    pairs = [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))]
+    layout = layout_of(ranks, pairs)
+    step = steps_of(messages, port_per_link=layout.kind in ("ring", "chain"))
+    history = History(trace, ranks, layout, messages, step, max(step, default=-1) + 1)
+    payloads = [_decode(m.payload, trace.world_size) for m in messages]
+    if all(p is not None for p in payloads):
+        returned = [None] * trace.world_size if results is None or all(r is None for r in results) else [_decode(flat_values(r), trace.world_size) for r in results]
+        given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
+        _tell(history, [p for p in payloads if p is not None], returned, given)
+    return history
+
+
+def _decode(values: list | None, world_size: int) -> list[Term] | None:
+    return None if values is None else decode(values, world_size)
+
+
+def _tell(history: History, payloads: list[list[Term]], returned: list[list[Term] | None], given: list[list[Term] | None] | None) -> None:
+    """Fill in the chunks, and what each rank held of them."""
+    chunks = columns_of(payloads, [*returned, *(given or [])], history.ranks)
+    if not chunks.columns:
+        return
+    n = history.trace.world_size
+    history.known, history.sums, history.columns = True, chunks.sums, chunks.columns
+    history.returned = chunks.in_results[:n]
+    history.groups = groups_of(history.ranks, [(m.src, m.dst) for m in history.messages])
+    landed: dict[tuple[int, int], Landing] = {}
+    for rank in history.ranks:
+        for column in range(len(chunks.columns)):
+            begin = chunks.in_results[n + rank] if given else None
+            first = _begin(history, chunks.columns[column], rank) if begin is None else begin.get(column, (0,) * n)
+            history.cells[rank, column] = _follow(history, chunks.in_messages, landed, rank, column, first)
+    history.landings = [[landed[i, c] for c in sorted(content)] for i, content in enumerate(chunks.in_messages)]
+
+
+def _begin(history: History, column: Column, rank: int) -> Counts:
+    """What a rank has of a chunk before the first message: its own part, if the chunk has one."""
+    own = rank in column.stripes and not column.mixed
+    return tuple(int(own and r == rank) for r in range(history.trace.world_size))
+
+
+def _follow(
+    history: History, content: list[dict[int, Counts]], landed: dict[tuple[int, int], Landing], rank: int, column: int, held: Counts
+) -> list[tuple[float, Counts]]:
+    """One cell through time. Notes in `landed` for each message that arrives whether it was added."""
+    story: list[tuple[float, bool, int]] = []  #  (when, it is a send, message)
+    for i, m in enumerate(history.messages):
+        if column in content[i]:
+            if m.dst == rank:
+                story.append((m.recv.end, False, i))
+            if m.src == rank:
+                story.append((m.send.posted, True, i))
+    story.sort(key=lambda event: (event[0], history.step[event[2]], event[1]))
+    seen_later: list[Counts | None] = []  #  for each event: the next thing this rank shows of this chunk
+    result = history.returned[rank]
+    witness = None if result is None else result.get(column)
+    for _, is_send, i in reversed(story):
+        seen_later.append(witness)
+        witness = content[i][column] if is_send else witness
+    states = [(START, held)]
+    for (_, is_send, i), later in zip(story, reversed(seen_later), strict=True):
+        carried, moment = content[i][column], history.step[i] + (0.0 if is_send else 0.5)
+        if not history.sums:
+            after = tuple(map(max, held, carried))
+        elif is_send:
+            after = carried
+        else:
+            added = _was_added(held, carried, later)
+            after = tuple(a + b for a, b in zip(held, carried, strict=True)) if added else carried
+        if not is_send:
+            landed[i, column] = Landing(column, carried, history.sums and any(held) and after != carried)
+        if after != held:
+            states.append((max(moment, states[-1][0]), after))
+            held = after
+    return states
+
+
+def _was_added(held: Counts, carried: Counts, later: Counts | None) -> bool:
+    """Whether what came was added to what was there, judged by what the rank showed later of the same chunk."""
+    total = tuple(a + b for a, b in zip(held, carried, strict=True))
+    if not any(held):
+        return False
+    if later is not None and _holds(later, total):
+        return True
+    if later is not None and _holds(later, carried):
+        return False
+    return not _holds(carried, held)  #  nothing was shown: whoever is given more than it has takes it
+
+
+def _holds(whole: Counts, part: Counts) -> bool:
+    return all(a >= b for a, b in zip(whole, part, strict=True))
+
+
+__all__ = ["START", "History", "Landing", "history_of"]

@@ -1,0 +1,57 @@
+"""The house colours: two themes, and eight chunk colours that normal, protan, deutan and tritan sight tell apart.
+
+A chunk is always lettered as well, never told by colour alone: beyond eight the colours repeat and the letters do not.
+Every scene draws with the classes of `STYLE`, so a picture needs no colour of its own and follows the theme.
+"""
+
+from __future__ import annotations
+
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+
+LIGHT = {
+    "bg": "#ffffff",
+    "ink": "#1f2933",
+    "mute": "#5f6c7b",
+    "line": "#c5ced8",
+    "faint": "#eef1f5",
+    "accent": "#0b62a8",
+    "warn": "#b3480f",
+}
+DARK = {
+    "bg": "#14181f",
+    "ink": "#e6eaf0",
+    "mute": "#9aa7b5",
+    "line": "#3b4654",
+    "faint": "#202733",
+    "accent": "#6cb8f0",
+    "warn": "#f0955a",
+}
+THEMES = {"light": LIGHT, "dark": DARK}
+
+CHUNK = ("#3B5BDB", "#CCBB44", "#117733", "#EE6677", "#66CCEE", "#882255", "#CC79A7", "#5B3E96")
+ON_CHUNK = ("#fff", "#1f2933", "#fff", "#1f2933", "#1f2933", "#fff", "#1f2933", "#fff")  # text that stands on each of them
+
+# Short names, since a picture repeats them hundreds of times: m muted, h heading, b bold, c centred, e right-aligned, w warning;
+# f0…f7 filled with a chunk's colour, s0…s7 stroked with it, o0…o7 text on it.
+STYLE = (
+    "text{fill:var(--ink)}.m{fill:var(--mute)}.h{font-size:19px;font-weight:650}.b{font-weight:600}.c{text-anchor:middle}.e{text-anchor:end}"
+    "text.w{fill:var(--warn)}.bg{fill:var(--bg)}.faint{fill:var(--faint)}.link{stroke:var(--line);fill:none}.tip{fill:var(--line)}"
+    + "".join(
+        f".f{i}{{fill:{fill}}}.s{i}{{stroke:{fill};fill:{fill}}}text.o{i}{{fill:{on}}}" for i, (fill, on) in enumerate(zip(CHUNK, ON_CHUNK, strict=True))
+    )
+)
+
+
+def variables(theme: str) -> str:
+    """The CSS declarations of a theme, "light" or "dark"."""
+    return "".join(f"--{name}:{colour};" for name, colour in THEMES[theme].items())
+
+
+def letter(column: int) -> str:
+    """The letter of a chunk: a … z, then aa, ab, …"""
+    name = ""
+    column += 1
+    while column:
+        column, rest = divmod(column - 1, 26)
+        name = chr(ord("a") + rest) + name
+    return name
