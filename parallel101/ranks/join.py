@@ -1,7 +1,191 @@
-"""Under torchrun this process is a rank already: `launch` joins the job it belongs to.
+"""Under torchrun this process is a rank already: `launch` joins the job, and every rank gets all results.
+
+    torchrun --nproc-per-node 4 script.py      four processes run script.py; each launch() in it is one program on all of them
+
+There is no launching process here, so the ranks report to the job's store, and rank 0 reads who waits for whom. A rank that is blocked for ever
+can't be woken (gloo has no way to): it prints what happened and ends, and torchrun ends the job.
 """
+
+from __future__ import annotations
+
 import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from parallel101.backends import real
+from parallel101.backends.record import Ledger, Posted
+from parallel101.errors import LaunchTimeout, RankFailed
+from parallel101.ranks.run import Run
+from parallel101.ranks.wire import pack, unpack
+from parallel101.trace.board import Board, Standing
+from parallel101.trace.calls import Call
+from parallel101.trace.checks import Referee
+from parallel101.trace.events import Trace
+from parallel101.trace.spans import record_into
+from parallel101.trace.where import where
+
+TICK = 0.1  #  seconds between two looks
+GRACE = 1.0  #  seconds for a rank to end by itself once the run has failed
+
+_store: list[dist.Store] = []
+_launches = 0
 
 
-def in_a_job(): return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PARALLEL101_RANK" not in os.environ
-def join(*a, **k): raise NotImplementedError
+def in_a_job() -> bool:
+    """Whether somebody (torchrun) has made this process a rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PARALLEL101_RANK" not in os.environ
+
+
+def join(fn: Callable, args: tuple, kwargs: dict, *, world_size: int | None, backend: str, trace: bool | str, timeout: float, payload_bytes: int) -> Run:
+    """Run fn as this process's rank of the job; see `launch`. Raises ValueError when world_size is not the job's."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size is not None and world_size != size:
+        raise ValueError(f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE); leave world_size out, or start {world_size} processes")
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is initialised already; launch() does that itself: call it first, or use your own group without launch()")
+    global _launches
+    _launches += 1
+    store = dist.PrefixStore(f"parallel101/{_launches}", _job_store(timeout))
+    calls: list[Call] = []
+    ledger = Ledger(rank, recording=bool(trace), payload_bytes=payload_bytes, tell=calls.append if trace else None)
+    watcher = _JobWatcher(ledger, store.clone(), size, timeout)
+    watcher.start()
+    if trace:
+        record_into(ledger)
+    try:
+        real.own_device(backend, int(os.environ.get("LOCAL_RANK", rank)))
+        real.init(backend, ledger, store, rank, size)
+        try:
+            value = fn(*args, **kwargs)
+        except BaseException as error:
+            text = traceback.format_exc()
+            failure = RankFailed(f"rank {rank} raised {type(error).__name__}: {error}\n\n{text.rstrip()}", rank)
+            watcher.announce(failure)
+            raise failure from error
+        ledger.close()
+        watcher.returned()
+        gathered: list[Any] = [None] * size
+        body, buffers = pack((value, calls, ledger.events, ledger.groups))
+        dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers]))
+    finally:
+        record_into(None)
+        watcher.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    parts = [unpack(body, [bytearray(buffer) for buffer in buffers]) for body, buffers in gathered]
+    _see_misuse([call for _, calls, _, _ in parts for call in calls])
+    return Run([value for value, _, _, _ in parts], _trace(parts, size, backend) if trace else None, backend, size)
+
+
+def _job_store(timeout: float) -> dist.Store:
+    """The job's own store, met once a process."""
+    if not _store:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        _store.append(store)
+    return _store[0]
+
+
+def _see_misuse(calls: list[Call]) -> None:
+    referee = Referee()
+    for call in sorted(calls, key=lambda c: c.seq):
+        referee.add(call)
+        referee.hear(call)
+    if (verdict := referee.verdict()) is not None:
+        raise verdict
+
+
+def _trace(parts: list, size: int, backend: str) -> Trace:
+    groups: dict[str, list[int]] = {"world": list(range(size))}
+    for _, _, _, own in parts:
+        groups.update(own)
+    return Trace.from_rows([row for _, _, events, _ in parts for row in events], size, backend, groups)
+
+
+class _JobWatcher(threading.Thread):
+    """Publishes where this rank stands; on rank 0, reads where all stand; ends a rank that can't go on."""
+
+    def __init__(self, ledger: Ledger, store: dist.Store, size: int, timeout: float):
+        super().__init__(daemon=True, name="parallel101 job watcher")
+        self.ledger, self.store, self.size, self.timeout = ledger, store, size, timeout
+        self.deadline = time.monotonic() + timeout
+        self.done = threading.Event()  #  this rank's function has returned
+        self.over = threading.Event()
+        self.lock = threading.Lock()
+        self._publish(Standing())
+
+    def run(self) -> None:
+        seen: Posted | None = None
+        reported: Posted | None = None
+        suspected: tuple[dict, float] | None = None
+        while not self.over.wait(TICK):
+            try:
+                waiting = self.ledger.waiting
+                if not self.done.is_set() and waiting is not reported and (waiting is None or waiting is seen):
+                    self._publish(self._standing(waiting))
+                    reported = waiting
+                seen = waiting
+                if self.ledger.rank == 0:
+                    suspected = self._look(suspected)
+                if self.store.check(["verdict"]):
+                    self._end(_loads(self.store.get("verdict")))
+            except (RuntimeError, OSError):
+                return  #  the store is gone, and the job with it
+
+    def announce(self, error: BaseException) -> None:
+        """Tell all ranks that the run has failed, unless somebody has already."""
+        error.__cause__ = None
+        self.store.compare_set("verdict", "", pickle.dumps(error).decode("latin-1"))
+
+    def returned(self) -> None:
+        """This rank's function has returned. Waits until all have, or raises what went wrong elsewhere."""
+        self.done.set()
+        self._publish(Standing(None, True, dict(self.ledger.posted), dict(self.ledger.collectives)))
+        self.store.add("returned", 1)
+        while self.store.add("returned", 0) < self.size:
+            if self.store.check(["verdict"]):
+                raise _loads(self.store.get("verdict"))
+            time.sleep(0.001)
+
+    def stop(self) -> None:
+        self.over.set()
+
+    def _standing(self, waiting: Posted | None) -> Standing:
+        call = None if waiting is None else waiting.call(where(sys._current_frames().get(self.ledger.thread)))
+        return Standing(call, False, dict(self.ledger.posted), dict(self.ledger.collectives))
+
+    def _publish(self, standing: Standing) -> None:
+        self.store.set(f"standing/{self.ledger.rank}", pickle.dumps(standing))
+
+    def _look(self, suspected: tuple[dict, float] | None) -> tuple[dict, float] | None:
+        now = time.monotonic()
+        board = Board(self.size)
+        board.ranks = [pickle.loads(data) for data in self.store.multi_get([f"standing/{rank}" for rank in range(self.size)])]
+        found = board.deadlock()
+        if found is not None and suspected is not None and suspected[0] == found.waiting and now > suspected[1] + TICK:
+            self.announce(found)
+        if now > self.deadline and not all(standing.returned for standing in board.ranks):
+            self.announce(LaunchTimeout(f"the ranks were still at work after {self.timeout:g} s (launch(..., timeout=seconds) allows more)"))
+        if found is None:
+            return None
+        return suspected if suspected is not None and suspected[0] == found.waiting else (found.waiting, now)
+
+    def _end(self, error: BaseException) -> None:
+        """The run has failed. This rank's own thread raises if it can; if it is blocked, the process ends."""
+        if self.over.wait(GRACE):
+            return
+        if not isinstance(error, RankFailed) or error.rank != self.ledger.rank:
+            sys.stderr.write(f"[rank {self.ledger.rank}] {type(error).__name__}: {error}\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+
+def _loads(data: bytes) -> BaseException:
+    return pickle.loads(data.decode().encode("latin-1"))

@@ -24,7 +24,7 @@ from parallel101.ranks.processes import start_ranks
 from parallel101.ranks.run import Run
 from parallel101.ranks.wire import pack, unpack
 from parallel101.ranks.worker import Job
-from parallel101.trace.events import Event, Trace
+from parallel101.trace.events import Trace
 
 if TYPE_CHECKING:
     from parallel101.backends.network import Network
@@ -68,8 +68,9 @@ def launch(
     Errors of a recorded run carry what was recorded up to then as `.trace`.
     """
     _check(fn, backend, trace, timeout, network)
-    if in_a_job():
-        return join(fn, args, kwargs, world_size=world_size, backend=backend, trace=trace, timeout=timeout, network=network)
+    payload_bytes = PAYLOAD if trace == "payload" else 0
+    if in_a_job() and backend != "sim":  #  virtual ranks are nobody's processes: each of the job's runs the whole simulation
+        return join(fn, args, kwargs, world_size=world_size, backend=backend, trace=trace, timeout=timeout, payload_bytes=payload_bytes)
     if "PARALLEL101_RANK" in os.environ:
         raise RuntimeError(f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch; ranks can't launch ranks of their own")
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
@@ -88,7 +89,7 @@ def launch(
                 store=None if store is None else (store.host, store.port),
                 recording=recording,
                 checked=recording,
-                payload_bytes=PAYLOAD if trace == "payload" else 0,
+                payload_bytes=payload_bytes,
                 network=network,
                 path=sys.path,
                 folder=os.getcwd(),
@@ -125,11 +126,7 @@ def _trace(monitor: Monitor, size: int, backend: str) -> Trace:
     for state in monitor.states:
         groups.update(state.groups)
         rows += state.events or []
-    events = [Event._make(row) for row in rows]
-    if backend != "sim" and events:  #  the run's own clock starts with its first event
-        zero = min(event.start for event in events)
-        events = [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in events]
-    return Trace(events, size, backend, groups)
+    return Trace.from_rows(rows, size, backend, groups)
 
 
 def _store(size: int) -> dist.TCPStore:
