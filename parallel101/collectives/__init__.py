@@ -1,0 +1,69 @@
+"""The collectives, by hand: one file an operation, each algorithm a short function over isend and irecv.
+
+    broadcast ↔ reduce      scatter ↔ gather      all_gather ↔ reduce_scatter      all_reduce      all_to_all      barrier
+
+The functions here move values. Their differentiable namesakes, which `parallel101` exports, are in `parallel101.autograd`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from parallel101.collectives.all_gather import ALGORITHMS as _ALL_GATHER
+from parallel101.collectives.all_gather import all_gather
+from parallel101.collectives.all_reduce import ALGORITHMS as _ALL_REDUCE
+from parallel101.collectives.all_reduce import all_reduce
+from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
+from parallel101.collectives.all_to_all import all_to_all
+from parallel101.collectives.barrier import ALGORITHMS as _BARRIER
+from parallel101.collectives.barrier import barrier
+from parallel101.collectives.broadcast import ALGORITHMS as _BROADCAST
+from parallel101.collectives.broadcast import broadcast
+from parallel101.collectives.gather import ALGORITHMS as _GATHER
+from parallel101.collectives.gather import gather
+from parallel101.collectives.reduce import ALGORITHMS as _REDUCE
+from parallel101.collectives.reduce import reduce
+from parallel101.collectives.reduce_scatter import ALGORITHMS as _REDUCE_SCATTER
+from parallel101.collectives.reduce_scatter import reduce_scatter
+from parallel101.collectives.scatter import ALGORITHMS as _SCATTER
+from parallel101.collectives.scatter import scatter
+
+__all__ = ["TEXTBOOK", "fixed"]
+__all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+# The textbook functions that serve any flat group of any size, by operation and name.
+TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
+    "broadcast": _BROADCAST,
+    "scatter": _SCATTER,
+    "gather": _GATHER,
+    "reduce": _REDUCE,
+    "all_gather": _ALL_GATHER,
+    "reduce_scatter": _REDUCE_SCATTER,
+    "all_reduce": _ALL_REDUCE,
+    "all_to_all": _ALL_TO_ALL,
+    "barrier": _BARRIER,
+}
+
+
+def fixed(operation: str, function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """`function` (one of that operation, with an `algorithm` argument) once for each of its algorithms, with that one fixed.
+
+    Each is called as `function` is, and `inspect.getsource` shows the algorithm's own few lines.
+    Raises ValueError for an unknown operation.
+    """
+    if operation not in TEXTBOOK:
+        raise ValueError(f"operation={operation!r} is unknown: expected one of {', '.join(map(repr, TEXTBOOK))}")
+    return {name: _with_algorithm(function, name, textbook) for name, textbook in TEXTBOOK[operation].items()}
+
+
+def _with_algorithm(function: Callable[..., Any], name: str, textbook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(textbook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, algorithm=name, **kwargs)
+
+    signature = inspect.signature(function)
+    call.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "algorithm"])  # type: ignore[attr-defined]
+    return call

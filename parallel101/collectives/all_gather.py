@@ -1,0 +1,131 @@
+"""All-gather: every rank has a shard, and in the end every rank has all of them, in order.
+
+    rank 0  [a . .]        [a b c]
+    rank 1  [. b .]   →    [a b c]       each rank must receive n(p−1)/p bytes, whatever the algorithm:
+    rank 2  [. . c]        [a b c]       they differ in how many steps, and in who talks to whom
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel101.collectives.auto import check_algorithm, choose
+from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
+from parallel101.collectives.checks import dim_of, nothing, shard_sizes, tensor_of
+from parallel101.collectives.comm import Comm, comm_of, wait_all
+from parallel101.collectives.fold import fold, hand_back
+from parallel101.mesh import GroupLike, group_of
+
+
+def direct(blocks: Blocks, comm: Comm) -> None:
+    """Everyone sends its block to everyone: p − 1 steps, in each of which everyone has another partner."""
+    p, works = comm.size, []
+    for step in range(1, p):
+        source, to = (comm.rank - step) % p, (comm.rank + step) % p
+        works += [comm.irecv(blocks[source], source), comm.isend(blocks[comm.rank], to)]
+    wait_all(works)
+
+
+def ring(blocks: Blocks, comm: Comm) -> None:
+    """Pass to the right what came from the left: p − 1 steps, each with one block a rank, between neighbours only."""
+    p, rank = comm.size, comm.rank
+    left, right = (rank - 1) % p, (rank + 1) % p
+    for step in range(p - 1):
+        received = comm.irecv(blocks[(rank - step - 1) % p], source=left)
+        sent = comm.isend(blocks[(rank - step) % p], to=right)
+        wait_all([received, sent])
+
+
+def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
+    """Both ways at once, each block half-way round on either side: ⌊p/2⌋ steps where a link carries both directions."""
+    p, rank = comm.size, comm.rank
+    left, right = (rank - 1) % p, (rank + 1) % p
+    for step in range(p // 2):
+        works = [
+            comm.irecv(blocks[(rank - step - 1) % p], source=left),
+            comm.isend(blocks[(rank - step) % p], to=right),
+        ]
+        if step < (p - 1) // 2:  # with p even, the block opposite me comes from the left only
+            works += [
+                comm.irecv(blocks[(rank + step + 1) % p], source=right),
+                comm.isend(blocks[(rank + step) % p], to=left),
+            ]
+        wait_all(works)
+
+
+def recursive_doubling(blocks: Blocks, comm: Comm) -> None:
+    """Swap all you have with a partner at distance 1, 2, 4, …: lg p steps for a power of two, ⌊lg p⌋ + 2 otherwise (see fold.py)."""
+    core, pair, cuts = fold(comm)
+    if pair is not None and core:
+        comm.irecv(blocks[pair], source=pair).wait()
+    elif pair is not None:
+        comm.isend(blocks[comm.rank], to=pair).wait()
+    if core:
+        double(blocks.merged(cuts), core)
+    hand_back(blocks[:], comm, pair)
+
+
+def double(blocks: Blocks, comm: Comm) -> None:
+    """Recursive doubling proper; comm.size is a power of two."""
+    width = 1
+    while width < comm.size:
+        mine = comm.rank // width * width  # I hold the blocks mine … mine + width − 1, my partner the as many beside them
+        theirs, partner = mine ^ width, comm.rank ^ width
+        received = comm.irecv(blocks[theirs : theirs + width], source=partner)
+        sent = comm.isend(blocks[mine : mine + width], to=partner)
+        wait_all([received, sent])
+        width *= 2
+
+
+def bruck(blocks: Blocks, comm: Comm) -> None:
+    """Doubling for any p, ⌈lg p⌉ steps: all I have, from my own block on, goes as many ranks to the left; turned back in the end."""
+    p, rank = comm.size, comm.rank
+    turned = Blocks(torch.empty_like(blocks.flat), [blocks.sizes[(rank + i) % p] for i in range(p)])  # turned[i]: of rank + i
+    turned[0].copy_(blocks[rank])
+    have = 1
+    while have < p:
+        more = min(have, p - have)
+        received = comm.irecv(turned[have : have + more], source=(rank + have) % p)
+        sent = comm.isend(turned[:more], to=(rank - have) % p)
+        wait_all([received, sent])
+        have += more
+    blocks[rank:].copy_(turned[: p - rank])
+    blocks[:rank].copy_(turned[p - rank :])
+
+
+ALGORITHMS = {f.__name__: f for f in (direct, ring, bidirectional_ring, recursive_doubling, bruck)}
+
+
+def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto") -> Tensor:
+    """The shards of all ranks, joined along `dim` in the order of the group, on every rank.
+
+    Args:
+        x: this rank's shard, of any dtype; its shape may differ between ranks along `dim` only, and then `sizes` tells how.
+        dim: along which the shards are joined; negative counts from the end.
+        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
+        sizes: the extent of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all like mine.
+        algorithm: "auto" or one of `algorithms("all_gather")`. "auto", measured on gloo: direct up to 8 ranks; above, Bruck up to 64 KiB of
+            result, then ring.
+
+    Returns:
+        A new contiguous tensor of x's shape with sum(sizes) along `dim`, no part of the graph.
+
+    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes the result.
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1.
+    """
+    check_algorithm("all_gather", algorithm, ALGORITHMS)
+    x, members = tensor_of(x), group_of(group)
+    dim = dim_of(x, dim)
+    sizes = shard_sizes(x, dim, sizes, members)
+    if members.position is None:
+        return nothing(x)
+    comm = comm_of(members, members.position, x.device)
+    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+    result = x.new_empty(shape)
+    blocks = Blocks(result.view(-1) if dim == 0 else x.new_empty(result.numel()), [size * row_of(x, dim) for size in sizes])
+    blocks[comm.rank].copy_(flat_of(x, dim))
+    choose("all_gather", algorithm, ALGORITHMS, result.nbytes, comm.size)(blocks, comm)
+    return result if dim == 0 else shaped(blocks.flat, shape, dim)

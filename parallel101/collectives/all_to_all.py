@@ -1,0 +1,151 @@
+"""All-to-all: every rank has a block for every other; a transpose of who has what.
+
+    rank 0  [a0 a1 a2]        [a0 b0 c0]
+    rank 1  [b0 b1 b2]   →    [a1 b1 c1]       direct and pairwise: every block goes straight to its owner;
+    rank 2  [c0 c1 c2]        [a2 b2 c2]       Bruck: lg p steps, but a block travels lg p / 2 times on average
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from parallel101.collectives.auto import check_algorithm, choose
+from parallel101.collectives.blocks import Blocks
+from parallel101.collectives.checks import cut_sizes, dim_of, nothing, shard_sizes, sizes_of, tensor_of
+from parallel101.collectives.comm import Comm, comm_of, wait_all
+from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.mesh import split_sizes as balanced
+
+Count = Callable[[int, int], int]  # (source, destination) → elements of the block between them
+
+
+def direct(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
+    """All messages at once: p − 1 steps over one link a rank, in each of which everyone has another partner."""
+    p, works = comm.size, []
+    for step in range(1, p):
+        source, to = (comm.rank - step) % p, (comm.rank + step) % p
+        works += [comm.irecv(incoming[source], source), comm.isend(outgoing[to], to)]
+    wait_all(works)
+
+
+def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
+    """One partner at a time: p − 1 steps, and never more than one message on the way to a rank."""
+    p = comm.size
+    for step in range(1, p):
+        source, to = (comm.rank - step) % p, (comm.rank + step) % p
+        wait_all([comm.irecv(incoming[source], source), comm.isend(outgoing[to], to)])
+
+
+def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
+    """A block for the rank j to my right goes the distances that make up j: 1, 2, 4, …; those with the same bit go as one message."""
+    p, rank = comm.size, comm.rank
+    slots = [outgoing[(rank + j) % p] for j in range(p)]  # slot j: what has j ranks to go
+    distance = 1
+    while distance < p:
+        moving = [j for j in range(p) if j & distance]
+        sources = [(rank - distance - j % distance) % p for j in moving]  # what arrives in slot j has gone j % distance + distance so far
+        counts = [count(source, (source + j) % p) for source, j in zip(sources, moving)]
+        inbox = incoming.flat.new_empty(sum(counts))
+        received = comm.irecv(inbox, source=(rank - distance) % p)
+        sent = comm.isend(torch.cat([slots[j] for j in moving]), to=(rank + distance) % p)
+        wait_all([received, sent])
+        for j, block in zip(moving, inbox.split(counts)):
+            slots[j] = block
+        distance *= 2
+    for j in range(1, p):
+        incoming[(rank - j) % p].copy_(slots[j])
+
+
+ALGORITHMS = {f.__name__: f for f in (direct, pairwise, bruck)}
+
+
+def all_to_all(
+    x: Tensor,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    group: GroupLike = None,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    """Every rank cuts x along one dim, sends block j to position j, and joins what arrives along another (or the same) dim.
+
+    What was sharded along `concat_dim` is afterwards sharded along `split_dim`.
+
+    Args:
+        x: this rank's array. Its shape may differ between ranks along `concat_dim` only, and then `concat_sizes` tells how.
+        split_dim: along which x is cut. concat_dim: along which the blocks are joined, in the order of the group.
+        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
+        split_sizes: how x is cut along `split_dim`, one size a rank. Default: `parallel101.split_sizes(x.shape[split_dim], p)`.
+        concat_sizes: the extent along `concat_dim` of the block that comes from each rank. Default: all as mine. Where the two dims
+            differ, both lists are the same on every rank; where they are one, each rank has its own two (MPI's alltoallv).
+        algorithm: "auto" or one of `algorithms("all_to_all")`. "auto", measured on gloo: direct up to 8 ranks; above, Bruck up to 4 KiB,
+            then pairwise. Bruck must know the blocks that only pass through, so it refuses `concat_sizes` where the two dims are one.
+
+    Returns:
+        A new contiguous tensor, no part of the graph.
+
+    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes of x.
+    Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing
+    systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
+    """
+    check_algorithm("all_to_all", algorithm, ALGORITHMS)
+    x, members = tensor_of(x), group_of(group)
+    split_dim, concat_dim = dim_of(x, split_dim, "split_dim"), dim_of(x, concat_dim, "concat_dim")
+    if members.position is None:
+        return nothing(x)
+    comm = comm_of(members, members.position, x.device)
+    if split_sizes is None:
+        split_sizes = balanced(x.shape[split_dim], comm.size)
+    split_sizes = cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
+    joined = _concat_sizes(x, split_dim, concat_dim, split_sizes, concat_sizes, members, comm.rank)
+    alike = concat_sizes is None or split_dim != concat_dim  # then every rank knows every block
+    if algorithm == "bruck" and not alike:
+        raise ValueError("algorithm='bruck' hands on blocks whose sizes these concat_sizes do not tell: take 'direct' or 'pairwise'")
+    if algorithm == "auto" and not alike:
+        algorithm = "direct"
+
+    row = math.prod(extent for d, extent in enumerate(x.shape) if d not in (split_dim, concat_dim))
+
+    def count(source: int, to: int) -> int:
+        return row * split_sizes[to] * (joined[source] if split_dim != concat_dim else 1)
+
+    # of every block, x's other dims, split_sizes[to] along split_dim, joined[source] along concat_dim
+    shapes = [[*x.shape] for _ in joined]
+    for shape, size in zip(shapes, joined):
+        shape[split_dim] = split_sizes[comm.rank]
+        shape[concat_dim] = size
+    outgoing = Blocks(_packed(x, split_dim, split_sizes), [count(comm.rank, to) for to in range(comm.size)])
+    counts = [math.prod(shape) for shape in shapes]
+    incoming = Blocks(x.new_empty(sum(counts)), counts)
+    incoming[comm.rank].copy_(outgoing[comm.rank])
+    choose("all_to_all", algorithm, ALGORITHMS, x.nbytes, comm.size)(outgoing, incoming, count, comm)
+    if concat_dim == 0:
+        return incoming.flat.view(sum(joined), *shapes[0][1:])
+    return torch.cat([incoming[source].view(shape) for source, shape in enumerate(shapes)], concat_dim)
+
+
+def _concat_sizes(
+    x: Tensor, split_dim: int, concat_dim: int, split: list[int], concat: Sequence[int] | None, members: Group, rank: int
+) -> list[int]:
+    """The extent along `concat_dim` of what comes from each rank."""
+    if split_dim != concat_dim:
+        return shard_sizes(x, concat_dim, concat, members, "concat_sizes")
+    if concat is None:
+        return [split[rank]] * members.size
+    concat = sizes_of(concat, members, "concat_sizes")
+    if concat[rank] != split[rank]:
+        raise ValueError(f"position {rank} keeps {split[rank]} for itself by split_sizes, but {concat[rank]} by concat_sizes")
+    return concat
+
+
+def _packed(x: Tensor, split_dim: int, sizes: list[int]) -> Tensor:
+    """x in one row, each block along `split_dim` contiguous; no copy where they already are."""
+    if split_dim == 0:
+        return x.contiguous().view(-1)
+    return torch.cat([block.reshape(-1) for block in x.split(sizes, split_dim)])

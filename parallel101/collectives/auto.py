@@ -1,0 +1,49 @@
+"""Which algorithm? `algorithm="ring"` names one; `algorithm="auto"` asks the measured rule in this file.
+
+    few bytes: the fewest steps win (trees, doubling)          many bytes: the fewest bytes win (direct, rings, scatter + gather)
+
+The rule is data, one row a choice, measured on gloo over loopback; `parallel101 bench` measures it again on your machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+KiB, MiB = 1024, 1024**2
+
+
+class Rule(NamedTuple):
+    """Take `algorithm` up to this many ranks and this many bytes of the whole array."""
+
+    algorithm: str
+    max_ranks: float = float("inf")
+    max_bytes: float = float("inf")
+
+
+# The first row that fits is taken. Bytes are those of the whole array: the result of an all-gather, the input of a reduce-scatter.
+AUTO: dict[str, list[Rule]] = {
+    "broadcast": [Rule("binomial", max_bytes=512 * KiB), Rule("chain")],
+    "scatter": [Rule("flat", max_ranks=8), Rule("binomial", max_bytes=64 * KiB), Rule("flat")],
+    "gather": [Rule("flat", max_ranks=8), Rule("binomial", max_bytes=64 * KiB), Rule("flat")],
+    "reduce": [Rule("binomial", max_bytes=512 * KiB), Rule("reduce_scatter_gather")],
+    "all_gather": [Rule("direct", max_ranks=8), Rule("bruck", max_bytes=64 * KiB), Rule("ring")],
+    "reduce_scatter": [Rule("direct", max_ranks=8), Rule("recursive_halving", max_bytes=64 * KiB), Rule("ring")],
+    "all_reduce": [Rule("recursive_doubling", max_bytes=64 * KiB), Rule("direct", max_ranks=8), Rule("ring")],
+    "all_to_all": [Rule("direct", max_ranks=8), Rule("bruck", max_bytes=4 * KiB), Rule("pairwise")],
+    "barrier": [Rule("dissemination")],
+}
+
+
+def check_algorithm(operation: str, algorithm: str, table: Mapping[str, Any], mesh_table: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError for an algorithm that the operation does not have. Asked first: it needs no group."""
+    allowed = ["auto", *table, *(mesh_table or ())]
+    if algorithm not in allowed:
+        raise ValueError(f"algorithm={algorithm!r} is unknown: {operation} has {', '.join(map(repr, allowed))}")
+
+
+def choose(operation: str, algorithm: str, table: Mapping[str, Callable], nbytes: int, ranks: int) -> Callable:
+    """The textbook function called `algorithm`, or the one that the rule takes for `nbytes` on this many ranks."""
+    if algorithm == "auto":
+        algorithm = next(rule.algorithm for rule in AUTO[operation] if ranks <= rule.max_ranks and nbytes <= rule.max_bytes)
+    return table[algorithm]

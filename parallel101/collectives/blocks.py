@@ -1,0 +1,71 @@
+"""A flat tensor cut into one block a rank: how every algorithm sees the data it moves.
+
+    blocks[2]      block 2      |  0  |  1  |**2**|  3  |      views, never copies: what is received into a block
+    blocks[1:3]    as one       |  0  |**1*****2**|  3  |      lies where the result wants it
+
+Neighbouring blocks are contiguous, so a tree or a halving sends its half as one message. Blocks may be of unequal size, and empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from parallel101.mesh import split_sizes
+
+
+class Blocks:
+    """Blocks of `sizes` elements each. `flat` (1-D, contiguous) stores those from block `first` on: all of them, or a window.
+
+    A window is what a rank in the middle of a tree holds: only what passes through it.
+    """
+
+    def __init__(self, flat: Tensor, sizes: Sequence[int], first: int = 0):
+        self.flat, self.sizes, self.first = flat, list(sizes), first
+        self.starts = [0, *accumulate(self.sizes)]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, key: int | slice) -> Tensor:
+        low, high = (key, key + 1) if isinstance(key, int) else key.indices(len(self))[:2]
+        return self.flat.narrow(0, self.starts[low] - self.starts[self.first], self.starts[high] - self.starts[low])
+
+    def empty(self, low: int = 0, high: int | None = None) -> Blocks:
+        """The same cut over fresh memory, with room for the blocks low … high − 1 only (all of them by default)."""
+        high = len(self) if high is None else high
+        return Blocks(self.flat.new_empty(self.starts[high] - self.starts[low]), self.sizes, low)
+
+    def room(self, window: slice) -> Blocks:
+        """A place for these blocks: this one, where it has them all, or fresh memory."""
+        base = self.starts[self.first]
+        fits = base <= self.starts[window.start] and self.starts[window.stop] - base <= self.flat.numel()
+        return self if fits else self.empty(window.start, window.stop)
+
+    def merged(self, cuts: Sequence[int]) -> Blocks:
+        """The same memory in fewer blocks: the i-th is what were the blocks cuts[i] … cuts[i + 1] − 1."""
+        return Blocks(self.flat, [self.starts[b] - self.starts[a] for a, b in pairwise(cuts)])
+
+
+def even_blocks(flat: Tensor, p: int) -> Blocks:
+    """`flat` (1-D) cut over p ranks as `split_sizes` does."""
+    return Blocks(flat, split_sizes(flat.numel(), p))
+
+
+def row_of(x: Tensor, dim: int) -> int:
+    """How many elements x has for each step along `dim`."""
+    return math.prod(extent for d, extent in enumerate(x.shape) if d != dim)
+
+
+def flat_of(x: Tensor, dim: int = 0) -> Tensor:
+    """The values of x in one row with `dim` outermost, so that a shard along `dim` is contiguous. No copy where they already lie so."""
+    return (x.movedim(dim, 0) if dim else x).contiguous().view(-1)
+
+
+def shaped(flat: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
+    """The tensor of `shape` whose `flat_of(…, dim)` is `flat`; contiguous. No copy where dim is 0."""
+    outermost = [shape[dim], *shape[:dim], *shape[dim + 1 :]] if dim else shape
+    return flat.view(outermost).movedim(0, dim).contiguous() if dim else flat.view(outermost)

@@ -1,0 +1,117 @@
+"""What an algorithm is given: who am I, how many are we, and isend and irecv between positions of the group.
+
+    received = comm.irecv(inbox, source=left)      on gloo and sim both are under way at once; NCCL wants the messages that
+    sent = comm.isend(outbox, to=right)            belong together in one batch, so there they leave together at the first wait
+    received.wait(), sent.wait()
+
+Post the receive before the wait for a send: gloo's send is complete only when it was received. An empty tensor needs no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel101.mesh import Group, along
+
+
+class Work(Protocol):
+    """A message under way: `wait` returns when the tensor has left (isend) or holds what was sent (irecv)."""
+
+    def wait(self) -> object: ...
+
+
+class Comm:
+    """One rank's view of its group: `rank` is its position, `size` how many they are, `shape` the mesh's."""
+
+    def __init__(self, group: Group, position: int, device: torch.device, batch: Batch | None = None):
+        self.group = group
+        self.rank = position
+        self.size = group.size
+        self.shape = group.shape
+        self.device = device
+        self.batch = batch or Batch()
+
+    def isend(self, tensor: Tensor, to: int) -> Work:
+        """Begin to send `tensor` (contiguous) to position `to`."""
+        return self._post(dist.isend, tensor, to)
+
+    def irecv(self, tensor: Tensor, source: int) -> Work:
+        """Begin to receive into `tensor` (contiguous, as large as what is sent) from position `source`."""
+        return self._post(dist.irecv, tensor, source)
+
+    def subset(self, positions: Sequence[int]) -> Comm | None:
+        """The Comm of some of the positions, numbered anew in that order; None on a rank that is not one of them."""
+        return self._of(positions) if self.rank in positions else None
+
+    def along(self, *axes: int) -> Comm:
+        """The ranks of my line (plane, …) along these axes of the mesh."""
+        return self._of(along(self.shape, self.rank, axes))
+
+    def _of(self, positions: Sequence[int]) -> Comm:
+        ranks, place = tuple(self.group.ranks[position] for position in positions), positions.index(self.rank)
+        return Comm(Group(ranks, place, (len(ranks),), self.group.process_group), place, self.device, self.batch)
+
+    def _post(self, direction, tensor: Tensor, peer: int) -> Work:
+        if tensor.numel() == 0:
+            return Nothing()
+        rank, process_group = self.group.ranks[peer], self.group.process_group
+        if tensor.is_cuda:
+            return self.batch.add(dist.P2POp(direction, tensor, rank, process_group))
+        return direction(tensor, rank, process_group)
+
+
+class Nothing:
+    """The work of a message that need not be sent."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Batch:
+    """NCCL's messages since the last wait: a send and a receive between two ranks deadlock there unless they leave together."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Batched] = []
+
+    def add(self, message: dist.P2POp) -> Batched:
+        self.waiting.append(Batched(self, message))
+        return self.waiting[-1]
+
+    def leave(self) -> None:
+        posted, self.waiting = self.waiting, []
+        works = dist.batch_isend_irecv([work.message for work in posted])
+        for work in posted:
+            work.works = works
+
+
+class Batched:
+    """One message of a batch, which leaves when the first of them is waited for."""
+
+    def __init__(self, batch: Batch, message: dist.P2POp):
+        self.batch, self.message = batch, message
+        self.works: list[dist.Work] | None = None
+
+    def wait(self) -> None:
+        if self.works is None:
+            self.batch.leave()
+        for work in self.works or ():
+            work.wait()
+
+
+def wait_all(works: Iterable[Work]) -> None:
+    for work in list(works):
+        work.wait()
+
+
+def comm_of(group: Group, position: int, device: torch.device) -> Comm:
+    """The Comm for tensors of `device`. Raises ValueError where the backend can't send those."""
+    if group.size > 1 and device.type == "cuda" and "gloo" in dist.get_backend(group.process_group):
+        raise ValueError(f"the tensor is on {device}, and gloo cannot send from there: move it with x.cpu(), or run with the nccl backend")
+    if group.size > 1 and device.type == "cpu" and dist.get_backend(group.process_group) == "nccl":
+        raise ValueError("the tensor is on the CPU, and NCCL cannot send from there: move it with x.cuda(), or run with the gloo backend")
+    return Comm(group, position, device)

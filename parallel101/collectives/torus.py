@@ -1,0 +1,47 @@
+"""All-reduce along the axes of a mesh: reduce-scatter along one after the other, and all-gather back in reverse.
+
+    mesh (2, 3)    0 1 2       two_level: the last axis is inside a node and goes first, so that only 1/3 of the bytes
+                   3 4 5       cross the slow links between nodes;  torus: all axes alike, each with links of its own
+
+Both move 2n(p−1)/p bytes as a flat ring does, and take 2 Σ (pᵢ − 1) steps where the flat ring takes 2 (Π pᵢ − 1).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from parallel101.collectives.all_gather import ring as ring_all_gather
+from parallel101.collectives.blocks import Blocks, even_blocks
+from parallel101.collectives.comm import Comm
+from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
+from parallel101.collectives.reductions import Reduction
+
+
+def two_level(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
+    """Reduce-scatter inside the node (the mesh's last axis), all-reduce across nodes (all the other axes), all-gather inside."""
+    *across, inside = range(len(comm.shape))
+    return along_lines(blocks.flat, op, [comm.along(inside), comm.along(*across)], comm.size)
+
+
+def torus(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
+    """A ring along each axis in turn, on an ever smaller share of the array, and back."""
+    return along_lines(blocks.flat, op, [comm.along(axis) for axis in range(len(comm.shape))], comm.size)
+
+
+def along_lines(x: Tensor, op: Reduction, lines: list[Comm], ranks: int) -> Tensor:
+    """All-reduce over the ranks of a mesh, given the lines through this rank that span it."""
+    result = x.new_empty(x.shape)
+    share, room, levels = x, result, []  # what is still to be reduced, and where it will lie
+    for line in lines:
+        if line.size > 1:
+            whole = even_blocks(room, line.size)
+            ring_reduce_scatter(even_blocks(share, line.size), whole[line.rank], op, line)
+            levels.append((whole, line))
+            share = room = whole[line.rank]
+    op.finish(share, ranks)
+    for whole, line in reversed(levels):
+        ring_all_gather(whole, line)
+    return result
+
+
+ALGORITHMS = {f.__name__: f for f in (two_level, torus)}

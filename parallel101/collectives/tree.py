@@ -1,0 +1,39 @@
+"""The binomial tree, as halving: whoever holds a range of ranks gives half of it to a rank there, and both go on.
+
+    0 1 2 3 4 5 6 7      step 1:  0 → 4                 ⌈lg p⌉ steps for any p and any root, and each half is a contiguous
+    0 1 2 3|4 5 6 7      step 2:  0 → 2   4 → 6         range of ranks, so that its blocks are one message
+    0 1|2 3|4 5|6 7      step 3:  0 → 1   2 → 3   4 → 5   6 → 7
+
+Broadcast and scatter walk it from the root to the leaves, reduce and gather from the leaves to the root.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Branch(NamedTuple):
+    giver: int  #  the rank that holds a range
+    taker: int  #  the rank that gets half of it
+    ranks: slice  #  that half
+
+
+def path(p: int, root: int, rank: int) -> list[Branch]:
+    """The branches, from the root on, that lead to `rank` or leave from it (and those on the way that it only watches)."""
+    branches, holder, low, high = [], root, 0, p
+    while high - low > 1:
+        middle = (low + high + 1) // 2
+        if holder >= middle:  # the larger half stays with its holder, so that the root sends no more than n(p−1)/p
+            middle = (low + high) // 2
+        lower, upper = slice(low, middle), slice(middle, high)
+        kept, given = (lower, upper) if holder < middle else (upper, lower)
+        branches.append(Branch(holder, given.start, given))
+        if given.start <= rank < given.stop:
+            holder, kept = given.start, given
+        low, high = kept.start, kept.stop
+    return branches
+
+
+def subtree(p: int, root: int, rank: int) -> slice:
+    """The ranks whose blocks pass through `rank`: all of them for the root, only itself for a leaf."""
+    return next((branch.ranks for branch in path(p, root, rank) if branch.taker == rank), slice(0, p))
