@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
+
+from parallel101 import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parallel101", description="Learn how neural networks are trained on many machines.")
-    parser.add_argument("--version", action="version", version=f"parallel101 {version('parallel101')}")
+    parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | lessons | bench")
 
     def command(name, run, text, passes_on=False):

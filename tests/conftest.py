@@ -1,0 +1,27 @@
+"""What every test may rely on: plots without a screen, and skips that say why."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from parallel101.doctor import find_chromium
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_chromium() is None:
+        for item in items:
+            if item.get_closest_marker("browser"):
+                item.add_marker(pytest.mark.skip(reason="needs Chromium (Debian: apt-get install chromium)"))
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a browser that can be driven over DevTools."""
+    found = find_chromium()
+    if found is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    return found

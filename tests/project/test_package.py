@@ -1,0 +1,129 @@
+"""The files that describe the project agree with each other, and with the README."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from parallel101.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  #  comes with pytest there
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = [Requirement(r) for r in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"]) if "parallel101" not in r]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+
+
+def tracked(pattern: str) -> list[Path]:
+    """The project's own files: those git knows, or would on the next `git add`."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", pattern], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def pins(python: str, platform: str) -> dict[str, Version]:
+    """What constraints.txt pins for a Python on a platform, by package."""
+    environment = {"python_version": python, "python_full_version": f"{python}.9", "sys_platform": platform}
+    environment |= {"os_name": "nt" if platform == "win32" else "posix"}
+    environment |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    found: dict[str, Version] = {}
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            assert requirement.name not in found, f"two pins of {requirement.name} for Python {python} on {platform}"
+            (only,) = requirement.specifier
+            assert only.operator == "=="
+            found[requirement.name.lower()] = Version(only.version)
+    return found
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_constraints_pin_every_requirement_to_a_version_it_allows(python, platform):
+    pinned = pins(python, platform)
+    for requirement in REQUIREMENTS:
+        assert requirement.name.lower() in pinned, f"{requirement.name} is not in constraints.txt; run `make constraints`"
+        assert pinned[requirement.name.lower()] in requirement.specifier
+    assert str(pinned["torch"]) == TESTED_TORCH
+
+
+def test_doctor_and_makefile_ask_for_the_versions_that_pyproject_asks_for():
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    assert PROJECT["requires-python"] == f">={oldest}"
+    assert f"torch>={OLDEST_TORCH}" in PROJECT["dependencies"]
+    assert f"sys.version_info < {OLDEST_PYTHON}" in (ROOT / "Makefile").read_text()
+
+
+def test_conda_installs_what_make_installs():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == PROJECT["name"]
+    (python,) = (d for d in environment["dependencies"] if isinstance(d, str) and d.startswith("python="))
+    assert Version(python.removeprefix("python=")) in Requirement(f"x{PROJECT['requires-python']}").specifier
+    (by_pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
+    makefile = (ROOT / "Makefile").read_text()
+    (command,) = re.findall(r"-m pip install (-c .*)", makefile)
+    assert " ".join(by_pip) == command.replace("'", "")
+    extra = re.search(r"\[(.+)\]", by_pip[-1])
+    assert extra is not None
+    assert extra[1] in PROJECT["optional-dependencies"]
+
+
+def test_each_make_command_of_the_readme_exists_and_does_its_own_setup():
+    makefile = (ROOT / "Makefile").read_text()
+    prose = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"(?:^|`|/cpu )make ([a-z]+)", prose, re.MULTILINE))
+    assert {"lessons", "test", "lab"} <= named
+    for target in named - {"clean", "constraints"}:
+        assert re.search(rf"^{target}: \$\(READY\)$", makefile, re.MULTILINE), f"`make {target}` is no target that sets itself up"
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_what_the_readme_shows_is_there():
+    readme = (ROOT / "README.md").read_text()
+    for shown in re.findall(r'(?:src="|\]\()([^"):#]+)[")#]', readme):
+        assert (ROOT / shown).exists(), f"README.md shows {shown}, which is missing"
+
+
+def test_the_ten_lines_of_the_readme_run(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "ring.py").write_text(program)
+    ran = subprocess.run([sys.executable, "-W", "error", "ring.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    assert f"{0o1111}." in ran.stdout, "each rank once, in base 8"
+    assert "[6, 6, 6, 6]" in ran.stdout, "a ring of four sends 2 (4 - 1) messages a rank"
+
+
+def test_notebooks_are_committed_without_outputs():
+    for path in tracked("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        kept = [c for c in cells if c.get("outputs") or c.get("execution_count")]
+        assert not kept, f"{path.name} holds outputs: run `jupyter nbconvert --clear-output --inplace {path.relative_to(ROOT)}`"
+
+
+def test_files_of_the_library_are_short_and_say_what_they_teach():
+    for path in tracked("parallel101/*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 300, f"{path.relative_to(ROOT)} has more than 300 lines: is it still one idea?"
+        if path.name != "__init__.py" or text.strip():
+            assert text.startswith('"""'), f"{path.relative_to(ROOT)} does not begin with a docstring"
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on():
+    homes = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|media)/\w")
+    for path in tracked("*"):
+        if path.suffix in {".py", ".md", ".ipynb", ".toml", ".yml", ".txt", ".js", ".css", ""} and path != Path(__file__):
+            found = homes.search(path.read_text(encoding="utf-8"))
+            assert found is None, f"{path.relative_to(ROOT)} names {found[0]}…"

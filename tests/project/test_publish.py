@@ -1,0 +1,176 @@
+"""Lessons become pages: run in this Python, offline to the last byte, and failures that name their cell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+from nbformat import v4, write
+
+from parallel101.publish import LessonFailed, find_lessons, publish, select
+from parallel101.publish.execute import run_notebook
+from parallel101.publish.page import POLICY, Lesson, fetched, lesson_body
+
+PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000") + b"\x1f\x15\xc4\x89"
+
+
+def notebook(folder: Path, name: str, *cells: str, tags: tuple[str, ...] = ()) -> Path:
+    """A notebook of code cells, and of Markdown cells where the text begins with "md:"."""
+    made = [v4.new_markdown_cell(c[3:]) if c.startswith("md:") else v4.new_code_cell(c, metadata={"tags": list(tags)}) for c in cells]
+    write(v4.new_notebook(cells=made), folder / f"{name}.ipynb")
+    return folder / f"{name}.ipynb"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Two lessons that run and one that does not, published once."""
+    folder = tmp_path_factory.mktemp("lessons")
+    (folder / "pixel.png").write_bytes(PIXEL)
+    notebook(
+        folder,
+        "00_first",
+        "md:# Ranks & *messages*\n\nOne process of many, $\\lceil\\log_2 p\\rceil$.\n\n![a pixel](pixel.png) and [a link](https://example.org)",
+        "import sys, os; print(sys.executable, os.getcwd()); x = 6",
+        "import ipywidgets; ipywidgets.IntSlider()",
+        "from IPython.display import HTML; HTML(f'<b id=answer>{x * 7}</b>')",
+    )
+    notebook(folder, "01_second", "md:# Second\n\n$$T = 2\\frac{p-1}{p}n\\beta$$", "1 / 0", tags=("raises-exception",))
+    notebook(folder, "02_broken", "md:# Broken", "fine = 1", "def f():\n    return fine / 0\nf()")
+    said: list[str] = []
+    out = folder / "site"
+    out.mkdir()
+    (out / "02_broken.html").write_text("a page of an earlier run")
+    done = publish(select(folder), out, say=said.append)
+    return out, done, said, folder
+
+
+def test_a_lesson_runs_in_this_python_and_in_its_own_folder(site):
+    out, _, _, folder = site
+    text = BeautifulSoup((out / "00_first.html").read_text(), "html.parser").get_text()
+    assert f"{sys.executable} {folder}" in text
+    assert BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find(id="answer").get_text() == "42"
+
+
+def test_pages_fetch_nothing_and_tell_the_browser_so(site):
+    _, done, _, _ = site
+    assert [p.name for p in done.written] == ["00_first.html", "01_second.html", "index.html"]
+    for page in done.written:
+        html = page.read_text()
+        assert list(fetched(html)) == []
+        assert POLICY in html
+        assert "<script src" not in html
+
+
+def test_formulas_images_and_links_are_in_the_page(site):
+    out, _, _, _ = site
+    first = BeautifulSoup((out / "00_first.html").read_text(), "html.parser")
+    assert first.find("math") is not None
+    assert first.find("img", alt="a pixel")["src"].startswith("data:image/png;base64,")
+    assert first.find("a", href="https://example.org") is not None
+    assert "make lab" in first.find(class_="needs-kernel").get_text()
+    assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("math", display="block") is not None
+
+
+def test_index_and_pages_lead_to_each_other_past_the_one_that_failed(site):
+    out, _, said, _ = site
+    index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
+    assert [a["href"] for a in index.select(".lessons a")] == ["00_first.html", "01_second.html"]
+    assert index.find("strong").get_text() == "Ranks & messages"
+    assert index.find("li").find("p").get_text().startswith("One process of many")
+    assert BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find("a", rel="next")["href"] == "01_second.html"
+    assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("a", rel="next") is None
+    assert [line.split()[0:3] for line in said] == [["✓", "00_first", "ran"], ["✓", "01_second", "ran"], ["✗", "02_broken", "failed"]]
+
+
+def test_a_failure_names_lesson_cell_and_error_and_leaves_no_old_page(site):
+    out, done, _, _ = site
+    (failure,) = done.failed
+    assert failure.lesson == "02_broken"
+    for part in ("lesson 02_broken", "code cell 2 of 2", "return fine / 0", "ZeroDivisionError: division by zero"):
+        assert part in str(failure)
+    assert not (out / "02_broken.html").exists()
+
+
+def test_an_expected_error_is_part_of_the_lesson(site):
+    out, _, _, _ = site
+    assert "ZeroDivisionError" in (out / "01_second.html").read_text()
+
+
+def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_path):
+    with pytest.raises(LessonFailed, match=r"code cell 2 of 2(.|\n)*did not finish within 1 s"):
+        run_notebook(notebook(tmp_path, "slow", "1", "import threading; threading.Event().wait()"), timeout=1)
+    with pytest.raises(LessonFailed, match=r"code cell 1 of 1(.|\n)*kernel died"):
+        run_notebook(notebook(tmp_path, "dead", "import os; os._exit(3)"))
+
+
+def test_what_is_no_notebook_is_told(tmp_path):
+    (tmp_path / "torn.ipynb").write_text('{"cells": [')
+    with pytest.raises(LessonFailed, match="cannot be read as a notebook"):
+        run_notebook(tmp_path / "torn.ipynb")
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ("![x](https://example.org/x.png)", "would have to fetch https://example.org/x.png"),
+        ("![x](missing.png)", "would have to fetch missing.png"),
+        ("$\\undefinedcommand x$", r"uses \\undefinedcommand"),
+    ],
+)
+def test_what_cannot_be_shown_offline_is_refused(tmp_path, cell, told):
+    with pytest.raises(ValueError, match=told):
+        lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(cell)]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("html", "asked"),
+    [
+        ('<script src="https://cdn.example/x.js"></script>', ["https://cdn.example/x.js"]),
+        ('<link rel="stylesheet" href="//cdn.example/x.css">', ["//cdn.example/x.css"]),
+        ("<style>@import 'a.css'; b { background: url(c.png) }</style>", ["a.css", "c.png"]),
+        ('<p style="background: url(&quot;d.png&quot;)">', ["d.png"]),
+        ('<svg><image href="e.png"/><use xlink:href="#here"/></svg>', ["e.png"]),
+        ('<img src="data:image/gif;base64,R0"><a href="https://example.org">a link is not fetched</a>', []),
+    ],
+)
+def test_fetched_finds_what_a_browser_would_fetch(html, asked):
+    assert list(fetched(html)) == asked
+
+
+def test_a_lesson_without_prose_has_its_file_name_as_title():
+    assert Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")]), 0.5) == Lesson("03_bare", "03_bare", "", 0.5)
+
+
+def test_lessons_are_chosen_by_name_or_number(tmp_path):
+    for name in ("00_ranks", "01_collectives", "010_more"):
+        notebook(tmp_path, name, "1")
+    assert [p.stem for p in select(tmp_path)] == ["00_ranks", "010_more", "01_collectives"]
+    assert [p.stem for p in select(tmp_path, ["01_collectives.ipynb", "00"])] == ["00_ranks", "01_collectives"]
+    with pytest.raises(ValueError, match=r"'07' is not a lesson; there are: 00_ranks, 010_more, 01_collectives"):
+        select(tmp_path, ["07"])
+    with pytest.raises(ValueError, match="'01' is the name of more than one lesson"):
+        select(tmp_path, ["01"])
+    with pytest.raises(ValueError, match="no notebook"):
+        select(tmp_path / "empty")
+
+
+def test_the_lessons_folder_is_found_from_below_and_missed_with_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "lessons" / "deeper").mkdir(parents=True)
+    (tmp_path / "parallel101").mkdir()
+    monkeypatch.chdir(tmp_path / "lessons" / "deeper")
+    assert find_lessons() == tmp_path / "lessons"
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
+        find_lessons("nowhere")
+
+
+@pytest.mark.browser
+def test_a_browser_draws_the_page_and_runs_its_script(site, chromium, tmp_path):
+    page = notebook(tmp_path, "live", "from IPython.display import HTML; HTML('<i id=i></i><script>i.textContent = 6 * 7</script>')")
+    done = publish([page], tmp_path / "site", say=lambda _: None)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+    command = [chromium, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", done.written[0].as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert BeautifulSoup(dom, "html.parser").find(id="i").get_text() == "42"
