@@ -10,12 +10,13 @@ TESTS ?= -n 2
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
 
-.PHONY: help lessons test lab doctor setup constraints clean
+.PHONY: help lessons test lab doctor picture setup constraints clean
 help:
 	@echo "make lessons   run every lesson on real ranks and write it to site/ as HTML that plays offline"
 	@echo "make test      ruff, mypy and the tests"
 	@echo "make lab       open the lessons in JupyterLab"
 	@echo "make doctor    say what works on this machine, and what to do about what does not"
+	@echo "make picture   draw the README's picture anew, from a run"
 	@echo "make clean     remove $(VENV), site/ and caches"
 
 lessons: $(READY)
@@ -26,6 +27,9 @@ lab: $(READY)
 
 doctor: $(READY)
 	$(BIN)/parallel101 doctor
+
+picture: $(READY)
+	$(BIN)/python docs/ring.py
 
 test: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,17 @@
+"""Draws docs/ring.svg, the README's moving picture: runs the README's own ten lines and saves what they show.
+
+    make picture
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+if __name__ == "__main__":
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = re.finditer(r"```python\n(.*?)```", readme, re.DOTALL)
+    above = "\n" * readme[: program.start(1)].count("\n")  #  so that the record names the README's own lines
+    names = {"__name__": "__main__"}
+    exec(compile(above + program[1], "README.md", "exec"), names)
+    print("Wrote", names["run"].animate().save(ROOT / "docs" / "ring.svg"))
