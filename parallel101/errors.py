@@ -66,6 +66,12 @@ class LaunchTimeout(TimeoutError):
     """The ranks were still at work when the time limit came. The message says where each of them was."""
 
 
+def broken_connection(error: BaseException) -> bool:
+    """Whether a rank's error only says that some other rank is gone: never the cause, where another error is known."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(part in text for part in ("onnection closed", "onnection reset", "onnection refused", "Broken pipe"))
+
+
 def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[int]) -> str:
     if peer is None:
         return "from any rank"

@@ -6,6 +6,7 @@ Only what a rank of `launch` needs. The one private touch is in torch_private.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,25 +22,31 @@ def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size:
 
     `dist.get_backend()` answers with the backend's own name, as in any program.
     """
+    _ledger[:] = [ledger]
     name = f"parallel101_{backend}"
-
-    def create(options, _unused=None) -> dist.ProcessGroup:
-        members = list(options.global_ranks_in_group) or list(range(world_size))
-        label = "world" if not options.global_ranks_in_group else str(options.group_id)
-        #  connecting waits for every member: a rank that never makes the group is a deadlock like any other
-        group = RecordedGroup(_Unconnected(options.group_rank, options.group_size), label, members, ledger, backend)
-        key = ("new_group", None, 0, label)
-        ledger.waiting = Posted(group, key, ledger.number(key))
-        try:
-            group.inner = _connect(backend, options)
-        finally:
-            ledger.waiting = None
-        return group
-
     if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, create, extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"])
+        dist.Backend.register_backend(name, partial(_create, backend), extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"])
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
+
+
+_ledger: list[Ledger] = []  #  this process's books: torch keeps the function that makes groups for good, and a job may be joined again
+
+
+def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
+    """What torch calls to make a group, default or sub-group."""
+    (ledger,) = _ledger
+    members = list(options.global_ranks_in_group)
+    label = str(options.group_id) if members else "world"
+    group = RecordedGroup(_Unconnected(options.group_rank, options.group_size), label, members or range(options.group_size), ledger, backend)
+    #  connecting waits for every member: a rank that never makes the group is a deadlock like any other
+    key = ("new_group", None, 0, label)
+    ledger.waiting = Posted(group, key, ledger.number(key))
+    try:
+        group.inner = _connect(backend, options)
+    finally:
+        ledger.waiting = None
+    return group
 
 
 class _Unconnected:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from parallel101.backends import real
 from parallel101.backends.record import Ledger, Posted
-from parallel101.errors import LaunchTimeout, RankFailed
+from parallel101.errors import LaunchTimeout, RankFailed, broken_connection
 from parallel101.ranks.run import Run
 from parallel101.ranks.wire import pack, unpack
 from parallel101.trace.board import Board, Standing
@@ -62,10 +62,15 @@ def join(fn: Callable, args: tuple, kwargs: dict, *, world_size: int | None, bac
         record_into(ledger)
     try:
         real.own_device(backend, int(os.environ.get("LOCAL_RANK", rank)))
+        hook = sys.excepthook
         real.init(backend, ledger, store, rank, size)
+        if _launches > 1:
+            sys.excepthook = hook  #  torch puts "[rank0]:" before a traceback's lines, once more at every init
         try:
             value = fn(*args, **kwargs)
         except BaseException as error:
+            if broken_connection(error) and (cause := watcher.verdict(within=GRACE)) is not None:
+                raise cause from None  #  another rank is gone, and said why
             text = traceback.format_exc()
             failure = RankFailed(f"rank {rank} raised {type(error).__name__}: {error}\n\n{text.rstrip()}", rank)
             watcher.announce(failure)
@@ -134,15 +139,23 @@ class _JobWatcher(threading.Thread):
                 seen = waiting
                 if self.ledger.rank == 0:
                     suspected = self._look(suspected)
-                if self.store.check(["verdict"]):
-                    self._end(_loads(self.store.get("verdict")))
+                if (failure := self.verdict(within=0.0)) is not None:
+                    self._end(failure)
             except (RuntimeError, OSError):
                 return  #  the store is gone, and the job with it
 
+    def verdict(self, within: float) -> BaseException | None:
+        """What some rank has announced, or announces in the next seconds."""
+        deadline = time.monotonic() + within
+        while not self.store.check(["verdict"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        return _loads(self.store.get("verdict"))
+
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless somebody has already."""
-        error.__cause__ = None
-        self.store.compare_set("verdict", "", pickle.dumps(error).decode("latin-1"))
+        self.store.compare_set("verdict", "", pickle.dumps(error).hex())
 
     def returned(self) -> None:
         """This rank's function has returned. Waits until all have, or raises what went wrong elsewhere."""
@@ -150,9 +163,8 @@ class _JobWatcher(threading.Thread):
         self._publish(Standing(None, True, dict(self.ledger.posted), dict(self.ledger.collectives)))
         self.store.add("returned", 1)
         while self.store.add("returned", 0) < self.size:
-            if self.store.check(["verdict"]):
-                raise _loads(self.store.get("verdict"))
-            time.sleep(0.001)
+            if (failure := self.verdict(within=0.001)) is not None:
+                raise failure
 
     def stop(self) -> None:
         self.over.set()
@@ -181,11 +193,11 @@ class _JobWatcher(threading.Thread):
         """The run has failed. This rank's own thread raises if it can; if it is blocked, the process ends."""
         if self.over.wait(GRACE):
             return
-        if not isinstance(error, RankFailed) or error.rank != self.ledger.rank:
+        if self.ledger.rank == 0 and not isinstance(error, RankFailed):  #  a rank that failed tells its story itself
             sys.stderr.write(f"[rank {self.ledger.rank}] {type(error).__name__}: {error}\n")
             sys.stderr.flush()
         os._exit(1)
 
 
 def _loads(data: bytes) -> BaseException:
-    return pickle.loads(data.decode().encode("latin-1"))
+    return pickle.loads(bytes.fromhex(data.decode()))

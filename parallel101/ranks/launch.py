@@ -112,8 +112,8 @@ def launch(
     except KeyboardInterrupt:
         monitor.ask_where(0.3)
         for state in monitor.states:
-            if state.where:
-                print(f"interrupted: rank {state.rank} was at {state.where}", file=sys.stderr)
+            for place in state.places or []:
+                print(f"interrupted: {place}", file=sys.stderr)
         raise
     finally:
         monitor.close()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection
 from parallel101.ranks.output import Lines, read_some
 from parallel101.ranks.processes import Rank, kill
 from parallel101.ranks.wire import Wire, unpack
@@ -40,7 +40,7 @@ class State:
     error: tuple[BaseException, str] | None = None
     events: list[tuple] | None = None
     groups: dict[str, list[int]] = field(default_factory=dict)
-    where: str | None = None
+    places: list[str] | None = None
     status: bytes = b""
     exitcode: int | None = None
     ended: bool = False
@@ -135,12 +135,12 @@ class Monitor:
         elif kind == b"e":
             state.events, state.groups, state.standing.posted, state.standing.collectives = value
         elif kind == b"w":
-            state.where = value
+            state.places = value
         elif kind == b"x":
             rank, error, text = value
             state.error, state.standing.blocked = (error, text), None
             state.rank = rank
-            self._fail_within(ECHO if _broken_connection(error) else SETTLE)
+            self._fail_within(ECHO if broken_connection(error) else SETTLE)
 
     def _fail_within(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
@@ -164,14 +164,16 @@ class Monitor:
             return verdict
         dead = [state for state in self.states if state.ended and state.result is None and state.error is None]
         raised = [state for state in self.states if state.error is not None]
-        raised.sort(key=lambda state: (_broken_connection(state.error[0]), state.rank))  # type: ignore[index]
-        if dead and (not raised or _broken_connection(raised[0].error[0])):  # type: ignore[index]
-            return died(dead[0])
+        raised.sort(key=lambda state: (broken_connection(state.error[0]), state.rank))  # type: ignore[index]
+        if dead and (not raised or broken_connection(raised[0].error[0])):  # type: ignore[index]
+            return died(dead[0].rank, dead[0].exitcode, dead[0].status.decode(errors="replace"), dead[0].lines[1].tail)
         state = raised[0]
         assert state.error is not None
         error, text = state.error
         if isinstance(error, DeadlockError | MisuseError):
             return error
+        if type(error).__name__ == "Ended":  #  a virtual rank's death
+            return died(state.rank, error.args[0])
         failure = RankFailed(f"rank {state.rank} raised {type(error).__name__}: {error}\n\n{text.rstrip()}", state.rank)
         failure.__cause__ = error
         return failure
@@ -185,15 +187,15 @@ class Monitor:
             elif (call := state.standing.blocked) is not None:
                 lines.append(f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {call.where}")
             else:
-                lines.append(f"  rank {state.rank} was at {state.where or 'a place it could not tell'}")
+                lines += [f"  {place}" for place in state.places or [f"rank {state.rank} was at a place it could not tell"]]
         return LaunchTimeout("\n".join(lines))
 
     # ---- the end ----
 
     def ask_where(self, seconds: float = 0.5) -> None:
-        """Ask each rank that still runs where it is; one that does not answer in time keeps `where` None."""
+        """Ask each rank that still runs where it is; one that does not answer in time keeps `places` None."""
         asked = [state for state in self.states if not state.ended and state.result is None and _tell(state, b"w")]
-        self._until(lambda: all(state.where is not None or state.ended for state in asked), seconds)
+        self._until(lambda: all(state.places is not None or state.ended for state in asked), seconds)
 
     def collect_events(self, seconds: float = 0.5) -> None:
         """Ask for what was recorded up to now by ranks that have not said."""
@@ -236,31 +238,24 @@ def _tell(state: State, kind: bytes) -> bool:
     return True
 
 
-def _broken_connection(error: BaseException) -> bool:
-    """Whether an error only says that some other rank is gone."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(part in text for part in ("onnection closed", "onnection reset", "onnection refused", "Broken pipe"))
-
-
-def died(state: State) -> RankFailed:
-    """The error for a rank whose process ended before it returned."""
-    code = state.exitcode
+def died(rank: int, code: int | None, dump: str = "", stderr: str = "") -> RankFailed:
+    """The error for a rank that ended before it returned. `dump` is what faulthandler wrote of its last place, if anything."""
     if code is None:
         how = "was lost (its fork server ended)"
     elif code < 0:
         how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
     else:
         how = f"ended by itself with exit code {code} before it returned"
-    said = [line for line in state.lines[1].tail.splitlines() if line.strip()][-3:]
-    message = f"rank {state.rank} {how}"
-    if place := _last_place(state.status.decode(errors="replace")):
+    message = f"rank {rank} {how}"
+    if place := _last_place(dump):
         message += f", at {place}"
     if code == -signal.SIGABRT:
         message += (
             "\n  gloo aborts a rank whose receive is smaller than the message that comes for it, or when the ranks of a collective disagree on its size."
             "\n  Run it again with trace=True: a checked run names the two calls that do not fit."
         )
-    return RankFailed("\n  ".join([message, *said]), state.rank, code)
+    said = [line for line in stderr.splitlines() if line.strip()][-3:]
+    return RankFailed("\n  ".join([message, *said]), rank, code)
 
 
 def _last_place(dump: str) -> str:

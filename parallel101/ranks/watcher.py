@@ -4,11 +4,12 @@
     watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "free"
 
 It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing, so the reports of all ranks together are
-enough to tell a deadlock for certain (see trace.calls.stuck).
+enough to tell a deadlock for certain (see trace.board).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -19,45 +20,72 @@ from parallel101.ranks.wire import Wire
 from parallel101.trace.where import where
 
 TICK = 0.1  #  seconds
+_leave = os._exit
 
 
-class Watcher(threading.Thread):
-    """Reports to the launching process and obeys it. `finish` is set when the rank may go."""
+class Obedient(threading.Thread):
+    """Listens to the launching process. `finish` is set when the rank may go; when that process is gone, so is this one."""
 
-    def __init__(self, ledger: Ledger, wire: Wire):
+    def __init__(self, wire: Wire):
         super().__init__(daemon=True, name="parallel101 watcher")
-        self.ledger, self.wire = ledger, wire
+        self.wire = wire
         self.finish = threading.Event()
 
     def run(self) -> None:
-        seen: Posted | None = None
-        reported: Posted | None = None
         while not self.finish.is_set():
             if select.select([self.wire], [], [], TICK)[0]:
-                self._obey()
-            waiting = self.ledger.waiting
-            try:
-                if reported is not None and waiting is not reported:
-                    self.wire.send(b"f")
-                    reported = None
-                if waiting is not None and waiting is seen and reported is None:
-                    self.wire.send(b"b", (tuple(waiting.call(self._where())), dict(self.ledger.posted), dict(self.ledger.collectives)))
-                    reported = waiting
-            except (OSError, RuntimeError):
-                pass  #  the socket is gone, which the next look tells; or a count was added while it was copied: at the next look then
-            seen = waiting
+                self.obey()
+            with contextlib.suppress(OSError):  #  the socket is gone: the next look tells
+                self.look()
 
-    def _obey(self) -> None:
+    def obey(self) -> None:
         try:
             kind, _ = self.wire.receive()
         except (EOFError, OSError):
-            os._exit(1)  #  the launching process is gone: so are its ranks
+            _leave(1)
         if kind == b"q":
             self.finish.set()
         elif kind == b"w":
-            self.wire.send(b"w", self._where())
+            self.wire.send(b"w", self.places())
         elif kind == b"t":
-            self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), dict(self.ledger.posted), dict(self.ledger.collectives)))
+            self.tell()
 
-    def _where(self) -> str:
+    def look(self) -> None:
+        """What there is to report, ten times a second."""
+
+    def tell(self) -> None:
+        """Send what was recorded so far."""
+
+    def places(self) -> list[str]:
+        """Where the program is, in words."""
+        return []
+
+
+class Watcher(Obedient):
+    """The watcher of a real rank, which reports what it is blocked in."""
+
+    def __init__(self, ledger: Ledger, wire: Wire):
+        super().__init__(wire)
+        self.ledger = ledger
+        self.seen: Posted | None = None
+        self.reported: Posted | None = None
+
+    def look(self) -> None:
+        waiting = self.ledger.waiting
+        if self.reported is not None and waiting is not self.reported:
+            self.wire.send(b"f")
+            self.reported = None
+        if waiting is not None and waiting is self.seen and self.reported is None:
+            with contextlib.suppress(RuntimeError):  #  another thread posted while the counts were copied: at the next look then
+                self.wire.send(b"b", (tuple(waiting.call(self.where())), dict(self.ledger.posted), dict(self.ledger.collectives)))
+                self.reported = waiting
+        self.seen = waiting
+
+    def tell(self) -> None:
+        self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), dict(self.ledger.posted), dict(self.ledger.collectives)))
+
+    def places(self) -> list[str]:
+        return [f"rank {self.ledger.rank} was at {self.where()}"]
+
+    def where(self) -> str:
         return where(sys._current_frames().get(self.ledger.thread))
