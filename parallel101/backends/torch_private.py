@@ -5,7 +5,12 @@ Each function says what it relies on. tests/backends/test_torch_private.py fails
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import _set_thread_isolation_mode as set_thread_isolation_mode
 
 
 def name_backend(name: str) -> None:
@@ -16,3 +21,70 @@ def name_backend(name: str) -> None:
     world = c10d._world
     for group, (_, store) in list(world.pg_map.items()):
         world.pg_map[group] = (name, store)
+
+
+class RankWorld:
+    """What torch keeps a process: its default group, and all groups with their names and ranks. On sim every rank has one of its own.
+
+    Relies on `c10d._world` being read at each use, and on these being all its parts (`c10d._World`).
+    """
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.pg_map: dict = {}
+        self.pg_names: dict = {}
+        self.pg_group_ranks: dict = {}
+        self.pg_backend_config: dict = {}
+        self.group_count = 0
+        self.tags_to_pg: dict = {}
+        self.pg_to_tag: dict = {}
+        self.pg_coalesce_state: dict = {}
+        self.comms: list = []
+
+    pg_config_info = c10d._World.pg_config_info
+
+    def add_default(self, group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, size: int) -> None:
+        """Make `group` the default group, as init_process_group does. Called on the rank's own thread, whose C++ registry is told as well.
+
+        Relies on `_register_process_group(name, group)`, by which C++ (functional collectives) finds a group.
+        """
+        self.default_pg = group
+        self.pg_map[group] = (backend, store)
+        self.pg_names[group] = name
+        self.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        self.pg_backend_config[group] = f"cpu:{backend}"
+        self.tags_to_pg = {"": [group], f"ptd:{name}": [group]}
+        self.pg_to_tag[group] = f"ptd:{name}"
+        self.group_count = 1
+        c10d._register_process_group(name, group)
+
+
+def use_world(world: object) -> object:
+    """Let torch.distributed see `world` from now on; returns what it saw before."""
+    before, c10d._world = c10d._world, world  # type: ignore[assignment]
+    return before
+
+
+def name_groups_by_thread(on: bool) -> None:
+    """Let every thread have its own table of group names in C++: each virtual rank is a thread, and all have a group "0".
+
+    Relies on `_set_thread_isolation_mode`.
+    """
+    set_thread_isolation_mode(on)
+
+
+def forget_groups() -> None:
+    """Empty this thread's table of group names."""
+    c10d._unregister_all_process_groups()
+
+
+def after_backward(callback: Callable[[], object]) -> bool:
+    """Call `callback` at the end of the backward that runs on this thread, in order of asking. False when none runs.
+
+    Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,102 @@
+"""backend="sim": the same torch.distributed program on virtual ranks, in one process, on a virtual clock.
+
+    sim_clock        whose turn it is, and what time it is             network, sim_links    how long a message takes, and who gets a link
+    sim_messages     sends and receives                                sim_group             what torch.distributed sees
+    sim_collectives  torch's own collectives                           sim_random            each rank its own random numbers
+
+A message starts when its send and its receive are both posted and its links are free, and holds them for latency + bytes/bandwidth.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends import torch_private
+from parallel101.backends.network import Network
+from parallel101.backends.sim_clock import World
+from parallel101.backends.sim_group import SimGroup, Traffic
+from parallel101.backends.sim_random import RandomStates
+from parallel101.errors import DeadlockError, MisuseError
+
+STACK = 2 << 20  #  bytes of stack a rank's thread may use; what it does not touch costs nothing
+
+
+@dataclass
+class Outcome:
+    """What a simulation came to. Virtual times are in seconds from its start."""
+
+    results: list[Any]  #  what each rank returned; None where it did not come to that
+    errors: dict[int, BaseException]  #  the exception of the rank that failed first, in virtual time
+    events: list[tuple]  #  the fields of trace.events.Event each
+    groups: dict[str, list[int]]  #  the ranks of each group the events name
+    error: DeadlockError | MisuseError | None = field(default=None)
+
+
+def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None, *, payload_bytes: int = 0) -> Outcome:
+    """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised, and say what happened.
+
+    Args:
+        rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors; anything it shares with other ranks
+            through Python objects is its own affair, as all ranks live in this process (in turns, never at once).
+        world_size: how many virtual ranks.
+        network: what lies between them; None: `Network()`.
+        payload_bytes: events keep the values of messages of up to so many bytes.
+
+    While it runs, torch.distributed, the random generators and the default dtype of this process are the ranks'; they are given back
+    at the end. Other settings that torch keeps a process (such as use_deterministic_algorithms) are common to all ranks.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is a number of ranks, 1 or more; got {world_size!r}")
+    network = Network() if network is None else network
+    views = [torch_private.RankWorld() for _ in range(world_size)]
+    random_states: RandomStates | None = None
+
+    def switch(old: int, new: int) -> None:
+        torch_private.use_world(views[new])
+        assert random_states is not None
+        random_states.switch(old, new)
+
+    world = World(world_size, network, switch)
+    traffic = Traffic(world, payload_bytes)
+    store = dist.HashStore()
+
+    def main(number: int) -> Any:
+        group = SimGroup(traffic, world.ranks[number], "world", range(world_size))
+        group.torch_name = "0"
+        views[number].add_default(group, "0", "sim", store, world_size)
+        try:
+            return rank_main(number)
+        finally:
+            torch_private.forget_groups()
+
+    if "SIM" not in dist.Backend._plugins:
+        dist.Backend.register_backend("sim", _no_creator, devices=["cpu"])
+    stack, threads = threading.stack_size(STACK), torch.get_num_threads()
+    torch.set_num_threads(1)  #  a pool of threads for each of hundreds of ranks would be too many
+    random_states = RandomStates(world_size)
+    before = torch_private.use_world(views[0])
+    torch_private.name_groups_by_thread(True)
+    try:
+        results = world.run(main)
+    finally:
+        torch_private.name_groups_by_thread(False)
+        torch_private.use_world(before)
+        random_states.restore()
+        torch.set_num_threads(threads)
+        threading.stack_size(stack)
+    outcome = Outcome(results, {}, world.events, traffic.groups)
+    if isinstance(world.failure, DeadlockError | MisuseError):
+        outcome.error = world.failure
+    elif world.failure is not None:
+        outcome.errors[world.failed_rank or 0] = world.failure
+    return outcome
+
+
+def _no_creator(*_: Any) -> None:
+    raise RuntimeError("a sim group is made by launch(..., backend='sim') or dist.new_group inside it, not by init_process_group")

@@ -1,0 +1,245 @@
+"""What torch.distributed sees of the sim: a process group whose messages go through the mailbox and whose collectives are meetings.
+
+    dist.isend(x, 1) ──▶ SimGroup.send ──▶ Mailbox            dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ Meeting
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends.describe import COLLECTIVES, Told, flat
+from parallel101.backends.sim_clock import Rank
+from parallel101.backends.sim_collectives import Part, carry_out, duration, parts_of, plan
+from parallel101.backends.sim_messages import Contents, Mailbox, SimWork, check, values_of
+from parallel101.errors import MisuseError
+from parallel101.trace.calls import Call, disagreement
+from parallel101.trace.checks import Referee
+from parallel101.trace.where import caller
+
+if TYPE_CHECKING:
+    from parallel101.backends.sim_clock import World
+
+
+class Traffic:
+    """All that is posted in a run and has not ended: messages and collectives; and the groups there are."""
+
+    def __init__(self, world: World, payload_bytes: int):
+        self.world = world
+        self.payload_bytes = payload_bytes
+        self.mailbox = Mailbox(world, world.network.eager)
+        self.meetings: dict[tuple[str, int], Meeting] = {}
+        self.groups: dict[str, list[int]] = {}
+        world.last_word = self.misused
+
+    def misused(self) -> MisuseError | None:
+        """Nothing goes on any more: is it because the ranks of a collective do not agree?"""
+        return next((verdict for meeting in self.meetings.values() if (verdict := meeting.verdict())), None)
+
+
+class SimGroup(dist.ProcessGroup):
+    """One rank's view of a group of virtual ranks."""
+
+    def __init__(self, traffic: Traffic, member: Rank, name: str, ranks: Sequence[int]):
+        super().__init__(ranks.index(member.number), len(ranks))
+        self.traffic = traffic
+        self.mailbox = traffic.mailbox
+        self.world = traffic.world
+        self.payload_bytes = traffic.payload_bytes
+        self.member = member
+        self.ranks = list(ranks)
+        self.position = self.ranks.index(member.number)
+        self.torch_name = name
+        self.label = _label(name, self.ranks, traffic.groups)
+        self.posted = 0  #  collectives so far
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def getBackendName(self) -> str:
+        return "sim"
+
+    # DDP, FSDP2 and the functional collectives look a group up by its name
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.torch_name
+
+    def _set_group_name(self, name: str) -> None:  # type: ignore[override]
+        self.torch_name = name
+
+    def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any) -> SimGroup | None:
+        """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
+        return SimGroup(self.traffic, self.member, group_name, list(ranks)) if self.member.number in ranks else None
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+    # ---- messages ----
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:  # type: ignore[override]
+        return self.mailbox.send(self, tensors[0], self.ranks[dst], tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:  # type: ignore[override]
+        return self.mailbox.recv(self, tensors[0], self.ranks[src], tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        return self.mailbox.recv(self, tensors[0], None, tag)
+
+    # ---- collectives: one path for all ----
+
+    def _collective(self, method: str, *args: Any) -> dist.Work:
+        world, member = self.world, self.member
+        world.enter(member)
+        where = caller()
+        spec = COLLECTIVES[method]
+        for tensor in flat(args):
+            check(tensor, spec.kind, member, where)
+        told = spec.describe(args)
+        parts = parts_of(method, args, len(self.ranks))
+        self.posted += 1
+        key = (self.label, self.posted)
+        meeting = self.traffic.meetings.setdefault(key, Meeting(self))
+        return meeting.join(CollectiveWork(self, meeting, spec.kind, told, parts, args, where))
+
+
+class CollectiveWork(SimWork):
+    """One rank's part in a collective."""
+
+    __slots__ = ("args", "given", "group", "kind", "meeting", "parts", "payload", "posted", "seq", "told", "where")
+
+    def __init__(self, group: SimGroup, meeting: Meeting, kind: str, told: Told, parts: list[Part], args: Sequence[Any], where: str):
+        SimWork.__init__(self, group.world, group.member)
+        self.group = group
+        self.meeting = meeting
+        self.kind = kind
+        self.told = told
+        self.parts = parts
+        self.args = args  #  keeps the tensors alive
+        self.where = where
+        self.posted = self.world.now
+        self.seq = group.posted
+        self.payload = [v for tensor in told.tensors for v in values_of(tensor)] if told.nbytes <= group.payload_bytes else None
+        self.given = [Contents(tensor, tensor.nbytes) for tensor in told.tensors]
+
+    def result(self) -> list[torch.Tensor]:
+        outputs = COLLECTIVES_OUTPUT.get(self.kind, 0)
+        return flat(self.args[outputs]) if self.args and outputs is not None else []
+
+    @property
+    def root(self) -> int | None:
+        return None if self.told.root is None else self.group.ranks[self.told.root]
+
+    def call(self) -> Call:
+        group, told, me = self.group, self.told, self.rank.number
+        others = tuple(r for r in group.ranks if r != me)
+        return Call(me, self.kind, others, 0, group.label, self.seq, told.nbytes, told.shape, told.dtype, told.op, self.root, self.where)
+
+    def missing(self) -> set[int]:
+        return set(self.group.ranks) - set(self.meeting.present)
+
+
+COLLECTIVES_OUTPUT: dict[str, int | None] = {"barrier": None}  #  the outputs are the first argument of every other
+
+
+class Meeting:
+    """A collective: its members come one by one; when the last has come it takes its time, and then all have the result."""
+
+    def __init__(self, group: SimGroup):
+        self.group = group
+        self.present: dict[int, CollectiveWork] = {}  #  by rank of the world
+        self.agreed = True
+        self.started = 0.0
+
+    def join(self, work: CollectiveWork) -> CollectiveWork:
+        first = next(iter(self.present.values()), work)
+        self.present[work.rank.number] = work
+        if work is not first and disagreement(first.call(), work.call()):
+            self.agreed = False
+        if len(self.present) == len(self.group.ranks):
+            world = self.group.world
+            del self.group.traffic.meetings[self.group.label, work.seq]
+            if not self.agreed:
+                error = self.verdict()
+                assert error is not None
+                world.fail(error)
+                raise error
+            self.started = world.now
+            nbytes = max(member.told.nbytes for member in self.present.values())
+            world.at(world.now + duration(work.kind, self.group.ranks, nbytes, world.route), self)
+        return work
+
+    def verdict(self) -> MisuseError | None:
+        """Which rank does not agree with the others, once it is known that one does not."""
+        if self.agreed:
+            return None
+        referee = Referee()
+        referee.suspects = [work.call() for work in self.present.values()]
+        return referee.verdict()
+
+    def happen(self) -> None:
+        """Its time is over."""
+        members = [self.present[rank] for rank in self.group.ranks]
+        world = self.group.world
+        world.on_main_thread(lambda: self._move(members))
+        for work in members:
+            told, rank = work.told, work.rank.number
+            world.events.append(
+                (rank, work.kind, work.root, 0, told.nbytes, self.started, world.now, work.where, work.posted, self.group.label, work.seq)
+                + (told.shape, told.dtype, work.payload, told.op, None)
+            )
+            work.finish()
+
+    @torch.no_grad()
+    def _move(self, members: list[CollectiveWork]) -> None:
+        world = self.group.world
+        for work in members:
+            if any(contents.changed() for contents in work.given):
+                me = work.rank.number
+                world.fail(MisuseError(f"rank {me} changed a tensor between its {work.call().brief} and the wait for it: wait first", me))
+                return
+        first = members[0]
+        for part in zip(*(work.parts for work in members), strict=True):
+            moves = plan(first.kind, part, first.told.root)
+            for me, (goal, sources) in moves:
+                if any(source.nbytes != goal.nbytes for source in sources):
+                    other = next(source for source in sources if source.nbytes != goal.nbytes)
+                    rank = members[me].rank.number
+                    world.fail(
+                        MisuseError(
+                            f"rank {rank} expects {goal.nbytes} bytes of a rank that gives {other.nbytes}: {members[me].call().brief}. "
+                            "Tensor and split sizes must fit each other on all ranks.",
+                            rank,
+                        )
+                    )
+                    return
+            carry_out(moves, first.told.op)
+
+
+def _label(name: str, ranks: list[int], groups: dict[str, list[int]]) -> str:
+    """The group's name in the record: torch's, unless other ranks have it already."""
+    if groups.setdefault(name, ranks) != ranks:
+        name = f"{name} {ranks}"
+        groups[name] = ranks
+    return name
+
+
+def _passing(method: str) -> Callable[..., dist.Work]:
+    def call(self: SimGroup, *args: Any, **options: Any) -> dist.Work:
+        return self._collective(method, *args, *options.values())
+
+    call.__name__ = method
+    return call
+
+
+for _method in COLLECTIVES:
+    if _method != "monitored_barrier":
+        setattr(SimGroup, _method, _passing(_method))
