@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel101.publish.execute import LessonFailed, run_notebook
+from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.page import Lesson, index_page, lesson_body, lesson_page
 
 __all__ = ["LessonFailed", "Published", "find_lessons", "publish", "select"]
@@ -66,13 +67,13 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say
     """Run each notebook from top to bottom and write it as a page; a lesson that fails is told and does not stop the others.
 
     Args:
-        notebooks: what to run, in the order of the index page.
+        notebooks: what to run; all in one folder. The index and the links between pages also know that folder's lessons which ran before.
         out: the folder for the pages and `index.html`; made when missing. A failed lesson's old page is removed.
         timeout: seconds for one cell.
         say: where a line of progress goes; bars go to standard error when that is a terminal.
     """
     out.mkdir(parents=True, exist_ok=True)
-    bodies: dict[Lesson, str] = {}
+    ran: dict[Path, tuple[str, float]] = {}
     failed = []
     for path in notebooks:
         began = time.perf_counter()
@@ -80,14 +81,18 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say
         try:
             notebook = run_notebook(path, timeout=timeout)
             seconds = time.perf_counter() - began
-            bodies[Lesson.of(path.stem, notebook, seconds)] = lesson_body(notebook, path.parent)
+            ran[path] = lesson_body(notebook, path.parent), seconds
         except (LessonFailed, ValueError) as error:
             failed.append(error if isinstance(error, LessonFailed) else LessonFailed(path.stem, str(error)))
             say(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
         else:
             say(f"✓ {path.stem} ran in {seconds:.1f} s")
-    lessons = list(bodies)
-    pages = {out / f"{lesson.name}.html": lesson_page(lesson, body, lessons) for lesson, body in bodies.items()}
-    for page, html in {**pages, out / "index.html": index_page(lessons)}.items():
+    lessons = {}
+    for path in select(notebooks[0].parent):
+        if path in ran or (out / f"{path.stem}.html").exists():
+            with suppress(LessonFailed):  #  a notebook that is broken by now, and was not to be run
+                lessons[path] = Lesson.of(path.stem, read_notebook(path))
+    pages = {out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()]) for path in ran}
+    for page, html in {**pages, out / "index.html": index_page([*lessons.values()])}.items():
         page.write_text(html, encoding="utf-8")
     return Published([*pages, out / "index.html"], failed)

@@ -41,6 +41,14 @@ class _KernelOfThisPython(AsyncKernelManager):
         return "auto"  #  a kernel that could be listened to warns at each start; older ones know no encryption
 
 
+def read_notebook(path: Path) -> NotebookNode:
+    """The notebook at `path` as it is. Raises LessonFailed when the file is none."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, KeyError) as error:
+        raise LessonFailed(path.stem, f"{path} cannot be read as a notebook: {error!r}") from error
+
+
 def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
     """Run the notebook at `path` in its own folder and return it with its outputs; the file stays as it is.
 
@@ -51,10 +59,7 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
     Raises:
         LessonFailed: the file is no notebook, a cell raised, took longer than `timeout`, or ended the kernel.
     """
-    try:
-        notebook = nbformat.read(path, as_version=4)
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, KeyError) as error:
-        raise LessonFailed(path.stem, f"{path} cannot be read as a notebook: {error!r}") from error
+    notebook = read_notebook(path)
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     running = None
 

@@ -38,14 +38,13 @@ class Lesson(NamedTuple):
     name: str
     title: str
     summary: str  #  its first paragraph, as plain text
-    seconds: float
 
     @classmethod
-    def of(cls, name: str, notebook: NotebookNode, seconds: float) -> Lesson:
+    def of(cls, name: str, notebook: NotebookNode) -> Lesson:
         """Title and summary are the first heading and the first paragraph of the lesson's own prose."""
         prose = BeautifulSoup("\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"), "html.parser")
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
-        return cls(name, heading.get_text() if heading else name, paragraph.get_text() if paragraph else "", seconds)
+        return cls(name, heading.get_text() if heading else name, paragraph.get_text() if paragraph else "")
 
 
 class _OfflineRenderer(IPythonRenderer):
@@ -98,26 +97,25 @@ def lesson_body(notebook: NotebookNode, folder: Path) -> str:
     return body
 
 
-def lesson_page(lesson: Lesson, body: str, lessons: Sequence[Lesson]) -> str:
-    """The whole page of one of `lessons`, around what `lesson_body` wrote, with links to the ones before and after it."""
+def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
+    """The whole page of one of `lessons`, around what `lesson_body` wrote of a run of `seconds`, with links to its neighbours."""
     at = lessons.index(lesson)
     before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
     after = [f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]]
     links = '<nav><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
-    ran = f"<footer>Every output on this page comes from a run of {lesson.seconds:.1f} s with {_machine()}.</footer>"
+    ran = f"<footer>Every output on this page comes from a run of {seconds:.1f} s with {_machine()}.</footer>"
     return _html(lesson.title, f"{links}\n<main>\n{body}\n</main>\n{ran}\n{links}")
 
 
 def index_page(lessons: Sequence[Lesson]) -> str:
     """The page that lists the lessons in their order."""
     rows = [
-        f'<li><a href="{_page(e)}"><strong>{escape(e.title)}</strong></a><p>{escape(e.summary)}</p>'
-        f"<small>{escape(e.name)} · ran in {e.seconds:.1f} s</small></li>"
+        f'<li><a href="{_page(e)}"><strong>{escape(e.title)}</strong></a><p>{escape(e.summary)}</p><small>{escape(e.name)}</small></li>'
         for e in lessons
     ]
     intro = "<p>How neural networks are trained on many machines. Every lesson ran; its pictures are drawn from what was recorded.</p>"
-    listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson ran to its end.</p>"
-    return _html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}</main><footer>Ran with {_machine()}.</footer>")
+    listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has run to its end.</p>"
+    return _html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}</main>")
 
 
 def fetched(html: str) -> Iterator[str]:

@@ -85,6 +85,15 @@ def test_index_and_pages_lead_to_each_other_past_the_one_that_failed(site):
     assert [line.split()[0:3] for line in said] == [["✓", "00_first", "ran"], ["✓", "01_second", "ran"], ["✗", "02_broken", "failed"]]
 
 
+def test_one_lesson_alone_joins_those_that_ran_before(tmp_path):
+    paths = [notebook(tmp_path, name, f"md:# {name}", "1") for name in ("00_a", "01_b")]
+    for path in paths:
+        publish([path], tmp_path / "site", say=lambda _: None)
+    index = BeautifulSoup((tmp_path / "site" / "index.html").read_text(), "html.parser")
+    assert [a["href"] for a in index.select(".lessons a")] == ["00_a.html", "01_b.html"]
+    assert 'rel="prev" href="00_a.html"' in (tmp_path / "site" / "01_b.html").read_text()
+
+
 def test_a_failure_names_lesson_cell_and_error_and_leaves_no_old_page(site):
     out, done, _, _ = site
     (failure,) = done.failed
@@ -141,7 +150,7 @@ def test_fetched_finds_what_a_browser_would_fetch(html, asked):
 
 
 def test_a_lesson_without_prose_has_its_file_name_as_title():
-    assert Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")]), 0.5) == Lesson("03_bare", "03_bare", "", 0.5)
+    assert Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")])) == Lesson("03_bare", "03_bare", "")
 
 
 def test_lessons_are_chosen_by_name_or_number(tmp_path):
