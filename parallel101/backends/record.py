@@ -185,7 +185,8 @@ class RecordedGroup(dist.ProcessGroup):
 
     def __init__(self, inner: Any, label: str, ranks: Sequence[int], ledger: Ledger, backend: str):
         super().__init__(inner.rank(), inner.size())
-        self.inner = inner
+        self.inner = inner  #  torch's backend
+        self.whole: Any = None  #  a process group of torch's own around it, for what the backend alone can't be asked from Python
         self.label = label
         self.ranks = list(ranks)
         self.others = tuple(r for r in ranks if r != ledger.rank)
@@ -198,7 +199,7 @@ class RecordedGroup(dist.ProcessGroup):
         return len(self.ranks)
 
     def getBackendName(self) -> str:
-        return self.backend
+        return f"parallel101_{self.backend}"  #  asked by C++ code, which would look inside a group called "gloo"
 
     # DDP, FSDP2 and the functional collectives look a group up by its name
     @property
@@ -248,13 +249,13 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
         spec = COLLECTIVES[method]
-        name = next(name for name in spec.names if hasattr(self.inner, name))
+        run = next((getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None) or getattr(self.whole, method)
         seq = self.ledger.collectives[self.label] = self.ledger.collectives.get(self.label, 0) + 1
         posted = Posted(self, (spec.kind, None, 0, self.label), seq)
         if not self.ledger.recording:
             self.ledger.waiting = posted  #  some of them block here already
             try:
-                return WatchedWork(getattr(self.inner, name)(*args, **kwargs), posted)
+                return WatchedWork(run(*args, **kwargs), posted)
             finally:
                 self.ledger.waiting = None
         told = spec.describe(args)
@@ -265,7 +266,7 @@ class RecordedGroup(dist.ProcessGroup):
         self.ledger.waiting = posted
         began = time.perf_counter()
         try:
-            inner = getattr(self.inner, name)(*args, **kwargs)
+            inner = run(*args, **kwargs)
         finally:
             self.ledger.waiting = None
         return RecordedWork(inner, posted, call, began, told.tensors, root)
