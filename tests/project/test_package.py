@@ -64,7 +64,9 @@ def test_doctor_and_makefile_ask_for_the_versions_that_pyproject_asks_for():
     oldest = ".".join(map(str, OLDEST_PYTHON))
     assert PROJECT["requires-python"] == f">={oldest}"
     assert f"torch>={OLDEST_TORCH}" in PROJECT["dependencies"]
-    assert f"sys.version_info < {OLDEST_PYTHON}" in (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"sys.version_info < {OLDEST_PYTHON}" in makefile
+    assert f"torch=={TESTED_TORCH}" in makefile
 
 
 def test_conda_installs_what_make_installs():
