@@ -1,7 +1,7 @@
 """backend="sim": the same torch.distributed program on virtual ranks, in one process, on a virtual clock.
 
     sim_clock        whose turn it is, and what time it is             network, sim_links    how long a message takes, and who gets a link
-    sim_messages     sends and receives                                sim_group             what torch.distributed sees
+    sim_messages     sends and receives, works in sim_work             sim_group             what torch.distributed sees
     sim_collectives  torch's own collectives                           sim_random            each rank its own random numbers
 
 A message starts when its send and its receive are both posted and its links are free, and holds them for latency + bytes/bandwidth.
@@ -67,8 +67,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
     store = dist.HashStore()
 
     def main(number: int) -> Any:
-        group = SimGroup(traffic, world.ranks[number], "world", range(world_size))
-        group.torch_name = "0"
+        group = SimGroup(traffic, world.ranks[number], "world", range(world_size), "0")
         views[number].add_default(group, "0", "sim", store, world_size)
         try:
             return rank_main(number)

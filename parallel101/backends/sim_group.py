@@ -14,7 +14,8 @@ import torch.distributed as dist
 from parallel101.backends.describe import COLLECTIVES, Told, flat
 from parallel101.backends.sim_clock import Rank
 from parallel101.backends.sim_collectives import Part, carry_out, duration, parts_of, plan
-from parallel101.backends.sim_messages import Contents, Mailbox, SimWork, check, values_of
+from parallel101.backends.sim_messages import Mailbox, Messenger, contents, refuse
+from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, disagreement
 from parallel101.trace.checks import Referee
@@ -30,7 +31,7 @@ class Traffic:
     def __init__(self, world: World, payload_bytes: int):
         self.world = world
         self.payload_bytes = payload_bytes
-        self.mailbox = Mailbox(world, world.network.eager)
+        self.mailbox = Mailbox()
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self.groups: dict[str, list[int]] = {}
         world.last_word = self.misused
@@ -39,21 +40,22 @@ class Traffic:
         """Nothing goes on any more: is it because the ranks of a collective do not agree?"""
         return next((verdict for meeting in self.meetings.values() if (verdict := meeting.verdict())), None)
 
+    def label(self, name: str, ranks: list[int]) -> str:
+        """A group's name in the record: torch's, unless other ranks have it already."""
+        if self.groups.setdefault(name, ranks) != ranks:
+            name = f"{name} {ranks}"
+            self.groups[name] = ranks
+        return name
 
-class SimGroup(dist.ProcessGroup):
+
+class SimGroup(Messenger):
     """One rank's view of a group of virtual ranks."""
 
-    def __init__(self, traffic: Traffic, member: Rank, name: str, ranks: Sequence[int]):
-        super().__init__(ranks.index(member.number), len(ranks))
+    def __init__(self, traffic: Traffic, member: Rank, name: str, ranks: Sequence[int], torch_name: str | None = None):
+        label = traffic.label(name, list(ranks))
+        super().__init__(traffic.world, traffic.mailbox, member, label, list(ranks), traffic.payload_bytes)
         self.traffic = traffic
-        self.mailbox = traffic.mailbox
-        self.world = traffic.world
-        self.payload_bytes = traffic.payload_bytes
-        self.member = member
-        self.ranks = list(ranks)
-        self.position = self.ranks.index(member.number)
-        self.torch_name = name
-        self.label = _label(name, self.ranks, traffic.groups)
+        self.torch_name = torch_name or name
         self.posted = 0  #  collectives so far
 
     def size(self) -> int:
@@ -75,24 +77,13 @@ class SimGroup(dist.ProcessGroup):
         return SimGroup(self.traffic, self.member, group_name, list(ranks)) if self.member.number in ranks else None
 
     def shutdown(self) -> None:
-        pass
+        """There is nothing to close."""
 
     def abort(self) -> None:
-        pass
+        """There is nothing to close."""
 
     def set_timeout(self, timeout: Any) -> None:
-        pass
-
-    # ---- messages ----
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:  # type: ignore[override]
-        return self.mailbox.send(self, tensors[0], self.ranks[dst], tag)
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:  # type: ignore[override]
-        return self.mailbox.recv(self, tensors[0], self.ranks[src], tag)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        return self.mailbox.recv(self, tensors[0], None, tag)
+        """Wall time has no meaning here."""
 
     # ---- collectives: one path for all ----
 
@@ -102,7 +93,8 @@ class SimGroup(dist.ProcessGroup):
         where = caller()
         spec = COLLECTIVES[method]
         for tensor in flat(args):
-            check(tensor, spec.kind, member, where)
+            if not tensor.is_contiguous() or not tensor.is_cpu:
+                refuse(tensor, spec.kind, member, where)
         told = spec.describe(args)
         parts = parts_of(method, args, len(self.ranks))
         self.posted += 1
@@ -127,8 +119,8 @@ class CollectiveWork(SimWork):
         self.where = where
         self.posted = self.world.now
         self.seq = group.posted
-        self.payload = [v for tensor in told.tensors for v in values_of(tensor)] if told.nbytes <= group.payload_bytes else None
-        self.given = [Contents(tensor, tensor.nbytes) for tensor in told.tensors]
+        self.payload = [v for tensor in told.tensors for v in tensor.detach().reshape(-1).tolist()] if told.nbytes <= group.payload_bytes else None
+        self.given = [(tensor, _version(tensor), contents(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
 
     def result(self) -> list[torch.Tensor]:
         outputs = COLLECTIVES_OUTPUT.get(self.kind, 0)
@@ -142,6 +134,10 @@ class CollectiveWork(SimWork):
         group, told, me = self.group, self.told, self.rank.number
         others = tuple(r for r in group.ranks if r != me)
         return Call(me, self.kind, others, 0, group.label, self.seq, told.nbytes, told.shape, told.dtype, told.op, self.root, self.where)
+
+    def changed(self) -> bool:
+        """Whether what the rank put in is no longer what it was when it did."""
+        return any(_version(t) != version and contents(t.data_ptr(), t.nbytes) != seen for t, version, seen in self.given)
 
     def missing(self) -> set[int]:
         return set(self.group.ranks) - set(self.meeting.present)
@@ -202,7 +198,7 @@ class Meeting:
     def _move(self, members: list[CollectiveWork]) -> None:
         world = self.group.world
         for work in members:
-            if any(contents.changed() for contents in work.given):
+            if work.changed():
                 me = work.rank.number
                 world.fail(MisuseError(f"rank {me} changed a tensor between its {work.call().brief} and the wait for it: wait first", me))
                 return
@@ -224,12 +220,9 @@ class Meeting:
             carry_out(moves, first.told.op)
 
 
-def _label(name: str, ranks: list[int], groups: dict[str, list[int]]) -> str:
-    """The group's name in the record: torch's, unless other ranks have it already."""
-    if groups.setdefault(name, ranks) != ranks:
-        name = f"{name} {ranks}"
-        groups[name] = ranks
-    return name
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor, or any view of its memory, was written. An inference tensor does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _passing(method: str) -> Callable[..., dist.Work]:

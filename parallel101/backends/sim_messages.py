@@ -5,178 +5,54 @@
     recv posted ─┘
 
 The bytes leave the sender's tensor when the send is posted, and enter the receiver's when the message ends, not before. That the
-sender's tensor keeps them until its wait is checked, as is that both sides agree.
+sender's tensor keeps them until its wait is checked, as is that both sides agree. A run has millions of messages: what each of them
+passes through is written out here, without a call more than it needs.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Sequence
+from ctypes import memmove, string_at
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parallel101.backends.sim_clock import Rank, Unwound, World
-from parallel101.backends.sim_futures import SimFuture, future_of
+from parallel101.backends.sim_clock import Rank, World
+from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, disagreement
-from parallel101.trace.where import caller
-
-if TYPE_CHECKING:
-    from parallel101.backends.sim_group import SimGroup
+from parallel101.trace.where import where as where_from
 
 WHOLE = 1 << 20  #  bytes up to which a sent tensor is kept and compared whole; of a larger one
 SAMPLES, SAMPLE = 64, 64  #  so many samples of so many bytes
 
-_copy_out = ctypes.string_at
-_copy_in = ctypes.memmove
-_shapes: dict[Any, tuple[int, ...]] = {}
+_shapes: dict[Any, tuple[int, ...]] = {}  #  one plain tuple for all shapes that are alike, one string a dtype: a run holds millions of events
 _dtypes: dict[torch.dtype, str] = {}
 
 
-def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's shape as a plain tuple, one object for all that are alike: a run holds millions of events."""
-    shape = tensor.shape
-    known = _shapes.get(shape)
-    if known is None:
-        known = _shapes[shape] = tuple(shape)
-    return known
+def plain_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return _shapes.get(shape) or _shapes.setdefault(shape, tuple(shape))
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
-    """The tensor's dtype by name: "float32"."""
-    dtype = tensor.dtype
-    known = _dtypes.get(dtype)
-    if known is None:
-        known = _dtypes[dtype] = str(dtype).removeprefix("torch.")
-    return known
+def dtype_name(dtype: torch.dtype) -> str:
+    return _dtypes.get(dtype) or _dtypes.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
-def values_of(tensor: torch.Tensor) -> list:
-    """The tensor's values, flattened."""
-    return tensor.detach().reshape(-1).tolist()
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor (or any view of the same memory) was written; 0 for an inference tensor, which does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
-
-
-class Contents:
-    """The bytes of a tensor when it was given away, to see whether it is still the same; whole when small, else in samples."""
-
-    __slots__ = ("nbytes", "pointer", "seen", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int):
-        self.tensor = tensor
-        self.nbytes = nbytes
-        self.pointer = tensor.data_ptr()
-        self.version = version_of(tensor)
-        self.seen = self.look()
-
-    def look(self) -> bytes:
-        if self.nbytes <= WHOLE:
-            return _copy_out(self.pointer, self.nbytes)
-        step = (self.nbytes - SAMPLE) // (SAMPLES - 1)
-        return b"".join(_copy_out(self.pointer + i * step, SAMPLE) for i in range(SAMPLES))
-
-    def changed(self) -> bool:
-        """A view's version counts writes to all of its base, so where it moved the bytes decide."""
-        version = version_of(self.tensor)
-        if version == self.version:
-            return False
-        self.version = version
-        return self.look() != self.seen
-
-
-class SimWork(dist.Work):
-    """What isend and irecv return: `wait` lets virtual time pass until the message has ended."""
-
-    __slots__ = ("done", "future", "rank", "world")
-
-    def __init__(self, world: World, rank: Rank):
-        dist.Work.__init__(self)
-        self.world = world
-        self.rank = rank
-        self.done = False
-        self.future: SimFuture | None = None
-
-    def wait(self, timeout: object = None) -> bool:
-        """Block this rank until the work is done. A time limit in wall time has no meaning here."""
-        if not self.done:
-            rank, block = self.rank, self.world.block
-            if self.world.failure is not None:
-                raise Unwound
-            rank.waiting = self
-            while not self.done:
-                block(rank)
-            rank.waiting = None
-        return True
-
-    def is_completed(self) -> bool:
-        if not self.done:
-            self.rank.waiting = self
-            self.world.poll(self.rank)
-            self.rank.waiting = None
-        return self.done
-
-    def is_success(self) -> bool:
-        return self.done
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> SimFuture:
-        return future_of(self)
-
-    def result(self) -> list[torch.Tensor]:
-        return []
-
-    def finish(self) -> None:
-        """It is done: whoever waits for it can go on."""
-        self.done = True
-        rank = self.rank
-        if self.future is not None:
-            rank.futures.append(self)
-            self.world.wake(rank)
-        elif rank.waiting is self:
-            self.world.wake(rank)
-
-    def settle(self) -> None:
-        """Tell the future, on the rank's own thread."""
-        if self.future is not None:
-            self.future.set_result(self.result())
-
-    def call(self) -> Call:
-        raise NotImplementedError
-
-    def missing(self) -> set[int]:
-        raise NotImplementedError
+def contents(pointer: int, nbytes: int) -> bytes:
+    """What the memory holds, whole or in samples: to see later whether it changed."""
+    if nbytes <= WHOLE:
+        return string_at(pointer, nbytes)
+    step = (nbytes - SAMPLE) // (SAMPLES - 1)
+    return b"".join(string_at(pointer + i * step, SAMPLE) for i in range(SAMPLES))
 
 
 class MessageWork(SimWork):
-    """One side of a message."""
+    """One side of a message. `peer` is a rank of the world; None: anyone of the group."""
 
-    __slots__ = ("dtype", "group", "nbytes", "peer", "posted", "shape", "tag", "tensor", "where")
+    __slots__ = ("dtype", "group", "nbytes", "number", "peer", "pointer", "posted", "shape", "tag", "tensor", "where")
     kind = ""
-
-    def __init__(self, group: SimGroup, tensor: torch.Tensor, peer: int | None, tag: int, where: str):
-        SimWork.__init__(self, group.world, group.member)
-        self.group = group
-        self.tensor = tensor
-        self.peer = peer  #  rank of the world
-        self.tag = tag
-        self.where = where
-        self.nbytes = tensor.nbytes
-        self.shape = shape_of(tensor)
-        self.dtype = dtype_of(tensor)
-        self.posted = self.world.now
 
     def result(self) -> list[torch.Tensor]:
         return [self.tensor]
@@ -184,19 +60,18 @@ class MessageWork(SimWork):
     def call(self) -> Call:
         group, me = self.group, self.rank.number
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
-        return Call(me, self.kind, peers, self.tag, group.label, 0, self.nbytes, self.shape, self.dtype, None, None, self.where)
+        shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
+        return Call(me, self.kind, peers, self.tag, group.label, 0, self.nbytes, shape, dtype, None, None, self.where)
 
     def missing(self) -> set[int]:
         return set(self.call().peers)
 
 
 class RecvWork(MessageWork):
-    __slots__ = ("number", "source")
-    kind = "recv"
+    """A receive. `source`: who sent it, as a position in the group."""
 
-    def __init__(self, group: SimGroup, tensor: torch.Tensor, peer: int | None, tag: int, where: str):
-        MessageWork.__init__(self, group, tensor, peer, tag, where)
-        self.source = -1  #  position in the group of who sent it
+    __slots__ = ("source",)
+    kind = "recv"
 
     def _source_rank(self) -> int:
         return self.source
@@ -207,39 +82,27 @@ class RecvWork(MessageWork):
 class SendWork(MessageWork):
     """A send, and the message itself on its way through the links."""
 
-    __slots__ = ("checked", "contents", "data", "duration", "ended", "number", "order", "payload", "receive", "seq", "stages", "started")
+    __slots__ = ("data", "duration", "ended", "order", "payload", "receive", "seen", "seq", "stages", "started", "version")
     kind = "send"
 
-    def __init__(self, group: SimGroup, tensor: torch.Tensor, peer: int, tag: int, where: str):
-        MessageWork.__init__(self, group, tensor, peer, tag, where)
-        world, rank = self.world, self.rank
-        latency, bandwidth, self.stages = world.route(rank.number, peer)
-        self.duration = latency + self.nbytes / bandwidth
-        self.receive: RecvWork | None = None
-        self.ended = False
-        self.checked = False
-        self.contents = Contents(tensor, self.nbytes)
-        self.data: Any = None
-        self.payload = values_of(tensor) if self.nbytes <= group.payload_bytes else None
-        if not rank.sending:
-            rank.order = 0
-        self.order = rank.order
-        rank.order += 1
-        rank.sending += 1
-
     def wait(self, timeout: object = None) -> bool:
-        SimWork.wait(self)
-        if not self.checked:
-            self.checked = True
-            if self.contents.changed():
-                raise self.misused()
+        if not self.done:
+            SimWork.wait(self)
+        if self.version is not None and self.tensor._version != self.version and self.changed():
+            raise self.misused()
+        self.version = None
         return True
+
+    def changed(self) -> bool:
+        """The tensor was written since it was sent, or another view of its memory was: is it still the same?"""
+        self.version = self.tensor._version
+        return contents(self.pointer, self.nbytes) != self.seen
 
     def misused(self) -> MisuseError:
         me = self.rank
         error = MisuseError(
-            f"rank {me.number} changed a tensor between its isend to rank {self.peer} and the wait for it: {self.call().brief}. "
-            "Until then it belongs to the message: wait first, or send a clone.",
+            f"rank {me.number} changed a tensor that was still being sent: {self.call().brief} to rank {self.peer} was changed before its wait(). "
+            "Wait for the send first, or send a clone.",
             me.number,
         )
         self.world.fail(error, me)
@@ -248,121 +111,176 @@ class SendWork(MessageWork):
     def start(self, now: float) -> None:
         """The links are there: the bytes leave."""
         self.started = now
-        contents = self.contents
-        if contents.changed():
+        if self.version is not None and self.tensor._version != self.version and self.changed():
             self.misused()
-        self.data = contents.seen if self.nbytes <= WHOLE else _copy_out(contents.pointer, self.nbytes)
+        self.data = self.seen if self.nbytes <= WHOLE else string_at(self.pointer, self.nbytes)
 
     def happen(self) -> None:
         """The message is through: the links are free, and the receiver has it if it has asked for it."""
         if self.stages:
             self.world.links.free(self.stages[-1])
+        rank = self.rank
+        rank.sending -= 1
         self.ended = True
-        self.rank.sending -= 1
         if self.receive is not None:
-            self.deliver()
-        self.finish()
+            self.deliver(self.receive)
+        self.done = True
+        if rank.waiting is self or self.future is not None:
+            self.finish()
 
-    def deliver(self) -> None:
+    def deliver(self, receive: RecvWork) -> None:
         """The bytes enter the receiver's tensor; both events are written."""
-        receive, group, world = self.receive, self.group, self.world
-        assert receive is not None
         if self.nbytes:
-            _copy_in(receive.tensor.data_ptr(), self.data, self.nbytes)
+            memmove(receive.pointer, self.data, self.nbytes)
         self.data = None
-        src, dst, tag, nbytes, label, seq, payload = self.rank.number, self.peer, self.tag, self.nbytes, group.label, self.seq, self.payload
-        start, end, shape, dtype = self.started, world.now, self.shape, self.dtype
-        events = world.events
-        events.append((src, "send", dst, tag, nbytes, start, end, self.where, self.posted, label, seq, shape, dtype, payload, None, None))
-        events.append((dst, "recv", src, tag, nbytes, start, end, receive.where, receive.posted, label, seq, shape, dtype, payload, None, None))
-        receive.finish()
+        src, dst, tag, nbytes, label, seq, payload = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label, self.seq, self.payload
+        start, end, shape, dtype = self.started, self.world.now, plain_shape(self.shape), dtype_name(self.dtype)
+        self.world.events += (
+            (src, "send", dst, tag, nbytes, start, end, self.where, self.posted, label, seq, shape, dtype, payload, None, None),
+            (dst, "recv", src, tag, nbytes, start, end, receive.where, receive.posted, label, seq, shape, dtype, payload, None, None),
+        )
+        receive.done = True
+        if receive.rank.waiting is receive or receive.future is not None:
+            receive.finish()
 
 
 class Mailbox:
     """Sends and receives that have not found each other yet, in the order in which they were posted."""
 
-    def __init__(self, world: World, eager: float):
-        self.world = world
-        self.eager = eager or -1
-        self.number = 0
-        self.sends: dict[tuple, list[SendWork]] = {}  #  by (group, src, dst, tag)
-        self.receives: dict[tuple, list[RecvWork]] = {}  #  by (group, src or None, dst, tag)
-        self.counts: dict[tuple, int] = {}
+    def __init__(self) -> None:
+        self.number = 0  #  of what was posted last
+        self.channels: dict[tuple, list] = {}  #  by (group, src, dst, tag): how many were matched, and who waits, all senders or all receivers
+        self.from_anyone: dict[tuple, list[RecvWork]] = {}  #  by (group, dst, tag)
 
-    def send(self, group: SimGroup, tensor: torch.Tensor, peer: int, tag: int) -> SendWork:
-        """Post a send to rank `peer` of the world."""
-        rank = group.member
-        self.world.enter(rank)
-        where = caller()
-        check(tensor, "send", rank, where)
-        work = SendWork(group, tensor, peer, tag, where)
-        self.number = work.number = self.number + 1
-        name, src = group.label, rank.number
-        key = (name, src, peer, tag)
-        receives = self.receives
-        queue = receives.get(key)
-        if (name, None, peer, tag) in receives:  #  a receive from anyone: the one that was posted first gets it
-            anyone = receives[name, None, peer, tag]
-            if not queue or anyone[0].number < queue[0].number:
-                key, queue = (name, None, peer, tag), anyone
-        if queue:
-            receive = queue.pop(0)
-            if not queue:
-                del receives[key]
-            self.match(work, receive)
-        else:
-            self.sends.setdefault(key, []).append(work)
-        if work.receive is not None or work.nbytes <= self.eager:
-            self.world.links.ask(self.world.now, work.order, src, work.number, work)
-        return work
-
-    def recv(self, group: SimGroup, tensor: torch.Tensor, peer: int | None, tag: int) -> RecvWork:
-        """Post a receive from rank `peer` of the world, or from any rank of the group (None)."""
-        rank = group.member
-        self.world.enter(rank)
-        where = caller()
-        check(tensor, "recv", rank, where)
-        work = RecvWork(group, tensor, peer, tag, where)
-        self.number = work.number = self.number + 1
-        name, dst = group.label, rank.number
-        key: tuple = (name, peer, dst, tag)
-        if peer is None:
-            first = min((queue[0].number, key) for src in group.ranks if (queue := self.sends.get(key := (name, src, dst, tag)))) if self.sends else None
-            key = first[1] if first else key
-        queue = self.sends.get(key)
-        if not queue:
-            self.receives.setdefault(key, []).append(work)
-            return work
-        send = queue.pop(0)
-        if not queue:
-            del self.sends[key]
-        self.match(send, work)
-        if send.ended:  #  it went ahead, and is here
-            send.deliver()
-        elif send.nbytes > self.eager:
-            self.world.links.ask(self.world.now, send.order, send.rank.number, send.number, send)
-        return work
-
-    def match(self, send: SendWork, receive: RecvWork) -> None:
+    def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send and a receive belong together: they must agree."""
         if send.nbytes != receive.nbytes or send.dtype != receive.dtype or send.shape != receive.shape:
             error = MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
-            self.world.fail(error, receive.rank)
+            send.world.fail(error, receive.rank)
             raise error
-        key = (send.group.label, send.rank.number, send.peer, send.tag)
-        send.seq = self.counts[key] = self.counts.get(key, 0) + 1
+        send.seq = channel[0] = channel[0] + 1
         send.receive = receive
         receive.source = send.group.position
 
+    def oldest(self, ranks: Sequence[int], label: str, dst: int, tag: int) -> list | None:
+        """The channel with the send to `dst` that was posted first, whoever it comes from."""
+        waiting = [c for src in ranks if (c := self.channels.get((label, src, dst, tag))) and len(c) > 1 and c[1].kind == "send"]
+        return min(waiting, key=lambda channel: channel[1].number, default=None)
 
-def check(tensor: torch.Tensor, kind: str, rank: Rank, where: str) -> None:
-    """What must not be sent or received at all."""
-    if tensor.is_contiguous() and tensor.is_cpu:
-        return
+
+class Messenger(dist.ProcessGroup):
+    """The half of a process group that sends and receives. `member` is the rank whose view of the group it is."""
+
+    def __init__(self, world: World, mailbox: Mailbox, member: Rank, label: str, ranks: list[int], payload_bytes: int):
+        super().__init__(ranks.index(member.number), len(ranks))
+        self.world = world
+        self.mailbox = mailbox
+        self.member = member
+        self.label = label
+        self.ranks = ranks
+        self.position = ranks.index(member.number)
+        self.payload_bytes = payload_bytes
+        self.eager = world.network.eager or -1
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:  # type: ignore[override]
+        """Post a send to the position `dst` of the group."""
+        world, rank, tensor, mailbox = self.world, self.member, tensors[0], self.mailbox
+        if rank.clock > world.now or world.failure is not None:
+            world.enter(rank)
+        work = SendWork(world, rank)
+        work.where = where_from(sys._getframe(1))
+        if not tensor.is_contiguous() or not tensor.is_cpu:
+            refuse(tensor, "send", rank, work.where)
+        work.group = self
+        work.tensor = tensor
+        work.peer = peer = self.ranks[dst]
+        work.tag = tag
+        work.posted = now = world.now
+        work.nbytes = nbytes = tensor.nbytes
+        work.shape = tensor.shape
+        work.dtype = tensor.dtype
+        work.pointer = pointer = tensor.data_ptr()
+        work.seen = string_at(pointer, nbytes) if nbytes <= WHOLE else contents(pointer, nbytes)
+        work.version = None if tensor.is_inference() else tensor._version
+        work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
+        work.receive = None
+        work.ended = False
+        latency, bandwidth, work.stages = world.route(rank.number, peer)
+        work.duration = latency + nbytes / bandwidth
+        work.order = rank.order = rank.order + 1 if rank.sending else 0
+        rank.sending += 1
+        mailbox.number = work.number = mailbox.number + 1
+        key = (self.label, rank.number, peer, tag)
+        channel = mailbox.channels.get(key)
+        if channel is None:
+            channel = mailbox.channels[key] = [0]
+        receive = channel[1] if len(channel) > 1 and channel[1].kind == "recv" else None
+        anyone = mailbox.from_anyone.get((self.label, peer, tag)) if mailbox.from_anyone else None
+        if anyone and (receive is None or anyone[0].number < receive.number):  #  the receive that was posted first gets it
+            mailbox.matches(work, channel, anyone.pop(0))
+        elif receive is not None:
+            mailbox.matches(work, channel, channel.pop(1))
+        else:
+            channel.append(work)
+            if nbytes > self.eager:
+                return work
+        world.links.ask(now, work.order, rank.number, work.number, work)
+        return work
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:  # type: ignore[override]
+        """Post a receive from the position `src` of the group."""
+        return self._receive(tensors[0], self.ranks[src], tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
+        """Post a receive from whoever sends first."""
+        return self._receive(tensors[0], None, tag)
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> RecvWork:
+        world, rank, mailbox = self.world, self.member, self.mailbox
+        if rank.clock > world.now or world.failure is not None:
+            world.enter(rank)
+        work = RecvWork(world, rank)
+        work.where = where_from(sys._getframe(2))
+        if not tensor.is_contiguous() or not tensor.is_cpu:
+            refuse(tensor, "recv", rank, work.where)
+        work.group = self
+        work.tensor = tensor
+        work.peer = peer
+        work.tag = tag
+        work.posted = now = world.now
+        work.nbytes = tensor.nbytes
+        work.shape = tensor.shape
+        work.dtype = tensor.dtype
+        work.pointer = tensor.data_ptr()
+        mailbox.number = work.number = mailbox.number + 1
+        if peer is None:
+            channel = mailbox.oldest(self.ranks, self.label, rank.number, tag)
+            if channel is None:
+                mailbox.from_anyone.setdefault((self.label, rank.number, tag), []).append(work)
+                return work
+        else:
+            key = (self.label, peer, rank.number, tag)
+            channel = mailbox.channels.get(key)
+            if channel is None:
+                channel = mailbox.channels[key] = [0]
+            if len(channel) == 1 or channel[1].kind == "recv":
+                channel.append(work)
+                return work
+        send = channel.pop(1)
+        mailbox.matches(send, channel, work)
+        if send.ended:  #  it went ahead, and is here
+            send.deliver(work)
+        elif send.nbytes > self.eager:
+            world.links.ask(now, send.order, send.rank.number, send.number, send)
+        return work
+
+
+def refuse(tensor: torch.Tensor, kind: str, rank: Rank, where: str) -> None:
+    """Say what is wrong with a tensor that must not be sent or received."""
     if tensor.is_cpu:
         problem = (
-            f"a strided tensor to {kind}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes its memory "
-            "as if it were contiguous. Send x.contiguous(), and receive into a tensor that is"
+            f"a strided tensor to {kind}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes "
+            "its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is"
         )
     else:
         problem = f"a tensor on {tensor.device} to {kind}; virtual ranks have the CPU only: leave out the device, or take backend='nccl'"

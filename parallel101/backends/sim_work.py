@@ -1,0 +1,119 @@
+"""What isend, irecv and the async collectives return on the sim: to wait for it is to let virtual time pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends import torch_private
+from parallel101.backends.sim_clock import Rank, Unwound, World
+from parallel101.trace.calls import Call
+
+
+class SimWork(dist.Work):
+    """A message or a collective as one rank sees it."""
+
+    __slots__ = ("done", "future", "rank", "world")
+
+    def __init__(self, world: World, rank: Rank):
+        dist.Work.__init__(self)
+        self.world = world
+        self.rank = rank
+        self.done = False
+        self.future: SimFuture | None = None
+
+    def wait(self, timeout: object = None) -> bool:
+        """Block this rank until the work is done. A time limit in wall time has no meaning here."""
+        if not self.done:
+            world, rank = self.world, self.rank
+            if world.failure is not None:
+                raise Unwound
+            rank.waiting = self
+            while not self.done:
+                world.block(rank)
+            rank.waiting = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done. Asked in vain twice at one moment of virtual time, it lets time pass to the next event."""
+        if not self.done:
+            self.rank.waiting = self
+            self.world.poll(self.rank)
+            self.rank.waiting = None
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def get_future(self) -> SimFuture:
+        if self.future is None:
+            self.future = SimFuture(self)
+            if self.done:
+                self.settle()
+            else:
+                torch_private.after_backward(self.wait)
+        return self.future
+
+    def finish(self) -> None:
+        """It is done: whoever waits for it can go on."""
+        self.done = True
+        rank = self.rank
+        if self.future is not None:
+            rank.futures.append(self)
+            self.world.wake(rank)
+        elif rank.waiting is self:
+            self.world.wake(rank)
+
+    def settle(self) -> None:
+        """Tell the future, on the rank's own thread."""
+        if self.future is not None:
+            self.future.set_result(self.result())
+
+    # what a deadlock's report asks
+    def call(self) -> Call:
+        raise NotImplementedError
+
+    def missing(self) -> set[int]:
+        raise NotImplementedError
+
+
+class SimFuture(torch.futures.Future):
+    """The torch future of a work, or of what follows from it.
+
+    C++ knows nothing of virtual time: where it waits for an unfinished future (as torch's DDP does at the end of its backward), it would
+    wait for ever. So a work whose future is taken during a backward is waited for at the end of it, before what C++ puts there.
+    """
+
+    def __init__(self, work: SimWork):
+        super().__init__()
+        self.work = work
+
+    def wait(self) -> Any:
+        self.work.wait()
+        return super().wait()
+
+    def done(self) -> bool:
+        return self.work.is_completed() and super().done()
+
+    def then(self, callback: Any) -> SimFuture:
+        following = SimFuture(self.work)
+
+        def follow(_: Any) -> None:
+            try:
+                following.set_result(callback(self))
+            except Exception as error:
+                following.set_exception(error)
+
+        self.add_done_callback(follow)
+        return following
