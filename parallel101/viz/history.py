@@ -8,7 +8,6 @@ what it had and what came, it was added. Nothing here knows the name of an algor
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,7 +43,9 @@ class History:
     sums: bool = False
     columns: list[Column] = field(default_factory=list)
     landings: list[list[Landing]] = field(default_factory=list)  #  of each message
-    cells: dict[tuple[int, int], list[tuple[float, Counts]]] = field(default_factory=dict)  #  (rank, column): what it held from which moment on
+    cells: dict[tuple[int, int], list[tuple[float, Counts]]] = field(
+        default_factory=dict
+    )  #  (rank, column): what it held from which moment on
     returned: list[dict[int, Counts] | None] = field(default_factory=list)  #  by rank; None where not known
     groups: dict[int, set[int]] = field(default_factory=dict)  #  for each rank, whose data could have reached it
 
@@ -81,7 +82,9 @@ def history_of(trace: Trace, results: Sequence[Any] | None = None, inputs: Seque
     history = History(trace, ranks, layout, messages, step, max(step, default=-1) + 1)
     payloads = [_decode(m.payload, trace.world_size) for m in messages]
     if all(p is not None for p in payloads):
-        returned = [None] * trace.world_size if results is None or all(r is None for r in results) else [_decode(flat_values(r), trace.world_size) for r in results]
+        returned: list[list[Term] | None] = [None] * trace.world_size
+        if results is not None and any(result is not None for result in results):
+            returned = [_decode(flat_values(result), trace.world_size) for result in results]
         given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
         _tell(history, [p for p in payloads if p is not None], returned, given)
     return history

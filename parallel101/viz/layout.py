@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-CENTRE = (222.0, 262.0)  #  of the left half of the card
-RADIUS = 138.0
-CORNER = (68.0, 130.0, 37.0)  #  the step's ring (x, y, radius), where the centre is taken
+CENTRE = (222.0, 262.0)  #  of a ring, in the left half of the card: the steps are counted inside it
+ASIDE = (250.0, 268.0)  #  of everything else: the steps are counted in the corner
+CORNER = (76.0, 118.0, 34.0)  #  (x, y, radius)
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Layout:
     """Where each rank stands.
 
     Attributes:
-        kind: "ring", "chain", "star", "tree", "grid" or "circle".
+        kind: "pair" (two ranks or one), "ring", "chain", "star", "tree", "grid" or "circle".
         order: the ranks, along the ring or chain, or ascending.
         at: for each rank its (x, y).
         node: radius of a rank's circle.
@@ -52,13 +52,19 @@ def layout_of(ranks: Iterable[int], pairs: Iterable[tuple[int, int]]) -> Layout:
     """Place `ranks`, given the (src, dst) pairs that sent, in the order in which they first did."""
     order = sorted(ranks)
     links = [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+    if len(order) <= 2:
+        shift = 110.0 if len(order) == 2 else 0.0
+        at = {r: (ASIDE[0] + (2 * i - 1) * shift, ASIDE[1]) for i, r in enumerate(order)}
+        return Layout("pair", order, at, 25.0, links, CORNER)
     turned = _ring_order(order, links)
     if turned is not None:
         kind = "ring" if len(links) == 0 or (turned[-1], turned[0]) in links or (turned[0], turned[-1]) in links else "chain"
-        return Layout(kind, turned, _circle(turned), _node(len(order)), links, (*CENTRE, min(66.0, RADIUS - 2 * _node(len(order)) - 14)))
+        radius = 138.0 if len(order) <= 8 else 150.0
+        node = _node(len(order), radius)
+        return Layout(kind, turned, _circle(turned, CENTRE, radius), node, links, (*CENTRE, 66.0))
     hub = next((r for r in order if all(r in pair for pair in links)), None)
     if hub is not None:
-        at = _circle([r for r in order if r != hub]) | {hub: CENTRE}
+        at = _circle([r for r in order if r != hub]) | {hub: ASIDE}
         return Layout("star", order, at, _node(len(order)), links, CORNER, root=hub)
     near = _neighbours(links)
     if sum(map(len, near.values())) == 2 * (len(order) - 1) and _reach(order[0], near) == set(order):
@@ -69,7 +75,7 @@ def layout_of(ranks: Iterable[int], pairs: Iterable[tuple[int, int]]) -> Layout:
     if columns is not None:
         at, node = _grid(order, columns)
         bent = frozenset(pair for pair in links if not _adjacent(order.index(pair[0]), order.index(pair[1]), columns))
-        return Layout("grid", order, at, node, links, (66.0, 118.0, 30.0), bent=bent)
+        return Layout("grid", order, at, node, links, CORNER, bent=bent)
     return Layout("circle", order, _circle(order), _node(len(order)), links, CORNER)
 
 
@@ -101,7 +107,7 @@ def _reach(start: int, near: dict[int, list[int]]) -> set[int]:
 def _ring_order(order: list[int], links: list[tuple[int, int]]) -> list[int] | None:
     """The ranks along their ring or chain, or None where the messages make neither."""
     n = len(order)
-    if n <= 2 or not links:
+    if not links:
         return order
     after: dict[int, int] = dict(links)
     before: dict[int, int] = {dst: src for src, dst in links}
@@ -120,7 +126,7 @@ def _ring_order(order: list[int], links: list[tuple[int, int]]) -> list[int] | N
 
 
 def _root(order: list[int], links: list[tuple[int, int]]) -> int:
-    """Of a tree: who never hears, or else who never sends, or else who is the last to begin to send (the turn of a reduce and broadcast)."""
+    """Of a tree: who never hears, or else who never sends, or else who is the last to begin to send (where a reduce turns)."""
     senders = list(dict.fromkeys(src for src, _ in links))
     hearers = {dst for _, dst in links}
     deaf = [r for r in order if r not in hearers]
@@ -128,13 +134,13 @@ def _root(order: list[int], links: list[tuple[int, int]]) -> int:
     return deaf[0] if len(deaf) == 1 else mute[0] if len(mute) == 1 else senders[-1]
 
 
-def _node(n: int, radius: float = RADIUS) -> float:
-    return min(25.0, 0.62 * math.pi * radius / max(n, 1))
+def _node(n: int, radius: float = 122.0) -> float:
+    return min(25.0, 0.55 * math.pi * radius / max(n, 1))
 
 
-def _circle(order: list[int]) -> dict[int, tuple[float, float]]:
+def _circle(order: list[int], centre: tuple[float, float] = ASIDE, radius: float = 122.0) -> dict[int, tuple[float, float]]:
     turn = 2 * math.pi / max(len(order), 1)
-    return {r: (CENTRE[0] + RADIUS * math.sin(i * turn), CENTRE[1] - RADIUS * math.cos(i * turn)) for i, r in enumerate(order)}
+    return {r: (centre[0] + radius * math.sin(i * turn), centre[1] - radius * math.cos(i * turn)) for i, r in enumerate(order)}
 
 
 def _tree(root: int, near: dict[int, list[int]], n: int) -> tuple[dict[int, tuple[float, float]], float]:
@@ -157,10 +163,10 @@ def _tree(root: int, near: dict[int, list[int]], n: int) -> tuple[dict[int, tupl
 
     place(root, None, 0)
     depth = max(level.values())
-    across = min(88.0, 340.0 / max(leaves - 1, 1))
+    across = min(84.0, 300.0 / max(leaves - 1, 1))
     down = min(92.0, 290.0 / max(depth, 1))
     node = min(25.0, 0.36 * across, 0.34 * down)
-    left = CENTRE[0] - across * (leaves - 1) / 2
+    left = ASIDE[0] - across * (leaves - 1) / 2
     top = CENTRE[1] - down * depth / 2
     return {r: (left + across * column[r], top + down * level[r]) for r in column}, node
 
@@ -190,6 +196,6 @@ def _grid_columns(order: list[int], near: dict[int, list[int]]) -> int | None:
 
 def _grid(order: list[int], columns: int) -> tuple[dict[int, tuple[float, float]], float]:
     rows = len(order) // columns
-    gap = min(104.0, 330.0 / max(columns - 1, 1), 250.0 / max(rows - 1, 1))
-    left, top = CENTRE[0] - gap * (columns - 1) / 2, CENTRE[1] + 14 - gap * (rows - 1) / 2
+    gap = min(104.0, 300.0 / max(columns - 1, 1), 230.0 / max(rows - 1, 1))
+    left, top = ASIDE[0] - gap * (columns - 1) / 2, ASIDE[1] + 10 - gap * (rows - 1) / 2
     return {r: (left + gap * (i % columns), top + gap * (i // columns)) for i, r in enumerate(order)}, min(25.0, 0.3 * gap)

@@ -36,7 +36,7 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
   const less = matchMedia("(prefers-reduced-motion: reduce)");
   const stops = steps.map(step => step[1]);
   let time = 0, playing = false, goal = duration, last = 0, shown = -1, touched = false;
-  const stepAt = t => steps.filter(step => step[0] < t - 1e-6).length;  // how many have begun; 0 before the first
+  const stepAt = t => steps.filter(step => step[0] <= t + 1e-6).length;  // how many have begun; 0 before the first
   const seek = t => { svg.setCurrentTime(Math.min(t, Math.max(0, duration - 1e-3))); };
   const draw = () => {
     seek(time);

@@ -55,7 +55,9 @@ def origin_tensor(rank: int, world_size: int, numel: int, dtype: torch.dtype = t
     if not isinstance(numel, int) or numel < 0:
         raise ValueError(f"numel={numel!r}: expected a whole number of elements, at least 0")
     if dtype not in _LARGEST:
-        raise ValueError(f"dtype={dtype}: values that carry their origin need torch.int64 or torch.float64 (others have too few exact bits)")
+        raise ValueError(
+            f"dtype={dtype}: values that carry their origin need torch.int64 or torch.float64 (others have too few exact bits)"
+        )
     most = most_elements(world_size, dtype)
     if numel > most:
         advice = "take fewer elements" if most else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
@@ -93,7 +95,7 @@ def decode(values: Iterable[float], world_size: int) -> list[Term] | None:
 
 
 def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
-    """The numbers in what a rank returned (tensors, numbers, lists and tuples of them), or None where there is anything else or too much."""
+    """The numbers in what a rank returned (tensors, numbers, lists of them), or None where there is anything else or too much."""
     if result is None:
         return []
     if isinstance(result, torch.Tensor):

@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class Node:
-    """An SVG element with keyframes. A trailing underscore is dropped from attribute names and others become hyphens: `class_`, `font_size`."""
+    """An SVG element with keyframes. In attribute names a last underscore goes and the others become hyphens: `class_`, `font_size`."""
 
     def __init__(self, tag: str, text: object = None, **attributes: Any):
         self.tag = tag
@@ -44,7 +44,7 @@ class Node:
         return child
 
     def key(self, attribute: str, *frames: tuple[float, Any], mode: str = "linear") -> Node:
-        """Animate an attribute through (second, value) frames. "translate" takes (x, y) values. Modes: linear, discrete, ease (in and out)."""
+        """Animate an attribute through (second, value) frames. "translate" takes (x, y). Modes: linear, discrete, ease (in and out)."""
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is not one of {', '.join(MODES)}")
         if not frames:
@@ -67,7 +67,7 @@ class Scene(Node):
     Attributes:
         steps: what "next" and "previous" move by; empty for a picture that stands still.
         intro: what is said before the first step.
-        narrow: (width, height) of the same picture on a phone, where each panel stands as its `narrow` transform says; None where it has no such form.
+        narrow: (width, height) of the picture on a phone, where each panel stands as its `narrow` says; None where it has no such form.
     """
 
     def __init__(self, width: int, height: int, title: str, description: str = ""):
@@ -101,7 +101,8 @@ class Scene(Node):
         t = self.duration if t is None else min(max(t, 0.0), self.duration)
         body = "".join(_element(child, t, self.duration if smil and self.duration else None) for child in self.children)
         if theme is None:
-            colours = f"svg{{{variables('light')}}}@media (prefers-color-scheme:dark){{svg{{{variables('dark')}}}}}@media print{{svg{{{variables('light')}}}}}"
+            light, dark = f"svg{{{variables('light')}}}", f"svg{{{variables('dark')}}}"
+            colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
         else:
             colours = ""
         text = (
@@ -109,7 +110,7 @@ class Scene(Node):
             f'role="img" font-family="{FONT}"><title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>'
             f'<style class="theme">{colours}</style><style>svg{{font-variant-numeric:tabular-nums}}{self.style}</style>'
             f"<defs>{''.join(self.definitions)}</defs>"
-            f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" height="{self.height - 1}" rx="10" style="fill:var(--bg);stroke:var(--line)"/>'
+            f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" height="{self.height - 1}" rx="10"/>'
             f"{body}</svg>"
         )
         if theme is not None:  # for renderers without CSS variables
@@ -161,6 +162,12 @@ def number(value: Any) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
+def box(x: float, y: float, width: float, height: float) -> str:
+    """A rectangle as a piece of a path: many of them make one element."""
+    x0, y0, across, down = (number(round(float(v), 1)) for v in (x, y, width, height))
+    return f"M{x0} {y0}h{across}v{down}h-{across}z"
+
+
 def _element(node: Node, t: float, loop: float | None) -> str:
     """One element and all inside it, at second t, or animated through `loop` seconds."""
     attributes, animations = dict(node.attributes), ""
@@ -196,4 +203,5 @@ def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: 
     elif mode == "ease":
         how = f' calcMode="spline" keySplines="{";".join([".4 0 .6 1"] * (len(frames) - 1))}"'
     tag, kind, target = ("animateTransform", ' type="translate"', "transform") if name == "translate" else ("animate", "", name)
-    return f'<{tag} attributeName="{target}"{kind}{how} dur="{number(duration)}s" repeatCount="indefinite" keyTimes="{times}" values="{values}"/>'
+    head = f'<{tag} attributeName="{target}"{kind}{how} dur="{number(duration)}s" repeatCount="indefinite"'
+    return f'{head} keyTimes="{times}" values="{values}"/>'

@@ -15,7 +15,7 @@ def add(a: list, b: list) -> list:
 
 
 def ring_all_reduce(rank, n, x, twice=None, lost=None):
-    """The ring, which can be told to err: `twice` = (rank, step) adds what it got two times, `lost` = (rank, step) copies in place of adding."""
+    """The ring, which can be told to err: at `twice` = (rank, step) it adds what it got two times, at `lost` it copies it."""
     x, cut, right, left = list(x), parts(len(x), n), (rank + 1) % n, (rank - 1) % n
     for step in range(n - 1):
         out, into = cut[(rank - step) % n], cut[(rank - step - 1) % n]

@@ -1,0 +1,157 @@
+"""The left half of the collective view: ranks, the links between them, and the tiles that slide from rim to rim.
+
+A rank flashes when something arrives, with a "+" where it adds it to its own. The segmented ring counts the steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+from parallel101.viz.history import History
+from parallel101.viz.layout import CENTRE
+from parallel101.viz.scene import Node, Scene
+from parallel101.viz.tempo import Tempo
+from parallel101.viz.tiles import STYLE as TILES
+from parallel101.viz.tiles import add_tile, side_of
+
+STYLE = (
+    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}"
+    ".zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}"
+    ".badge{fill:var(--ink)}.plus{stroke:var(--bg);stroke-width:2}.arc{fill:none;stroke-width:5}"
+)
+Point = tuple[float, float]
+
+
+def draw_graph(scene: Scene, history: History, tempo: Tempo, phases: list[str]) -> None:
+    """Add the ranks, their links, their messages and the ring of steps to the scene."""
+    scene.style += STYLE + TILES
+    panel = scene.panel(narrow="translate(18,-16)")
+    _links(scene, panel, history)
+    _step_ring(panel, history, tempo, phases)
+    _ranks(panel, history)
+    _flights(panel, history, tempo)
+
+
+def _links(scene: Scene, panel: Node, history: History) -> None:
+    layout = history.layout
+    size = 6 if layout.node > 15 else 5
+    scene.definitions.append(
+        f'<marker id="tip" viewBox="0 0 8 8" refX="6.5" refY="4" markerWidth="{size}" markerHeight="{size}" orient="auto-start-reverse">'
+        '<path d="M0 .5 8 4 0 7.5z" class="tip"/></marker>'
+    )
+    many = len(layout.links) > 60 or layout.node < 11
+    for a, b in layout.links:
+        back = (b, a) in layout.links
+        if back and a > b:
+            continue  # one line serves both ways
+        points = _path(history, a, b, margin=4.0)
+        marks = {} if many else {"marker_end": "url(#tip)", "marker_start": "url(#tip)" if back else None}
+        width = 1 if many else 1.5 if len(layout.links) > 24 else 2
+        if len(points) == 2:
+            (x0, y0), (x1, y1) = points
+            panel.add("path", d=f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}", class_="link", stroke_width=width, **marks)
+        else:
+            d = f"M{points[0][0]:.1f} {points[0][1]:.1f}" + "".join(f"L{x:.1f} {y:.1f}" for x, y in points[1:])
+            panel.add("path", d=d, class_="link", stroke_width=width, **marks)
+
+
+def _path(history: History, a: int, b: int, margin: float = 0.0) -> list[Point]:
+    """From rim to rim: a straight line, or an arc for a grid's links that go round the back."""
+    layout = history.layout
+    (x0, y0), (x1, y1) = layout.at[a], layout.at[b]
+    reach = layout.node + margin
+    if (a, b) not in layout.bent:
+        length = math.hypot(x1 - x0, y1 - y0) or 1.0
+        ux, uy = (x1 - x0) / length, (y1 - y0) / length
+        return [(x0 + ux * reach, y0 + uy * reach), (x1 - ux * reach, y1 - uy * reach)]
+    away = -1.0 if abs(y1 - y0) < 1 else 1.0  # rows bow upwards, columns to the right
+    bow = 1.15 * layout.node + 0.06 * math.hypot(x1 - x0, y1 - y0)
+    mx, my = (x0 + x1) / 2 + (0 if y0 == y1 else away * 2 * bow), (y0 + y1) / 2 + (away * 2 * bow if y0 == y1 else 0)
+    curve = [
+        ((1 - u) ** 2 * x0 + 2 * u * (1 - u) * mx + u * u * x1, (1 - u) ** 2 * y0 + 2 * u * (1 - u) * my + u * u * y1)
+        for u in (i / 14 for i in range(15))
+    ]
+    return [p for p in curve if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1]
+
+
+def _ranks(panel: Node, history: History) -> None:
+    layout = history.layout
+    size = min(17.0, layout.node * 0.95)
+    for rank in layout.order:
+        x, y = layout.at[rank]
+        panel.add("circle", cx=x, cy=y, r=layout.node, class_="node")
+        if layout.node >= 7:
+            panel.add("text", rank, x=x, y=y + size * 0.36, font_size=size, class_="b c")
+    top = layout.root if layout.kind == "tree" else layout.order[0] if layout.kind in ("ring", "chain") else None
+    if top is not None:
+        panel.add("text", "rank", x=layout.at[top][0], y=layout.at[top][1] - layout.node - 7, font_size=12, class_="m c")
+
+
+def _step_ring(panel: Node, history: History, tempo: Tempo, phases: list[str]) -> None:
+    x, y, radius = history.layout.clock
+    steps, central = history.steps, (x, y) == CENTRE
+    big = radius / 66
+    if not steps:
+        return
+    turn = 2 * math.pi / steps
+    gap = 0.06 * turn if steps <= 30 else 0.0
+    first = panel.add("g").show((0.0, tempo.start(0)))
+    first.add("text", "start", x=x, y=y + 4, font_size=15 if central else 12, class_="m c")
+    for s in range(steps):
+        a, b = s * turn + gap, (s + 1) * turn - gap
+        if steps == 1:
+            a, b = 0.05, 2 * math.pi - 0.05
+        large = int(b - a > math.pi)
+        d = (
+            f"M{x + radius * math.sin(a):.1f} {y - radius * math.cos(a):.1f}"
+            f"A{radius:.1f} {radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} {y - radius * math.cos(b):.1f}"
+        )
+        panel.add("path", d=d, class_="arc", style="stroke:var(--faint)")
+        colour = "ink" if phases[s] == phases[0] else "accent"
+        panel.add("path", d=d, class_="arc", style=f"stroke:var(--{colour})").show((tempo.start(s), tempo.duration + 1))
+        text = panel.add("g").show((tempo.start(s), tempo.start(s + 1)))
+        text.add("text", "step", x=x, y=y - 29 * big, font_size=12 if central else 11, class_="m c")
+        text.add("text", s + 1, x=x, y=y + 10 * big + (0 if central else 3), font_size=max(22.0, 40 * big), font_weight=650, class_="c")
+        if phases[s]:
+            text.add("text", phases[s], x=x, y=y + 29 if central else y + radius + 18, font_size=12.5 if central else 12, class_="b c")
+
+
+def _flights(panel: Node, history: History, tempo: Tempo) -> None:
+    """The tiles of each step, and the flashes where they land."""
+    for step in range(history.steps):
+        indices = history.in_step(step)
+        tiles = panel.add("g").show((tempo.start(step), tempo.land(step)))
+        flashes = panel.add("g").show((tempo.land(step), tempo.start(step + 1)))
+        pairs = {(history.messages[i].src, history.messages[i].dst) for i in indices}
+        for rank in sorted({history.messages[i].dst for i in indices}):
+            mine = [
+                landing for i in indices if history.messages[i].dst == rank for landing in (history.landings[i] if history.known else [])
+            ]
+            _flash(flashes, history, rank, mine)
+        for i in indices:
+            m = history.messages[i]
+            points = _path(history, m.src, m.dst)
+            if (m.dst, m.src) in pairs:  # both ways at once: keep to the right, as traffic does
+                points = _aside(points, 0.5 * side_of(history) + 2)
+            leaves, arrives = tempo.flight(i)
+            tile = add_tile(tiles, history, i)
+            last = len(points) - 1
+            frames = [(leaves + (arrives - leaves) * k / last, point) for k, point in enumerate(points)]
+            tile.key("translate", *frames, mode="ease" if last == 1 else "linear")
+
+
+def _aside(points: list[Point], shift: float) -> list[Point]:
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    length = math.hypot(x1 - x0, y1 - y0) or 1.0
+    return [(x - (y1 - y0) / length * shift, y + (x1 - x0) / length * shift) for x, y in points]
+
+
+def _flash(parent: Node, history: History, rank: int, landings: list) -> None:
+    x, y = history.layout.at[rank]
+    r = history.layout.node
+    parent.add("circle", cx=x, cy=y, r=r, class_=f"z s{landings[0].column % 8}" if landings else "zz")
+    if any(landing.added for landing in landings):
+        bx, by, small = x + 0.71 * r, y - 0.71 * r, max(5.0, 0.36 * r)
+        parent.add("circle", cx=bx, cy=by, r=small, class_="badge")
+        arm = small * 0.55
+        parent.add("path", d=f"M{bx - arm:.1f} {by:.1f}h{2 * arm:.1f}M{bx:.1f} {by - arm:.1f}v{2 * arm:.1f}", class_="plus")

@@ -1,0 +1,203 @@
+"""The timeline: every rank's time as a row, with its spans of compute above and its messages below.
+
+    rank 0  ▇▇forward▇▇        ▇▇backward▇▇      what it computed
+              ▬▬send▬▬ ╲                         what it sent, received, or did together with others
+    rank 1             ╲▬▬recv▬▬                 an arrow for each message, where they are few
+
+It draws the record as it is: on gloo and NCCL a receive lasts from the call until its data was there, waiting included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from parallel101.trace.events import P2P, Event, Trace
+from parallel101.viz.scene import Node, Scene
+from parallel101.viz.units import human_bytes, human_seconds, listed
+
+LEFT, RIGHT, TOP = 92.0, 932.0, 104.0
+MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3
+HOUSE_COLOURS = {"forward": 0, "backward": 1, "backward input": 1, "backward weight": 2, "input grad": 1, "weight grad": 2}
+STYLE = (
+    ".send{fill:var(--accent)}.recv{fill:var(--mute)}.together{fill:var(--ink)}.row{fill:var(--faint)}"
+    ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}"
+)
+
+
+class Bar:
+    """One bar of a row, or many that are too narrow to be told apart."""
+
+    __slots__ = ("count", "end", "event", "start")
+
+    def __init__(self, event: Event):
+        self.event, self.start, self.end, self.count = event, event.start, event.end, 1
+
+
+def timeline_scene(trace: Trace) -> Scene:
+    """Draw a run's record over time.
+
+    Args:
+        trace: of any run; spans (`p101.span`), messages and collectives are drawn.
+
+    Returns:
+        A Scene that stands still; hover over a bar for what it is and the line that asked for it.
+
+    Raises:
+        ValueError: more than 128 ranks (`trace.to_chrome` writes what ui.perfetto.dev shows for any number).
+    """
+    n = trace.world_size
+    if n > MOST_RANKS:
+        raise ValueError(
+            f"{n} ranks are more rows than the {MOST_RANKS} that fit: run fewer, or write trace.to_chrome(path) and open it at ui.perfetto.dev"
+        )
+    begin = min((e.start for e in trace.events), default=0.0)
+    span = trace.makespan
+    lanes = _lanes(trace.spans())
+    depth = max((lane + 1 for lane in lanes.values()), default=0)
+    tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
+    thin = 10.0 if n <= 16 else 6.0 if n <= 40 else 4.0
+    row = depth * tall + thin + (10 if n <= 16 else 4 if n <= 40 else 1)
+    scene = Scene(960, math.ceil(TOP + n * row + 44), "Timeline", f"{n} ranks on {trace.backend}, {human_seconds(span)}")
+    scene.style += STYLE
+
+    def x(t: float) -> float:
+        return LEFT + (RIGHT - LEFT) * ((t - begin) / span if span else 0.0)
+
+    _head(scene, trace, span)
+    for rank in range(n):
+        y = TOP + rank * row
+        scene.add("rect", x=LEFT, y=y, width=RIGHT - LEFT, height=depth * tall + thin, class_="row")
+        if n <= 40 or rank % 8 == 0:
+            scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + (depth * tall + thin) / 2 + 4, font_size=12, class_="m e")
+    colours = _colours(trace.spans())
+    _legend(scene, trace, colours)
+    for (rank, kind, lane), bars in _bars(trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0).items():
+        y = TOP + rank * row
+        if kind == "span":
+            for bar in bars:
+                _span(scene, bar, x, y + lane * tall, tall, colours)
+        else:
+            low = {"send": 0.0, "recv": 0.5}.get(kind, 0.0)
+            for bar in bars:
+                _rect(scene, bar, x, y + depth * tall + 1 + low * (thin - 2), (thin - 2) * (0.5 if kind in P2P else 1.0) - 0.4, kind)
+    _arrows(scene, trace, x, lambda rank: TOP + rank * row + depth * tall + thin / 2)
+    _axis(scene, span, TOP + n * row + 4)
+    return scene
+
+
+def _head(scene: Scene, trace: Trace, span: float) -> None:
+    scene.add("text", "Timeline", x=28, y=40, class_="h")
+    clock = "of virtual time" if trace.backend == "sim" else "as recorded"
+    ranks = f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''}"
+    scene.add("text", f"{ranks} · {trace.backend} · {human_seconds(span)} {clock}", x=932, y=40, font_size=13, class_="m e")
+    messages = sum(trace.messages_sent)
+    together = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
+    parts = [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"] if messages else []
+    parts += [f"{together} part{'s' if together != 1 else ''} in collectives"] if together else []
+    scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
+
+
+def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
+    kinds = {e.kind for e in trace.events}
+    entries = [(name, f"f{colour}") for name, colour in list(colours.items())[:6]]
+    entries += [(label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds]
+    others = sorted(kinds - P2P - {"span"})
+    entries += [(listed(others) if len(others) <= 2 else "collective", "together")] if others else []
+    x = 28.0
+    if not entries:
+        scene.add("text", "Nothing was recorded.", x=x, y=64, font_size=14, class_="m")
+    for label, class_ in entries:
+        scene.add("rect", x=x, y=55, width=14, height=10, rx=2, class_=class_)
+        scene.add("text", label, x=x + 20, y=64, font_size=12.5, class_="m")
+        x += 38 + 7 * len(label)
+
+
+def _lanes(spans: Sequence[Event]) -> dict[int, int]:
+    """For each span its lane: inside another it goes one down (its id, since events need not be hashable)."""
+    open_: dict[int, list[float]] = defaultdict(list)
+    lanes = {}
+    for event in sorted(spans, key=lambda e: (e.rank, e.start, -e.end)):
+        ends = open_[event.rank]
+        while ends and ends[-1] <= event.start:
+            ends.pop()
+        lanes[id(event)] = min(len(ends), MOST_LANES - 1)
+        ends.append(event.end)
+    return lanes
+
+
+def _colours(spans: Iterable[Event]) -> dict[str, int]:
+    """A colour for each name: the house's where it has one, or else in order of appearance."""
+    names = list(dict.fromkeys(e.name or "span" for e in spans))
+    taken = {HOUSE_COLOURS[name] for name in names if name in HOUSE_COLOURS}
+    free = [c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or list(range(8))
+    others = [name for name in names if name not in HOUSE_COLOURS]
+    return {name: HOUSE_COLOURS[name] if name in HOUSE_COLOURS else free[others.index(name) % len(free)] for name in names}
+
+
+def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[tuple[int, str, int], list[Bar]]:
+    """The bars of each (rank, kind, lane). What is narrower than a pixel and next to the like is drawn as one."""
+    rows: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
+    for event in events:
+        bars = rows[event.rank, event.kind, lanes.get(id(event), 0)]
+        last = bars[-1] if bars else None
+        small = (event.end - event.start) * scale < 1
+        alike = last is not None and last.event.name == event.name and (last.end - last.start) * scale < 2
+        if last is not None and alike and small and (event.start - last.end) * scale < 0.5:
+            last.end, last.count = max(last.end, event.end), last.count + 1
+        else:
+            bars.append(Bar(event))
+    return rows
+
+
+def _rect(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
+    class_ = kind if kind in P2P or kind.startswith("f") else "together"
+    width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
+    rect = scene.add("rect", x=x(bar.start), y=y, width=width, height=height, rx=1.5 if width > 3 else 0, class_=class_)
+    rect.add("title", _tooltip(bar))
+    return rect
+
+
+def _span(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
+    name = bar.event.name or "span"
+    colour = colours[name]
+    _rect(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
+    labels = [str(value) for value in (bar.event.args or {}).values()]
+    width = x(bar.end) - x(bar.start)
+    text = next((t for t in (" ".join([name, *labels]), name if not labels else " ".join(labels)) if 6.6 * len(t) + 6 < width), None)
+    if text and height >= 11 and bar.count == 1:
+        scene.add("text", text, x=(x(bar.start) + x(bar.end)) / 2, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}")
+
+
+def _tooltip(bar: Bar) -> str:
+    event = bar.event
+    last = f"{human_seconds(bar.end - bar.start)}"
+    if bar.count > 1:
+        return f"{bar.count} × {event.name or event.kind}, {last}"
+    labels = ", ".join(f"{k}={v}" for k, v in (event.args or {}).items())
+    where = f" at {event.where}" if event.where else ""
+    if event.kind == "span":
+        return f"{event.name}{f' ({labels})' if labels else ''}: {last}{where}"
+    link = {"send": "to", "recv": "from"}.get(event.kind, "root")
+    peer = f" {link} rank {event.peer}" if event.peer is not None else ""
+    return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {last}{where}"
+
+
+def _arrows(scene: Scene, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]) -> None:
+    """A line for each message, from when it left to when it was there, where they are few enough to follow."""
+    messages = trace.messages()
+    if len(messages) <= MOST_ARROWS:
+        path = "".join(f"M{x(m.start):.1f} {y(m.src):.1f}L{x(m.end):.1f} {y(m.dst):.1f}" for m in messages if m.src != m.dst)
+        if path:
+            scene.add("path", d=path, class_="arrow")
+
+
+def _axis(scene: Scene, span: float, y: float) -> None:
+    scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="axis")
+    step = 10 ** math.floor(math.log10(span / 4)) if span > 0 else 1.0
+    step *= next(k for k in (1, 2, 5, 10) if span / (step * k) <= 8)
+    for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):
+        at = LEFT + (RIGHT - LEFT) * (k * step / span if span else 0.0)
+        scene.add("path", d=f"M{at:.1f} {y:.1f}v5", class_="axis")
+        scene.add("text", human_seconds(k * step) if k else "0", x=at, y=y + 19, font_size=11, class_="m c")
