@@ -18,16 +18,19 @@ class DeadlockError(RuntimeError):
             (a rank; a tuple of ranks where it waits for several; None for a receive from anyone), and where in the caller's code.
         cycle: the ranks that wait for each other in a circle, in that order, the smallest first; empty where a rank waits for one
             that has already returned.
+        returned: ranks that have returned while others wait for them.
+        thrown_away: in words, the messages whose work nobody kept, where that may be why.
     """
 
-    def __init__(self, waiting: Waiting, cycle: Sequence[int] = (), returned: Sequence[int] = ()):
+    def __init__(self, waiting: Waiting, cycle: Sequence[int] = (), returned: Sequence[int] = (), thrown_away: Sequence[str] = ()):
         self.waiting = dict(waiting)
         self.cycle = list(cycle)
         self.returned = sorted(returned)
+        self.thrown_away = list(thrown_away)
         super().__init__(self._message())
 
     def __reduce__(self):
-        return type(self), (self.waiting, self.cycle, self.returned)
+        return type(self), (self.waiting, self.cycle, self.returned, self.thrown_away)
 
     def _message(self) -> str:
         lines = ["deadlock: " + ("no rank can go on" if self.cycle else "a rank waits for something that will never come")]
@@ -36,6 +39,9 @@ class DeadlockError(RuntimeError):
         if self.cycle:
             lines.append("  the circle: " + " → ".join(f"rank {r}" for r in [*self.cycle, self.cycle[0]]))
         lines += [f"  rank {rank} has already returned" for rank in self.returned]
+        if self.thrown_away:
+            lines += [f"  {what}" for what in self.thrown_away[:8]]
+            lines += ["  gloo takes a message back when its work is thrown away: keep what isend and irecv return, and wait() for it."]
         return "\n".join(lines + _advice(self.waiting))
 
 

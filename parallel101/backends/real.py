@@ -5,6 +5,8 @@ Only what a rank of `launch` needs. The one private touch is in torch_private.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,6 +31,7 @@ def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size:
         dist.Backend.register_backend(name, partial(_create, backend), extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"])
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
+    torch_private.around_new_group(_making_a_group)
 
 
 _ledger: list[Ledger] = []  #  this process's books: torch keeps the function that makes groups for good, and a job may be joined again
@@ -39,23 +42,17 @@ def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
     (ledger,) = _ledger
     members = list(options.global_ranks_in_group)
     label = str(options.group_id) if members else "world"
-    group = RecordedGroup(_Unconnected(options.group_rank, options.group_size), label, members or range(options.group_size), ledger, backend)
-    #  connecting waits for every member: a rank that never makes the group is a deadlock like any other
-    key = ("new_group", None, 0, label)
-    ledger.waiting = Posted(group, key, ledger.number(key))
-    try:
-        group.inner, group.whole = _connect(backend, options)
-    finally:
-        ledger.waiting = None
-    return group
+    inner, whole = _connect(backend, options)
+    return RecordedGroup(inner, whole, label, members or range(options.group_size), ledger, backend)
 
 
-class _Unconnected:
-    """Stands for a group whose connections are being made."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank = lambda: rank
-        self.size = lambda: size
+@contextmanager
+def _making_a_group() -> Iterator[None]:
+    """Making a sub-group waits for every rank of the world: one that never makes it is a deadlock like any other."""
+    (ledger,) = _ledger
+    key = ("new_group", None, 0, "world")
+    with ledger.waits_in(Posted(dist.group.WORLD, key, ledger.number(key))):  # type: ignore[arg-type]
+        yield
 
 
 def _connect(backend: str, options) -> tuple[Any, dist.ProcessGroup]:

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parallel101.backends.describe import COLLECTIVES, flat, same_bytes, snapshot
+from parallel101.backends.describe import COLLECTIVES, flat
+from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call
 from parallel101.trace.where import caller
 
-Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
+Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str]]
 
 
 class Ledger:
@@ -38,7 +41,8 @@ class Ledger:
         self.waiting: Posted | None = None  #  what the program's own thread is blocked in; the watcher thread reads it
         self.thread = threading.get_ident()
         self.events: list[tuple] = []
-        self.open: set[RecordedWork] = set()  #  posted, and not seen to end
+        self.open: weakref.WeakSet[RecordedWork] = weakref.WeakSet()  #  posted, and not seen to end
+        self.dropped: dict[tuple[Key, int], str] = {}  #  messages whose work was thrown away unwaited, and where: gloo takes them back
         self.groups: dict[str, list[int]] = {}
         self.collectives: dict[str, int] = {}
 
@@ -55,138 +59,32 @@ class Ledger:
         count = self.posted[key] = self.posted.get(key, 0) + 1
         return count
 
+    @contextmanager
+    def waits_in(self, posted: Posted) -> Iterator[None]:
+        """The program's own thread may be blocked inside."""
+        before, self.waiting = self.waiting, posted
+        try:
+            yield
+        finally:
+            self.waiting = before
+
+    def report(self) -> Report:
+        """What tells who waits for whom: counts by key, collectives by group, messages thrown away."""
+        return dict(self.posted), dict(self.collectives), dict(self.dropped)
+
     def close(self) -> None:
         """The run is over: what was never waited for ended, as far as is known, now."""
         for work in list(self.open):
             work.ended()
 
 
-class Posted:
-    """A call that may block: what the watcher needs to say what it waits for."""
-
-    __slots__ = ("group", "key", "seq")
-
-    def __init__(self, group: RecordedGroup, key: Key, seq: int):
-        self.group, self.key, self.seq = group, key, seq
-
-    def call(self, where: str) -> Call:
-        kind, peer, tag, label = self.key
-        if kind in ("send", "recv"):
-            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank) if peer is None else (peer,)
-        else:
-            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank)
-        return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
-
-
-class WatchedWork(dist.Work):
-    """torch's own work, and a note of who waits in it."""
-
-    def __init__(self, inner: dist.Work, posted: Posted):
-        super().__init__()
-        self.inner = inner
-        self.posted = posted
-
-    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
-        ledger = self.posted.group.ledger
-        if threading.get_ident() != ledger.thread:
-            return self.inner.wait(*timeout)
-        ledger.waiting = self.posted
-        try:
-            return self.inner.wait(*timeout)
-        finally:
-            ledger.waiting = None
-
-    def is_completed(self) -> bool:
-        return self.inner.is_completed()
-
-    def is_success(self) -> bool:
-        return self.inner.is_success()
-
-    def exception(self) -> Any:
-        return self.inner.exception()
-
-    def result(self) -> Any:
-        return self.inner.result()
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
-
-    def _source_rank(self) -> int:
-        return self.inner._source_rank()
-
-    source_rank = _source_rank
-
-    def get_future(self) -> Any:
-        return self.inner.get_future()
-
-
-class RecordedWork(WatchedWork):
-    """The same, whose end is an event."""
-
-    def __init__(self, inner: dist.Work, posted: Posted, call: Call, start: float, tensors: list[torch.Tensor], root: int | None):
-        super().__init__(inner, posted)
-        self.call, self.start, self.root = call, start, root
-        self.tensors = tensors
-        self.copy = snapshot(tensors) if call.kind == "send" else None
-        self.payload = None if call.kind == "recv" else self._values()
-        self.version = tensors[0]._version if call.kind == "send" and not tensors[0].is_inference() else None
-        self.done = False
-        posted.group.ledger.open.add(self)
-
-    def _values(self) -> list | None:
-        if self.call.nbytes > self.posted.group.ledger.payload_bytes:
-            return None
-        return [value for tensor in self.tensors for value in tensor.detach().reshape(-1).tolist()]
-
-    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
-        answer = super().wait(*timeout)
-        self.ended(checked=True)
-        return answer
-
-    def is_completed(self) -> bool:
-        done = self.inner.is_completed()
-        if done:
-            self.ended(checked=True)
-        return done
-
-    def get_future(self) -> Any:
-        return self.inner.get_future().then(self._passed_on)
-
-    def _passed_on(self, future: Any) -> Any:
-        self.ended()
-        return future.value()
-
-    def ended(self, checked: bool = False) -> None:
-        """Write the event, once; in a checked run, see whether what was sent is still what it was."""
-        if self.done:
-            return
-        self.done = True
-        end, call, ledger = time.perf_counter(), self.call, self.posted.group.ledger
-        ledger.open.discard(self)
-        peer: int | None = self.root
-        if call.kind in ("send", "recv"):
-            peer = call.peers[0] if len(call.peers) == 1 else self.posted.group.ranks[self.inner._source_rank()]
-        payload = self._values() if call.kind == "recv" else self.payload
-        ledger.events.append(
-            (call.rank, call.kind, peer, call.tag, call.nbytes, self.start, end, call.where, self.start, call.group, call.seq)
-            + (call.shape, call.dtype, payload, call.op, None)
-        )
-        if checked and self.version is not None and self.tensors[0]._version != self.version and not same_bytes(self.tensors, self.copy):
-            raise MisuseError(
-                f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} was changed before its wait(). "
-                "Wait for the send first, or send a clone.",
-                call.rank,
-            )
-        self.tensors, self.copy = [], None
-
-
 class RecordedGroup(dist.ProcessGroup):
     """A process group that hands every call to `inner` and keeps the ledger."""
 
-    def __init__(self, inner: Any, label: str, ranks: Sequence[int], ledger: Ledger, backend: str):
+    def __init__(self, inner: Any, whole: Any, label: str, ranks: Sequence[int], ledger: Ledger, backend: str):
         super().__init__(inner.rank(), inner.size())
         self.inner = inner  #  torch's backend
-        self.whole: Any = None  #  a process group of torch's own around it, for what the backend alone can't be asked from Python
+        self.whole = whole  #  a process group of torch's own around it, for what the backend alone can't be asked from Python
         self.label = label
         self.ranks = list(ranks)
         self.others = tuple(r for r in ranks if r != ledger.rank)
@@ -253,22 +151,16 @@ class RecordedGroup(dist.ProcessGroup):
         seq = self.ledger.collectives[self.label] = self.ledger.collectives.get(self.label, 0) + 1
         posted = Posted(self, (spec.kind, None, 0, self.label), seq)
         if not self.ledger.recording:
-            self.ledger.waiting = posted  #  some of them block here already
-            try:
+            with self.ledger.waits_in(posted):  #  some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)
-            finally:
-                self.ledger.waiting = None
         told = spec.describe(args)
         tensors = flat(args)
         root = None if told.root is None else self.ranks[told.root]
         call = Call(self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller())
         self._check(call, tensors)
-        self.ledger.waiting = posted
         began = time.perf_counter()
-        try:
+        with self.ledger.waits_in(posted):
             inner = run(*args, **kwargs)
-        finally:
-            self.ledger.waiting = None
         return RecordedWork(inner, posted, call, began, told.tensors, root)
 
     def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:

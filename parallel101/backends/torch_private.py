@@ -5,7 +5,9 @@ Each function says what it relies on. tests/backends/test_torch_private.py fails
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -88,3 +90,19 @@ def after_backward(callback: Callable[[], object]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def around_new_group(context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Enter `context()` around the making of every sub-group from now on: torch waits there for all ranks, in its store.
+
+    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name.
+    """
+    original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
+
+    @functools.wraps(original)
+    def new_group_with_tag(*args, **kwargs):
+        with context():
+            return original(*args, **kwargs)
+
+    new_group_with_tag.original = original  # type: ignore[attr-defined]
+    c10d._new_group_with_tag = new_group_with_tag  # type: ignore[assignment]

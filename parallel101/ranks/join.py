@@ -123,13 +123,12 @@ class _JobWatcher(threading.Thread):
         self.deadline = time.monotonic() + timeout
         self.done = threading.Event()  #  this rank's function has returned
         self.over = threading.Event()
-        self.lock = threading.Lock()
+        self.board = Board(size)
         self._publish(Standing())
 
     def run(self) -> None:
         seen: Posted | None = None
         reported: Posted | None = None
-        suspected: tuple[dict, float] | None = None
         while not self.over.wait(TICK):
             try:
                 waiting = self.ledger.waiting
@@ -138,7 +137,7 @@ class _JobWatcher(threading.Thread):
                     reported = waiting
                 seen = waiting
                 if self.ledger.rank == 0:
-                    suspected = self._look(suspected)
+                    self._look()
                 if (failure := self.verdict(within=0.0)) is not None:
                     self._end(failure)
             except (RuntimeError, OSError):
@@ -160,7 +159,7 @@ class _JobWatcher(threading.Thread):
     def returned(self) -> None:
         """This rank's function has returned. Waits until all have, or raises what went wrong elsewhere."""
         self.done.set()
-        self._publish(Standing(None, True, dict(self.ledger.posted), dict(self.ledger.collectives)))
+        self._publish(Standing(None, True, *self.ledger.report()))
         self.store.add("returned", 1)
         while self.store.add("returned", 0) < self.size:
             if (failure := self.verdict(within=0.001)) is not None:
@@ -171,23 +170,19 @@ class _JobWatcher(threading.Thread):
 
     def _standing(self, waiting: Posted | None) -> Standing:
         call = None if waiting is None else waiting.call(where(sys._current_frames().get(self.ledger.thread)))
-        return Standing(call, False, dict(self.ledger.posted), dict(self.ledger.collectives))
+        return Standing(call, False, *self.ledger.report())
 
     def _publish(self, standing: Standing) -> None:
         self.store.set(f"standing/{self.ledger.rank}", pickle.dumps(standing))
 
-    def _look(self, suspected: tuple[dict, float] | None) -> tuple[dict, float] | None:
+    def _look(self) -> None:
         now = time.monotonic()
-        board = Board(self.size)
-        board.ranks = [pickle.loads(data) for data in self.store.multi_get([f"standing/{rank}" for rank in range(self.size)])]
-        found = board.deadlock()
-        if found is not None and suspected is not None and suspected[0] == found.waiting and now > suspected[1] + TICK:
+        standings = self.store.multi_get([f"standing/{rank}" for rank in range(self.size)])
+        self.board.ranks = [pickle.loads(data) for data in standings]
+        if (found := self.board.deadlock(now)) is not None:
             self.announce(found)
-        if now > self.deadline and not all(standing.returned for standing in board.ranks):
+        if now > self.deadline and not all(standing.returned for standing in self.board.ranks):
             self.announce(LaunchTimeout(f"the ranks were still at work after {self.timeout:g} s (launch(..., timeout=seconds) allows more)"))
-        if found is None:
-            return None
-        return suspected if suspected is not None and suspected[0] == found.waiting else (found.waiting, now)
 
     def _end(self, error: BaseException) -> None:
         """The run has failed. This rank's own thread raises if it can; if it is blocked, the process ends."""

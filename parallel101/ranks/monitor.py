@@ -24,7 +24,6 @@ from parallel101.trace.checks import Referee
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
 ECHO = 1.0  #  the same, when all that is known is that a connection broke: whoever broke it will be heard of
-SURE = 0.15  #  seconds a deadlock must stand, more than a watcher's tick
 
 
 @dataclass
@@ -45,6 +44,10 @@ class State:
     exitcode: int | None = None
     ended: bool = False
 
+    def heard(self, report: tuple) -> None:
+        """Take over a rank's own books (see record.Ledger.report)."""
+        self.standing.posted, self.standing.collectives, self.standing.dropped = report
+
 
 class Monitor:
     """Runs the launching side of a job to its end. `watch` returns when every rank has returned, and raises what went wrong."""
@@ -64,7 +67,6 @@ class Monitor:
                 self.selector.register(end, selectors.EVENT_READ, (self._show, lines))
             self.selector.register(state.process.status, selectors.EVENT_READ, (self._status, state))
         self.failed_at: float | None = None
-        self.deadlock: tuple[DeadlockError, float] | None = None
 
     # ---- the loop ----
 
@@ -74,13 +76,12 @@ class Monitor:
             now = time.monotonic()
             if self.failed_at is not None and now >= self.failed_at:
                 raise self._failure()
-            if self.deadlock is not None and now >= self.deadlock[1] + SURE:
-                raise self.referee.verdict() or self.deadlock[0]
+            if (deadlock := self.board.deadlock(now)) is not None:
+                raise self.referee.verdict() or deadlock
             if now >= deadline:
                 raise self.referee.verdict() or self._too_late()
-            moments = [deadline, self.failed_at, self.deadlock and self.deadlock[1] + SURE]
+            moments = [deadline, self.failed_at, self.board.suspected and self.board.due]
             self._listen(min(moment for moment in moments if moment is not None) - now)
-            self._look_for_deadlock()
         if self.referee.suspects:
             raise self.referee.verdict()  # type: ignore[misc]
 
@@ -128,12 +129,14 @@ class Monitor:
             if self.referee.hear(call):
                 self._fail_within(SETTLE)
         elif kind == b"b":
-            call, state.standing.posted, state.standing.collectives = value
+            call, report = value
+            state.heard(report)
             state.standing.blocked = Call(*call)
         elif kind == b"f":
             state.standing.blocked = None
         elif kind == b"e":
-            state.events, state.groups, state.standing.posted, state.standing.collectives = value
+            state.events, state.groups, report = value
+            state.heard(report)
         elif kind == b"w":
             state.places = value
         elif kind == b"x":
@@ -147,13 +150,6 @@ class Monitor:
         self.failed_at = moment if self.failed_at is None else min(self.failed_at, moment)
 
     # ---- what went wrong ----
-
-    def _look_for_deadlock(self) -> None:
-        found = self.board.deadlock()
-        if found is None:
-            self.deadlock = None
-        elif self.deadlock is None or self.deadlock[0].waiting != found.waiting:
-            self.deadlock = (found, time.monotonic())
 
     def _failure(self) -> BaseException:
         """The root cause among all that is known to have failed."""

@@ -77,12 +77,12 @@ class Watcher(Obedient):
             self.reported = None
         if waiting is not None and waiting is self.seen and self.reported is None:
             with contextlib.suppress(RuntimeError):  #  another thread posted while the counts were copied: at the next look then
-                self.wire.send(b"b", (tuple(waiting.call(self.where())), dict(self.ledger.posted), dict(self.ledger.collectives)))
+                self.wire.send(b"b", (tuple(waiting.call(self.where())), self.ledger.report()))
                 self.reported = waiting
         self.seen = waiting
 
     def tell(self) -> None:
-        self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), dict(self.ledger.posted), dict(self.ledger.collectives)))
+        self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), self.ledger.report()))
 
     def places(self) -> list[str]:
         return [f"rank {self.ledger.rank} was at {self.where()}"]

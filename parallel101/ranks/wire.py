@@ -25,6 +25,7 @@ import torch
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")
 PIECE = 4 << 20  #  bytes written at a time, and given back at a time
+SMALL = 1 << 16  #  bytes of a storage that travels whole, however little of it is asked for: views of it stay views of it
 GIVE_BACK = 32 << 20  #  only buffers at least this large are worth a system call a piece
 DONT_NEED = getattr(mmap, "MADV_DONTNEED", 4)
 
@@ -64,7 +65,7 @@ class _Pickler(cloudpickle.Pickler):
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_meta and not obj.is_quantized and not obj.is_conj():
             wants_grad = obj.requires_grad and obj.is_leaf
             tensor = obj.detach().cpu()  #  a GPU tensor comes back on the CPU: the launching process may have none
-            if 2 * tensor.nbytes < tensor.untyped_storage().nbytes():
+            if tensor.untyped_storage().nbytes() > max(2 * tensor.nbytes, SMALL):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)  #  a slice does not drag its whole base along
             storage = tensor.untyped_storage()
             memory = self.memories.setdefault(storage.data_ptr() if storage.nbytes() else id(storage), _Memory(storage))

@@ -72,6 +72,9 @@ def main(ticket: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
             run_rank(job, wire)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  #  the launching process is gone, or has had enough
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -108,7 +111,7 @@ def run_rank(job: Job, wire: Wire) -> None:
     else:
         record_into(None)
         ledger.close()
-        wire.send(b"e", (ledger.events, ledger.groups, dict(ledger.posted), dict(ledger.collectives)))
+        wire.send(b"e", (ledger.events, ledger.groups, ledger.report()))
         del value
         wire.send_packed(b"r", *packed, give_back=True)
     watcher.finish.wait()
@@ -142,7 +145,7 @@ def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger |
     if ledger is not None:
         ledger.close()
         with contextlib.suppress(Exception):
-            wire.send(b"e", (ledger.events, ledger.groups, dict(ledger.posted), dict(ledger.collectives)))
+            wire.send(b"e", (ledger.events, ledger.groups, ledger.report()))
     wire.send_packed(b"x", *packed)
 
 

@@ -1,0 +1,146 @@
+"""torch's own work, watched: who waits in it, when it ended, and whether what is being sent stayed what it was."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.backends.describe import same_bytes, snapshot
+from parallel101.errors import MisuseError
+from parallel101.trace.calls import Call
+from parallel101.trace.where import caller
+
+if TYPE_CHECKING:
+    from parallel101.backends.record import RecordedGroup
+
+Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
+
+
+class Posted:
+    """A call that may block: what the watcher needs to say what it waits for."""
+
+    __slots__ = ("group", "key", "seq")
+
+    def __init__(self, group: RecordedGroup, key: Key, seq: int):
+        self.group, self.key, self.seq = group, key, seq
+
+    def call(self, where: str) -> Call:
+        kind, peer, tag, label = self.key
+        if kind in ("send", "recv"):
+            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank) if peer is None else (peer,)
+        else:
+            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank)
+        return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
+
+
+class WatchedWork(dist.Work):
+    """torch's own work, and a note of who waits in it."""
+
+    def __init__(self, inner: dist.Work, posted: Posted):
+        super().__init__()
+        self.inner = inner
+        self.posted = posted
+        self.kept = posted.key[0] not in ("send", "recv")  #  a message's work that is thrown away takes the message with it
+
+    def __del__(self) -> None:
+        if not self.kept:
+            self.posted.group.ledger.dropped[self.posted.key, self.posted.seq] = caller()
+
+    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+        self.kept = True
+        ledger = self.posted.group.ledger
+        if threading.get_ident() != ledger.thread:
+            return self.inner.wait(*timeout)
+        ledger.waiting = self.posted
+        try:
+            return self.inner.wait(*timeout)
+        finally:
+            ledger.waiting = None
+
+    def is_completed(self) -> bool:
+        self.kept = self.kept or self.inner.is_completed()
+        return self.inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self.inner.is_success()
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> Any:
+        return self.inner.result()
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def _source_rank(self) -> int:
+        return self.inner._source_rank()
+
+    source_rank = _source_rank
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+
+class RecordedWork(WatchedWork):
+    """The same, whose end is an event."""
+
+    def __init__(self, inner: dist.Work, posted: Posted, call: Call, start: float, tensors: list[torch.Tensor], root: int | None):
+        super().__init__(inner, posted)
+        self.call, self.start, self.root = call, start, root
+        self.tensors = tensors
+        self.copy = snapshot(tensors) if call.kind == "send" else None
+        self.payload = None if call.kind == "recv" else self._values()
+        self.version = tensors[0]._version if call.kind == "send" and not tensors[0].is_inference() else None
+        self.done = False
+        posted.group.ledger.open.add(self)
+
+    def _values(self) -> list | None:
+        if self.call.nbytes > self.posted.group.ledger.payload_bytes:
+            return None
+        return [value for tensor in self.tensors for value in tensor.detach().reshape(-1).tolist()]
+
+    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+        answer = super().wait(*timeout)
+        self.ended(checked=True)
+        return answer
+
+    def is_completed(self) -> bool:
+        done = super().is_completed()
+        if done:
+            self.ended(checked=True)
+        return done
+
+    def get_future(self) -> Any:
+        return self.inner.get_future().then(self._passed_on)
+
+    def _passed_on(self, future: Any) -> Any:
+        self.ended()
+        return future.value()
+
+    def ended(self, checked: bool = False) -> None:
+        """Write the event, once; in a checked run, see whether what was sent is still what it was."""
+        if self.done:
+            return
+        self.done = True
+        end, call, ledger = time.perf_counter(), self.call, self.posted.group.ledger
+        ledger.open.discard(self)
+        peer: int | None = self.root
+        if call.kind in ("send", "recv"):
+            peer = call.peers[0] if len(call.peers) == 1 else self.posted.group.ranks[self.inner._source_rank()]
+        payload = self._values() if call.kind == "recv" else self.payload
+        ledger.events.append(
+            (call.rank, call.kind, peer, call.tag, call.nbytes, self.start, end, call.where, self.start, call.group, call.seq)
+            + (call.shape, call.dtype, payload, call.op, None)
+        )
+        if checked and self.version is not None and self.tensors[0]._version != self.version and not same_bytes(self.tensors, self.copy):
+            raise MisuseError(
+                f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} was changed before its wait(). "
+                "Wait for the send first, or send a clone.",
+                call.rank,
+            )
+        self.tensors, self.copy = [], None

@@ -1,0 +1,123 @@
+"""The process in which virtual ranks live: one for all of them, thrown away after the run.
+
+    control ◀── job, function        ──▶ simulate(): a thread a rank ──▶ events, results or error
+
+Each virtual rank unpickles its own copy of the program, as a process would have; only modules are shared between them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from typing import Any, NoReturn
+
+from parallel101.backends.sim import simulate
+from parallel101.ranks.watcher import Obedient
+from parallel101.ranks.wire import Wire, unpack
+from parallel101.ranks.worker import Job, pack_result, report_failure
+from parallel101.trace.where import where
+
+
+class Ended(BaseException):
+    """A virtual rank ended its process, as it believed: os._exit, or a signal it sent itself."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
+def run_virtual(job: Job, wire: Wire) -> None:
+    """All the ranks of a job on the virtual clock."""
+    _, body, buffers = wire.receive_packed()
+    threads: dict[int, int] = {}
+    watcher = _SimWatcher(threads, wire)
+    watcher.start()
+    sys.stdout, sys.stderr = _ByRank(sys.stdout), _ByRank(sys.stderr)
+    _contain_deaths()
+
+    def rank_main(rank: int) -> Any:
+        threads[rank] = threading.get_ident()
+        _speaking.rank = rank
+        function, args, kwargs = unpack(body, [bytearray(buffer) for buffer in buffers])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.end_line()  # type: ignore[union-attr]
+
+    outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
+    _speaking.rank = None
+    wire.send(b"e", ([tuple(event) for event in outcome.events], outcome.groups, ({}, {}, {})))
+    if outcome.error is not None:
+        report_failure(wire, 0, outcome.error)
+    elif outcome.errors:
+        rank, error = next(iter(outcome.errors.items()))
+        report_failure(wire, rank, error)
+    else:
+        try:
+            for rank, value in enumerate(outcome.results):
+                pack_result(value, rank)
+            packed = pack_result(outcome.results, 0)
+        except TypeError as error:
+            report_failure(wire, rank, error)
+        else:
+            wire.send_packed(b"r", *packed, give_back=True)
+    watcher.finish.wait()
+
+
+class _SimWatcher(Obedient):
+    """Says where every virtual rank is, when asked."""
+
+    def __init__(self, threads: dict[int, int], wire: Wire):
+        super().__init__(wire)
+        self.threads = threads
+
+    def places(self) -> list[str]:
+        frames = sys._current_frames()
+        return [f"rank {rank} was at {where(frames.get(thread))}" for rank, thread in sorted(self.threads.items()) if thread in frames]
+
+
+_speaking = threading.local()
+
+
+class _ByRank(io.TextIOBase):
+    """A stream that puts the speaking rank before each line."""
+
+    def __init__(self, out: Any):
+        self.out = out
+        self.rest: dict[int | None, str] = {}
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        rank = getattr(_speaking, "rank", None)
+        *lines, self.rest[rank] = (self.rest.get(rank, "") + text).split("\n")
+        for line in lines:
+            self.out.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
+        return len(text)
+
+    def end_line(self) -> None:
+        """What the speaking rank printed without a line's end goes out as a line."""
+        if self.rest.get(getattr(_speaking, "rank", None)):
+            self.write("\n")
+
+    def flush(self) -> None:
+        self.out.flush()  #  whole lines; an unfinished one waits for its end
+
+
+def _contain_deaths() -> None:
+    """os._exit and a signal to oneself end the virtual rank that asked for it, not the world."""
+    kill = os.kill
+
+    def leave(code: int = 0) -> NoReturn:
+        raise Ended(code)
+
+    def signal_one(pid: int, signal: int) -> None:
+        if pid == os.getpid():
+            raise Ended(-int(signal))
+        kill(pid, signal)
+
+    os._exit, os.kill, os.abort = leave, signal_one, lambda: leave(-6)  # type: ignore[assignment]

@@ -1,0 +1,62 @@
+"""A launch that can't be is refused at once, with what was given and what to do, and nothing is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel101 as p101
+
+
+def ok():
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "said"),
+    [
+        ({"world_size": 0}, ValueError, "world_size is 0"),
+        ({"world_size": -1}, ValueError, "world_size is -1"),
+        ({"world_size": "4"}, TypeError, "world_size is '4'"),
+        ({"world_size": 2.0}, TypeError, "world_size is 2.0"),
+        ({"world_size": True}, TypeError, "world_size is True"),
+        ({"backend": "glue"}, ValueError, "'gloo', 'nccl', 'sim'"),
+        ({"backend": None}, ValueError, "backend is None"),
+        ({"trace": "yes"}, ValueError, "trace is 'yes'"),
+        ({"timeout": 0}, ValueError, "timeout is 0"),
+        ({"timeout": float("nan")}, ValueError, "timeout is nan"),
+        ({"timeout": "1"}, ValueError, "timeout is '1'"),
+        ({"network": p101.Network()}, ValueError, "belongs to backend='sim'"),
+        ({"network": 3, "backend": "sim"}, TypeError, "Network"),
+    ],
+)
+def test_bad_arguments(kwargs, error, said):
+    with pytest.raises(error, match=said.replace("(", r"\(")):
+        p101.launch(ok, **kwargs)
+
+
+def test_no_function():
+    with pytest.raises(TypeError, match="takes a function"):
+        p101.launch(3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_what_cannot_be_pickled_is_named(backend):
+    with pytest.raises(TypeError, match=r"argument 1 \(a generator\) can't be pickled"):
+        p101.launch(lambda *_: None, 0, (i for i in range(3)), backend=backend)
+    with pytest.raises(TypeError, match=r"argument 'source' \(a generator\)"):
+        p101.launch(lambda source: None, source=(i for i in range(3)), backend=backend)
+    generator = (i for i in range(3))
+    with pytest.raises(TypeError, match="the function"):
+        p101.launch(lambda: generator, backend=backend)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="this machine has GPUs for everybody")
+def test_nccl_without_enough_gpus():
+    with pytest.raises(RuntimeError, match=r"gloo.*sim"):
+        p101.launch(ok, world_size=64, backend="nccl")
+
+
+def test_a_rank_cannot_launch():
+    with pytest.raises(p101.RankFailed, match="inside rank 0"):
+        p101.launch(lambda: p101.launch(lambda: None), world_size=1)

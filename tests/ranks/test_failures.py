@@ -1,0 +1,259 @@
+"""Whatever goes wrong on a rank is reported, at once and by name, and the next launch works."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+
+SOON = 2.0  #  seconds: the promise for deadlocks and deaths on gloo
+
+
+def line_of(function, text: str) -> str:
+    """"file:line" of the line of a function that holds `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{Path(__file__)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def fails(error, function, **kwargs):
+    """Launch, expect the error within SOON, and see that the next launch works."""
+    began = time.monotonic()
+    with pytest.raises(error) as raised:
+        p101.launch(function, **{"world_size": 4, **kwargs})
+    assert time.monotonic() - began < SOON
+    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
+    return raised.value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm():
+    p101.launch(lambda: None, world_size=1)  #  the first launch starts the fork server
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_an_exception_on_one_rank_while_the_others_wait(backend, trace):
+    def program():
+        if dist.get_rank() == 2:
+            raise KeyError("my own mistake")
+        dist.barrier()
+
+    error = fails(p101.RankFailed, program, backend=backend, trace=trace)
+    assert error.rank == 2
+    assert error.exitcode is None
+    assert isinstance(error.__cause__, KeyError)
+    assert "my own mistake" in str(error)
+    assert line_of(program, "raise KeyError").rpartition(":")[2] in str(error), "the traceback names the line"
+    assert "worker.py" not in str(error), "and not the library's own frames"
+
+
+def test_an_exception_that_cannot_be_pickled_still_arrives_as_text():
+    class Stubborn(Exception):
+        def __init__(self, one, two):
+            super().__init__("stubborn words")
+
+        def __reduce__(self):
+            raise RuntimeError("no")
+
+    def program():
+        raise Stubborn(1, 2)
+
+    error = fails(p101.RankFailed, program)
+    assert "Stubborn" in str(error)
+    assert "stubborn words" in str(error)
+
+
+@pytest.mark.parametrize(("death", "code"), [(lambda: os._exit(3), 3), (lambda: os._exit(0), 0), (lambda: os.kill(os.getpid(), 9), -9)])
+def test_a_rank_that_dies(death, code):
+    def program():
+        if dist.get_rank() == 1:
+            death()
+        dist.barrier()
+
+    error = fails(p101.RankFailed, program)
+    assert (error.rank, error.exitcode) == (1, code)
+    assert "rank 1" in str(error)
+
+
+def test_sys_exit_is_an_exception_like_any_other():
+    error = fails(p101.RankFailed, lambda: exit(5) if dist.get_rank() == 3 else dist.barrier())
+    assert error.rank == 3
+    assert isinstance(error.__cause__, SystemExit)
+
+
+def test_the_abort_of_gloo_is_explained_with_its_place():
+    def program():
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1000), 1)
+        elif dist.get_rank() == 1:
+            dist.recv(torch.empty(4), 0)
+        dist.barrier()
+
+    error = fails(p101.RankFailed, program)
+    assert (error.rank, error.exitcode) == (1, -signal.SIGABRT)
+    assert line_of(program, "dist.recv") in str(error)
+    assert "trace=True" in str(error)
+
+
+def test_receive_cycle():
+    def program():
+        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+        dist.recv(torch.empty(1), neighbour)
+
+    error = fails(p101.DeadlockError, program)
+    here = line_of(program, "dist.recv")
+    assert error.waiting == {rank: ("recv", (rank + 1) % 4, here) for rank in range(4)}
+    assert error.cycle == [0, 1, 2, 3]
+    assert here in str(error)
+
+
+def test_two_ranks_that_send_first():
+    def program():
+        x = torch.ones(1)
+        if dist.get_rank() < 2:
+            dist.send(x, 1 - dist.get_rank())
+            dist.recv(x, 1 - dist.get_rank())
+
+    error = fails(p101.DeadlockError, program)
+    here = line_of(program, "dist.send")
+    assert error.waiting == {0: ("send", 1, here), 1: ("send", 0, here)}
+    assert error.cycle == [0, 1]
+
+
+def test_the_line_of_a_wait_is_named():
+    def program():
+        work = dist.irecv(torch.empty(1), 1 - dist.get_rank())
+        work.wait()
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    assert error.waiting[0] == ("recv", 1, line_of(program, "work.wait"))
+
+
+def test_one_rank_skips_a_collective():
+    def program():
+        x = torch.ones(1)
+        if dist.get_rank() != 2:
+            dist.all_reduce(x)
+        dist.recv(x, 3) if dist.get_rank() == 2 else dist.barrier()
+
+    error = fails(p101.DeadlockError, program)
+    assert error.waiting[0] == ("all_reduce", 2, line_of(program, "dist.all_reduce"))
+    assert error.waiting[2][:2] == ("recv", 3)
+    assert error.cycle == [2, 3]
+
+
+def test_a_rank_that_returned_while_another_waits_for_it():
+    def program():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+
+    error = fails(p101.DeadlockError, program)
+    assert error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))}
+    assert error.cycle == []
+    assert error.returned == [1]
+    assert "rank 1 has already returned" in str(error)
+
+
+def test_a_receive_from_anyone_when_nobody_sends():
+    def program():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1))
+
+    error = fails(p101.DeadlockError, program)
+    assert error.waiting[0][:2] == ("recv", None)
+
+
+def test_a_deadlock_among_some_is_reported_while_others_compute():
+    def program():
+        if dist.get_rank() < 2:
+            dist.recv(torch.empty(1), 1 - dist.get_rank())
+        else:
+            while True:  #  computes for ever
+                torch.ones(100).sum()
+
+    error = fails(p101.DeadlockError, program)
+    assert sorted(error.waiting) == [0, 1]
+
+
+def test_the_group_that_one_rank_never_makes():
+    def program():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+        dist.new_group([0, 1])
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    assert error.waiting[0][:2] == ("recv", 1)
+    assert error.waiting[1][:2] == ("new_group", 0)
+
+
+def test_a_slow_rank_that_only_computes_is_no_deadlock():
+    def program():
+        x = torch.zeros(1)
+        if dist.get_rank() == 0:
+            until = time.monotonic() + 0.8  #  several looks of the watchers
+            while time.monotonic() < until:
+                x += 1
+            dist.send(x, 1)
+        elif dist.get_rank() == 1:
+            dist.recv(x, 0)
+        dist.all_reduce(x)
+        return x.item() > 0
+
+    assert p101.launch(program, world_size=3).results == [True] * 3
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_send_whose_work_was_thrown_away(trace):
+    def program():
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(4), 1)  #  nobody keeps what it returns
+        else:
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                pass
+            dist.recv(torch.zeros(4), 0)
+
+    error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
+    assert error.waiting == {1: ("recv", 0, line_of(program, "dist.recv"))}
+    assert error.thrown_away == [f"rank 0 posted a send to rank 1 and threw its work away unwaited, at {line_of(program, 'dist.isend')}"]
+    assert "keep what isend" in str(error)
+
+
+def test_time_limit_says_where_each_rank_was():
+    def program():
+        if dist.get_rank() == 1:
+            return
+        while True:
+            torch.ones(10).sum()  #  for ever
+
+    error = fails(p101.LaunchTimeout, program, world_size=2, timeout=0.5)
+    assert "0.5 s" in str(error)
+    lines, first = inspect.getsourcelines(program)
+    assert any(f"rank 0 was at {__file__}:{first + i}" in str(error) for i in range(len(lines)))
+    assert "rank 1 had returned" in str(error)
+
+
+def test_a_failed_recorded_run_keeps_its_record():
+    def program():
+        dist.all_reduce(torch.ones(2))
+        dist.recv(torch.empty(1), 1 - dist.get_rank())
+
+    error = fails(p101.DeadlockError, program, world_size=2, trace=True)
+    assert [event.kind for event in error.trace.events] == ["all_reduce", "all_reduce"]
+
+
+def test_a_result_that_cannot_be_pickled():
+    def program():
+        return (i for i in range(3)) if dist.get_rank() == 1 else None
+
+    error = fails(p101.RankFailed, program)
+    assert error.rank == 1
+    assert "generator" in str(error)
+    assert "can't be pickled" in str(error)

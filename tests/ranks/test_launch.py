@@ -1,0 +1,143 @@
+"""launch: any function, once a rank, its results by rank, whatever the backend."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_each_rank_runs_the_function_in_one_group(backend, world_size):
+    def program(factor, *, offset):
+        x = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(x)
+        return dist.get_rank() * factor + offset, dist.get_world_size(), x.item(), dist.get_backend()
+
+    run = p101.launch(program, 10, offset=7, world_size=world_size, backend=backend)
+    total = sum(range(world_size))
+    assert run.results == [(rank * 10 + 7, world_size, total, backend) for rank in range(world_size)]
+    assert (run.world_size, run.backend) == (world_size, backend)
+
+
+def test_lambdas_closures_and_callables_travel():
+    captured = torch.arange(3)
+
+    class Adder:
+        def __init__(self, amount):
+            self.amount = amount
+
+        def __call__(self, x):
+            return x + self.amount + dist.get_rank()
+
+    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
+    assert [r.tolist() for r in p101.launch(lambda: captured + dist.get_rank(), world_size=2).results] == [[0, 1, 2], [1, 2, 3]]
+    assert p101.launch(Adder(5), 1, world_size=2).results == [6, 7]
+
+
+def test_each_rank_has_its_own_copy_of_what_travels():
+    seen = [0]
+
+    def program():
+        seen[0] += dist.get_rank() + 1
+        return seen[0]
+
+    assert p101.launch(program, world_size=3).results == [1, 2, 3]
+    assert seen == [0]
+
+
+def test_tensors_come_back_as_they_were():
+    def program():
+        base = torch.arange(12.0, dtype=torch.float64).view(3, 4) + dist.get_rank()
+        leaf = torch.ones(2, requires_grad=True)
+        return {
+            "transposed": base.t(),
+            "pair": (base, base[1]),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(True),
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "leaf": leaf,
+            "graph": leaf * 2,
+            "parameter": torch.nn.Parameter(torch.zeros(2)),
+            "slice": torch.zeros(100_000)[3:5],
+        }
+
+    for rank, result in enumerate(p101.launch(program, world_size=2).results):
+        expected = torch.arange(12.0, dtype=torch.float64).view(3, 4) + rank
+        assert torch.equal(result["transposed"], expected.t())
+        base, row = result["pair"]
+        base[1, 0] = 99.0
+        assert row[0] == 99.0, "two views of one storage are still views of one storage"
+        assert result["empty"].shape == (0, 3)
+        assert result["scalar"].dtype == torch.bool
+        assert torch.equal(result["half"], torch.ones(3, dtype=torch.bfloat16))
+        assert result["leaf"].requires_grad
+        assert result["leaf"].is_leaf
+        assert not result["graph"].requires_grad, "the graph stayed on its rank"
+        assert isinstance(result["parameter"], torch.nn.Parameter)
+        assert result["slice"].untyped_storage().nbytes() == 8, "a small slice does not drag its base along"
+
+
+def test_a_class_of_the_callers_comes_back_as_that_class():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    results = p101.launch(lambda: Point(dist.get_rank()), world_size=2).results
+    assert [type(point) is Point for point in results] == [True, True]
+
+
+def test_ranks_see_the_callers_folder_and_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FROM_THE_CALLER", "yes")
+    program = lambda: (os.getcwd(), os.environ["FROM_THE_CALLER"], os.environ["RANK"], os.environ["WORLD_SIZE"])  # noqa: E731
+    assert p101.launch(program, world_size=2).results == [(str(tmp_path), "yes", str(rank), "2") for rank in range(2)]
+
+
+def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch():
+    first, second = p101.launch(lambda: (torch.get_num_threads(), torch.rand(3)), world_size=2).results
+    assert first[0] == second[0] == 1
+    assert torch.equal(first[1], second[1]), "as in two fresh processes: torch's default seed is fixed"
+
+
+def test_a_program_may_make_and_leave_subgroups():
+    def program():
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = pairs[dist.get_rank() // 2]
+        x = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(x, group=mine)
+        return x.item()
+
+    assert p101.launch(program, world_size=4).results == [3, 3, 7, 7]
+
+
+def test_torchs_own_trainers_run_on_a_recorded_group():
+    def program():
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2).double())
+        model(torch.arange(3.0, dtype=torch.float64) * (dist.get_rank() + 1)).sum().backward()
+        return model.module.weight.grad
+
+    run = p101.launch(program, world_size=2, trace=True)
+    mean = torch.arange(3.0, dtype=torch.float64).expand(2, 3) * 1.5
+    for grad in run.results:
+        torch.testing.assert_close(grad, mean)
+    assert {"broadcast", "all_reduce"} <= {event.kind for event in run.trace.events}
+
+
+def test_spawned_interpreters_do_the_same(monkeypatch):
+    monkeypatch.setenv("PARALLEL101_START", "spawn")
+
+    def program():
+        x = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(x)
+        return x.item()
+
+    assert p101.launch(program, world_size=2).results == [3.0, 3.0]
+    with pytest.raises(p101.RankFailed) as failure:
+        p101.launch(lambda: os._exit(7) if dist.get_rank() == 1 else dist.barrier(), world_size=2)
+    assert (failure.value.rank, failure.value.exitcode) == (1, 7)

@@ -1,0 +1,118 @@
+"""After a launch, however it ended, nothing of it is left: no process, no open file or socket, no thread, no file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+
+ENDINGS = {
+    "result": lambda: torch.ones(3),
+    "exception": lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(),
+    "death": lambda: os._exit(1) if dist.get_rank() == 1 else dist.barrier(),
+    "deadlock": lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()),
+    "with a child": lambda: subprocess.Popen(["sleep", "1000"]).pid,
+}
+
+
+def state():
+    """This process's descendants, descriptors, threads and files. (The fork server stays, and only it.)"""
+    me = psutil.Process()
+    return (
+        sorted(child.pid for child in me.children(recursive=True)),
+        me.num_fds(),
+        threading.active_count(),
+        sorted(os.listdir(tempfile.gettempdir() + "/")) if os.environ.get("PYTEST_XDIST_WORKER") is None else None,
+    )
+
+
+@pytest.mark.parametrize("ending", list(ENDINGS))
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_nothing_is_left(ending, backend):
+    if (ending, backend) == ("with a child", "sim"):
+        pytest.skip("the same process group as on gloo")
+    p101.launch(lambda: None, world_size=2, backend=backend)
+    before = state()
+    for _ in range(3):
+        try:
+            p101.launch(ENDINGS[ending], world_size=2, backend=backend, trace=True)
+        except RuntimeError:
+            pass
+    assert state() == before
+
+
+SCRIPT = """
+    import os, sys, time, torch, torch.distributed as dist, parallel101 as p101
+    def program():
+        print("at work", os.getpid(), flush=True)
+        while True:
+            time.sleep(0.05)
+    p101.launch(program, world_size=2)
+"""
+
+
+def _started(tmp_path, body=SCRIPT):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(body))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    lines = [process.stdout.readline() for _ in range(2)]
+    return process, [int(line.split()[-1]) for line in lines]
+
+
+def _gone(pids, within=5.0):
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+    return False
+
+
+def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
+    process, pids = _started(tmp_path)
+    family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+    os.killpg(process.pid, signal.SIGINT)  #  as a terminal does
+    out, err = process.communicate(timeout=10)
+    assert "KeyboardInterrupt" in err
+    assert "interrupted: rank 0 was at" in err
+    assert _gone(pids + family)
+
+
+def test_a_launching_process_that_is_killed_takes_its_ranks_along(tmp_path):
+    process, pids = _started(tmp_path)
+    family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+    process.kill()
+    process.communicate(timeout=10)
+    assert _gone(pids + family)
+
+
+def test_a_lost_fork_server_is_replaced():
+    p101.launch(lambda: None, world_size=1)
+    from parallel101.ranks import processes
+
+    server = processes._server.process
+    if server is None:
+        pytest.skip("this machine starts ranks by spawn")
+    server.kill()
+    server.wait()
+    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
+
+
+def test_a_script_without_a_main_guard_and_with_two_launches(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import parallel101 as p101\nfor k in (1, 2):\n    print(p101.launch(lambda: k, world_size=2).results)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["[1, 1]", "[2, 2]"], done.stderr
+    assert not Path(tmp_path / "core").exists()

@@ -1,0 +1,75 @@
+"""What ranks print arrives by line, with the rank before it, from Python and from C, on the stream it was written to."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import pytest
+import torch.distributed as dist
+
+import parallel101 as p101
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_lines_carry_their_rank(backend, capsys):
+    def program():
+        print("one\ntwo")
+        print("no end", end="")
+        print("to stderr", file=sys.stderr)
+
+    p101.launch(program, world_size=3, backend=backend)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(f"[rank {r}] {text}" for r in range(3) for text in ("one", "two", "no end"))
+    assert sorted(err.splitlines()) == [f"[rank {r}] to stderr" for r in range(3)]
+    for rank in range(3):
+        mine = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert [line.partition("] ")[2] for line in mine] == ["one", "two", "no end"], "in the order they were printed"
+
+
+def test_what_c_code_and_subprocesses_print_is_theirs_too(capsys):
+    def program():
+        ctypes.CDLL(None).printf(b"from C\n")
+        os.system("echo from a shell")
+
+    p101.launch(program, world_size=2)
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"[rank {r}] from {who}" for r in range(2) for who in ("C", "a shell"))
+
+
+def test_lines_appear_while_ranks_still_run(monkeypatch):
+    """Rank 0 prints and then waits for a file that is made when the line arrives: seen only at the end, it would wait for ever."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder) / "seen"
+
+        class Stream:
+            def write(self, text):
+                if "[rank 0] are you there?" in text:
+                    seen.touch()
+
+            def flush(self):
+                pass
+
+        def program():
+            print("are you there?")
+            while not seen.exists():
+                pass
+            return True
+
+        monkeypatch.setattr(sys, "stdout", Stream())
+        assert p101.launch(program, world_size=2, timeout=20).results == [True, True]
+
+
+def test_text_that_is_no_utf8_and_long_output_do_no_harm(capsys):
+    def program():
+        os.write(1, b"\xff\xfe bytes\n")
+        print("x" * 300_000)
+        return dist.get_rank()
+
+    assert p101.launch(program, world_size=2).results == [0, 1]
+    out = capsys.readouterr().out
+    assert out.count("x" * 300_000) == 2
+    assert out.count(" bytes") == 2
