@@ -1,13 +1,63 @@
 """parallel101: see how neural networks are trained on many machines, on ranks that really run.
 
     import parallel101 as p101
-    run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4)
+    run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4, trace=True)
+    run.results, run.animate()
 """
 
-from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
-from parallel101.ranks.launch import launch
-from parallel101.ranks.run import Run
-from parallel101.trace.events import Event, Message, Trace
-from parallel101.trace.spans import compute, span
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel101.autograd import (
+        algorithms,
+        all_gather,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )
+    from parallel101.backends.network import Network
+    from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+    from parallel101.mesh import split_sizes
+    from parallel101.point_to_point import receive, send
+    from parallel101.ranks.launch import launch
+    from parallel101.ranks.run import Run
+    from parallel101.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+    from parallel101.trace.events import Event, Message, Trace
+    from parallel101.trace.spans import compute, span
+    from parallel101.viz.watch import watch
 
 __version__ = "0.1.0"
+
+_WHERE = {
+    "parallel101.autograd": "algorithms all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter",
+    "parallel101.backends.network": "Network",
+    "parallel101.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
+    "parallel101.mesh": "split_sizes",
+    "parallel101.point_to_point": "receive send",
+    "parallel101.ranks.launch": "launch",
+    "parallel101.ranks.run": "Run",
+    "parallel101.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",
+    "parallel101.trace.events": "Event Message Trace",
+    "parallel101.trace.spans": "compute span",
+    "parallel101.viz.watch": "watch",
+}
+_HOME = {name: module for module, names in _WHERE.items() for name in names.split()}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Names are loaded when asked for: `parallel101 doctor` must be able to speak where torch is missing."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'parallel101' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

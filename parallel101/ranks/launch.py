@@ -12,11 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from parallel101.backends.network import Network
 from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.ranks.join import in_a_job, join
 from parallel101.ranks.monitor import Monitor
@@ -25,9 +26,6 @@ from parallel101.ranks.run import Run
 from parallel101.ranks.wire import pack, unpack
 from parallel101.ranks.worker import Job
 from parallel101.trace.events import Trace
-
-if TYPE_CHECKING:
-    from parallel101.backends.network import Network
 
 BACKENDS = ("gloo", "nccl", "sim")
 PAYLOAD = 4096  #  bytes: messages up to this size keep their values when trace="payload"
@@ -117,6 +115,7 @@ def launch(
         raise
     finally:
         monitor.close()
+        store = None  #  its port closes now, and not when an error's traceback is let go
     return Run(results[0] if backend == "sim" else results, _trace(monitor, size, backend) if recording else None, backend, size)
 
 
@@ -163,7 +162,7 @@ def _check(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> Non
         raise ValueError(f"trace is {trace!r}; it may be True, False or 'payload' (which keeps small messages' values too)")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0 or math.isnan(timeout):
         raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above zero")
-    if network is not None and type(network).__name__ != "Network":
+    if network is not None and not isinstance(network, Network):
         raise TypeError(f"network is a {type(network).__name__}; it is made by parallel101.Network(latency=…, bandwidth=…)")
     if network is not None and backend != "sim":
         raise ValueError(f"network belongs to backend='sim', where links are virtual; on {backend!r} they are what they are")

@@ -10,6 +10,7 @@ Nothing outlives the launching process: the server ends when its socket closes a
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -100,6 +101,8 @@ class _Server:
         raise RuntimeError("the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine")
 
     def _start(self) -> None:
+        if self.sock is not None:
+            self.sock.close()  #  of one that was lost, or, in a forked child, its parent's
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM)
         program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.processes import serve; serve({theirs.fileno()})"
         #  a session of its own: Ctrl-C at the terminal is for the launching process, which then ends its ranks itself
@@ -111,10 +114,13 @@ class _Server:
         if self.owner == os.getpid() and self.sock is not None and self.process is not None:
             self.sock.close()
             self.process.wait()
+        elif self.process is not None:
+            self.process.returncode = 0  #  a forked child's parent's: not for this process to wait for
         self.sock = self.process = None
 
 
 _server = _Server()
+atexit.register(lambda: _server.stop())
 
 
 def stop_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ ENDINGS = {
 
 def state():
     """This process's descendants, descriptors, threads and files. (The fork server stays, and only it.)"""
+    gc.collect()
     me = psutil.Process()
     return (
         sorted(child.pid for child in me.children(recursive=True)),
