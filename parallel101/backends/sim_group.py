@@ -109,7 +109,11 @@ class CollectiveWork(SimWork):
     __slots__ = ("args", "given", "group", "kind", "meeting", "parts", "payload", "posted", "seq", "told", "where")
 
     def __init__(self, group: SimGroup, meeting: Meeting, kind: str, told: Told, parts: list[Part], args: Sequence[Any], where: str):
-        SimWork.__init__(self, group.world, group.member)
+        super().__init__()
+        self.world = group.world
+        self.rank = group.member
+        self.done = False
+        self.future = None
         self.group = group
         self.meeting = meeting
         self.kind = kind

@@ -187,7 +187,11 @@ class Messenger(dist.ProcessGroup):
         world, rank, tensor, mailbox = self.world, self.member, tensors[0], self.mailbox
         if rank.clock > world.now or world.failure is not None:
             world.enter(rank)
-        work = SendWork(world, rank)
+        work = SendWork()
+        work.world = world
+        work.rank = rank
+        work.future = None
+        work.done = work.ended = False
         work.where = where_from(sys._getframe(1))
         if not tensor.is_contiguous() or not tensor.is_cpu:
             refuse(tensor, "send", rank, work.where)
@@ -204,7 +208,6 @@ class Messenger(dist.ProcessGroup):
         work.version = None if tensor.is_inference() else tensor._version
         work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
         work.receive = None
-        work.ended = False
         latency, bandwidth, work.stages = world.route(rank.number, peer)
         work.duration = latency + nbytes / bandwidth
         work.order = rank.order = rank.order + 1 if rank.sending else 0
@@ -239,7 +242,11 @@ class Messenger(dist.ProcessGroup):
         world, rank, mailbox = self.world, self.member, self.mailbox
         if rank.clock > world.now or world.failure is not None:
             world.enter(rank)
-        work = RecvWork(world, rank)
+        work = RecvWork()
+        work.world = world
+        work.rank = rank
+        work.future = None
+        work.done = False
         work.where = where_from(sys._getframe(2))
         if not tensor.is_contiguous() or not tensor.is_cpu:
             refuse(tensor, "recv", rank, work.where)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_FUNCTIONS = [name for name, f in vars(random).items() if getattr(f, "__self__", None) is getattr(random.random, "__self__", None)]
+#  the functions of the module `random` are methods of one hidden generator
+_FUNCTIONS = [name for name, f in vars(random).items() if isinstance(getattr(f, "__self__", None), random.Random)]
 
 
 class RandomStates:
-    """The random states of all ranks; those of `0` are in force at first. `restore()` brings back what was before.
+    """The random states of all ranks; those of rank 0 are in force at first. `restore()` brings back what was before.
 
     A rank's `torch.set_default_dtype` travels along, which torch keeps a process as well.
     """
@@ -25,25 +27,26 @@ class RandomStates:
     def __init__(self, size: int):
         self.before = (torch.default_generator.get_state(), {name: getattr(random, name) for name in _FUNCTIONS}, torch.get_default_dtype())
         fresh = torch.Generator().get_state()
+        torch.default_generator.set_state(fresh)
         self.torch = [fresh] * size
-        self.python = [_bound(random.Random(rank)) for rank in range(size)]
         self.dtype = [torch.get_default_dtype()] * size
         self.numpy = _NumpyStates(size) if "numpy.random" in sys.modules else None
-        torch.default_generator.set_state(fresh)
-        vars(random).update(self.python[0])
+        self.running = 0
+        self.python: dict[int, random.Random] = {}
+        vars(random).update({name: self._of_running_rank(name) for name in _FUNCTIONS})
 
     def switch(self, old: int, new: int) -> None:
         """The baton goes from one rank to another."""
+        self.running = new
         generator = torch.default_generator
         self.torch[old] = generator.get_state()
         generator.set_state(self.torch[new])
-        vars(random).update(self.python[new])
-        if self.numpy is not None:
-            self.numpy.switch(old, new)
         dtype = torch.get_default_dtype()
         self.dtype[old] = dtype
         if self.dtype[new] is not dtype:
             torch.set_default_dtype(self.dtype[new])
+        if self.numpy is not None:
+            self.numpy.switch(old, new)
 
     def restore(self) -> None:
         state, functions, dtype = self.before
@@ -53,38 +56,58 @@ class RandomStates:
         if self.numpy is not None:
             self.numpy.restore()
 
+    def _of_running_rank(self, name: str) -> Callable[..., Any]:
+        """A function of the module `random` that draws from the generator of whichever rank calls it."""
 
-def _bound(generator: random.Random) -> dict[str, Any]:
-    """The functions of the module `random`, as this generator's."""
-    return {name: getattr(generator, name) for name in _FUNCTIONS}
+        def function(*args: Any, **kwargs: Any) -> Any:
+            rank = self.running
+            if rank not in self.python:
+                self.python[rank] = random.Random(rank)
+            return getattr(self.python[rank], name)(*args, **kwargs)
+
+        function.__name__ = name
+        return function
 
 
 class _NumpyStates:
-    """NumPy's global generator. Its state is slow to read, so it is read only when the numbers in memory show that it has moved on."""
+    """NumPy's global generator, a Mersenne twister: 624 words and a position in them, which NumPy shows at `state_address`.
+
+    Normals are made in pairs, and NumPy keeps the second elsewhere: only then is the slow `get_state` or `set_state` needed.
+    """
 
     def __init__(self, size: int):
         import numpy as np
 
         self.module = np.random
-        self.before = np.random.get_state()
-        self.states: list[Any] = [None] * size
-        self.loaded: Any = None
-        self.words = (ctypes.c_uint32 * 625).from_address(np.random.get_bit_generator().ctypes.state_address)  #  624 of state, and a position
-        self._load(0)
+        self.before = np.random.get_state()  # noqa: NPY002  the global generator is the subject
+        address = np.random.get_bit_generator().ctypes.state_address
+        self.words = memoryview((ctypes.c_uint32 * 625).from_address(address)).cast("B").cast("I")
+        self.keeps_normal = bool(self.before[3])
+        self.states: list[Any] = []  #  of each rank: the words, or get_state()'s answer when there is a normal to keep
+        for rank in range(size):
+            _, key, position, *_ = np.random.RandomState(rank).get_state()
+            self.states.append(memoryview(np.append(key, np.uint32(position)).astype(np.uint32).tobytes()).cast("I"))
+        self.load(0)
 
     def switch(self, old: int, new: int) -> None:
-        #  a normal that is kept for the next call moves nothing when it is taken
-        if (self.words[624], self.words[0]) != self.seen or self.states[old][3]:
-            self.states[old] = self.loaded = self.module.get_state()
-        if self.states[new] is not self.loaded:
-            self._load(new)
+        words = self.words
+        if self.keeps_normal or words[624] != self.position or words[0] != self.word:
+            state = self.module.get_state()
+            self.keeps_normal = bool(state[3])
+            self.states[old] = state if self.keeps_normal else memoryview(words.tobytes()).cast("I")
+        self.load(new)
 
-    def _load(self, rank: int) -> None:
-        if self.states[rank] is None:
-            self.states[rank] = self.module.RandomState(rank).get_state()
-        self.loaded = self.states[rank]
-        self.module.set_state(self.loaded)
-        self.seen = (self.words[624], self.words[0])
+    def load(self, rank: int) -> None:
+        state = self.states[rank]
+        if isinstance(state, tuple):
+            self.module.set_state(state)
+            self.keeps_normal = True
+        else:
+            if self.keeps_normal:
+                self.module.set_state(self.module.RandomState(0).get_state())
+                self.keeps_normal = False
+            self.words[:] = state
+        self.word, self.position = self.words[0], self.words[624]
 
     def restore(self) -> None:
         self.module.set_state(self.before)

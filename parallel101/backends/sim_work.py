@@ -13,16 +13,13 @@ from parallel101.trace.calls import Call
 
 
 class SimWork(dist.Work):
-    """A message or a collective as one rank sees it."""
+    """A message or a collective as one rank sees it. Whoever makes one sets all of it."""
 
     __slots__ = ("done", "future", "rank", "world")
-
-    def __init__(self, world: World, rank: Rank):
-        dist.Work.__init__(self)
-        self.world = world
-        self.rank = rank
-        self.done = False
-        self.future: SimFuture | None = None
+    world: World
+    rank: Rank
+    done: bool
+    future: SimFuture | None
 
     def wait(self, timeout: object = None) -> bool:
         """Block this rank until the work is done. A time limit in wall time has no meaning here."""
