@@ -117,11 +117,11 @@ def _ring_order(order: list[int], links: list[tuple[int, int]]) -> list[int] | N
         while after.get(turned[-1], first) not in turned:
             turned.append(after[turned[-1]])
         return turned if len(turned) == n else None
-    # both ways, along the ranks' own order; four ranks or fewer in a line may as well be a tree
+    # both ways, along the ranks' own order
     steps = {(order.index(dst) - order.index(src)) % n for src, dst in links}
     near = _neighbours(links)
     closed = all(len(near[r]) == 2 for r in order)
-    line = sum(map(len, near.values())) == 2 * (n - 1) and n > 4
+    line = sum(map(len, near.values())) == 2 * (n - 1) and all((dst, src) in links for src, dst in links)
     return order if steps <= {1, n - 1} and (closed or line) else None
 
 

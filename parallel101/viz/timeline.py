@@ -17,7 +17,7 @@ from parallel101.trace.events import P2P, Event, Trace
 from parallel101.viz.scene import Node, Scene
 from parallel101.viz.units import human_bytes, human_seconds, listed
 
-LEFT, RIGHT, TOP = 92.0, 932.0, 104.0
+LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
 MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3
 HOUSE_COLOURS = {"forward": 0, "backward": 1, "backward input": 1, "backward weight": 2, "input grad": 1, "weight grad": 2}
 STYLE = (
@@ -50,7 +50,7 @@ def timeline_scene(trace: Trace) -> Scene:
     n = trace.world_size
     if n > MOST_RANKS:
         raise ValueError(
-            f"{n} ranks are more rows than the {MOST_RANKS} that fit: run fewer, or write trace.to_chrome(path) and open it at ui.perfetto.dev"
+            f"{n} ranks are more rows than the {MOST_RANKS} that fit: run fewer, or write trace.to_chrome(path) for ui.perfetto.dev"
         )
     begin = min((e.start for e in trace.events), default=0.0)
     span = trace.makespan
@@ -69,7 +69,7 @@ def timeline_scene(trace: Trace) -> Scene:
     for rank in range(n):
         y = TOP + rank * row
         scene.add("rect", x=LEFT, y=y, width=RIGHT - LEFT, height=depth * tall + thin, class_="row")
-        if n <= 40 or rank % 8 == 0:
+        if rank % math.ceil(15 / row) == 0:
             scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + (depth * tall + thin) / 2 + 4, font_size=12, class_="m e")
     colours = _colours(trace.spans())
     _legend(scene, trace, colours)
@@ -95,7 +95,7 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
     messages = sum(trace.messages_sent)
     together = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
     parts = [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"] if messages else []
-    parts += [f"{together} part{'s' if together != 1 else ''} in collectives"] if together else []
+    parts += [f"{together} event{'s' if together != 1 else ''} of collectives"] if together else []
     scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
 
 
@@ -106,11 +106,13 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     others = sorted(kinds - P2P - {"span"})
     entries += [(listed(others) if len(others) <= 2 else "collective", "together")] if others else []
     x = 28.0
-    if not entries:
-        scene.add("text", "Nothing was recorded.", x=x, y=64, font_size=14, class_="m")
+    below = "messages and collectives below" if colours else "Messages and collectives"
+    story = ["Compute above"] * bool(colours) + [below] * bool(kinds - {"span"})
+    sentence = ", ".join(story) + ". Hover for what each one is." if entries else "Nothing was recorded."
+    scene.add("text", sentence, x=x, y=64, font_size=14, class_="m")
     for label, class_ in entries:
-        scene.add("rect", x=x, y=55, width=14, height=10, rx=2, class_=class_)
-        scene.add("text", label, x=x + 20, y=64, font_size=12.5, class_="m")
+        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_)
+        scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len(label)
 
 

@@ -88,7 +88,7 @@ class Words:
         onward = everyone and history.layout.kind == "ring" and len(history.ranks) > 2
         both_ways = onward and len(pairs) > len(senders)
         who, send = ("each rank", "sends") if everyone else (ranks(senders), "sends" if len(senders) == 1 else "send")
-        to = ranks(receivers) if len(receivers) <= 4 else "another rank" if everyone else f"{len(receivers)} others"
+        to = "another rank" if everyone and len(receivers) > 1 else ranks(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
         to = "both neighbours" if both_ways else "the next rank" if onward else to
         if not history.known:
             most = max(m.nbytes for m in messages)
@@ -146,7 +146,7 @@ class Words:
         """What ranks on a circle or a grid do, where the record is unmistakable."""
         history = self.history
         n, links = len(history.ranks), history.layout.links
-        if len(links) == len(history.messages) == n * (n - 1):
+        if len(links) == n * (n - 1) and len(history.messages) % len(links) == 0:
             return "Direct"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""
