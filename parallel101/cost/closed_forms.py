@@ -1,0 +1,142 @@
+"""What a collective costs, as the textbooks have it: steps, bytes of the busiest rank, bytes on the longest chain.
+
+    time = steps · α + path · β        α: latency of a message, seconds        β: seconds a byte, one over the bandwidth
+
+`Network(latency=1, bandwidth=inf)` makes a run's makespan the steps, `Network(latency=0, bandwidth=1)` the path, exactly: tests hold
+them together. Forms in lg p hold for powers of two as the textbooks write them; the others pay a fold before and after (see fold.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from parallel101.collectives.broadcast import SEGMENT_BYTES
+
+
+class Cost(NamedTuple):
+    steps: int  #  messages one after the other on the longest chain, where a rank sends and receives one message at a time
+    sent: int  #  bytes that the rank which sends most sends
+    path: int  #  bytes one after the other on the longest chain
+
+
+# By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the whole array, that is the result of a gather or
+# all-gather, the input of the others (of an all-to-all the input of one rank).
+# Sources: Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3; the folds and ⌈⌉ are counted from the code.
+FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
+    "broadcast": {
+        "flat": lambda p, n, b: Cost(p - 1, (p - 1) * n, (p - 1) * n),
+        "binomial": lambda p, n, b: Cost(lg_up(p), lg_up(p) * n, lg_up(p) * n),
+        "chain": lambda p, n, b: Cost(p - 2 + segments(n), n, n + (p - 2) * min(n, SEGMENT_BYTES)),
+        "scatter_all_gather": lambda p, n, b: Cost(lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b),
+    },
+    "scatter": {
+        "flat": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "binomial": lambda p, n, b: Cost(lg_up(p), (p - 1) * b, (p - 1) * b),
+    },
+    "gather": {
+        "flat": lambda p, n, b: Cost(p - 1, b, (p - 1) * b),
+        "binomial": lambda p, n, b: Cost(lg_up(p), p // 2 * b, (p - 1) * b),
+    },
+    "reduce": {
+        "flat": lambda p, n, b: Cost(p - 1, n, (p - 1) * n),
+        "binomial": lambda p, n, b: Cost(lg_up(p), n, lg_up(p) * n),
+        "reduce_scatter_gather": lambda p, n, b: Cost(p - 1 + lg_up(p), (p - 1 + p // 2) * b, 2 * (p - 1) * b),
+    },
+    "all_gather": {
+        "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),  # half of it where links go both ways
+        "recursive_doubling": lambda p, n, b: (
+            Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
+            if power_of_two(p)
+            else Cost(lg_down(p) + 2, folded(p) * b + n, b + folded(p) * b + n)
+        ),
+        "bruck": lambda p, n, b: Cost(lg_up(p), (p - 1) * b, (p - 1) * b),
+    },
+    "reduce_scatter": {
+        "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "recursive_halving": lambda p, n, b: (
+            Cost(lg_up(p), (p - 1) * b, (p - 1) * b) if power_of_two(p) else Cost(lg_down(p) + 2, n, n + folded(p) * b + b)
+        ),
+    },
+    "all_reduce": {
+        "reduce_broadcast": lambda p, n, b: Cost(2 * lg_up(p), lg_up(p) * n, 2 * lg_up(p) * n),
+        "direct": lambda p, n, b: Cost(2 * (p - 1), 2 * (p - 1) * b, 2 * (p - 1) * b),
+        "ring": lambda p, n, b: Cost(2 * (p - 1), 2 * (p - 1) * b, 2 * (p - 1) * b),
+        "bidirectional_ring": lambda p, n, b: Cost(2 * (p - 1), 2 * (p - 1) * b, 2 * (p - 1) * b),
+        "recursive_doubling": lambda p, n, b: (
+            Cost(lg_up(p), lg_up(p) * n, lg_up(p) * n)
+            if power_of_two(p)
+            else Cost(lg_down(p) + 2, (lg_down(p) + 1) * n, (lg_down(p) + 2) * n)
+        ),
+        "rabenseifner": lambda p, n, b: (
+            Cost(2 * lg_up(p), 2 * (p - 1) * b, 2 * (p - 1) * b)
+            if power_of_two(p)
+            else Cost(2 * lg_down(p) + 2, n - 2 * b + folded(p) * b + n, n + 2 * folded(p) * b + n)
+        ),
+    },
+    "all_to_all": {
+        "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "pairwise": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
+        "bruck": lambda p, n, b: Cost(lg_up(p), ones(p) * b, ones(p) * b),
+    },
+    "barrier": {
+        "dissemination": lambda p, n, b: Cost(lg_up(p), lg_up(p), lg_up(p)),  # of one byte each
+    },
+}
+
+
+def closed_form(operation: str, algorithm: str, p: int, nbytes: int) -> Cost:
+    """What `algorithm` costs on p ranks for an array of `nbytes` in all, which p ranks must be able to cut evenly.
+
+    Raises ValueError for an unknown operation or algorithm, for p < 1, and where p does not divide `nbytes`.
+    """
+    if algorithm not in FORMS.get(operation, {}):
+        known = ", ".join(f"{op} by {name}" for op, forms in FORMS.items() for name in forms)
+        raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: there are {known}")
+    if p < 1 or nbytes < 0 or nbytes % p:
+        raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that p ranks cut into equal blocks")
+    return FORMS[operation][algorithm](p, nbytes, nbytes // p) if p > 1 else Cost(0, 0, 0)
+
+
+def torus_all_reduce(shape: Sequence[int], nbytes: int) -> Cost:
+    """All-reduce along the axes of a mesh, "torus" as well as "two_level" (of a mesh of two axes): 2 Σ (pᵢ − 1) steps, 2n(p−1)/p bytes."""
+    p = math.prod(shape)
+    if nbytes % p:
+        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected an array that {p} ranks cut into equal blocks")
+    moved = 2 * nbytes // p * (p - 1)
+    return Cost(2 * sum(extent - 1 for extent in shape), moved, moved)
+
+
+def lg_up(p: int) -> int:
+    """⌈lg p⌉"""
+    return (p - 1).bit_length()
+
+
+def lg_down(p: int) -> int:
+    """⌊lg p⌋"""
+    return p.bit_length() - 1
+
+
+def power_of_two(p: int) -> bool:
+    return p & (p - 1) == 0
+
+
+def segments(nbytes: int) -> int:
+    """How many segments the chain broadcast cuts `nbytes` into."""
+    return -(-nbytes // SEGMENT_BYTES)
+
+
+def folded(p: int) -> int:
+    """Blocks that the core's rank 0 sends in recursive doubling when p is no power of two: it works for two ranks, as the first few do."""
+    pairs = p - (1 << lg_down(p))
+    return sum(width + min(width, pairs) for width in (1 << k for k in range(lg_down(p))))
+
+
+def ones(p: int) -> int:
+    """How often a bit is set in the numbers 0 … p − 1: the messages' blocks in Bruck's all-to-all; p lg p / 2 for a power of two."""
+    return sum(j.bit_count() for j in range(p))

@@ -1,0 +1,107 @@
+"""What the tests of the collectives share: values that differ everywhere, and the answers that one process gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel101.mesh import split_sizes
+
+ROOTED = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
+WITH_DIM = {"scatter", "gather", "all_gather", "reduce_scatter"}
+REDUCING = {"reduce", "reduce_scatter", "all_reduce"}
+MOVING = {"broadcast", "scatter", "gather", "all_gather", "all_to_all"}
+OPS = ("sum", "mean", "product", "max", "min")
+
+
+def on_backends(**world_sizes: Sequence[int]) -> Any:
+    """Parametrize a test over (backend, world_size); NCCL too, skipped with a reason where there are too few GPUs."""
+    gpus = torch.cuda.device_count()
+    nccl = [
+        pytest.param(
+            "nccl", p, marks=[pytest.mark.nccl, pytest.mark.skipif(gpus < p, reason=f"NCCL wants a GPU a rank: {p} ranks, {gpus} GPUs")]
+        )
+        for p in (1, 2, 4)
+    ]
+    ours = [(backend, p) for backend, sizes in world_sizes.items() for p in sizes]
+    return pytest.mark.parametrize(("backend", "world_size"), [*ours, *nccl])
+
+
+def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Different in every place and on every rank, in float64 and int64; whole numbers so small that sums are exact in every dtype."""
+    count = torch.arange(math.prod(shape)).reshape(tuple(shape))
+    if dtype == torch.bool:
+        return (count * 5 + rank * 3) % 7 < 3
+    if dtype in (torch.float64, torch.float32, torch.int64, torch.int32):
+        return (count * 7 + rank * 1009 + 1).to(dtype)
+    return ((count * 5 + rank * 3) % 13 + 1).to(dtype)
+
+
+def combined(xs: Sequence[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(list(xs))
+    if op == "sum":
+        return stacked.sum(0).to(xs[0].dtype)
+    if op == "mean":
+        return stacked.mean(0)
+    if op == "product":
+        return stacked.prod(0).to(xs[0].dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def answer(
+    operation: str, xs: Sequence[Tensor], position: int, *, root: int = 0, dim: int = 0, op: str = "sum", sizes: Any = None
+) -> Tensor:
+    """What one process makes of all ranks' tensors; `sizes` cut what is cut."""
+    p, nothing = len(xs), xs[0].new_empty(0)
+    if operation == "broadcast":
+        return xs[root]
+    if operation == "scatter":
+        return xs[root].split(sizes or split_sizes(xs[root].shape[dim], p), dim)[position]
+    if operation == "gather":
+        return torch.cat(list(xs), dim) if position == root else nothing
+    if operation == "reduce":
+        return combined(xs, op) if position == root else nothing
+    if operation == "all_gather":
+        return torch.cat(list(xs), dim)
+    if operation == "reduce_scatter":
+        return combined(xs, op).split(sizes or split_sizes(xs[0].shape[dim], p), dim)[position]
+    if operation == "all_reduce":
+        return combined(xs, op)
+    raise ValueError(operation)
+
+
+def transposed(xs: Sequence[Tensor], position: int, split_dim: int, concat_dim: int) -> Tensor:
+    """What one process makes of an all-to-all with balanced blocks."""
+    return torch.cat([x.split(split_sizes(x.shape[split_dim], len(xs)), split_dim)[position] for x in xs], concat_dim)
+
+
+def arguments(operation: str, *, root: int = 0, dim: int = 0, op: str = "sum") -> dict[str, Any]:
+    """Those of them that the operation has."""
+    given: dict[str, Any] = {}
+    if operation in ROOTED:
+        given[ROOTED[operation]] = root
+    if operation in WITH_DIM:
+        given["dim"] = dim
+    if operation in REDUCING:
+        given["op"] = op
+    return given
+
+
+def differs(expected: Tensor, function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+    """What is wrong with a collective's result, or None: values, shape, dtype, x left alone, memory of its own, contiguous."""
+    before = x.clone()
+    result = function(x, *args, **kwargs)
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{tuple(result.shape)} {result.dtype} and not {tuple(expected.shape)} {expected.dtype}"
+    if not torch.equal(result, expected):
+        return f"{result.flatten().tolist()[:12]} and not {expected.flatten().tolist()[:12]}"
+    if not torch.equal(x, before):
+        return "x was changed"
+    if result.numel() and result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        return "the result lies in x's memory"
+    return None if result.is_contiguous() else "the result is not contiguous"
