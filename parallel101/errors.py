@@ -75,7 +75,9 @@ class LaunchTimeout(TimeoutError):
 def broken_connection(error: BaseException) -> bool:
     """Whether a rank's error only says that some other rank is gone: never the cause, where another error is known."""
     text = str(error)
-    return isinstance(error, RuntimeError) and any(part in text for part in ("onnection closed", "onnection reset", "onnection refused", "Broken pipe"))
+    return isinstance(error, RuntimeError) and any(
+        part in text for part in ("onnection closed", "onnection reset", "onnection refused", "Broken pipe")
+    )
 
 
 def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[int]) -> str:
@@ -91,7 +93,10 @@ def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[
 def _advice(waiting: Waiting) -> list[str]:
     kinds = {kind for kind, _, _ in waiting.values()}
     if kinds == {"send"}:
-        return ["  All of them send first. A send on gloo ends when its receive is posted: post a receive first (irecv) or let one rank start with it."]
+        return [
+            "  All of them send first. A send on gloo ends when its receive is posted: post a receive first (irecv), "
+            "or let one rank start with it."
+        ]
     if kinds == {"recv"}:
         return ["  All of them receive first, and nobody sends: let the sends go out first (isend), then receive."]
     return []

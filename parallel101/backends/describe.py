@@ -1,7 +1,7 @@
 """What a call of torch's own collectives says: which tensors, how many bytes, which reduction, which root.
 
-The table is the one place that knows how c10d spells its collectives, on gloo, NCCL and sim alike. c10d renames them from time to time (torch 2.13
-has all_gather_single for _allgather_base), so an entry lists the names a backend may know it by.
+The table is the one place that knows how c10d spells its collectives, on gloo, NCCL and sim alike. c10d renames them from time to time
+(torch 2.13 has all_gather_single for _allgather_base), so an entry lists the names a backend may know it by.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Told(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """How a c10d method is called. `inputs`, `outputs`: the position of the argument; `compare`: whose shape must be the same on all ranks."""
+    """How a c10d method is called: the positions of the argument that goes in, of the one that comes out, and of the one whose shape must
+    be the same on all ranks."""
 
     kind: str
     names: tuple[str, ...]
@@ -43,7 +44,7 @@ class Spec(NamedTuple):
         options = args[-1] if args else None
         op = getattr(options, "reduceOp", None)
         nbytes = max(sum(t.nbytes for t in ins), sum(t.nbytes for t in outs))
-        some = (compared or ins or outs or [None])[0]
+        some = next(iter(compared or ins or outs), None)
         return Told(
             ins or outs,
             nbytes,

@@ -28,7 +28,9 @@ def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size:
     _ledger[:] = [ledger]
     name = f"parallel101_{backend}"
     if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, partial(_create, backend), extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"])
+        dist.Backend.register_backend(
+            name, partial(_create, backend), extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"]
+        )
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
     torch_private.around_new_group(_making_a_group)
@@ -57,6 +59,7 @@ def _making_a_group() -> Iterator[None]:
 
 def _connect(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
     """torch's own backend, and a process group of torch's own around it: the backend is quicker to call, the group knows more calls."""
+    inner: Any
     if backend == "gloo":
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
@@ -75,7 +78,7 @@ def _connect(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
 
 
 def own_device(backend: str, local_rank: int) -> None:
-    """Give a rank its device: on NCCL the GPU with its number, as torch's default; on gloo one thread, or the ranks would fight over the cores."""
+    """Give a rank its device: on NCCL the GPU with its number, as torch's default; on gloo one thread, or ranks fight over cores."""
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
         torch.set_default_device(torch.device("cuda", local_rank))

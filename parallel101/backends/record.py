@@ -82,7 +82,7 @@ class RecordedGroup(dist.ProcessGroup):
     """A process group that hands every call to `inner` and keeps the ledger."""
 
     def __init__(self, inner: Any, whole: Any, label: str, ranks: Sequence[int], ledger: Ledger, backend: str):
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  #  torch's stub lacks this form, made for Python
         self.inner = inner  #  torch's backend
         self.whole = whole  #  a process group of torch's own around it, for what the backend alone can't be asked from Python
         self.label = label
@@ -101,10 +101,10 @@ class RecordedGroup(dist.ProcessGroup):
 
     # DDP, FSDP2 and the functional collectives look a group up by its name
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         return self.torch_name
 
-    def _set_group_name(self, name: str) -> None:  # type: ignore[override]
+    def _set_group_name(self, name: str) -> None:
         self.torch_name = name
 
     def abort(self) -> None:
@@ -121,10 +121,10 @@ class RecordedGroup(dist.ProcessGroup):
 
     # ---- messages ----
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:  # type: ignore[override]
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         return self._message("send", tensors, self.ranks[dst], tag, lambda: self.inner.send(tensors, dst, tag))
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:  # type: ignore[override]
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
         return self._message("recv", tensors, self.ranks[src], tag, lambda: self.inner.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
@@ -156,7 +156,9 @@ class RecordedGroup(dist.ProcessGroup):
         told = spec.describe(args)
         tensors = flat(args)
         root = None if told.root is None else self.ranks[told.root]
-        call = Call(self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller())
+        call = Call(
+            self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
+        )
         self._check(call, tensors)
         began = time.perf_counter()
         with self.ledger.waits_in(posted):
@@ -169,12 +171,12 @@ class RecordedGroup(dist.ProcessGroup):
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise MisuseError(
-                    f"rank {call.rank} passes a strided tensor to {call.brief}: its strides are {tensor.stride()}, and gloo reads and writes its memory "
-                    "as if it were contiguous. Send x.contiguous(), and receive into a tensor that is.",
+                    f"rank {call.rank} passes a strided tensor to {call.brief}: its strides are {tensor.stride()}, and gloo reads and "
+                    "writes its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is.",
                     call.rank,
                 )
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         self._collective("monitored_barrier", *args, **kwargs)
 
 

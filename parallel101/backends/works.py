@@ -50,7 +50,7 @@ class WatchedWork(dist.Work):
         if not self.kept:
             self.posted.group.ledger.dropped[self.posted.key, self.posted.seq] = caller()
 
-    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+    def wait(self, *timeout: Any) -> bool:
         self.kept = True
         ledger = self.posted.group.ledger
         if threading.get_ident() != ledger.thread:
@@ -104,7 +104,7 @@ class RecordedWork(WatchedWork):
             return None
         return [value for tensor in self.tensors for value in tensor.detach().reshape(-1).tolist()]
 
-    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+    def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)
         self.ended(checked=True)
         return answer
@@ -139,8 +139,8 @@ class RecordedWork(WatchedWork):
         )
         if checked and self.version is not None and self.tensors[0]._version != self.version and not same_bytes(self.tensors, self.copy):
             raise MisuseError(
-                f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} was changed before its wait(). "
-                "Wait for the send first, or send a clone.",
+                f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} "
+                "was changed before its wait(). Wait for the send first, or send a clone.",
                 call.rank,
             )
         self.tensors, self.copy = [], None

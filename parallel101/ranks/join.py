@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 script.py      four processes run script.py; each launch() in it is one program on all of them
 
-There is no launching process here, so the ranks report to the job's store, and rank 0 reads who waits for whom. A rank that is blocked for ever
-can't be woken (gloo has no way to): it prints what happened and ends, and torchrun ends the job.
+There is no launching process here, so the ranks report to the job's store, and rank 0 reads who waits for whom. A rank that is
+blocked for ever can't be woken (gloo has no way to): rank 0 prints what happened, the process ends, and torchrun ends the job.
 """
 
 from __future__ import annotations
@@ -44,19 +44,26 @@ def in_a_job() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PARALLEL101_RANK" not in os.environ
 
 
-def join(fn: Callable, args: tuple, kwargs: dict, *, world_size: int | None, backend: str, trace: bool | str, timeout: float, payload_bytes: int) -> Run:
+def join(
+    fn: Callable, args: tuple, kwargs: dict, *, world_size: int | None, backend: str, trace: bool | str, timeout: float, payload_bytes: int
+) -> Run:
     """Run fn as this process's rank of the job; see `launch`. Raises ValueError when world_size is not the job's."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size is not None and world_size != size:
-        raise ValueError(f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE); leave world_size out, or start {world_size} processes")
+        raise ValueError(
+            f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE); leave it out, or start {world_size} processes"
+        )
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed is initialised already; launch() does that itself: call it first, or use your own group without launch()")
+        raise RuntimeError(
+            "torch.distributed is initialised already; launch() does that itself: call it first, or use your own group without launch()"
+        )
     global _launches
     _launches += 1
     store = dist.PrefixStore(f"parallel101/{_launches}", _job_store(timeout))
     calls: list[Call] = []
     ledger = Ledger(rank, recording=bool(trace), payload_bytes=payload_bytes, tell=calls.append if trace else None)
-    watcher = _JobWatcher(ledger, store.clone(), size, timeout)
+    other: dist.Store = store.clone()  # type: ignore[attr-defined]  #  a connection of its own: one call at a time blocks one
+    watcher = _JobWatcher(ledger, other, size, timeout)
     watcher.start()
     if trace:
         record_into(ledger)
@@ -173,7 +180,7 @@ class _JobWatcher(threading.Thread):
         return Standing(call, False, *self.ledger.report())
 
     def _publish(self, standing: Standing) -> None:
-        self.store.set(f"standing/{self.ledger.rank}", pickle.dumps(standing))
+        self.store.set(f"standing/{self.ledger.rank}", pickle.dumps(standing))  # type: ignore[arg-type]  #  bytes will do
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -182,7 +189,9 @@ class _JobWatcher(threading.Thread):
         if (found := self.board.deadlock(now)) is not None:
             self.announce(found)
         if now > self.deadline and not all(standing.returned for standing in self.board.ranks):
-            self.announce(LaunchTimeout(f"the ranks were still at work after {self.timeout:g} s (launch(..., timeout=seconds) allows more)"))
+            self.announce(
+                LaunchTimeout(f"the ranks were still at work after {self.timeout:g} s (launch(..., timeout=seconds) allows more)")
+            )
 
     def _end(self, error: BaseException) -> None:
         """The run has failed. This rank's own thread raises if it can; if it is blocked, the process ends."""

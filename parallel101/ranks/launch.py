@@ -1,7 +1,7 @@
 """`launch(fn, world_size=4)`: run a function once a rank, on real processes or virtual ones, and hand back what they returned.
 
-    launch ──▶ ranks (processes) ──▶ each: join the group, run fn ──▶ results, record
-                   torchrun's, where this process is already one of them (see join)
+launch ──▶ ranks (processes) ──▶ each: join the group, run fn ──▶ results, record
+               torchrun's, where this process is already one of them (see join)
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def launch(
     if in_a_job() and backend != "sim":  #  virtual ranks are nobody's processes: each of the job's runs the whole simulation
         return join(fn, args, kwargs, world_size=world_size, backend=backend, trace=trace, timeout=timeout, payload_bytes=payload_bytes)
     if "PARALLEL101_RANK" in os.environ:
-        raise RuntimeError(f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch; ranks can't launch ranks of their own")
+        raise RuntimeError(
+            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch; ranks can't launch ranks of their own"
+        )
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
     _enough_gpus(backend, size)
     packed = _pack_call(fn, args, kwargs)
@@ -141,7 +143,11 @@ def _pack_call(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
-        parts = [("the function", fn), *((f"argument {i}", a) for i, a in enumerate(args)), *((f"argument {k!r}", v) for k, v in kwargs.items())]
+        parts = [
+            ("the function", fn),
+            *((f"argument {i}", a) for i, a in enumerate(args)),
+            *((f"argument {k!r}", v) for k, v in kwargs.items()),
+        ]
         for name, part in parts:
             try:
                 pack(part)
@@ -169,7 +175,7 @@ def _check(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> Non
 
 
 def _world_size(value: Any) -> int:
-    if isinstance(value, bool) or isinstance(value, str):
+    if isinstance(value, bool | str):
         raise TypeError(f"world_size is {value!r}; it is a whole number of ranks, 1 or more")
     try:
         size = operator.index(value)
@@ -184,7 +190,9 @@ def _enough_gpus(backend: str, size: int) -> None:
     if backend != "nccl":
         return
     if not dist.is_nccl_available():
-        raise RuntimeError("backend 'nccl' needs a torch that was built with NCCL, and this one is not (a CPU build); use backend='gloo' or 'sim'")
+        raise RuntimeError(
+            "backend 'nccl' needs a torch that was built with NCCL, and this one is not (a CPU build); use backend='gloo' or 'sim'"
+        )
     have = torch.cuda.device_count()
     if have < size:
         raise RuntimeError(

@@ -1,8 +1,8 @@
 """The launching process while its ranks run: it hears them all, shows what they print, and knows when something is wrong.
 
-    rank r ──▶ printed lines ─────────▶ this process's output
-           ──▶ calls, blocked, free ──▶ referee, who waits for whom ──▶ MisuseError, DeadlockError
-           ──▶ result | error | death ─▶ results, RankFailed
+rank r ──▶ printed lines ─────────▶ this process's output
+       ──▶ calls, blocked, free ──▶ referee, who waits for whom ──▶ MisuseError, DeadlockError
+       ──▶ result | error | death ─▶ results, RankFailed
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Monitor:
                 raise self.referee.verdict() or deadlock
             if now >= deadline:
                 raise self.referee.verdict() or self._too_late()
-            moments = [deadline, self.failed_at, self.board.suspected and self.board.due]
-            self._listen(min(moment for moment in moments if moment is not None) - now)
+            again = self.board.due if self.board.suspected is not None else deadline
+            self._listen(min(deadline, again, deadline if self.failed_at is None else self.failed_at) - now)
         if self.referee.suspects:
             raise self.referee.verdict()  # type: ignore[misc]
 
@@ -181,7 +181,9 @@ class Monitor:
             if state.result is not None:
                 lines.append(f"  rank {state.rank} had returned")
             elif (call := state.standing.blocked) is not None:
-                lines.append(f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {call.where}")
+                lines.append(
+                    f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {call.where}"
+                )
             else:
                 lines += [f"  {place}" for place in state.places or [f"rank {state.rank} was at a place it could not tell"]]
         return LaunchTimeout("\n".join(lines))
@@ -247,7 +249,8 @@ def died(rank: int, code: int | None, dump: str = "", stderr: str = "") -> RankF
         message += f", at {place}"
     if code == -signal.SIGABRT:
         message += (
-            "\n  gloo aborts a rank whose receive is smaller than the message that comes for it, or when the ranks of a collective disagree on its size."
+            "\n  gloo aborts a rank whose receive is smaller than the message that comes for it, "
+            "or when the ranks of a collective disagree on its size."
             "\n  Run it again with trace=True: a checked run names the two calls that do not fit."
         )
     said = [line for line in stderr.splitlines() if line.strip()][-3:]

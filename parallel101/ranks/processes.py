@@ -13,14 +13,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO
 
 FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
@@ -86,7 +85,7 @@ class _Server:
 
     def fork(self, fds: list[int]) -> int:
         with self.lock:
-            for attempt in (1, 2):
+            for _attempt in (1, 2):
                 if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
                     self._start()
                 assert self.sock is not None
@@ -98,15 +97,21 @@ class _Server:
                 if answer:
                     return int(answer)
                 self.stop()
-        raise RuntimeError("the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine")
+        raise RuntimeError(
+            "the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine"
+        )
 
     def _start(self) -> None:
         if self.sock is not None:
             self.sock.close()  #  of one that was lost, or, in a forked child, its parent's
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM)
-        program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.processes import serve; serve({theirs.fileno()})"
+        self.sock, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM
+        )
+        program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.forkserver import serve; serve({theirs.fileno()})"
         #  a session of its own: Ctrl-C at the terminal is for the launching process, which then ends its ranks itself
-        self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
         theirs.close()
         self.owner = os.getpid()
 
@@ -148,74 +153,6 @@ def _fork_one() -> Rank:
     return Rank(pid, control, out, err, status)
 
 
-# ---- the fork server itself ----
-
-
-def serve(fd: int) -> None:
-    """The fork server's loop: fork a rank for each request, report each rank's exit code, end with the launching process."""
-    import parallel101.ranks.worker as worker  #  with all that a rank needs, so that a fork has it at once
-
-    server = socket.socket(fileno=fd)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    reports: dict[int, int] = {}  #  pid of a living rank -> where its exit code goes
-    while True:
-        ready, _, _ = select.select([server, woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-            _reap(reports)
-        if server in ready:
-            request, fds, _, _ = socket.recv_fds(server, 1, 4)
-            if not request:
-                break
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setsid()
-                worker.main(**_stdio(*fds))
-            for end in fds[:3]:
-                os.close(end)
-            reports[pid] = fds[3]
-            server.send(str(pid).encode())
-    for pid in reports:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def _stdio(control: int, out: int, err: int, status: int) -> dict[str, int]:
-    """In a new rank: make its pipes the standard streams, and let go of all else that the fork server holds."""
-    import fcntl  #  not on Windows, and neither is fork
-
-    null = os.open(os.devnull, os.O_RDONLY)
-    aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, status)]  #  out of the way of 0 to 4
-    for wanted, end in enumerate(aside):
-        os.dup2(end, wanted)
-    os.closerange(5, max(int(name) for name in os.listdir("/dev/fd")) + 1)
-    return {"control": 3, "status": 4}
-
-
-def _reap(reports: dict[int, int]) -> None:
-    while reports:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        if pid in reports:
-            end = reports.pop(pid)
-            try:
-                os.write(end, f"{os.waitstatus_to_exitcode(status)}\n".encode())
-            except BrokenPipeError:
-                pass  #  whoever asked no longer listens
-            os.close(end)
-
-
 # ---- a fresh interpreter a rank ----
 
 
@@ -253,12 +190,12 @@ def _spawn_one() -> Rank:
     return Rank(process.pid, control, _selectable(process.stdout), _selectable(process.stderr), status)
 
 
-def _selectable(pipe: BinaryIO | object) -> socket.socket:
+def _selectable(pipe: IO[bytes]) -> socket.socket:
     """A pipe as a socket: select() on Windows knows sockets alone."""
     ours, theirs = socket.socketpair()
 
     def pump() -> None:
-        with pipe, theirs:  # type: ignore[attr-defined]
+        with pipe, theirs:
             try:
                 while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]
                     theirs.sendall(data)

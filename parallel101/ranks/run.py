@@ -40,5 +40,7 @@ class Run:
 
     def _recorded(self, what: str) -> Trace:
         if self.trace is None:
-            raise ValueError(f"run.{what}() draws what was recorded, and this run was not: launch it with trace=True (or on the sim backend)")
+            raise ValueError(
+                f"run.{what}() draws what was recorded, and this run was not: launch it with trace=True (or on the sim backend)"
+            )
         return self.trace

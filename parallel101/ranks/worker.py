@@ -1,8 +1,8 @@
 """A rank's side of a launch: take the job, join the group, run the program, hand back what it returned or how it failed.
 
-    control ◀── job, function          the launching process (see monitor)
-            ──▶ calls as they are posted (a checked run), "blocked" / "free", events, result or error
-            ◀── finish                 nobody leaves before all have returned: others may still need this rank
+control ◀── job, function          the launching process (see monitor)
+        ──▶ calls as they are posted (a checked run), "blocked" / "free", events, result or error
+        ◀── finish                 nobody leaves before all have returned: others may still need this rank
 """
 
 from __future__ import annotations
@@ -174,14 +174,15 @@ def _own_streams() -> None:
         libc = ctypes.CDLL(None)
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), encoding="utf-8", errors="backslashreplace", write_through=True)
+        raw = io.FileIO(fd, "wb", closefd=False)
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def keep_large_blocks() -> None:
-    """Tell glibc to keep freed memory: a fresh 64 MiB tensor costs as much as sending it, all of it page faults. Elsewhere nothing is done."""
+    """Tell glibc to keep freed memory: a fresh 64 MiB tensor costs as much as sending it, all of it page faults. Elsewhere: nothing."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  #  M_MMAP_MAX: large blocks come from the heap, and so go back to it
@@ -201,7 +202,9 @@ def _settle_in(job: Job) -> None:
     if job.backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if job.backend != "sim":
-        os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.local_rank), LOCAL_WORLD_SIZE=str(job.world_size))
+        os.environ.update(
+            RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.local_rank), LOCAL_WORLD_SIZE=str(job.world_size)
+        )
     os.environ["PARALLEL101_RANK"] = str(job.rank)
     torch.set_num_threads(1)
 

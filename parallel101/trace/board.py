@@ -53,7 +53,9 @@ class Board:
         waits = {rank: standing.blocked for rank, standing in enumerate(self.ranks) if standing.blocked is not None}
         if not waits:
             return None
-        found = stuck(waits, lambda call: self.missing(call, without_dropped), [r for r, standing in enumerate(self.ranks) if standing.returned])
+        found = stuck(
+            waits, lambda call: self.missing(call, without_dropped), [r for r, standing in enumerate(self.ranks) if standing.returned]
+        )
         if found is not None and without_dropped:
             return DeadlockError(found.waiting, found.cycle, found.returned, self._thrown_away())
         return found

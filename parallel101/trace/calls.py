@@ -1,7 +1,7 @@
 """What a rank asked of the others: one side of a message, or its part in a collective. Two questions are answered from calls.
 
-    do the two sides agree?        `disagreement`   (op, shape, dtype, size, root, reduction)
-    can everybody still go on?     `stuck`          (who waits for whom, and the circle)
+do the two sides agree?        `disagreement`   (op, shape, dtype, size, root, reduction)
+can everybody still go on?     `stuck`          (who waits for whom, and the circle)
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ class Call(NamedTuple):
     def brief(self) -> str:
         """What the call was, in one phrase, for messages to people."""
         what = f"{self.kind}(" + ", ".join(
-            part for part in (f"shape {tuple(self.shape)}, {self.dtype}", self.op and f"op {self.op}", self.root is not None and f"root {self.root}") if part
+            part
+            for part in (
+                f"shape {tuple(self.shape)}, {self.dtype}",
+                self.op and f"op {self.op}",
+                self.root is not None and f"root {self.root}",
+            )
+            if part
         )
         return f"{what}) at {self.where}"
 
@@ -75,7 +81,7 @@ def stuck(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]],
         returned: ranks that have finished and will post nothing more.
 
     A rank can go on when its call is on its way, or when someone it misses is neither blocked nor gone: whoever runs may still post.
-    A receive from anyone needs one of its peers, every other call all of them. What is left when nobody more can be freed is stuck for ever.
+    A receive from anyone needs one of its peers, every other call all of them. What is left when nobody more can be freed is stuck.
     """
     held, gone = dict(waits), set(returned)
 

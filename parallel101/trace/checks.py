@@ -47,7 +47,7 @@ class Referee:
             self.suspects.append(call)
 
     def verdict(self) -> MisuseError | None:
-        """What was found, or None. The rank named is the one that differs from most (of a message: the receiver; of two ranks: the higher)."""
+        """What was found, or None. It names the rank that differs from most (of a message, the receiver; of two ranks, the higher)."""
         if not self.suspects:
             return None
         parts = sorted(self.suspects, key=lambda c: (c.kind == "recv", c.rank))

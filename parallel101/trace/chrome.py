@@ -26,7 +26,14 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
         out.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
     for event in trace.events:
         label = event.name or event.kind if event.kind == "span" else event.kind
-        about = {"where": event.where, "bytes": event.nbytes, "shape": list(event.shape), "dtype": event.dtype, "peer": event.peer, "tag": event.tag}
+        about = {
+            "where": event.where,
+            "bytes": event.nbytes,
+            "shape": list(event.shape),
+            "dtype": event.dtype,
+            "peer": event.peer,
+            "tag": event.tag,
+        }
         slice_ = {"ph": "X", "pid": event.rank, "tid": lane[id(event)], "ts": event.start * MICRO, "dur": (event.end - event.start) * MICRO}
         out.append({**slice_, "name": label, "cat": event.kind, "args": event.args or about})
     for number, message in enumerate(trace.messages()):
@@ -47,7 +54,7 @@ def _lanes(trace: Trace) -> dict[int, int]:
             lanes[id(event)] = 0
             continue
         number = next((i for i, end in enumerate(ends) if end <= event.start), len(ends))
-        ends[number:number + 1] = [event.end]
+        ends[number : number + 1] = [event.end]
         lanes[id(event)] = 1000 * row + number
     return lanes
 

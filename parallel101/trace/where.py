@@ -1,6 +1,6 @@
 """Where in the caller's code a message came from: "file:line" of the first frame that is neither torch's nor ours.
 
-    lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        says lesson.py:12
+lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        says lesson.py:12
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SOON = 2.0  #  seconds: the promise for deadlocks and deaths on gloo
 
 
 def line_of(function, text: str) -> str:
-    """"file:line" of the line of a function that holds `text`."""
+    """ "file:line" of the line of a function that holds `text`."""
     lines, first = inspect.getsourcelines(function)
     return f"{Path(__file__)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 

@@ -69,7 +69,9 @@ SCRIPT = """
 def _started(tmp_path, body=SCRIPT):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(body))
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     lines = [process.stdout.readline() for _ in range(2)]
     return process, [int(line.split()[-1]) for line in lines]
 
@@ -86,7 +88,7 @@ def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
     process, pids = _started(tmp_path)
     family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, signal.SIGINT)  #  as a terminal does
-    out, err = process.communicate(timeout=10)
+    err = process.communicate(timeout=10)[1]
     assert "KeyboardInterrupt" in err
     assert "interrupted: rank 0 was at" in err
     assert _gone(pids + family)

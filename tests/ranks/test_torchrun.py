@@ -24,7 +24,8 @@ SCRIPT = """
     if "deadlock" in sys.argv:
         p101.launch(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), world_size=2)
     if "misuse" in sys.argv:
-        p101.launch(lambda: dist.all_reduce(torch.ones(2), op=(dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]), world_size=2, trace=True)
+        op = lambda: (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
+        p101.launch(lambda: dist.all_reduce(torch.ones(2), op=op()), world_size=2, trace=True)
     sim = p101.launch(lambda: dist.get_rank(), world_size=3, backend="sim")
     values = [value for value, _ in first.results], [t.tolist() for _, t in first.results]
     line = f"{values} {second.results} {len(first.trace.events)} {sim.results}\\n"
@@ -67,7 +68,11 @@ def test_a_world_size_that_is_not_the_jobs(script):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("fail", "rank 1 raised ZeroDivisionError"), ("deadlock", "rank 0 waits in recv from rank 1"), ("misuse", "different reductions: sum and max")],
+    [
+        ("fail", "rank 1 raised ZeroDivisionError"),
+        ("deadlock", "rank 0 waits in recv from rank 1"),
+        ("misuse", "different reductions: sum and max"),
+    ],
 )
 def test_failures_end_the_job_with_their_story(script, how, said):
     done = _torchrun(script, "2", how)

@@ -1,0 +1,77 @@
+"""The fork server: a process that has imported torch, done nothing with it, and turns into a rank whenever it is asked to.
+
+serve:  request (a rank's four pipe ends) ──▶ fork ──▶ worker.main      its exit code ──▶ the rank's status pipe
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+
+def serve(fd: int) -> None:
+    """The fork server's loop: fork a rank for each request, report each rank's exit code, end with the launching process."""
+    import parallel101.ranks.worker as worker  #  with all that a rank needs, so that a fork has it at once
+
+    server = socket.socket(fileno=fd)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    reports: dict[int, int] = {}  #  pid of a living rank -> where its exit code goes
+    while True:
+        ready: list[Any] = select.select([server, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(reports)
+        if server in ready:
+            request, fds, _, _ = socket.recv_fds(server, 1, 4)
+            if not request:
+                break
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                worker.main(**_stdio(*fds))
+            for end in fds[:3]:
+                os.close(end)
+            reports[pid] = fds[3]
+            server.send(str(pid).encode())
+    for pid in reports:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _stdio(control: int, out: int, err: int, status: int) -> dict[str, Any]:
+    """In a new rank: make its pipes the standard streams, and let go of all else that the fork server holds."""
+    import fcntl  #  not on Windows, and neither is fork
+
+    null = os.open(os.devnull, os.O_RDONLY)
+    aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, status)]  #  out of the way of 0 to 4
+    for wanted, end in enumerate(aside):
+        os.dup2(end, wanted)
+    os.closerange(5, max(int(name) for name in os.listdir("/dev/fd")) + 1)
+    return {"control": 3, "status": 4}
+
+
+def _reap(reports: dict[int, int]) -> None:
+    while reports:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        if pid in reports:
+            end = reports.pop(pid)
+            try:
+                os.write(end, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            except BrokenPipeError:
+                pass  #  whoever asked no longer listens
+            os.close(end)
