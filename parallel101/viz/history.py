@@ -121,7 +121,7 @@ def _begin(history: History, column: Column, rank: int) -> Counts:
 def _follow(
     history: History, content: list[dict[int, Counts]], landed: dict[tuple[int, int], Landing], rank: int, column: int, held: Counts
 ) -> list[tuple[float, Counts]]:
-    """One cell through time. Notes in `landed` for each message that arrives whether it was added."""
+    """One cell through time: (moment, what it holds from then on). Notes in `landed` whether each message that arrives was added."""
     story: list[tuple[float, bool, int]] = []  #  (when, it is a send, message)
     for i, m in enumerate(history.messages):
         if column in content[i]:
@@ -130,40 +130,40 @@ def _follow(
             if m.src == rank:
                 story.append((m.send.posted, True, i))
     story.sort(key=lambda event: (event[0], history.step[event[2]], event[1]))
-    seen_later: list[Counts | None] = []  #  for each event: the next thing this rank shows of this chunk
     result = history.returned[rank]
-    witness = None if result is None else result.get(column)
+    later = None if result is None else result.get(column)  # what the rank shows of this chunk after the last event
+    witnesses: list[tuple[Counts | None, bool]] = []  # for each event: what it shows next, and whether nothing arrives in between
+    alone = True
     for _, is_send, i in reversed(story):
-        seen_later.append(witness)
-        witness = content[i][column] if is_send else witness
+        witnesses.append((later, alone))
+        later, alone = (content[i][column], True) if is_send else (later, False)
     states = [(START, held)]
-    for (_, is_send, i), later in zip(story, reversed(seen_later), strict=True):
+    for (_, is_send, i), (later, alone) in zip(story, reversed(witnesses), strict=True):
         carried, moment = content[i][column], history.step[i] + (0.0 if is_send else 0.5)
         if not history.sums:
             after = tuple(map(max, held, carried))
         elif is_send:
             after = carried
+        elif later is not None and alone:
+            after = later  # what it shows next is what it made of it
         else:
-            added = _was_added(held, carried, later)
-            after = tuple(a + b for a, b in zip(held, carried, strict=True)) if added else carried
+            after = _made_of(held, carried, later)
         if not is_send:
-            landed[i, column] = Landing(column, carried, history.sums and any(held) and after != carried)
+            landed[i, column] = Landing(column, carried, history.sums and any(held) and after not in (carried, held))
         if after != held:
             states.append((max(moment, states[-1][0]), after))
             held = after
     return states
 
 
-def _was_added(held: Counts, carried: Counts, later: Counts | None) -> bool:
-    """Whether what came was added to what was there, judged by what the rank showed later of the same chunk."""
+def _made_of(held: Counts, carried: Counts, later: Counts | None) -> Counts:
+    """What a rank has after an arrival, where other arrivals follow before it shows what it has, or where it never does."""
     total = tuple(a + b for a, b in zip(held, carried, strict=True))
-    if not any(held):
-        return False
     if later is not None and _holds(later, total):
-        return True
+        return total
     if later is not None and _holds(later, carried):
-        return False
-    return not _holds(carried, held)  #  nothing was shown: whoever is given more than it has takes it
+        return carried
+    return carried if _holds(carried, held) else total  # whoever is given more than it has takes it
 
 
 def _holds(whole: Counts, part: Counts) -> bool:

@@ -1,0 +1,259 @@
+"""The collective view says what the record proves: every cell, every step, every error, on replays that really moved values."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import pytest
+import torch
+
+from parallel101.viz.collective import collective_scene
+from parallel101.viz.history import history_of
+from parallel101.viz.matrix import Matrix
+from parallel101.viz.provenance import decode
+from tests.viz import algorithms as a
+from tests.viz.virtual_ranks import run
+
+SIZES = [2, 3, 5, 8]
+SVG = "{http://www.w3.org/2000/svg}"
+
+# program, elements a rank for n ranks, steps, operation, layout
+CASES = {
+    "ring all-reduce": (a.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "all-reduce", "ring"),
+    "uneven ring all-reduce": (a.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "all-reduce", "ring"),
+    "ring reduce-scatter": (a.ring_reduce_scatter, lambda n: n, lambda n: n - 1, "reduce-scatter", "ring"),
+    "ring all-gather": (a.ring_all_gather, lambda n: 2, lambda n: n - 1, "all-gather", "ring"),
+    "binomial broadcast": (a.binomial_broadcast, lambda n: 3, lambda n: math.ceil(math.log2(n)), "broadcast", None),
+    "binomial reduce": (a.binomial_reduce, lambda n: 3, lambda n: math.ceil(math.log2(n)), "reduce", None),
+    "flat scatter": (a.flat_scatter, lambda n: 2 * n - 1, lambda n: n - 1, "scatter", "star"),
+    "eager scatter": (a.eager_scatter, lambda n: n, lambda n: n - 1, "scatter", "star"),
+    "flat gather": (a.flat_gather, lambda n: 2, lambda n: n - 1, "gather", "star"),
+    "direct all-to-all": (a.direct_all_to_all, lambda n: n, lambda n: n - 1, "all-to-all", None),
+}
+
+
+def stripes_at_the_end(scene, trace, results):
+    """{(rank, chunk): ranks} as drawn: for each stripe, whether its middle lies inside a visible path of the last moment."""
+    history = history_of(trace, results)
+    matrix = Matrix(history)
+    shapes = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", e.get("d", "")) for e in cells_panel(scene).iter(f"{SVG}path")
+              if re.fullmatch(r"f\d", e.get("class", ""))]  # fmt: skip
+    boxes = [tuple(map(float, shape)) for path in shapes for shape in path]
+    drawn = {}
+    for rank, column in history.cells:
+        x, y = matrix.corner(rank, column)
+        found = []
+        for origin in history.columns[column].stripes:
+            dx, width = matrix.stripe(column, origin)
+            middle = x + dx + width / 2, y + matrix.inner[1] / 2
+            found += [origin] if any(bx <= middle[0] <= bx + w and by <= middle[1] <= by + h for bx, by, w, h in boxes) else []
+        if found:
+            drawn[rank, column] = tuple(found)
+    return history, drawn
+
+
+def cells_panel(scene):
+    return next(panel for panel in ET.fromstring(scene.svg()) if "chunk" in [text.text for text in panel.iter(f"{SVG}text")])
+
+
+@pytest.mark.parametrize("clock", ["virtual", "jittery"])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_names_and_cells(case, n, clock):
+    program, numel, steps, operation, kind = CASES[case]
+    options = {"jitter": 0.8, "backend": "gloo", "seed": n} if clock == "jittery" else {}
+    trace, results = run(program, n, numel(n), **options)
+    scene = collective_scene(trace, results)
+    assert len(scene.steps) == steps(n)
+    assert scene.title.lower().endswith(operation) or scene.title == f"{operation.capitalize()} on two ranks"
+    history, drawn = stripes_at_the_end(scene, trace, results)
+    if n > 3 and kind:
+        assert history.layout.kind == kind
+    truth = {}  # straight from what the ranks returned
+    for rank, result in enumerate(results):
+        for term in decode(result.tolist(), n):
+            for column in history.returned[rank]:
+                if any(term.counts) and history.returned[rank][column] == term.counts:
+                    truth[rank, column] = tuple(r for r in history.columns[column].stripes if term.counts[r])
+    if operation != "all-to-all":  # there a chunk holds the parts of several ranks side by side
+        assert drawn == truth
+    else:
+        assert drawn == {(rank, rank): tuple(range(n)) for rank in range(n)}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_cells_add_up_to_what_was_returned(n):
+    trace, results = run(a.ring_all_reduce, n, 3 * n - 1)
+    history = history_of(trace, results)
+    assert sum(column.elements for column in history.columns) == 3 * n - 1
+    assert len(history.columns) == n
+    assert all(states[-1][1] == (1,) * n for states in history.cells.values())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
+    trace, results = run(a.ring_reduce_scatter, n, n, jitter=0.5, backend="gloo")
+    history = history_of(trace, results)
+    for step in range(n - 1):
+        landings = [(history.messages[i].dst, landing) for i in history.in_step(step) for landing in history.landings[i]]
+        assert sorted(rank for rank, _ in landings) == list(range(n))
+        assert all(landing.added and sum(landing.carried) == step + 1 for _, landing in landings)
+
+
+def test_one_rank_has_a_picture_too():
+    trace, results = run(a.ring_all_reduce, 1, 4)
+    scene = collective_scene(trace, results)
+    assert scene.title == "One rank" and scene.steps == []
+    ET.fromstring(scene.svg())
+    assert "One rank has nobody to send to." in scene.html()
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_what_is_summed_twice_is_said_and_drawn(n):
+    trace, results = run(partial(a.ring_all_reduce, twice=(1, 0)), n, 2 * n)
+    scene = collective_scene(trace, results)
+    assert "On rank 1, rank 0 is in chunk a more than once now." in scene.steps[0].label
+    assert scene.steps[-1].label.endswith("Rank 0 is in chunk a twice, on every rank.")
+    assert "all-reduce" not in scene.title.lower()
+    texts = [text.text for text in cells_panel(scene).iter(f"{SVG}text")]
+    assert texts.count("×2") == n
+    assert "×2" not in scene.svg(scene.steps[0].start)
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_what_is_missing_is_said_and_drawn(n):
+    trace, results = run(partial(a.ring_all_reduce, lost=(2, 0)), n, 2 * n)
+    scene = collective_scene(trace, results)
+    assert scene.steps[-1].label.endswith("Rank 2 is missing from chunk b, on every rank.")
+    gone = [e for e in cells_panel(scene).iter(f"{SVG}rect") if e.get("class") == "gone"]
+    assert len(gone) == n
+    _, drawn = stripes_at_the_end(scene, trace, results)
+    assert {rank: drawn[rank, 1] for rank in range(n)} == dict.fromkeys(range(n), tuple(r for r in range(n) if r != 2))
+
+
+def test_elements_of_different_places_added_together_are_shown_as_mixed():
+    def shifted(rank, n, x):
+        (got,) = yield a.Exchange([((rank + 1) % n, x)], [(rank - 1) % n])
+        return a.add(x, got[1:] + got[:1])
+
+    trace, results = run(shifted, 3, 6)
+    scene = collective_scene(trace, results)
+    assert scene.steps[-1].label.endswith("Elements of different places were added together, on every rank.")
+    assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3  # the column's name, and a flag for each rank
+
+
+def test_two_groups_do_not_lack_each_other():
+    def in_pairs(rank, n, x):
+        (got,) = yield a.Exchange([(rank ^ 1, x)], [rank ^ 1])
+        return a.add(x, got)
+
+    trace, results = run(in_pairs, 4, 2)
+    assert "missing" not in collective_scene(trace, results).steps[-1].label
+
+
+def test_idle_ranks_are_left_out():
+    def two_of_four(rank, n, x):
+        if rank in (1, 3):
+            (got,) = yield a.Exchange([(4 - rank, x)], [4 - rank])
+            return a.add(x, got)
+        return []
+
+    trace, results = run(two_of_four, 4, 2)
+    scene = collective_scene(trace, results)
+    assert scene.title == "All-reduce on two ranks" and "2 of 4 ranks" in scene.description
+
+
+def test_without_results_the_last_state_stands():
+    trace, _ = run(a.ring_all_reduce, 4, 8)
+    assert collective_scene(trace).title == "Ring all-reduce"
+    trace, _ = run(partial(a.ring_all_reduce, twice=(1, 0)), 4, 8)
+    assert "twice" in collective_scene(trace).steps[-1].label
+
+
+def test_inputs_say_what_each_rank_began_with():
+    trace, results = run(a.binomial_broadcast, 4, 2)
+    begun = [torch.tensor([]) if rank else results[0] for rank in range(4)]
+    history = history_of(trace, results, begun)
+    assert [any(history.cells[rank, 0][0][1]) for rank in range(4)] == [True, False, False, False]
+
+
+def test_values_without_origin_are_drawn_as_bytes():
+    trace, results = run(a.ring_all_reduce, 4, 8, payload=False)
+    scene = collective_scene(trace, results)
+    texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+    assert texts.count("96 B") == 4  # what each rank sent on its link: six messages of 16 bytes
+    assert any("p101.watch(fn)" in text for text in texts)
+    assert scene.steps[2].label == "Step 3 of 6: Each rank sends 16 B to the next rank."
+
+
+def test_ordinary_values_are_drawn_as_bytes():
+    def ones(rank, n, x):
+        (got,) = yield a.Exchange([((rank + 1) % n, [1.5, 2.5])], [(rank - 1) % n])
+        return [round(v) for v in got]
+
+    assert "watch" in collective_scene(*run(ones, 4, 2)).svg()
+
+
+@pytest.mark.parametrize("n", [17, 32, 64])
+def test_many_ranks_are_drawn_as_bytes_or_small(n):
+    trace, results = run(a.binomial_broadcast, n, 1, payload=n < 20) if n < 20 else run_without_origin(n)
+    scene = collective_scene(trace, results)
+    ET.fromstring(scene.svg())
+    assert len(scene.steps) == math.ceil(math.log2(n))
+
+
+def run_without_origin(n):
+    """More ranks than an int64 can tell apart: plain numbers."""
+    return run(lambda rank, n, x: a.binomial_broadcast(rank, n, [1]), n, 0, payload=False)
+
+
+def test_too_much_is_refused_with_advice():
+    trace, _ = run_without_origin(65)
+    with pytest.raises(ValueError, match=r"65 ranks.*run\.timeline\(\)"):
+        collective_scene(trace)
+
+    def chatter(rank, n, x):
+        for _ in range(1001):
+            yield a.Exchange([(1 - rank, [1])], [1 - rank])
+        return []
+
+    trace, _ = run(chatter, 2, 1, payload=False)
+    with pytest.raises(ValueError, match="2002 messages"):
+        collective_scene(trace)
+    with pytest.raises(ValueError, match="results has 1 entries for 2 ranks"):
+        collective_scene(trace, [None])
+
+
+def test_the_sentences_of_a_ring():
+    scene = collective_scene(*run(a.ring_all_reduce, 4, 8))
+    assert scene.intro == "Each rank begins with data of its own."
+    assert scene.steps[1].label == "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to the next rank, which adds it to its own."
+    assert scene.steps[4].label == "Step 5 of 6, all-gather: Each rank passes a finished chunk on; the next rank copies it."
+    assert "96 B sent by each rank so far" in scene.svg() and "4 ranks · sim · 64 B in 4 chunks" in scene.svg()
+
+
+def test_a_bidirectional_ring_sends_both_ways_in_one_step():
+    scene = collective_scene(*run(a.bidirectional_all_gather, 5, 4, jitter=0.3, backend="gloo"))
+    assert scene.title == "Bidirectional ring all-gather" and len(scene.steps) == 4
+
+
+def test_recursive_doubling_and_the_chain_are_recognised():
+    assert collective_scene(*run(a.recursive_doubling_all_reduce, 8, 4)).title == "Recursive-doubling all-reduce"
+    assert collective_scene(*run(a.recursive_doubling_all_gather, 4, 2)).title == "Recursive-doubling all-gather"
+    chain = collective_scene(*run(a.chain_broadcast, 4, 4))
+    assert chain.title == "Chain broadcast" and len(chain.steps) == 4 + 4 - 2
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_every_moment_of_a_picture_is_well_formed_and_small(n):
+    scene = collective_scene(*run(a.ring_all_reduce, n, 2 * n))
+    for k in range(11):
+        ET.fromstring(scene.svg(scene.duration * k / 10))
+    ET.fromstring(scene.svg(smil=True))
+    assert scene.steps[0].start > 0 and scene.steps[-1].end == scene.duration
+    assert all(x.end <= y.start for x, y in zip(scene.steps, scene.steps[1:], strict=False))
+    if n <= 5:
+        assert len(scene.html()) < 115_000

@@ -1,0 +1,87 @@
+"""Keyframes to SVG: every still and every loop is well-formed, and a still shows what the keyframes say."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from parallel101.viz.palette import DARK, letter
+from parallel101.viz.scene import Scene, Step, box, value_at
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def scene():
+    scene = Scene(200, 100, 'A <ball> & "more"', "It rolls.")
+    scene.duration = 4.0
+    scene.add("circle", r=5, class_="ball", fill_opacity=0.5).key("translate", (1.0, (0, 10)), (3.0, (100, 10)))
+    scene.add("text", "only <then>", x=1).show((1.0, 2.0))
+    scene.steps += [Step(0.5, 2.0, "there"), Step(2.0, 4.0, "</script><!-- and back")]
+    scene.intro = "before"
+    return scene
+
+
+def test_keyframes_between_before_and_after():
+    linear = ("linear", [(1.0, 10.0), (3.0, 20.0)])
+    assert [value_at(linear, t) for t in (0, 1, 2, 3, 9)] == [10, 10, 15, 20, 20]
+    discrete = ("discrete", [(0.0, "a"), (2.0, "b")])
+    assert [value_at(discrete, t) for t in (0, 1.99, 2, 3)] == ["a", "a", "b", "b"]
+    ease = ("ease", [(0.0, (0.0, 0.0)), (1.0, (1.0, 2.0))])
+    assert value_at(ease, 0.5) == (0.5, 1.0)
+    assert value_at(ease, 0.1)[0] < 0.1 < 0.9 < value_at(ease, 0.9)[0]
+
+
+@pytest.mark.parametrize(("t", "x", "shown"), [(0, "0", False), (1.5, "25", True), (2, "50", False), (None, "100", False)])
+def test_a_still_is_one_moment(scene, t, x, shown):
+    root = ET.fromstring(scene.svg(t))
+    assert root.find(f"{SVG}circle").get("transform") == f"translate({x},10)"
+    assert ("only <then>" in [e.text for e in root.iter(f"{SVG}text")]) is shown
+    assert not list(root.iter(f"{SVG}animate"))
+
+
+def test_a_loop_holds_every_frame(scene):
+    root = ET.fromstring(scene.svg(smil=True))
+    motion = next(root.iter(f"{SVG}animateTransform"))
+    assert (motion.get("keyTimes"), motion.get("values")) == ("0;0.25;0.75;1", "0 10;0 10;100 10;100 10")
+    blink = next(root.iter(f"{SVG}animate"))
+    assert (blink.get("keyTimes"), blink.get("values")) == ("0;0.25;0.5", "hidden;visible;hidden")
+    assert {e.get("dur") for e in (motion, blink)} == {"4s"}
+
+
+def test_themes(scene):
+    assert "prefers-color-scheme:dark" in scene.svg()
+    dark = scene.svg(theme="dark")
+    assert DARK["bg"] in dark and "var(" not in dark
+    with pytest.raises(ValueError, match="sepia"):
+        scene.svg(theme="sepia")
+
+
+def test_html_stands_alone_and_is_the_same_each_time(scene):
+    html = scene.html()
+    assert html == scene.html() == scene._repr_html_()
+    assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", html) and "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert html.count("</script>") == 1 and "<!--" not in html
+    assert 'data-lm-suppress-shortcuts="true"' in html
+
+
+def test_save_by_suffix(scene, tmp_path):
+    page = scene.save(tmp_path / "ball.html").read_text()
+    assert page.startswith("<!doctype html>") and scene.html() in page
+    ET.fromstring(scene.save(str(tmp_path / "ball.svg")).read_text())
+    with pytest.raises(ValueError, match=r"\.html"):
+        scene.save(tmp_path / "ball.gif")
+
+
+def test_bad_keyframes_are_named(scene):
+    with pytest.raises(ValueError, match="bounce"):
+        scene.key("r", (0.0, 1), mode="bounce")
+    with pytest.raises(ValueError, match="no frames"):
+        scene.key("r")
+
+
+def test_letters_and_boxes():
+    assert [letter(i) for i in (0, 7, 25, 26, 27, 52)] == ["a", "h", "z", "aa", "ab", "ba"]
+    assert box(1, 2.04, 3.5, 4) == "M1 2h3.5v4h-3.5z"

@@ -1,0 +1,66 @@
+"""`watch` on functions that talk through torch.distributed itself, on virtual ranks and once on real ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.viz.watch import watch
+
+
+def ring(x: torch.Tensor, again: bool = False) -> torch.Tensor:
+    """A learner's ring all-reduce; with `again` it adds one chunk twice."""
+    n, r = dist.get_world_size(), dist.get_rank()
+    chunks = list(x.clone().tensor_split(n))
+    for step in range(n - 1):
+        mine, other = (r - step) % n, (r - step - 1) % n
+        got = torch.empty_like(chunks[other])
+        work = dist.isend(chunks[mine], (r + 1) % n)
+        dist.recv(got, (r - 1) % n)
+        work.wait()
+        chunks[other] = chunks[other] + got * (2 if again and (r, step) == (1, 0) else 1)
+    for step in range(n - 1):
+        mine, other = (r + 1 - step) % n, (r - step) % n
+        work = dist.isend(chunks[mine], (r + 1) % n)
+        dist.recv(chunks[other], (r - 1) % n)
+        work.wait()
+    return torch.cat(chunks)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_the_learners_own_function(backend):
+    run = watch(ring, 3, backend=backend)
+    scene = run.animate()
+    assert scene.title == "Ring all-reduce" and len(scene.steps) == 4
+    assert scene.steps[-1].label.endswith("Every rank ends with all 3 chunks, with the data of all 3 ranks in it once.")
+    assert run.animate("My ring").title == "My ring"
+    assert "receive" in run.timeline().svg()
+
+
+def test_the_learners_own_mistake():
+    scene = watch(lambda x: ring(x, again=True), 4, backend="sim").animate()
+    assert scene.steps[-1].label.endswith("Rank 0 is in chunk a twice, on every rank.")
+
+
+@pytest.mark.parametrize(("n", "numel"), [(2, 1), (3, 2), (5, 11), (1, 4)])
+def test_any_size(n, numel):
+    run = watch(ring, n, numel=numel, backend="sim")
+    assert all(result.numel() == numel for result in run.results)
+    run.animate().svg()
+
+
+def test_shape_and_dtype():
+    run = watch(lambda x: x.double().sum() * 0 + torch.tensor(x.shape), 2, shape=(2, 3), dtype=torch.float64, backend="sim")
+    assert [result.tolist() for result in run.results] == [[2, 3], [2, 3]]
+    with pytest.raises(ValueError, match=r"shape=.* has 6 elements and numel=5"):
+        watch(ring, 2, shape=(2, 3), numel=5)
+    with pytest.raises(ValueError, match="do not fit"):
+        watch(ring, 16, numel=1000)
+
+
+def test_a_function_that_returns_nothing():
+    def silent(x):
+        ring(x)
+
+    assert watch(silent, 2, backend="sim").animate().title == "All-reduce on two ranks"
