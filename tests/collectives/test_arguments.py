@@ -1,0 +1,196 @@
+"""A wrong call is an error at once, on every rank, before any message; a group is whatever names ranks in order."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import parallel101 as p101
+from parallel101 import autograd, collectives
+from tests.collectives.cases import MOVING, REDUCING, WITH_DIM, answer, arguments, differs, transposed, values
+
+X = torch.ones(4, 6)
+WRONG = [  # call, error, what its message must say
+    (lambda c, g: c.all_gather(X, algorithm="rign", group=g), ValueError, "'rign'.*'auto', 'direct', 'ring'"),
+    (lambda c, g: c.all_reduce(X, algorithm="flat", group=g), ValueError, "all_reduce has 'auto'.*'torus'"),
+    (lambda c, g: c.barrier(algorithm="tree", group=g), ValueError, "'dissemination'"),
+    (lambda c, g: c.all_reduce(X, "avg", group=g), ValueError, "op='avg' is unknown.*'sum', 'mean', 'product', 'max', 'min'"),
+    (lambda c, g: c.reduce(X, op=torch.sum, group=g), ValueError, "expected one of 'sum'"),
+    (lambda c, g: c.all_reduce(X.long(), "mean", group=g), TypeError, "mean.*int64"),
+    (lambda c, g: c.reduce_scatter(X.bool(), group=g), TypeError, "'sum' has no meaning for bool.*'max'"),
+    (lambda c, g: c.all_reduce(X.cfloat(), "max", group=g), TypeError, "'max' has no meaning for torch.complex64"),
+    (lambda c, g: c.all_gather(X, 2, group=g), ValueError, r"dim=2.*shape \(4, 6\).*-2 to 1"),
+    (lambda c, g: c.all_gather(X[0, 0], group=g), ValueError, "0-dim.*reshape"),
+    (lambda c, g: c.scatter(X, dim="rows", group=g), TypeError, "dim='rows'"),
+    (lambda c, g: c.all_to_all(X, 0, -3, group=g), ValueError, "concat_dim=-3"),
+    (lambda c, g: c.broadcast(X, 3, group=g), ValueError, "src=3.*0 to 2"),
+    (lambda c, g: c.gather(X, -1, group=g), ValueError, "dst=-1"),
+    (lambda c, g: c.reduce(X, "sum", group=g), TypeError, "dst='sum'"),
+    (lambda c, g: c.scatter(X, sizes=[1, 1, 1], group=g), ValueError, r"sum to 3, but x has 4 along dim 0"),
+    (lambda c, g: c.reduce_scatter(X, sizes=[2, 2], group=g), ValueError, "2 sizes.*each of the group's 3"),
+    (lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g), TypeError, "each 0 or more"),
+    (lambda c, g: c.all_gather(X, sizes=[7, 7, 7], group=g), ValueError, r"sizes=\[7, 7, 7\].*shape \(4, 6\)"),
+    (lambda c, g: c.all_gather(X, sizes=4, group=g), TypeError, "sizes=4: expected a list"),
+    (lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g), ValueError, "keeps"),
+    (lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"), ValueError, "'bruck' hands on blocks"),
+    (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' wants a DeviceMesh of two axes"),
+    (lambda c, g: c.all_gather([1, 2], group=g), TypeError, "x is a list: expected a tensor"),
+    (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
+    (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
+    (lambda c, g: c.all_reduce(X, group=3), TypeError, "group=3: expected"),
+    (lambda c, g: c.all_reduce(X, group=[]), TypeError, r"group=\[\]"),
+    (lambda c, g: c.all_reduce(X, group=[0, 1, 1]), ValueError, "twice"),
+    (lambda c, g: c.all_reduce(X, group=[0, 3]), ValueError, "ranks 0 to 2"),
+]
+
+
+def wrong_calls(library):
+    missed = []
+    group = dist.group.WORLD
+    for i, (call, error, message) in enumerate(WRONG):
+        try:
+            with pytest.raises(error, match=message):
+                call(library, group)
+        except (AssertionError, pytest.fail.Exception, Exception) as fault:
+            missed.append((i, repr(fault)))
+    library.barrier()  # nobody is left waiting, no message on its way
+    return missed
+
+
+@pytest.mark.parametrize("library", [collectives, autograd], ids=["collectives", "autograd"])
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_wrong_call_is_an_error_on_every_rank_before_any_message(backend, library):
+    run = p101.launch(wrong_calls, library, world_size=3, backend=backend, trace=True)
+    assert run.results == [[]] * 3
+    assert run.trace.messages_sent == [2] * 3  # the barrier's
+
+
+def groups():
+    """Name, group, its ranks in order (on every rank), for a world of 6."""
+    yield "ranks", [5, 0, 3], [5, 0, 3]
+    yield "one rank", [4], [4]
+    yield "a range", range(1, 6, 2), [1, 3, 5]
+    yield "a process group", dist.new_group([1, 2, 4]), [1, 2, 4]
+    rows = DeviceMesh("cpu", [[4, 1], [0, 5]], mesh_dim_names=("x", "y"))
+    yield "a mesh of two axes", rows, [4, 1, 0, 5]
+    rank = dist.get_rank()
+    lines = {"x": [[4, 0], [1, 5]], "y": [[4, 1], [0, 5]]}
+    for axis, options in lines.items():
+        mine = next((line for line in options if rank in line), None)
+        if mine is None:  # an idle rank cannot slice: the whole mesh tells it as well that it has no part
+            yield f"axis {axis}", rows, options[0]
+        else:
+            yield f"axis {axis}", rows[axis], mine
+    box = init_device_mesh("cpu", (1, 3, 2), mesh_dim_names=("a", "b", "c"))
+    yield "axes a and c", box["a", "c"], [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def every_operation_on_every_group():
+    rank, wrong = dist.get_rank(), []
+    for label, group, ranks in groups():
+        position = ranks.index(rank) if rank in ranks else None
+        xs = [values(r, (7, 5)) for r in ranks]
+        x = values(rank, (7, 5))
+        for operation in MOVING | REDUCING:
+            for name, function in {**autograd.algorithms(operation), "auto": getattr(autograd, operation)}.items():
+                root, dim = len(ranks) - 1, -1 if operation in WITH_DIM else 0
+                if position is None:
+                    expected = x.new_empty(0)
+                elif operation == "all_to_all":
+                    expected = transposed(xs, position, 0, 0)
+                else:
+                    expected = answer(operation, xs, position, root=root, dim=dim)
+                fault = differs(expected, function, x, group=group, **arguments(operation, root=root, dim=-1))
+                wrong += [(label, operation, name, fault)] * bool(fault)
+        collectives.barrier(group=group)
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_any_group(backend):
+    assert p101.launch(every_operation_on_every_group, world_size=6, backend=backend).results == [[]] * 6
+
+
+def one_group_only(ranks):
+    for operation in MOVING | REDUCING:
+        for function in autograd.algorithms(operation).values():
+            function(torch.ones(6, 6), group=ranks)
+    collectives.barrier(group=ranks)
+
+
+def test_idle_ranks_send_nothing():
+    trace = p101.launch(one_group_only, [1, 4, 2], world_size=5, backend="sim").trace
+    assert [sent > 0 for sent in trace.messages_sent] == [False, True, True, False, True]
+    assert [received > 0 for received in trace.bytes_received] == [False, True, True, False, True]
+
+
+def on_a_mesh():
+    wrong = []
+    for shape in ((2, 4), (4, 2), (8, 1), (2, 2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        xs = [values(r, (13, 3)) for r in range(8)]
+        for algorithm in ("two_level", "torus"):
+            for op in ("sum", "mean", "max"):
+                fault = differs(
+                    answer("all_reduce", xs, 0, op=op), autograd.all_reduce, xs[dist.get_rank()], op, group=mesh, algorithm=algorithm
+                )
+                wrong += [(shape, algorithm, op, fault)] * bool(fault)
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_all_reduce_along_the_axes_of_a_mesh(backend):
+    assert p101.launch(on_a_mesh, world_size=8, backend=backend).results == [[]] * 8
+
+
+def overlapping_groups():
+    """Two groups that share a rank, each with its own all-reduce, the ones begun in another order than the others."""
+    rank = dist.get_rank()
+    total = torch.tensor([0.0])
+    for ranks in ([0, 1], [1, 2], [2, 0]):
+        if rank in ranks:
+            total += collectives.all_reduce(torch.tensor([10.0**rank]), group=ranks)
+    return total.item()
+
+
+def test_groups_may_overlap():
+    assert p101.launch(overlapping_groups, world_size=3).results == [11 + 101, 11 + 110, 110 + 101]
+
+
+def late_ones():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    p101.compute(float(rank))  # on the virtual clock, rank r comes r seconds late
+    with p101.span("barrier"):
+        collectives.barrier()
+    return world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_nobody_leaves_a_barrier_before_all_have_come(world_size):
+    spans = p101.launch(late_ones, world_size=world_size, backend="sim").trace.spans("barrier")
+    assert len(spans) == world_size
+    assert min(span.end for span in spans) >= world_size - 1
+
+
+def test_algorithms_are_called_as_the_operation_and_show_their_own_lines():
+    for operation, table in collectives.TEXTBOOK.items():
+        public = inspect.signature(getattr(autograd, operation)).parameters
+        for name, function in autograd.algorithms(operation).items():
+            assert list(inspect.signature(function).parameters) == [p for p in public if p != "algorithm"]
+            assert inspect.getsource(function) == inspect.getsource(table[name])
+            assert inspect.getsource(function).startswith(f"def {name}(")
+    with pytest.raises(ValueError, match=r"operation='allreduce' is unknown.*'all_reduce'"):
+        autograd.algorithms("allreduce")
+
+
+def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
+    for operation in collectives.TEXTBOOK:
+        values_only, differentiable = getattr(collectives, operation), getattr(autograd, operation)
+        assert inspect.signature(values_only) == inspect.signature(differentiable)
+        assert len(inspect.getdoc(differentiable)) > 200
+        if operation != "barrier":
+            assert "differentiable: backward is" in differentiable.__doc__ and "no part of the graph" in values_only.__doc__

@@ -1,0 +1,78 @@
+"""Cuts that lose nothing, groups that keep their order, axes that are a mesh's own lines."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+import parallel101 as p101
+from parallel101.mesh import Group, along, group_of, split_sizes
+
+
+@settings(deadline=None)
+@given(n=st.integers(0, 10_000), p=st.integers(1, 300))
+def test_a_split_is_balanced_in_order_and_loses_nothing(n, p):
+    sizes = split_sizes(n, p)
+    assert len(sizes) == p and sum(sizes) == n
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    starts = [sum(sizes[:i]) for i in range(p)] if p < 50 else []
+    assert starts == [n // p * i + min(i, n % p) for i in range(len(starts))]
+
+
+def test_a_split_of_less_than_nothing_or_over_nobody_is_an_error():
+    for n, p in ((-1, 2), (3, 0), (3, -2)):
+        with pytest.raises(ValueError, match=rf"split_sizes\({n}, {p}\)"):
+            split_sizes(n, p)
+
+
+@settings(deadline=None)
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
+def test_along_gives_the_ranks_that_differ_on_those_axes_only(shape, data):
+    positions = torch.arange(math.prod(shape)).view(shape)
+    position = data.draw(st.integers(0, positions.numel() - 1))
+    axes = sorted(data.draw(st.sets(st.integers(0, len(shape) - 1))))
+    where = torch.unravel_index(torch.tensor(position), tuple(shape))
+    plane = positions[tuple(slice(None) if axis in axes else int(where[axis]) for axis in range(len(shape)))]
+    assert along(shape, position, axes) == plane.flatten().tolist()
+
+
+def what_a_group_is():
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", [[3, 0], [1, 4]], mesh_dim_names=("x", "y"))
+    new_group = dist.new_group([4, 2])
+    found = {
+        "all": group_of(None),
+        "ranks": group_of([3, 1]),
+        "mesh": group_of(mesh),
+        "new_group": group_of(new_group)._replace(process_group=None),
+    }
+    if mesh.get_coordinate() is not None:
+        found["axis"] = group_of(mesh["x"])
+    elif rank == 2:
+        found["axis"] = group_of(mesh)
+    return found
+
+
+def test_a_group_is_ranks_in_order_and_my_position():
+    results = p101.launch(what_a_group_is, world_size=5).results
+    for rank, found in enumerate(results):
+        assert found["all"] == Group(tuple(range(5)), rank, (5,), None)
+        assert found["ranks"] == Group((3, 1), {3: 0, 1: 1}.get(rank), (2,), None)
+    assert [found["mesh"].position for found in results] == [1, 2, None, 0, 3]
+    assert all(results[r]["mesh"].ranks == (3, 0, 1, 4) and results[r]["mesh"].shape == (2, 2) for r in (0, 1, 3, 4))
+    assert results[2]["mesh"] == results[2]["axis"] == Group((), None, (0,), None)
+    assert results[2]["new_group"].position == 0 or results[2]["new_group"].ranks == (2, 4)
+    assert [found["new_group"].position is None for found in results] == [True, True, False, True, False]
+    assert [results[r]["axis"].ranks for r in (0, 1, 3, 4)] == [(0, 4), (3, 1), (3, 1), (0, 4)]
+
+
+def test_without_a_process_group_only_the_one_rank_is_a_group():
+    assert group_of(None) == Group((0,), 0, (1,), None)
+    with pytest.raises(RuntimeError, match="no process group"):
+        group_of([0])
