@@ -117,4 +117,4 @@ def same_bytes(tensors: Iterable[torch.Tensor], before: list[torch.Tensor] | Non
 def _part(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach().reshape(-1)
     values = values.view(torch.uint8) if values.numel() else values
-    return values if values.nbytes <= WHOLE else values[:: values.nbytes // SAMPLE]
+    return values if values.nbytes <= WHOLE else values[:: values.nbytes // SAMPLE | 1]  #  odd: every byte of an element gets its turn

@@ -33,7 +33,7 @@ def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size:
         )
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
-    torch_private.around_new_group(_making_a_group)
+    torch_private.wrap_new_groups(backend, name, _making_a_group)
 
 
 _ledger: list[Ledger] = []  #  this process's books: torch keeps the function that makes groups for good, and a job may be joined again

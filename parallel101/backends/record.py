@@ -101,7 +101,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     # DDP, FSDP2 and the functional collectives look a group up by its name
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self.torch_name
 
     def _set_group_name(self, name: str) -> None:

@@ -6,6 +6,7 @@ Each function says what it relies on. tests/backends/test_torch_private.py fails
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -16,13 +17,13 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode as set_thread_
 
 
 def name_backend(name: str) -> None:
-    """Let `dist.get_backend()` answer "gloo" for a group that RecordedGroup wraps: programs ask it to choose a device.
+    """Let `dist.get_backend()` answer `name` for every group: programs ask it to choose a device, and know "gloo", not what wraps it.
 
     Relies on `_world.pg_map`: group -> (backend's name, store).
     """
-    world = c10d._world
-    for group, (_, store) in list(world.pg_map.items()):
-        world.pg_map[group] = (name, store)
+    groups = c10d._world.pg_map
+    for group, (_, store) in list(groups.items()):
+        groups[group] = (name, store)
 
 
 class RankWorld:
@@ -92,17 +93,24 @@ def after_backward(callback: Callable[[], object]) -> bool:
     return True
 
 
-def around_new_group(context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Enter `context()` around the making of every sub-group from now on: torch waits there for all ranks, in its store.
+def wrap_new_groups(name: str, wrapped: str, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Make every sub-group on backend `name` from now on with the registered backend `wrapped`, inside `context()`: torch waits there for
+    all ranks, in its store.
 
-    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name.
+    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameter `backend`.
     """
     original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def new_group_with_tag(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("backend") in (None, name):
+            call.arguments["backend"] = wrapped
         with context():
-            return original(*args, **kwargs)
+            made = original(*call.args, **call.kwargs)
+        name_backend(name)
+        return made
 
     new_group_with_tag.original = original  # type: ignore[attr-defined]
-    c10d._new_group_with_tag = new_group_with_tag  # type: ignore[assignment]
+    c10d._new_group_with_tag = new_group_with_tag

@@ -23,11 +23,11 @@ def serve(fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     reports: dict[int, int] = {}  #  pid of a living rank -> where its exit code goes
     while True:
-        ready: list[Any] = select.select([server, woken], [], [])[0]
+        ready, _, _ = select.select([server.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
             _reap(reports)
-        if server in ready:
+        if server.fileno() in ready:
             request, fds, _, _ = socket.recv_fds(server, 1, 4)
             if not request:
                 break

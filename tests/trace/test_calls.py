@@ -1,0 +1,121 @@
+"""Who waits for whom, on standings written by hand: what is a deadlock, what is not, and which circle is named."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import parallel101 as p101
+from parallel101.trace.board import LIKELY, SURE, Board, Standing
+from parallel101.trace.calls import Call, cycle, disagreement, stuck
+from parallel101.trace.checks import Referee
+
+
+def call(rank, kind, *peers, seq=1, shape=(2,), dtype="float32", op=None, root=None, nbytes=8, tag=0, group="world"):
+    return Call(rank, kind, peers, tag, group, seq, nbytes, shape, dtype, op, root, f"here.py:{rank}")
+
+
+def board(*standings):
+    made = Board(len(standings))
+    made.ranks = list(standings)
+    return made
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_a_circle_of_receives_and_what_breaks_it(n):
+    standings = [Standing(call(r, "recv", (r + 1) % n)) for r in range(n)]
+    found = board(*standings).look()
+    assert found.cycle == list(range(n))
+    assert found.waiting[0] == ("recv", 1, "here.py:0")
+    standings[1] = Standing(call(1, "recv", 2 % n), posted={("send", 0, 0, "world"): 1})  #  on its way to 0: so 0 will go on, and n - 1 after it
+    assert board(*standings).look() is None
+
+
+def test_a_running_rank_may_always_still_post():
+    assert board(Standing(call(0, "recv", 1)), Standing(), Standing(call(2, "recv", 0))).look() is None
+
+
+def test_waiting_for_one_that_has_returned():
+    found = board(Standing(call(0, "all_reduce", 1, 2)), Standing(returned=True), Standing(returned=True, collectives={"world": 1})).look()
+    assert found.waiting == {0: ("all_reduce", 1, "here.py:0")}
+    assert (found.cycle, found.returned) == ([], [1])
+
+
+def test_tags_and_groups_keep_messages_apart():
+    sent = {("send", 0, 7, "world"): 1, ("send", 0, 0, "pair"): 1}
+    for wanted, lost in ((call(0, "recv", 1, tag=7), False), (call(0, "recv", 1), True), (call(0, "recv", 1, group="pair"), False)):
+        assert (board(Standing(wanted), Standing(returned=True, posted=sent)).look() is not None) == lost
+
+
+def test_the_kth_receive_needs_the_kth_send():
+    for sends, lost in ((1, True), (2, False)):
+        other = Standing(returned=True, posted={("send", 0, 0, "world"): sends})
+        assert (board(Standing(call(0, "recv", 1, seq=2)), other).look() is not None) == lost
+
+
+def test_a_deadlock_must_stand_before_it_is_told():
+    standing = board(Standing(call(0, "recv", 1)), Standing(call(1, "recv", 0)))
+    assert standing.deadlock(10.0) is None
+    assert standing.deadlock(10.0 + SURE / 2) is None
+    assert standing.deadlock(10.0 + 1.01 * SURE) is not None
+    standing.ranks[0] = Standing()
+    assert standing.deadlock(20.0) is None
+
+
+def test_a_message_thrown_away_counts_only_if_nothing_else_explains_the_wait():
+    key = ("send", 0, 0, "world")
+    standing = board(Standing(call(0, "recv", 1)), Standing(returned=True, posted={key: 1}, dropped={(key, 1): "there.py:3"}))
+    assert standing.deadlock(0.0) is None
+    assert standing.deadlock(1.1 * SURE) is None
+    assert "there.py:3" in str(standing.deadlock(1.1 * LIKELY))
+
+
+def test_all_small_worlds_of_receives():
+    """Every way in which three ranks can each receive from another, or have returned: against a brute-force answer."""
+    for choice in itertools.product(("gone", 0, 1, 2), repeat=3):
+        if any(peer == rank for rank, peer in enumerate(choice)):
+            continue
+        waits = {rank: call(rank, "recv", peer) for rank, peer in enumerate(choice) if peer != "gone"}
+        gone = [rank for rank, peer in enumerate(choice) if peer == "gone"]
+        found = stuck(waits, lambda c: list(c.peers), gone)
+        assert (found is None) == (not waits), "nobody sends: whoever receives is stuck"
+        if found is not None:
+            assert sorted(found.waiting) == sorted(waits)
+            if found.cycle:
+                assert all(choice[a] == b for a, b in itertools.pairwise([*found.cycle, found.cycle[0]]))
+            else:
+                assert found.returned
+
+
+def test_cycle():
+    assert cycle({0: [1], 1: [2], 2: [1]}) == [1, 2]
+    assert cycle({3: [2], 2: [0], 0: [3]}) == [0, 3, 2]
+    assert cycle({0: [1], 1: []}) == []
+    assert cycle({0: [5]}) == []
+
+
+def test_agreement():
+    assert disagreement(call(0, "send", 1), call(1, "recv", 0)) is None
+    assert "16 expected" in disagreement(call(0, "send", 1), call(1, "recv", 0, nbytes=16))
+    assert disagreement(call(0, "all_reduce", 1, op="sum"), call(1, "all_reduce", 0, op="sum")) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_referee_names_the_same_rank_whoever_comes_first(order):
+    calls = [call(r, "all_reduce", *({0, 1, 2} - {r}), shape=(3,) if r == 1 else (2,)) for r in range(3)]
+    referee = Referee()
+    for rank in order:
+        referee.add(calls[rank])
+        referee.hear(calls[rank])
+    assert referee.verdict().rank == 1
+
+
+def test_errors_survive_their_journey():
+    import pickle
+
+    error = p101.DeadlockError({0: ("recv", 1, "a.py:1")}, [0], [1], ["thrown"])
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.waiting, again.cycle, again.returned, str(again)) == (error.waiting, error.cycle, error.returned, str(error))
+    failed = pickle.loads(pickle.dumps(p101.MisuseError("why", 3)))
+    assert (type(failed), failed.rank, str(failed)) == (p101.MisuseError, 3, "why")
