@@ -127,7 +127,10 @@ class World:
                 self._main.acquire()
                 if self._job is None:
                     break
-                self._job()
+                try:
+                    self._job()
+                except Exception as error:
+                    self.fail(error)
                 self._job = None
                 self._job_done.release()
         except BaseException as error:

@@ -14,7 +14,7 @@ It is one closed form, without the traffic of others: write a collective over is
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,12 +144,17 @@ _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """All ranks' values in one, from rank 0 upwards, in their own dtype."""
+def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises ValueError for a reduction that these tensors do not have."""
     if op not in _STEPS:
         raise ValueError(f"the sim does not have the reduction {op!r}; it has {', '.join(_STEPS)}")
-    if op == "avg" and not values[0].is_floating_point():
-        raise ValueError(f"the average of {values[0].dtype} values is no {values[0].dtype} value: reduce by sum, and divide")
+    for tensor in tensors:
+        if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype} value (gloo refuses it too): reduce by sum, and divide")
+
+
+def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """All ranks' values in one, from rank 0 upwards, in their own dtype."""
     total = values[0].clone()
     for value in values[1:]:
         total = _STEPS[op](total, value)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel101.backends.describe import COLLECTIVES, Told, flat
 from parallel101.backends.sim_clock import Rank
-from parallel101.backends.sim_collectives import Part, carry_out, duration, parts_of, plan
+from parallel101.backends.sim_collectives import Part, carry_out, check_reduction, duration, parts_of, plan
 from parallel101.backends.sim_messages import Mailbox, Messenger, contents, refuse
 from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
@@ -96,6 +96,8 @@ class SimGroup(Messenger):
             if not tensor.is_contiguous() or not tensor.is_cpu:
                 refuse(tensor, spec.kind, member, where)
         told = spec.describe(args)
+        if told.op is not None:
+            check_reduction(told.op, told.tensors)
         parts = parts_of(method, args, len(self.ranks))
         self.posted += 1
         key = (self.label, self.posted)

@@ -1,0 +1,296 @@
+"""What goes wrong on the sim is named at once: deadlocks, misuse, a rank's own exception; and the process is clean afterwards."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.backends.network import Network
+from parallel101.backends.sim import simulate
+from parallel101.errors import DeadlockError, MisuseError
+from parallel101.trace.spans import compute, recorder
+
+from .programs import run, wait_for
+
+
+def line_of(function, text: str) -> str:
+    """ "file:line" of the line of `function` that contains `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def deadlock(program, n, network=None) -> DeadlockError:
+    outcome = simulate(program, n, network)
+    assert isinstance(outcome.error, DeadlockError) and not outcome.errors, outcome
+    return outcome.error
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_all_receive_first(n):
+    def program(rank):
+        dist.recv(torch.empty(1), (rank + 1) % n)
+        dist.send(torch.ones(1), (rank - 1) % n)
+
+    error = deadlock(program, n)
+    assert error.waiting == {r: ("recv", (r + 1) % n, line_of(program, "dist.recv")) for r in range(n)}
+    assert error.cycle == list(range(n))
+
+
+def test_both_send_first():
+    def program(rank):
+        dist.send(torch.ones(1), 1 - rank)
+        dist.recv(torch.empty(1), 1 - rank)
+
+    error = deadlock(program, 2)
+    assert error.waiting == {r: ("send", 1 - r, line_of(program, "dist.send")) for r in range(2)} and error.cycle == [0, 1]
+
+
+def test_a_skipped_collective():
+    def program(rank):
+        if rank != 1:
+            dist.all_reduce(torch.ones(1))
+        dist.barrier()
+
+    error = simulate(program, 3).error
+    assert isinstance(error, MisuseError) and error.rank == 1 and "barrier" in str(error) and "all_reduce" in str(error)
+
+
+def test_a_rank_that_waits_elsewhere_than_in_the_collective():
+    def program(rank):
+        if rank == 1:
+            dist.recv(torch.empty(1), 0)
+        dist.all_reduce(torch.ones(1))
+
+    error = deadlock(program, 3)
+    there = line_of(program, "dist.all_reduce")
+    assert error.waiting == {0: ("all_reduce", 1, there), 1: ("recv", 0, line_of(program, "dist.recv")), 2: ("all_reduce", 1, there)}
+    assert error.cycle == [0, 1]
+
+
+def test_a_rank_that_has_returned():
+    def program(rank):
+        if rank == 0:
+            dist.recv(torch.empty(1), 1)
+
+    error = deadlock(program, 2)
+    assert error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))} and error.returned == [1] and not error.cycle
+
+
+def test_a_receive_from_anyone_that_nobody_sends_to():
+    def program(rank):
+        if rank == 0:
+            dist.recv(torch.empty(1))
+
+    assert deadlock(program, 3).waiting == {0: ("recv", None, line_of(program, "dist.recv"))}
+
+
+def test_a_wrong_tag():
+    def program(rank):
+        if rank == 0:
+            dist.send(torch.ones(1), 1, tag=3)
+        else:
+            dist.recv(torch.empty(1), 0, tag=4)
+
+    assert set(deadlock(program, 2).waiting) == {0, 1}
+
+
+def test_asking_for_ever_is_a_deadlock_too():
+    def program(rank):
+        work = dist.irecv(torch.empty(1), 1 - rank)
+        while not work.is_completed():
+            pass
+
+    assert deadlock(program, 2).cycle == [0, 1]
+
+
+def test_a_rank_that_only_computes_is_no_deadlock():
+    def program(rank):
+        if rank == 0:
+            compute(1e9)
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.empty(1), 0)
+
+    run(program, 2)
+
+
+def test_events_before_a_deadlock_are_kept():
+    def program(rank):
+        x = torch.ones(1)
+        wait_for([dist.isend(x, 1 - rank), dist.irecv(torch.empty(1), 1 - rank)])
+        dist.recv(x, 1 - rank)
+
+    outcome = simulate(program, 2)
+    assert isinstance(outcome.error, DeadlockError) and len(outcome.events) == 4
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "words"),
+    [
+        (torch.ones(2), torch.ones(3), "shorter"),
+        (torch.ones(3), torch.ones(2), "longer"),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32), "dtypes: float32 sent, int32"),
+        (torch.ones(2, 3), torch.ones(3, 2), r"shapes: \(2, 3\) sent, \(3, 2\)"),
+    ],
+)
+@pytest.mark.parametrize("late", [0, 1])
+def test_two_sides_that_do_not_agree(sent, received, words, late):
+    def program(rank):
+        if rank == late:
+            compute(1.0)
+        if rank == 0:
+            dist.send(sent.clone(), 1)
+        else:
+            dist.recv(received.clone(), 0)
+
+    error = simulate(program, 2).error
+    with pytest.raises(MisuseError, match=words):
+        raise error
+    assert error.rank == 1 and line_of(program, "dist.send") in str(error) and line_of(program, "dist.recv") in str(error)
+
+
+@pytest.mark.parametrize("side", ["send", "recv"])
+def test_strided_tensors(side):
+    def program(rank):
+        good, strided = torch.zeros(3), torch.zeros(3, 3)[:, 0]
+        if rank == 0:
+            dist.send(strided if side == "send" else good, 1)
+        else:
+            dist.recv(strided if side == "recv" else good, 0)
+
+    error = simulate(program, 2).error
+    assert isinstance(error, MisuseError) and error.rank == (side == "recv") and "strided" in str(error) and "contiguous" in str(error)
+
+
+def test_no_device_but_the_cpu():
+    error = simulate(lambda r: dist.send(torch.ones(1, device="meta"), 1 - r), 2).error
+    assert isinstance(error, MisuseError) and "meta" in str(error)
+
+
+@pytest.mark.parametrize("numel", [3, (1 << 20)])
+@pytest.mark.parametrize("when", ["before it starts", "under way", "after it ended"])
+def test_a_tensor_changed_between_isend_and_wait(numel, when):
+    def program(rank):
+        x = torch.zeros(numel)
+        if rank == 0:
+            work = dist.isend(x, 1)
+            compute({"before it starts": 0.0, "under way": 1.5, "after it ended": 0.0}[when])
+            if when == "after it ended":
+                dist.recv(torch.empty(1), 1)
+            elif when == "under way":
+                wait_for([dist.isend(torch.ones(1), 0), dist.irecv(torch.ones(1), 0)])
+            x.fill_(float("nan"))
+            work.wait()
+        else:
+            if when != "after it ended":
+                compute(1.0)
+            dist.recv(x, 0)
+            if when == "after it ended":
+                dist.send(torch.ones(1), 0)
+
+    error = simulate(program, 2, Network(latency=1.0, bandwidth=1e12)).error
+    assert isinstance(error, MisuseError) and error.rank == 0 and "changed" in str(error) and line_of(program, "dist.isend(x") in str(error)
+
+
+def test_writing_next_to_what_is_sent_is_no_misuse():
+    """A view's version counts writes to its whole base, so only the bytes can tell."""
+
+    def program(rank):
+        x = torch.full((4,), float("nan"))
+        works = [dist.isend(x[:2], 1 - rank), dist.irecv(x[2:3], 1 - rank, tag=1), dist.irecv(torch.empty(2), 1 - rank)]
+        works.append(dist.isend(torch.ones(1), 1 - rank, tag=1))
+        x[3] = 5.0
+        wait_for(works)
+        return x[2:].tolist()
+
+    assert run(program, 2).results == [[1.0, 5.0]] * 2
+
+
+def test_inference_tensors_are_sent_and_received():
+    def program(rank):
+        with torch.inference_mode():
+            x, y = torch.full((2,), float(rank)), torch.empty(2)
+            wait_for([dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)])
+            dist.all_reduce(x)
+            return y.tolist(), x.tolist()
+
+    assert run(program, 2).results == [([1.0, 1.0], [1.0, 1.0]), ([0.0, 0.0], [1.0, 1.0])]
+
+
+def test_an_exception_on_one_rank_unwinds_the_others():
+    closed = []
+
+    def program(rank):
+        try:
+            if rank == 1:
+                dist.recv(torch.empty(1), 0)
+                raise KeyError("mine")
+            if rank == 0:
+                dist.send(torch.ones(1), 1)
+            try:
+                dist.barrier()
+            except Exception:
+                closed.append("never")
+        finally:
+            closed.append(rank)
+
+    outcome = simulate(program, 3)
+    assert outcome.error is None and list(outcome.errors) == [1] and isinstance(outcome.errors[1], KeyError)
+    assert outcome.errors[1].__traceback__ is not None and sorted(closed) == [0, 1, 2]
+
+
+def test_the_first_failure_in_virtual_time_is_the_one_reported():
+    def program(rank):
+        compute(10.0 - rank)
+        raise ValueError(f"rank {rank}")
+
+    outcome = simulate(program, 4)
+    assert {r: str(e) for r, e in outcome.errors.items()} == {3: "rank 3"}
+
+
+def test_talking_on_the_way_out_is_unwound_as_well():
+    def program(rank):
+        if rank == 0:
+            raise ValueError("first")
+        try:
+            dist.barrier()
+        finally:
+            dist.all_reduce(torch.ones(1))
+
+    assert list(simulate(program, 3).errors) == [0]
+
+
+def test_a_failing_job_leaves_the_process_as_it_was():
+    before = (threading.active_count(), torch.get_num_threads(), dist.is_initialized(), torch.get_default_dtype(), random.random.__qualname__)
+    state = torch.get_rng_state()
+
+    def program(rank):
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(1)
+        dist.recv(torch.empty(1), (rank + 1) % 4)
+
+    simulate(program, 4)
+    assert (
+        threading.active_count(),
+        torch.get_num_threads(),
+        dist.is_initialized(),
+        torch.get_default_dtype(),
+        random.random.__qualname__,
+    ) == before
+    assert torch.equal(torch.get_rng_state(), state) and recorder() is None
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_world_size_of_nobody(n):
+    with pytest.raises(ValueError, match=f"got {n}"):
+        simulate(lambda r: None, n)
+
+
+def test_a_torus_of_another_size():
+    with pytest.raises(ValueError, match="4 ranks, and this run has 3"):
+        simulate(lambda r: None, 3, Network.torus((2, 2)))
