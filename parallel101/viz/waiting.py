@@ -1,0 +1,132 @@
+"""A deadlock as a picture: who waits for whom, and in which line.
+
+    rank 0 ──waits for──▶ rank 1          arrows that close to a circle are why nobody can go on;
+       ▲──────waits for─────┘             an arrow to a rank that has returned waits for what will never come
+
+Drawn from what a `DeadlockError` carries, and from nothing else.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+
+from parallel101.errors import DeadlockError
+from parallel101.viz.scene import Node, Scene
+from parallel101.viz.units import ranks
+
+CENTRE, RADIUS, MOST_ROWS, MOST_RANKS = (200.0, 232.0), 108.0, 7, 64
+STYLE = (
+    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.stuck{stroke:var(--warn);stroke-width:2.5}"
+    ".gone{stroke-dasharray:3 4;stroke:var(--mute)}"
+    ".wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}.head{fill:var(--mute)}.head.stuck{fill:var(--warn)}"
+    ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
+)
+Point = tuple[float, float]
+
+
+def waiting_scene(error: DeadlockError) -> Scene:
+    """Draw who waits for whom.
+
+    Args:
+        error: of a deadlock among up to 64 ranks.
+
+    Returns:
+        A Scene that stands still: the ranks at the left, what each of the first seven waits in at the right.
+
+    Raises:
+        ValueError: more ranks than can be told apart.
+    """
+    arrows = [(rank, peer) for rank, (_, peers, _) in sorted(error.waiting.items()) for peer in _all(peers)]
+    everyone = sorted({*error.waiting, *error.returned, *(peer for _, peer in arrows)})
+    if len(everyone) > MOST_RANKS:
+        raise ValueError(f"{len(everyone)} ranks are more than the {MOST_RANKS} that this picture tells apart: print the error instead")
+    scene = Scene(960, 404, "Deadlock: who waits for whom", str(error))
+    scene.style += STYLE
+    scene.narrow = (480, 700)
+    tip = 6 if len(everyone) <= 8 else 4
+    for colour in ("", " stuck"):
+        scene.definitions.append(
+            f'<marker id="head{colour.strip()}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="{tip}" markerHeight="{tip}"'
+            ' orient="auto">'
+            f'<path d="M0 .5 8 4 0 7.5z" class="head{colour}"/></marker>'
+        )
+    head = scene.panel(narrow="translate(0,0)")
+    head.add("text", scene.title, x=28, y=40, class_="h")
+    head.add("text", _story(error), x=28, y=64, font_size=14, class_="w b")
+    _graph(scene.panel(narrow="translate(40,0)"), error, everyone, arrows)
+    _rows(scene.panel(narrow="translate(-402,290)"), error)
+    return scene
+
+
+def _all(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return () if peers is None else peers if isinstance(peers, tuple) else (peers,)
+
+
+def _story(error: DeadlockError) -> str:
+    if not error.cycle:
+        return "What is waited for will never come."
+    if len(error.cycle) > 8:
+        return f"{len(error.cycle)} ranks wait for each other in a circle."
+    return "The circle: " + " → ".join(str(rank) for rank in [*error.cycle, error.cycle[0]])
+
+
+def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[tuple[int, int]]) -> None:
+    node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
+    start = -math.pi / 2 if len(everyone) == 2 else 0.0  # two ranks stand side by side, more on a circle with the first on top
+    at = {}
+    for i, rank in enumerate(everyone):
+        angle = start + 2 * math.pi * i / len(everyone)
+        at[rank] = (CENTRE[0] + RADIUS * math.sin(angle), CENTRE[1] - RADIUS * math.cos(angle))
+    stuck = set(zip(error.cycle, [*error.cycle[1:], *error.cycle[:1]]))
+    for pair in sorted(arrows, key=lambda pair: pair in stuck):
+        if pair[0] != pair[1]:
+            kind = "stuck" if pair in stuck else ""
+            panel.add("path", d=_bow(at[pair[0]], at[pair[1]], node), class_=f"wait {kind}", marker_end=f"url(#head{kind})")
+    for rank, (x, y) in at.items():
+        kind = "gone" if rank in error.returned else "stuck" if rank in error.cycle else ""
+        panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
+        if node >= 7:
+            panel.add("text", rank, x=x, y=y + min(17.0, node) * 0.36, font_size=min(17.0, node), class_="b c")
+        if kind == "gone" and len(error.returned) <= 4:
+            panel.add("text", "returned", x=x, y=y + (node + 16 if y > CENTRE[1] + 1 else -node - 8), font_size=12, class_="m c")
+
+
+def _bow(a: Point, b: Point, node: float) -> str:
+    """From rim to rim, bent to the left of its way: a circle of waits is round, and two arrows between two ranks are told apart."""
+    length = math.dist(a, b)
+    ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
+    bend = 0.16 * length
+    middle = ((a[0] + b[0]) / 2 + 2 * bend * uy, (a[1] + b[1]) / 2 - 2 * bend * ux)
+    out, into = _towards(a, middle, node + 2), _towards(b, middle, node + 2)
+    return f"M{out[0]:.1f} {out[1]:.1f}Q{middle[0]:.1f} {middle[1]:.1f} {into[0]:.1f} {into[1]:.1f}"
+
+
+def _towards(a: Point, b: Point, distance: float) -> Point:
+    part = distance / math.dist(a, b)
+    return (a[0] + part * (b[0] - a[0]), a[1] + part * (b[1] - a[1]))
+
+
+def _rows(panel: Node, error: DeadlockError) -> None:
+    """What each rank waits in, and the line itself where it can be had (a notebook's cells can, too)."""
+    rows = sorted(error.waiting.items())
+    shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
+    y = 232.0 - 22.0 * len(shown) + 18
+    for rank, (kind, peers, where) in shown:
+        link = {"send": "to", "recv": "from"}.get(kind, "for")
+        whom = ranks(_all(peers)) if _all(peers) else "any rank"
+        panel.add("text", f"rank {rank}", x=430, y=y, font_size=14, class_="b")
+        panel.add("text", f"waits in {kind} {link} {whom}", x=496, y=y, font_size=14)
+        panel.add("text", _line(where), x=496, y=y + 18, font_size=12.5, class_="m code")
+        y += 44
+    if len(shown) < len(rows):
+        panel.add("text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m")
+
+
+def _line(where: str) -> str:
+    """ "line 4: dist.send(x, dst=1)", or where the source is not at hand the place as it was recorded."""
+    file, _, number = where.rpartition(":")
+    source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    if not source:
+        return where
+    return f"line {number}: {source if len(source) <= 40 else source[:39] + '…'}"
