@@ -6,7 +6,6 @@ The table is the one place that knows how c10d spells its collectives, on gloo, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -104,17 +103,20 @@ def flat(tensors: Any) -> list[torch.Tensor]:
     return []
 
 
-def snapshot(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What tensors hold now, whole if small, else a sample spread over them: enough to see most changes."""
-    return [_part(tensor).clone() for tensor in tensors]
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds now: all of it if it is small, else a sample spread over it, enough to see most changes."""
+    return tensor.detach().clone() if tensor.nbytes <= WHOLE else _sample(tensor).clone()
 
 
-def same_bytes(tensors: Iterable[torch.Tensor], before: list[torch.Tensor] | None) -> bool:
-    """Whether tensors still hold what `snapshot` saw."""
-    return before is None or all(torch.equal(_part(tensor), copy) for tensor, copy in zip(tensors, before, strict=True))
+def unchanged(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Whether a tensor still holds what `snapshot` saw, to the bit."""
+    if before is None or not tensor.numel():
+        return True
+    if tensor.nbytes > WHOLE:
+        return torch.equal(_sample(tensor), before)
+    return torch.equal(tensor.detach().reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
 
 
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().reshape(-1)
-    values = values.view(torch.uint8) if values.numel() else values
-    return values if values.nbytes <= WHOLE else values[:: values.nbytes // SAMPLE | 1]  #  odd: every byte of an element gets its turn
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().reshape(-1).view(torch.uint8)
+    return values[:: values.nbytes // SAMPLE | 1]  #  odd: every byte of an element gets its turn

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from parallel101.backends.describe import same_bytes, snapshot
+from parallel101.backends.describe import snapshot, unchanged
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call
 from parallel101.trace.where import caller
@@ -93,7 +93,7 @@ class RecordedWork(WatchedWork):
         super().__init__(inner, posted)
         self.call, self.start, self.root = call, start, root
         self.tensors = tensors
-        self.copy = snapshot(tensors) if call.kind == "send" else None
+        self.copy = snapshot(tensors[0]) if call.kind == "send" else None
         self.payload = None if call.kind == "recv" else self._values()
         self.version = tensors[0]._version if call.kind == "send" and not tensors[0].is_inference() else None
         self.done = False
@@ -137,7 +137,7 @@ class RecordedWork(WatchedWork):
             (call.rank, call.kind, peer, call.tag, call.nbytes, self.start, end, call.where, self.start, call.group, call.seq)
             + (call.shape, call.dtype, payload, call.op, None)
         )
-        if checked and self.version is not None and self.tensors[0]._version != self.version and not same_bytes(self.tensors, self.copy):
+        if checked and self.version is not None and self.tensors[0]._version != self.version and not unchanged(self.tensors[0], self.copy):
             raise MisuseError(
                 f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} "
                 "was changed before its wait(). Wait for the send first, or send a clone.",

@@ -1,6 +1,6 @@
 """The fork server: a process that has imported torch, done nothing with it, and turns into a rank whenever it is asked to.
 
-serve:  request (a rank's four pipe ends) ──▶ fork ──▶ worker.main      its exit code ──▶ the rank's status pipe
+serve:  request (a rank's ends of its channels) ──▶ fork ──▶ worker.main      its exit code ──▶ the rank's status pipe
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def serve(fd: int) -> None:
             os.read(woken, 4096)
             _reap(reports)
         if server.fileno() in ready:
-            request, fds, _, _ = socket.recv_fds(server, 1, 4)
+            request, fds, _, _ = socket.recv_fds(server, 1, 5)
             if not request:
                 break
             pid = os.fork()
@@ -37,9 +37,9 @@ def serve(fd: int) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
                 worker.main(**_stdio(*fds))
-            for end in fds[:3]:
+            *theirs, reports[pid] = fds
+            for end in theirs:
                 os.close(end)
-            reports[pid] = fds[3]
             server.send(str(pid).encode())
     for pid in reports:
         try:
@@ -48,16 +48,16 @@ def serve(fd: int) -> None:
             pass
 
 
-def _stdio(control: int, out: int, err: int, status: int) -> dict[str, Any]:
+def _stdio(control: int, out: int, err: int, calls: int, status: int) -> dict[str, Any]:
     """In a new rank: make its pipes the standard streams, and let go of all else that the fork server holds."""
     import fcntl  #  not on Windows, and neither is fork
 
     null = os.open(os.devnull, os.O_RDONLY)
-    aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, status)]  #  out of the way of 0 to 4
+    aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, calls, status)]  #  out of the way of 0 to 5
     for wanted, end in enumerate(aside):
         os.dup2(end, wanted)
-    os.closerange(5, max(int(name) for name in os.listdir("/dev/fd")) + 1)
-    return {"control": 3, "status": 4}
+    os.closerange(6, max(int(name) for name in os.listdir("/dev/fd")) + 1)
+    return {"control": 3, "calls": 4, "status": 5}
 
 
 def _reap(reports: dict[int, int]) -> None:

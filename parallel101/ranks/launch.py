@@ -79,7 +79,7 @@ def launch(
     recording = bool(trace) or backend == "sim"
     store = _store(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
-    monitor = Monitor(processes, timeout, [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)])
+    monitor = Monitor(processes, timeout, [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)], recording)
     try:
         for state in monitor.states:
             job = Job(

@@ -7,6 +7,7 @@ rank r ──▶ printed lines ─────────▶ this process's out
 
 from __future__ import annotations
 
+import marshal
 import selectors
 import signal
 import time
@@ -23,6 +24,7 @@ from parallel101.trace.calls import Call
 from parallel101.trace.checks import Referee
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
+CALLS = 0.05  #  seconds between two looks at what the ranks of a checked run have posted
 ECHO = 1.0  #  the same, when all that is known is that a connection broke: whoever broke it will be heard of
 
 
@@ -43,6 +45,7 @@ class State:
     status: bytes = b""
     exitcode: int | None = None
     ended: bool = False
+    untold: bytes = b""  #  the beginning of a call whose end has not come yet
 
     def heard(self, report: tuple) -> None:
         """Take over a rank's own books (see record.Ledger.report)."""
@@ -52,13 +55,14 @@ class State:
 class Monitor:
     """Runs the launching side of a job to its end. `watch` returns when every rank has returned, and raises what went wrong."""
 
-    def __init__(self, ranks: Sequence[Rank], timeout: float, names: Sequence[str]):
+    def __init__(self, ranks: Sequence[Rank], timeout: float, names: Sequence[str], checked: bool = False):
         self.board = Board(len(ranks))
         self.states = [
             State(r, process, Wire(process.control), (Lines(names[r], "stdout"), Lines(names[r], "stderr")), self.board.ranks[r])
             for r, process in enumerate(ranks)
         ]
         self.timeout = timeout
+        self.checked = checked and all(rank.calls is not None for rank in ranks)
         self.referee = Referee()
         self.selector = selectors.DefaultSelector()
         for state in self.states:
@@ -81,7 +85,10 @@ class Monitor:
             if now >= deadline:
                 raise self.referee.verdict() or self._too_late()
             again = self.board.due if self.board.suspected is not None else deadline
-            self._listen(min(deadline, again, deadline if self.failed_at is None else self.failed_at) - now)
+            read_again = now + CALLS if self.checked else deadline
+            self._listen(min(deadline, again, read_again, deadline if self.failed_at is None else self.failed_at) - now)
+            self._read_calls()
+        self._read_calls()
         if self.referee.suspects:
             raise self.referee.verdict()  # type: ignore[misc]
 
@@ -124,10 +131,7 @@ class Monitor:
             return
         value = unpack(body, buffers)
         if kind == b"c":
-            call = Call(*value)
-            self.referee.add(call)
-            if self.referee.hear(call):
-                self._fail_within(SETTLE)
+            self._judge(Call(*value))
         elif kind == b"b":
             call, report = value
             state.heard(report)
@@ -145,6 +149,22 @@ class Monitor:
             state.rank = rank
             self._fail_within(ECHO if broken_connection(error) else SETTLE)
 
+    def _read_calls(self) -> None:
+        """Let the referee hear what the ranks of a checked run have posted since the last time."""
+        for state in self.states if self.checked else ():
+            assert state.process.calls is not None
+            while data := read_some(state.process.calls):
+                data, start = state.untold + data, 0
+                while len(data) - start >= 4 and len(data) - start >= 4 + (size := int.from_bytes(data[start : start + 4], "little")):
+                    self._judge(Call(*marshal.loads(data[start + 4 : start + 4 + size])))
+                    start += 4 + size
+                state.untold = data[start:]
+
+    def _judge(self, call: Call) -> None:
+        self.referee.add(call)
+        if self.referee.hear(call):
+            self._fail_within(SETTLE)
+
     def _fail_within(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
         self.failed_at = moment if self.failed_at is None else min(self.failed_at, moment)
@@ -153,6 +173,7 @@ class Monitor:
 
     def _failure(self) -> BaseException:
         """The root cause among all that is known to have failed."""
+        self._read_calls()
         for state in self.states:  #  a rank may have named the misuse before anything broke
             if state.error is not None and isinstance(state.error[0], MisuseError):
                 return state.error[0]

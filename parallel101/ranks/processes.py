@@ -33,11 +33,13 @@ class Rank:
     out: int | socket.socket  #  what it prints, C code included
     err: int | socket.socket
     status: int | socket.socket  #  its exit code, a line of text, once it has ended; closed without one: it was lost
+    calls: int | None  #  in a checked run, what it posts: a pipe nobody is woken by, read now and then; None: they come by control
 
     def close(self) -> None:
         self.control.close()
-        for end in (self.out, self.err, self.status):
-            os.close(end) if isinstance(end, int) else end.close()
+        for end in (self.out, self.err, self.status, self.calls):
+            if end is not None:
+                os.close(end) if isinstance(end, int) else end.close()
 
 
 def start_ranks(count: int) -> list[Rank]:
@@ -136,21 +138,33 @@ def stop_server() -> None:
 
 def _fork_one() -> Rank:
     control, control_there = socket.socketpair()
-    out, out_there = os.pipe()
-    err, err_there = os.pipe()
-    status, status_there = os.pipe()
+    (out, out_there), (err, err_there), (status, status_there), (calls, calls_there) = os.pipe(), os.pipe(), os.pipe(), _roomy_pipe()
     try:
-        pid = _server.fork([control_there.fileno(), out_there, err_there, status_there])
+        pid = _server.fork([control_there.fileno(), out_there, err_there, calls_there, status_there])
     except BaseException:
-        for end in (out, err, status):
+        for end in (out, err, status, calls):
             os.close(end)
         control.close()
         raise
     finally:
         control_there.close()
-        for end in (out_there, err_there, status_there):
+        for end in (out_there, err_there, calls_there, status_there):
             os.close(end)
-    return Rank(pid, control, out, err, status)
+    return Rank(pid, control, out, err, status, calls)
+
+
+def _roomy_pipe() -> tuple[int, int]:
+    """A pipe that takes some thousand calls before its writer must wait, and whose reader never waits."""
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    if sys.platform == "linux":
+        import fcntl
+
+        try:
+            fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 1 << 20)
+        except OSError:
+            pass  #  this user's pipes are at their limit: a smaller one will do
+    return ours, theirs
 
 
 # ---- a fresh interpreter a rank ----
@@ -160,14 +174,15 @@ def _spawn_one() -> Rank:
     control, theirs = socket.socketpair()
     status, reported = socket.socketpair()
     posix = os.name == "posix"
-    ticket = f"{theirs.fileno()},{reported.fileno()}" if posix else "share"
+    calls, calls_there = _roomy_pipe() if posix else (None, -1)
+    ticket = f"{theirs.fileno()},{calls_there},{reported.fileno()}" if posix else "share"
     program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.worker import main; main({ticket!r})"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL if posix else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=[theirs.fileno(), reported.fileno()] if posix else [],
+        pass_fds=[theirs.fileno(), calls_there, reported.fileno()] if posix else [],
         start_new_session=posix,
     )
     if not posix:  #  Windows hands a socket to a process that exists by a message, not by inheritance
@@ -175,6 +190,8 @@ def _spawn_one() -> Rank:
         shared = theirs.share(process.pid)  # type: ignore[attr-defined]
         process.stdin.write(json.dumps(shared.hex()).encode() + b"\n")
         process.stdin.close()
+    else:
+        os.close(calls_there)
     theirs.close()
 
     def report() -> None:
@@ -187,7 +204,7 @@ def _spawn_one() -> Rank:
 
     threading.Thread(target=report, daemon=True).start()
     assert process.stdout is not None and process.stderr is not None
-    return Rank(process.pid, control, _selectable(process.stdout), _selectable(process.stderr), status)
+    return Rank(process.pid, control, _selectable(process.stdout), _selectable(process.stderr), status, calls)
 
 
 def _selectable(pipe: IO[bytes]) -> socket.socket:

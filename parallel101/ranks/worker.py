@@ -12,11 +12,13 @@ import ctypes
 import faulthandler
 import io
 import json
+import marshal
 import os
 import random
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -27,6 +29,7 @@ from parallel101.backends import real
 from parallel101.backends.record import Ledger
 from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import Wire, unpack
+from parallel101.trace.calls import Call
 from parallel101.trace.spans import record_into
 
 
@@ -51,10 +54,10 @@ class Job:
 leave = os._exit  #  kept: on sim a program's own os._exit means its virtual rank
 
 
-def main(ticket: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
+def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
     """What a new process runs: serve one job and end. `ticket` says where its control socket is, for a spawned one."""
     if ticket:
-        control, status = _take(ticket)
+        control, calls, status = _take(ticket)
     wire = Wire(socket.socket(fileno=control))
     if status >= 0:
         faulthandler.enable(status)  #  the last words of a rank that C code aborts: where it was
@@ -69,7 +72,7 @@ def main(ticket: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
 
             run_virtual(job, wire)
         else:
-            run_rank(job, wire)
+            run_rank(job, wire, calls)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  #  the launching process is gone, or has had enough
     except BaseException:
@@ -83,14 +86,14 @@ def main(ticket: str = "", *, control: int = -1, status: int = -1) -> NoReturn:
         leave(code)
 
 
-def run_rank(job: Job, wire: Wire) -> None:
+def run_rank(job: Job, wire: Wire, calls: int) -> None:
     """One real rank."""
     _, body, buffers = wire.receive_packed()
     ledger = Ledger(
         job.rank,
         recording=job.recording,
         payload_bytes=job.payload_bytes,
-        tell=(lambda call: wire.send(b"c", tuple(call))) if job.checked else None,
+        tell=_teller(wire, calls) if job.checked else None,
     )
     watcher = Watcher(ledger, wire)
     watcher.start()
@@ -115,6 +118,18 @@ def run_rank(job: Job, wire: Wire) -> None:
         del value
         wire.send_packed(b"r", *packed, give_back=True)
     watcher.finish.wait()
+
+
+def _teller(wire: Wire, calls: int) -> Callable[[Call], None]:
+    """How a checked run's calls go out: at once, since the call may end this process, but waking nobody."""
+    if calls < 0:
+        return lambda call: wire.send(b"c", tuple(call))
+
+    def tell(call: Call) -> None:
+        data = marshal.dumps(tuple(call))
+        os.write(calls, len(data).to_bytes(4, "little") + data)  #  below PIPE_BUF, and the pipe blocks: never a part of it
+
+    return tell
 
 
 def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
@@ -160,12 +175,12 @@ def _outside(error: BaseException):
 # ---- a new process makes itself at home ----
 
 
-def _take(ticket: str) -> tuple[int, int]:
+def _take(ticket: str) -> tuple[int, int, int]:
     if ticket != "share":
-        control, status = (int(part) for part in ticket.split(","))
-        return control, status
+        control, calls, status = (int(part) for part in ticket.split(","))
+        return control, calls, status
     shared = bytes.fromhex(json.loads(sys.stdin.readline()))
-    return socket.fromshare(shared).detach(), -1  # type: ignore[attr-defined]
+    return socket.fromshare(shared).detach(), -1, -1  # type: ignore[attr-defined]
 
 
 def _own_streams() -> None:

@@ -1,0 +1,156 @@
+"""Each collective by hand against torch's own, in the style of nccl-tests: size, time, algorithm and bus bandwidth, ratio.
+
+Both sides run on the same ranks and the same group, turn by turn, many calls between two barriers, and both make their result anew in
+each call. S is the size of the whole array: of an all-gather's result, of a reduce-scatter's input.
+Bandwidths: algbw = S / time, busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.bench.report import Report, size_of
+
+SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
+WORLDS = [2, 4]
+ROUNDS = 5
+SLICE = 0.12  #  seconds a side and round: what decides how many calls stand between two barriers
+
+
+class Contest(NamedTuple):
+    """One operation: what goes in for S bytes, our call, torch's call, and the factor from algbw to busbw."""
+
+    given: Callable[[int, int], torch.Tensor]  #  (numel of the whole, ranks) -> x
+    ours: Callable[[torch.Tensor], torch.Tensor]
+    theirs: Callable[[torch.Tensor, int, int], object]  #  (x, rank, ranks)
+    factor: Callable[[int], float]
+
+
+def _whole(numel: int, n: int) -> torch.Tensor:
+    return torch.ones(numel)
+
+
+def _shard(numel: int, n: int) -> torch.Tensor:
+    return torch.ones(numel // n)
+
+
+def _broadcast(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.broadcast(x.clone() if rank == 0 else torch.empty_like(x), 0)
+
+
+def _scatter(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.scatter(x.new_empty(len(x) // n), list(x.chunk(n)) if rank == 0 else None, 0)
+
+
+def _gather(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.gather(x, list(x.new_empty(n * len(x)).chunk(n)) if rank == 0 else None, 0)
+
+
+def _reduce(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.reduce(x.clone(), 0)
+
+
+def _all_gather(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.all_gather_into_tensor(x.new_empty(n * len(x)), x)
+
+
+def _reduce_scatter(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.reduce_scatter_tensor(x.new_empty(len(x) // n), x)
+
+
+def _all_reduce(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.all_reduce(x.clone())
+
+
+def _all_to_all(x: torch.Tensor, rank: int, n: int) -> None:
+    dist.all_to_all_single(torch.empty_like(x), x)
+
+
+def _once(n: int) -> float:
+    return 1.0
+
+
+def _others(n: int) -> float:
+    return (n - 1) / n
+
+
+CONTESTS = {
+    "broadcast": Contest(_whole, p101.broadcast, _broadcast, _once),
+    "scatter": Contest(_whole, p101.scatter, _scatter, _others),
+    "gather": Contest(_shard, p101.gather, _gather, _others),
+    "reduce": Contest(_whole, p101.reduce, _reduce, _once),
+    "all_gather": Contest(_shard, p101.all_gather, _all_gather, _others),
+    "reduce_scatter": Contest(_whole, p101.reduce_scatter, _reduce_scatter, _others),
+    "all_reduce": Contest(_whole, p101.all_reduce, _all_reduce, lambda n: 2 * (n - 1) / n),
+    "all_to_all": Contest(_whole, p101.all_to_all, _all_to_all, _others),
+}
+
+
+def measure(report: Report, *, backend: str, quick: bool) -> None:
+    sizes, rounds = (SIZES[::2], 2) if quick else (SIZES, ROUNDS)
+    for n in WORLDS:
+        report.heading(f"Collectives on {n} {backend} ranks, against torch's own")
+        head = ["operation, size", "ours µs", "algbw GB/s", "busbw GB/s", "torch µs", "torch busbw", "torch / ours", "least … most"]
+        report.table(head, _rows(n, backend, sizes, rounds))
+    report.sentence("Medians of the rounds; the ratio is taken round by round. Above 1: ours is faster.")
+
+
+def _rows(n: int, backend: str, sizes: list[int], rounds: int) -> Iterator[tuple[str, ...]]:
+    for name, contest in CONTESTS.items():
+        for nbytes in sizes:
+            pairs = p101.launch(compete, name, nbytes, rounds, world_size=n, backend=backend, timeout=300).results[0]
+            ours, theirs = (statistics.median(side) for side in zip(*pairs))
+            ratios = sorted(b / a for a, b in pairs)
+            algbw, bus = nbytes / ours / 1e9, contest.factor(n)
+            yield (
+                f"{name}, {size_of(nbytes)}",
+                f"{ours * 1e6:.0f}",
+                f"{algbw:.3f}",
+                f"{algbw * bus:.3f}",
+                f"{theirs * 1e6:.0f}",
+                f"{nbytes / theirs / 1e9 * bus:.3f}",
+                f"**{statistics.median(ratios):.2f}**",
+                f"{ratios[0]:.2f} … {ratios[-1]:.2f}",
+            )
+
+
+def compete(name: str, nbytes: int, rounds: int) -> list[tuple[float, float]]:
+    """On each rank: seconds a call, (ours, torch's), for each round."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    contest = CONTESTS[name]
+    x = contest.given(nbytes // 4 // n * n, n)
+    sides: tuple[Callable[[], object], ...] = (lambda: contest.ours(x), lambda: contest.theirs(x, rank, n))
+    for side in sides:  #  connections, memory
+        _timed(side, 2)
+    calls = [max(1, min(2000, int(SLICE / _agreed(_timed(side, 2))))) for side in sides]
+    return [tuple(_timed(side, count) for side, count in zip(sides, calls)) for _ in range(rounds)]  # type: ignore[misc]
+
+
+def _timed(side: Callable[[], object], calls: int) -> float:
+    """Seconds a call, between two barriers."""
+    _settle()
+    began = time.perf_counter()
+    for _ in range(calls):
+        side()
+    _settle()
+    return (time.perf_counter() - began) / calls
+
+
+def _settle() -> None:
+    dist.barrier()
+    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+
+
+def _agreed(seconds: float) -> float:
+    """The slowest rank's figure: all must make the same number of calls."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()

@@ -1,0 +1,48 @@
+"""What it costs to be watched: a small message there and back through our group, against torch's own backend called past it, turn by turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.bench.report import Report
+
+NUMEL = 1024  #  4 KiB of float32
+
+
+def measure(report: Report, *, backend: str, quick: bool) -> None:
+    if backend == "nccl":
+        return  #  messages there are queued, not sent, when the call returns: a round trip of the CPU says nothing
+    report.heading(f"What the record costs: 4 KiB there and back on {backend}, microseconds")
+    rows = []
+    for trace, name in ((False, "not recorded (who waits for whom is known)"), (True, "recorded and checked")):
+        pairs = p101.launch(round_trips, 200 if quick else 500, 3 if quick else 9, world_size=2, backend=backend, trace=trace).results[0]
+        watched, plain = (statistics.median(side) * 1e6 for side in zip(*pairs))
+        ratios = sorted(a / b for a, b in pairs)
+        rows.append((name, f"{watched:.0f}", f"{plain:.0f}", f"**{statistics.median(ratios):.2f}**", f"{ratios[0]:.2f} … {ratios[-1]:.2f}"))
+    report.table(["", "through our group", "torch's backend itself", "ratio", "least … most"], rows)
+
+
+def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:
+    """Seconds a round trip, for each round: (through the group of launch, through the backend inside it)."""
+    group = dist.group.WORLD
+    x, other = torch.zeros(NUMEL), 1 - dist.get_rank()
+
+    def trip(through) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(count):
+            if other:
+                through.send([x], other, 0).wait()
+                through.recv([x], other, 0).wait()
+            else:
+                through.recv([x], other, 0).wait()
+                through.send([x], other, 0).wait()
+        return (time.perf_counter() - began) / count
+
+    trip(group), trip(group.inner)  # type: ignore[union-attr]
+    return [(trip(group), trip(group.inner)) for _ in range(rounds)]  # type: ignore[union-attr]

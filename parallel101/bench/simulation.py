@@ -1,0 +1,54 @@
+"""How fast virtual ranks are: a ring all-gather in plain isend and irecv, every message recorded."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.bench.report import Report
+
+
+def measure(report: Report, *, backend: str, quick: bool) -> None:
+    report.heading("The sim backend: a ring all-gather in plain isend and irecv, every message recorded")
+    rows = []
+    for ranks in (64, 256) if quick else (64, 256, 256, 256, 1024):
+        began = time.perf_counter()
+        run = p101.launch(ring_all_gather, world_size=ranks, backend="sim", timeout=600)
+        took = time.perf_counter() - began
+        assert run.trace is not None
+        messages = sum(run.trace.messages_sent)
+        assert messages == ranks * (ranks - 1)
+        peak = max(run.results) / 2**30
+        rows.append((f"{ranks}", f"{messages:,}", f"{took:.2f}", f"{messages / took:,.0f}", f"{peak:.2f}", f"{_peak() / 2**30:.2f}"))
+        del run
+    head = [
+        "ranks",
+        "messages",
+        "seconds, launch to result",
+        "messages a second",
+        "GiB at most, the ranks' process",
+        "GiB, the launching one",
+    ]
+    report.table(head, rows)
+
+
+def ring_all_gather() -> int:
+    """One float a rank, all the way round. Returns the most memory this process has had, in bytes."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = list(torch.full((n,), float(rank)).chunk(n))
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for step in range(n - 1):
+        sent = dist.isend(chunks[(rank - step) % n], right)
+        dist.irecv(chunks[(rank - step - 1) % n], left).wait()
+        sent.wait()
+    return _peak()
+
+
+def _peak() -> int:
+    """The most memory this process has had so far, in bytes. (The kernel counts it in KiB on Linux and in bytes on macOS.)"""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
