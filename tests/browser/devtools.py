@@ -1,0 +1,129 @@
+"""Chromium driven over DevTools with websocket-client alone: enough to open a page, press keys and look.
+
+with Browser(path) as browser: browser.open(url); browser.js("1 + 1"); browser.key("ArrowRight")
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import urllib.request
+
+import websocket
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-port=0",
+    "--remote-allow-origins=*",
+]
+
+
+class Browser:
+    """One tab of a headless Chromium with a profile of its own, gone when closed."""
+
+    def __init__(self, path: str, width: int = 1000, height: int = 800):
+        self.profile = tempfile.mkdtemp(prefix="p101-browser-")
+        command = [path, *FLAGS, f"--user-data-dir={self.profile}", f"--window-size={width},{height}", "about:blank"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.errors: list[str] = []  # exceptions that scripts threw
+        self.number = 0
+        address = next(match[1] for line in self.process.stderr if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line)))
+        self.drain = threading.Thread(target=self.process.stderr.read, daemon=True)  # so that its log never fills the pipe
+        self.drain.start()
+        with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
+            tab = next(target for target in json.load(answer) if target["type"] == "page")
+        self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=60)
+        for domain in ("Page", "Runtime"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):
+            self.call("Browser.close")
+        self.socket.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.drain.join(10)
+        self.process.stderr.close()
+        shutil.rmtree(self.profile, ignore_errors=True)
+
+    def call(self, method: str, **parameters: object) -> dict:
+        """Send a DevTools command and wait for its answer."""
+        self.number += 1
+        self.socket.send(json.dumps({"id": self.number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self.socket.recv())
+            if message.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(message["params"]["exceptionDetails"]))
+            if message.get("id") == self.number:
+                if "error" in message:
+                    raise RuntimeError(f"{method}: {message['error']}")
+                return message["result"]
+
+    def js(self, expression: str):
+        """The value of an expression in the page; a promise is waited for."""
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    def until(self, condition: str, seconds: float = 20) -> None:
+        """Wait in the page, frame by frame, until a JavaScript condition holds; one that throws does not hold yet."""
+        asked = f"""new Promise((yes, no) => {{
+            const begin = performance.now();
+            const holds = () => {{ try {{ return {condition} }} catch {{ return false }} }};
+            const late = () => performance.now() - begin > {1000 * seconds};
+            const look = () => holds() ? yes(true) : late() ? no("not in time") : setTimeout(look, 16);
+            look(); }})"""
+        while True:
+            try:
+                self.js(asked)
+                return
+            except RuntimeError as error:
+                if "context was destroyed" not in str(error) and "navigated" not in str(error):  # the page was left: ask the next one
+                    raise
+
+    def open(self, url: str) -> None:
+        """Go to a page and wait until it has loaded."""
+        self.call("Page.navigate", url=url)
+        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+
+    def emulate(self, **features: str) -> None:
+        """Media features: emulate(prefers_color_scheme="dark")."""
+        settings = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=settings)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def key(self, key: str, text: str = "") -> None:
+        """Press and release a key where the focus is."""
+        for kind in ("keyDown", "keyUp"):
+            extra = {"text": text} if text and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code="Space" if key == " " else key, **extra)
+
+    def picture(self) -> bytes:
+        """What can be seen, as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

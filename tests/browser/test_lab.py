@@ -1,0 +1,104 @@
+"""A run animated in a real JupyterLab cell: it plays there, keeps its keys from the notebook, and follows Lab's theme live."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser.devtools import Browser
+
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "for-this-test-only"
+CELLS = [
+    "import torch.distributed as dist, parallel101 as p101",
+    """def shift(x):
+    r, n = dist.get_rank(), dist.get_world_size()
+    got = x.clone()
+    work = dist.isend(x, (r + 1) % n)
+    dist.recv(got, (r - 1) % n)
+    work.wait()
+    return x + got
+run = p101.watch(shift, 3, backend="sim")
+run.animate()""",
+]
+FIGURE = "document.querySelector('figure')"
+PLAYER = "document.querySelector('figure > div').shadowRoot"
+
+
+@pytest.fixture
+def lab(tmp_path) -> Iterator[str]:
+    """The address of a JupyterLab of its own, with one notebook."""
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": s}
+        for i, s in enumerate(CELLS)
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    (tmp_path / "nb").mkdir()
+    (tmp_path / "nb" / "ring.ipynb").write_text(
+        json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
+    )
+    folders = (
+        "JUPYTER_CONFIG_DIR",
+        "JUPYTER_RUNTIME_DIR",
+        "JUPYTER_DATA_DIR",
+        "JUPYTERLAB_SETTINGS_DIR",
+        "JUPYTERLAB_WORKSPACES_DIR",
+        "IPYTHONDIR",
+    )
+    environment = {**os.environ, **{name: str(tmp_path / name) for name in folders}, "PYTHONPATH": str(ROOT)}
+    options = [
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.port=0",
+        f"--IdentityProvider.token={TOKEN}",
+        "--LabApp.expose_app_in_browser=True",
+    ]
+    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={tmp_path / 'nb'}"]
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    address = next((match[1] for line in server.stderr if (match := re.search(r"(http://(?:localhost|127\.0\.0\.1):\d+)/lab", line))), None)
+    assert address, "JupyterLab did not start"
+    drain = threading.Thread(target=server.stderr.read, daemon=True)
+    drain.start()
+    try:
+        yield address.replace("localhost", "127.0.0.1")
+    finally:  # the server ends its kernels, and then itself
+        request = urllib.request.Request(f"{address}/api/shutdown", data=b"", headers={"Authorization": f"token {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=30):
+            pass
+        server.wait(30)
+        drain.join()
+        server.stderr.close()
+
+
+def test_a_run_plays_in_a_cell(lab, chromium):
+    with Browser(chromium, 1280, 1000) as browser:
+        browser.call("Page.navigate", url=f"{lab}/lab/tree/ring.ipynb?token={TOKEN}")
+        browser.until("location.pathname.includes('ring.ipynb') && document.body.innerText.includes('| Idle')", 60)
+        browser.js("(jupyterapp.commands.execute('notebook:run-all-cells'), true)")
+        browser.until(f"{FIGURE}?.dataset.step", 60)
+        browser.js(f"{PLAYER}.querySelector('.stage').focus()")
+        active = "[...document.querySelectorAll('.jp-Cell')].findIndex(cell => cell.classList.contains('jp-mod-active'))"
+        cells = "document.querySelectorAll('.jp-Cell').length"
+        before = browser.js(active), browser.js(cells)
+        browser.key("ArrowRight")
+        browser.until(f"{FIGURE}.dataset.step == 1")
+        for key in ("b", "a", "Home"):  # "b" and "a" would add cells
+            browser.key(key, key if len(key) == 1 else "")
+        browser.until(f"{FIGURE}.dataset.step == 0")
+        assert (browser.js(active), browser.js(cells)) == before
+        dark = f"{PLAYER}.querySelector('.player').classList.contains('dark')"
+        assert browser.js(dark) is False
+        browser.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)")
+        browser.until(dark, 30)
+        assert browser.errors == []
