@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -75,6 +75,32 @@ def _connect(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
     group._set_default_backend(kind)
     group._register_backend(device, kind, inner)
     return inner, group
+
+
+@contextmanager
+def batches_on_nccl() -> Iterator[None]:
+    """torch's batch_isend_irecv makes a batch only of its own kind of group: inside, it makes one of ours as well."""
+    original = dist.batch_isend_irecv
+
+    @wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        group = p2p_op_list[0].group if p2p_op_list else None
+        group = group or dist.group.WORLD
+        if not isinstance(group, RecordedGroup) or group.backend != "nccl":
+            return original(p2p_op_list)
+        works: list[dist.Work] = []
+        with group.batched(works):
+            for op in p2p_op_list:
+                work = op.op(op.tensor, op.peer, op.group, op.tag)
+                if work is not None:
+                    works.append(work)
+        return works
+
+    dist.batch_isend_irecv = batch_isend_irecv
+    try:
+        yield
+    finally:
+        dist.batch_isend_irecv = original
 
 
 def own_device(backend: str, local_rank: int) -> None:

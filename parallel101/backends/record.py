@@ -143,6 +143,17 @@ class RecordedGroup(dist.ProcessGroup):
         began = time.perf_counter()
         return RecordedWork(start(), posted, call, began, [tensor], None)
 
+    @contextmanager
+    def batched(self, works: list[dist.Work]) -> Iterator[None]:
+        """Messages posted inside go out as one batch, as NCCL wants those between two ranks; its work becomes theirs."""
+        self.inner._start_coalescing()
+        try:
+            yield
+        finally:
+            whole = self.inner._end_coalescing()
+            for work in works:
+                work.inner = whole  # type: ignore[attr-defined]
+
     # ---- collectives: one path for all, described by a table ----
 
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,8 +44,8 @@ def ring_all_gather() -> int:
     chunks = list(torch.full((n,), float(rank)).chunk(n))
     right, left = (rank + 1) % n, (rank - 1) % n
     for step in range(n - 1):
-        sent = dist.isend(chunks[(rank - step) % n], right)
-        dist.irecv(chunks[(rank - step - 1) % n], left).wait()
+        sent: Any = dist.isend(chunks[(rank - step) % n], right)
+        dist.irecv(chunks[(rank - step - 1) % n], left).wait()  # type: ignore[union-attr]
         sent.wait()
     return _peak()
 

@@ -24,6 +24,7 @@ from parallel101.backends import real
 from parallel101.backends.record import Ledger, Posted
 from parallel101.errors import LaunchTimeout, RankFailed, broken_connection
 from parallel101.ranks.run import Run
+from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.wire import pack, unpack
 from parallel101.trace.board import Board, Standing
 from parallel101.trace.calls import Call
@@ -74,7 +75,8 @@ def join(
         if _launches > 1:
             sys.excepthook = hook  #  torch puts "[rank0]:" before a traceback's lines, once more at every init
         try:
-            value = fn(*args, **kwargs)
+            with own_setup_accepted():
+                value = fn(*args, **kwargs)
         except BaseException as error:
             if broken_connection(error) and (cause := watcher.verdict(within=GRACE)) is not None:
                 raise cause from None  #  another rank is gone, and said why

@@ -14,6 +14,7 @@ import threading
 from typing import Any, NoReturn
 
 from parallel101.backends.sim import simulate
+from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Obedient
 from parallel101.ranks.wire import Wire, unpack
 from parallel101.ranks.worker import Job, pack_result, report_failure
@@ -47,7 +48,8 @@ def run_virtual(job: Job, wire: Wire) -> None:
             for stream in (sys.stdout, sys.stderr):
                 stream.end_line()  # type: ignore[union-attr]
 
-    outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
+    with own_setup_accepted():
+        outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
     _speaking.rank = None
     wire.send(b"e", ([tuple(event) for event in outcome.events], outcome.groups, ({}, {}, {})))
     if outcome.error is not None:

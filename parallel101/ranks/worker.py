@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from parallel101.backends import real
 from parallel101.backends.record import Ledger
+from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import Wire, unpack
 from parallel101.trace.calls import Call
@@ -106,7 +107,8 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
         real.init(job.backend, ledger, store, job.rank, job.world_size)
         function, args, kwargs = unpack(body, buffers)
         del body, buffers
-        value = function(*args, **kwargs)
+        with own_setup_accepted():
+            value = function(*args, **kwargs)
         packed = pack_result(value, job.rank)
     except BaseException as error:
         record_into(None)

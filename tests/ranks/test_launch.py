@@ -129,6 +129,23 @@ def test_torchs_own_trainers_run_on_a_recorded_group():
     assert {"broadcast", "all_reduce"} <= {event.kind for event in run.trace.events}
 
 
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_whole_program_with_its_own_set_up_runs_unchanged(backend):
+    """As in the lecture: main(rank, world_size) makes its group, works, and ends it."""
+
+    def main(world_size):
+        rank = dist.get_rank()
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        return x.item()
+
+    assert p101.launch(main, 3, world_size=3, backend=backend).results == [3.0] * 3
+    with pytest.raises(p101.RankFailed, match="world_size is 2"):
+        p101.launch(main, 3, world_size=2, backend=backend)
+
+
 def test_spawned_interpreters_do_the_same(monkeypatch):
     monkeypatch.setenv("PARALLEL101_START", "spawn")
 
