@@ -29,12 +29,14 @@ def direct(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None
     for step in range(1, p):
         source, to = (comm.rank - step) % p, (comm.rank + step) % p
         works += [comm.irecv(incoming[source], source), comm.isend(outgoing[to], to)]
+    incoming[comm.rank].copy_(outgoing[comm.rank])  # while the others' are on their way
     wait_all(works)
 
 
 def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
     """One partner at a time: p − 1 steps, and never more than one message on the way to a rank."""
     p = comm.size
+    incoming[comm.rank].copy_(outgoing[comm.rank])
     for step in range(1, p):
         source, to = (comm.rank - step) % p, (comm.rank + step) % p
         wait_all([comm.irecv(incoming[source], source), comm.isend(outgoing[to], to)])
@@ -56,7 +58,7 @@ def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
         for j, block in zip(moving, inbox.split(counts)):
             slots[j] = block
         distance *= 2
-    for j in range(1, p):
+    for j in range(p):
         incoming[(rank - j) % p].copy_(slots[j])
 
 
@@ -123,7 +125,6 @@ def all_to_all(
     outgoing = Blocks(_packed(x, split_dim, split_sizes), [count(comm.rank, to) for to in range(comm.size)])
     counts = [math.prod(shape) for shape in shapes]
     incoming = Blocks(x.new_empty(sum(counts)), counts)
-    incoming[comm.rank].copy_(outgoing[comm.rank])
     choose("all_to_all", algorithm, ALGORITHMS, x.nbytes, comm.size)(outgoing, incoming, count, comm)
     if concat_dim == 0:
         return incoming.flat.view(sum(joined), *shapes[0][1:])

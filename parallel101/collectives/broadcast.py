@@ -54,7 +54,7 @@ def chain(buffer: Tensor, root: int, comm: Comm) -> None:
 def scatter_all_gather(buffer: Tensor, root: int, comm: Comm) -> None:
     """Scatter a block to each (binomial), then all-gather them (ring): ⌈lg p⌉ + p − 1 steps, 2n(p−1)/p bytes for any p."""
     blocks = even_blocks(buffer, comm.size)
-    binomial_scatter(blocks, root, comm)
+    binomial_scatter(blocks, blocks[comm.rank], root, comm)
     ring_all_gather(blocks, comm)
 
 

@@ -60,9 +60,9 @@ class Comm:
         if tensor.numel() == 0:
             return Nothing()
         rank, process_group = self.group.ranks[peer], self.group.process_group
-        if tensor.is_cuda:
-            return self.batch.add(dist.P2POp(direction, tensor, rank, process_group))
-        return direction(tensor, rank, process_group)
+        if not in_batches(self.device):
+            return direction(tensor, rank, process_group)
+        return self.batch.add(dist.P2POp(direction, tensor, rank, process_group), self.group.ranks[self.rank])
 
 
 class Nothing:
@@ -72,28 +72,38 @@ class Nothing:
         pass
 
 
+def in_batches(device: torch.device) -> bool:
+    """On NCCL a send and a receive between two ranks deadlock unless they leave together; on gloo a batch has been seen to hang."""
+    return device.type == "cuda"
+
+
 class Batch:
-    """NCCL's messages since the last wait: a send and a receive between two ranks deadlock there unless they leave together."""
+    """The messages since the last wait, which leave together."""
 
     def __init__(self) -> None:
         self.waiting: list[Batched] = []
 
-    def add(self, message: dist.P2POp) -> Batched:
-        self.waiting.append(Batched(self, message))
+    def add(self, message: dist.P2POp, me: int) -> Batched:
+        source, to = (me, message.peer) if message.op is dist.isend else (message.peer, me)
+        self.waiting.append(Batched(self, message, (min(me, message.peer), max(me, message.peer), source > to)))
         return self.waiting[-1]
 
     def leave(self) -> None:
-        posted, self.waiting = self.waiting, []
+        posted, self.waiting = sorted(self.waiting, key=lambda work: work.order), []
         works = dist.batch_isend_irecv([work.message for work in posted])
         for work in posted:
             work.works = works
 
 
 class Batched:
-    """One message of a batch, which leaves when the first of them is waited for."""
+    """One message of a batch, which leaves when the first of them is waited for.
 
-    def __init__(self, batch: Batch, message: dist.P2POp):
-        self.batch, self.message = batch, message
+    `order` is the same on both sides, and one for all ranks: where torch posts a batch one by one after all (a group that is watched
+    from Python), nobody waits for another in a circle.
+    """
+
+    def __init__(self, batch: Batch, message: dist.P2POp, order: tuple[int, int, bool]):
+        self.batch, self.message, self.order = batch, message, order
         self.works: list[dist.Work] | None = None
 
     def wait(self) -> None:

@@ -19,15 +19,17 @@ from parallel101.collectives.tree import path, subtree
 from parallel101.mesh import GroupLike, group_of, split_sizes
 
 
-def flat(blocks: Blocks, root: int, comm: Comm) -> None:
+def flat(blocks: Blocks, out: Tensor, root: int, comm: Comm) -> None:
     """The root sends each of the others its block: p − 1 steps."""
     if comm.rank == root:
-        wait_all([comm.isend(blocks[to], to) for to in range(comm.size) if to != root])
+        sent = [comm.isend(blocks[to], to) for to in range(comm.size) if to != root]
+        out.copy_(blocks[root])  # while the others' are on their way
+        wait_all(sent)
     else:
-        comm.irecv(blocks[comm.rank], source=root).wait()
+        comm.irecv(out, source=root).wait()
 
 
-def binomial(blocks: Blocks, root: int, comm: Comm) -> None:
+def binomial(blocks: Blocks, out: Tensor, root: int, comm: Comm) -> None:
     """Half of the blocks to a rank of that half, and so on: ⌈lg p⌉ steps."""
     held = blocks.room(subtree(comm.size, root, comm.rank))
     for giver, taker, ranks in path(comm.size, root, comm.rank):
@@ -35,8 +37,8 @@ def binomial(blocks: Blocks, root: int, comm: Comm) -> None:
             comm.isend(held[ranks], to=taker).wait()
         elif comm.rank == taker:
             comm.irecv(held[ranks], source=giver).wait()
-    if held is not blocks:
-        blocks[comm.rank].copy_(held[comm.rank])
+    if held[comm.rank].data_ptr() != out.data_ptr():
+        out.copy_(held[comm.rank])
 
 
 ALGORITHMS = {f.__name__: f for f in (flat, binomial)}
@@ -70,10 +72,6 @@ def scatter(
     sizes = cut_sizes(x, dim, split_sizes(x.shape[dim], comm.size) if sizes is None else sizes, members)
     elements = [size * row_of(x, dim) for size in sizes]
     out = x.new_empty(elements[comm.rank])
-    if comm.rank == src:
-        blocks = Blocks(flat_of(x, dim), elements)
-        out.copy_(blocks[src])
-    else:
-        blocks = Blocks(out, elements, first=comm.rank)
-    choose("scatter", algorithm, ALGORITHMS, x.nbytes, comm.size)(blocks, src, comm)
+    blocks = Blocks(flat_of(x, dim), elements) if comm.rank == src else Blocks(out, elements, first=comm.rank)
+    choose("scatter", algorithm, ALGORITHMS, x.nbytes, comm.size)(blocks, out, src, comm)
     return shaped(out, [*x.shape[:dim], sizes[comm.rank], *x.shape[dim + 1 :]], dim)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import parallel101 as p101
 from parallel101 import autograd, collectives
+from parallel101.collectives.comm import comm_of
+from parallel101.mesh import group_of
 from tests.collectives.cases import MOVING, REDUCING, WITH_DIM, answer, arguments, differs, transposed, values
 
 X = torch.ones(4, 6)
@@ -194,3 +196,14 @@ def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
         assert len(inspect.getdoc(differentiable)) > 200
         if operation != "barrier":
             assert "differentiable: backward is" in differentiable.__doc__ and "no part of the graph" in values_only.__doc__
+
+
+def sent_from(device):
+    with pytest.raises(ValueError, match="gloo cannot send from there: move it with x.cpu"):
+        comm_of(group_of(None), dist.get_rank(), torch.device(device))
+    comm_of(group_of([dist.get_rank()]), 0, torch.device(device))  # alone there is nothing to send
+    return True
+
+
+def test_gloo_says_that_it_cannot_send_from_a_gpu():
+    assert p101.launch(sent_from, "cuda:0", world_size=2).results == [True, True]
