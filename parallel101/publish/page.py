@@ -50,6 +50,10 @@ class Lesson(NamedTuple):
 class _OfflineRenderer(IPythonRenderer):
     """Markdown as JupyterLab shows it, with formulas as MathML."""
 
+    def block_html(self, html: str) -> str:
+        """As it is: to find images nbconvert parses each block, which would close a <details> whose answer is more than one block."""
+        return super().block_html(html) if "<img" in html else html + "\n"
+
     def inline_math(self, body: str) -> str:
         return _formula(body, "inline")
 

@@ -74,6 +74,13 @@ def test_formulas_images_and_links_are_in_the_page(site):
     assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("math", display="block") is not None
 
 
+def test_a_folded_answer_of_several_blocks_stays_folded(tmp_path):
+    answer = "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nAfter."
+    body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(answer)]), tmp_path), "html.parser")
+    assert body.details.find("em").get_text() == "Really." and body.details.find("math") is not None
+    assert "After" not in body.details.get_text()
+
+
 def test_index_and_pages_lead_to_each_other_past_the_one_that_failed(site):
     out, _, said, _ = site
     index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
