@@ -15,7 +15,7 @@ from parallel101.errors import DeadlockError
 from parallel101.viz.scene import Node, Scene
 from parallel101.viz.units import ranks
 
-CENTRE, RADIUS, MOST_ROWS, MOST_RANKS = (200.0, 232.0), 108.0, 7, 64
+RADIUS, MOST_ROWS, MOST_RANKS = 108.0, 7, 64
 STYLE = (
     ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.stuck{stroke:var(--warn);stroke-width:2.5}"
     ".gone{stroke-dasharray:3 4;stroke:var(--mute)}"
@@ -41,9 +41,10 @@ def waiting_scene(error: DeadlockError) -> Scene:
     everyone = sorted({*error.waiting, *error.returned, *(peer for _, peer in arrows)})
     if len(everyone) > MOST_RANKS:
         raise ValueError(f"{len(everyone)} ranks are more than the {MOST_RANKS} that this picture tells apart: print the error instead")
-    scene = Scene(960, 404, "Deadlock: who waits for whom", str(error))
+    centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
+    scene = Scene(960, 404 if len(everyone) > 2 else 238, "Deadlock: who waits for whom", str(error))
     scene.style += STYLE
-    scene.narrow = (480, 700)
+    scene.narrow = (480, scene.height + 300 if len(everyone) > 2 else 360)
     tip = 6 if len(everyone) <= 8 else 4
     for colour in ("", " stuck"):
         scene.definitions.append(
@@ -54,8 +55,8 @@ def waiting_scene(error: DeadlockError) -> Scene:
     head = scene.panel(narrow="translate(0,0)")
     head.add("text", scene.title, x=28, y=40, class_="h")
     head.add("text", _story(error), x=28, y=64, font_size=14, class_="w b")
-    _graph(scene.panel(narrow="translate(40,0)"), error, everyone, arrows)
-    _rows(scene.panel(narrow="translate(-402,290)"), error)
+    _graph(scene.panel(narrow="translate(40,0)"), error, everyone, arrows, centre)
+    _rows(scene.panel(narrow=f"translate(-402,{290 if len(everyone) > 2 else 130})"), error, centre[1])
     return scene
 
 
@@ -71,13 +72,13 @@ def _story(error: DeadlockError) -> str:
     return "The circle: " + " → ".join(str(rank) for rank in [*error.cycle, error.cycle[0]])
 
 
-def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[tuple[int, int]]) -> None:
+def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[tuple[int, int]], centre: Point) -> None:
     node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
     start = -math.pi / 2 if len(everyone) == 2 else 0.0  # two ranks stand side by side, more on a circle with the first on top
     at = {}
     for i, rank in enumerate(everyone):
         angle = start + 2 * math.pi * i / len(everyone)
-        at[rank] = (CENTRE[0] + RADIUS * math.sin(angle), CENTRE[1] - RADIUS * math.cos(angle))
+        at[rank] = (centre[0] + RADIUS * math.sin(angle), centre[1] - RADIUS * math.cos(angle))
     stuck = set(zip(error.cycle, [*error.cycle[1:], *error.cycle[:1]]))
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
@@ -89,7 +90,7 @@ def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[
         if node >= 7:
             panel.add("text", rank, x=x, y=y + min(17.0, node) * 0.36, font_size=min(17.0, node), class_="b c")
         if kind == "gone" and len(error.returned) <= 4:
-            panel.add("text", "returned", x=x, y=y + (node + 16 if y > CENTRE[1] + 1 else -node - 8), font_size=12, class_="m c")
+            panel.add("text", "returned", x=x, y=y + (node + 16 if y > centre[1] + 1 else -node - 8), font_size=12, class_="m c")
 
 
 def _bow(a: Point, b: Point, node: float) -> str:
@@ -107,11 +108,11 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
     return (a[0] + part * (b[0] - a[0]), a[1] + part * (b[1] - a[1]))
 
 
-def _rows(panel: Node, error: DeadlockError) -> None:
+def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
     """What each rank waits in, and the line itself where it can be had (a notebook's cells can, too)."""
     rows = sorted(error.waiting.items())
     shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
-    y = 232.0 - 22.0 * len(shown) + 18
+    y = middle - 22.0 * len(shown) + 18
     for rank, (kind, peers, where) in shown:
         link = {"send": "to", "recv": "from"}.get(kind, "for")
         whom = ranks(_all(peers)) if _all(peers) else "any rank"
