@@ -17,10 +17,11 @@ from parallel101.viz.graph import draw_graph
 from parallel101.viz.history import history_of
 from parallel101.viz.matrix import draw_matrix
 from parallel101.viz.scene import Scene, Step
+from parallel101.viz.story import step_sentence
 from parallel101.viz.strip import draw_strip
 from parallel101.viz.tempo import Tempo
 from parallel101.viz.traffic import draw_traffic
-from parallel101.viz.words import Words
+from parallel101.viz.words import NO_ORIGIN, TOO_MANY, Words
 
 MOST_RANKS, MOST_MESSAGES, MOST_CHUNKS, MOST_STRIPED_RANKS = 64, 2000, 16, 17
 
@@ -55,7 +56,8 @@ def collective_scene(
             f"{len(history.messages)} messages are more than the {MOST_MESSAGES} that the collective view animates: "
             "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
-    if len(history.columns) > MOST_CHUNKS or len(history.ranks) > MOST_STRIPED_RANKS:
+    too_many = len(history.columns) > MOST_CHUNKS or len(history.ranks) > MOST_STRIPED_RANKS
+    if too_many:
         history.known = False
     tempo, words = Tempo(history), Words(history)
     scene = Scene(960, 500, title or words.title, f"{words.size}. {words.intro}")
@@ -68,7 +70,7 @@ def collective_scene(
     if history.known:
         draw_matrix(scene, history, tempo)
     else:
-        draw_traffic(scene, history, tempo)
+        draw_traffic(scene, history, tempo, TOO_MANY if too_many else NO_ORIGIN)
     draw_strip(scene, history, tempo)
     return scene
 
@@ -91,7 +93,7 @@ def _captions(scene: Scene, tempo: Tempo, words: Words) -> None:
         return say(words.intro, "", 0.0, 0.0)
     say(words.intro, words.sent(-1), 0.0, tempo.start(0))
     for step, phase in enumerate(words.phases):
-        text, fact, last = words.step(step), words.sent(step), step == history.steps - 1
+        text, fact, last = step_sentence(history, step), words.sent(step), step == history.steps - 1
         fault = words.new_fault(step) if history.known else ""
         until = tempo.reveal if last and history.known else tempo.start(step + 1)
         say(text, fact, tempo.start(step), tempo.land(step) if fault else until)

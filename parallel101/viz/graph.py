@@ -47,12 +47,8 @@ def _links(scene: Scene, panel: Node, history: History) -> None:
         points = _path(history, a, b, margin=4.0)
         marks = {} if many else {"marker_end": "url(#tip)", "marker_start": "url(#tip)" if back else None}
         width = 1 if many else 1.5 if len(layout.links) > 24 else 2
-        if len(points) == 2:
-            (x0, y0), (x1, y1) = points
-            panel.add("path", d=f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}", class_="link", stroke_width=width, **marks)
-        else:
-            d = f"M{points[0][0]:.1f} {points[0][1]:.1f}" + "".join(f"L{x:.1f} {y:.1f}" for x, y in points[1:])
-            panel.add("path", d=d, class_="link", stroke_width=width, **marks)
+        d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        panel.add("path", d=d, class_="link", stroke_width=width, **marks)
 
 
 def _path(history: History, a: int, b: int, margin: float = 0.0) -> list[Point]:
@@ -64,13 +60,13 @@ def _path(history: History, a: int, b: int, margin: float = 0.0) -> list[Point]:
         length = math.hypot(x1 - x0, y1 - y0) or 1.0
         ux, uy = (x1 - x0) / length, (y1 - y0) / length
         return [(x0 + ux * reach, y0 + uy * reach), (x1 - ux * reach, y1 - uy * reach)]
-    away = -1.0 if abs(y1 - y0) < 1 else 1.0  # rows bow upwards, columns to the right
-    bow = 1.15 * layout.node + 0.06 * math.hypot(x1 - x0, y1 - y0)
-    mx, my = (x0 + x1) / 2 + (0 if y0 == y1 else away * 2 * bow), (y0 + y1) / 2 + (away * 2 * bow if y0 == y1 else 0)
-    curve = [
-        ((1 - u) ** 2 * x0 + 2 * u * (1 - u) * mx + u * u * x1, (1 - u) ** 2 * y0 + 2 * u * (1 - u) * my + u * u * y1)
-        for u in (i / 14 for i in range(15))
-    ]
+    bow = 2.3 * layout.node + 0.12 * math.hypot(x1 - x0, y1 - y0)  # rows bow upwards, columns to the right
+    mx, my = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
+    curve = []
+    for k in range(25):  # a quadratic Bézier curve
+        u = k / 24
+        a0, a1, a2 = (1 - u) ** 2, 2 * u * (1 - u), u * u
+        curve.append((a0 * x0 + a1 * mx + a2 * x1, a0 * y0 + a1 * my + a2 * y1))
     return [p for p in curve if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1]
 
 
@@ -124,10 +120,8 @@ def _flights(panel: Node, history: History, tempo: Tempo) -> None:
         flashes = panel.add("g").show((tempo.land(step), tempo.start(step + 1)))
         pairs = {(history.messages[i].src, history.messages[i].dst) for i in indices}
         for rank in sorted({history.messages[i].dst for i in indices}):
-            mine = [
-                landing for i in indices if history.messages[i].dst == rank for landing in (history.landings[i] if history.known else [])
-            ]
-            _flash(flashes, history, rank, mine)
+            mine = [i for i in indices if history.messages[i].dst == rank]
+            _flash(flashes, history, rank, [landing for i in mine for landing in history.landings[i]] if history.known else [])
         for i in indices:
             m = history.messages[i]
             points = _path(history, m.src, m.dst)

@@ -18,6 +18,7 @@ from parallel101.viz.layout import Layout, groups_of, layout_of
 from parallel101.viz.provenance import Term, decode, flat_values
 from parallel101.viz.steps import steps_of
 
+States = list[tuple[float, Counts]]  #  from which moment on a cell holds what
 START = -1.0  #  moments: START is before the first step, s is the begin of step s, s + 0.5 the landing of its messages
 
 
@@ -43,9 +44,7 @@ class History:
     sums: bool = False
     columns: list[Column] = field(default_factory=list)
     landings: list[list[Landing]] = field(default_factory=list)  #  of each message
-    cells: dict[tuple[int, int], list[tuple[float, Counts]]] = field(
-        default_factory=dict
-    )  #  (rank, column): what it held from which moment on
+    cells: dict[tuple[int, int], States] = field(default_factory=dict)  #  of each (rank, column)
     returned: list[dict[int, Counts] | None] = field(default_factory=list)  #  by rank; None where not known
     groups: dict[int, set[int]] = field(default_factory=dict)  #  for each rank, whose data could have reached it
 
@@ -120,7 +119,7 @@ def _begin(history: History, column: Column, rank: int) -> Counts:
 
 def _follow(
     history: History, content: list[dict[int, Counts]], landed: dict[tuple[int, int], Landing], rank: int, column: int, held: Counts
-) -> list[tuple[float, Counts]]:
+) -> States:
     """One cell through time: (moment, what it holds from then on). Notes in `landed` whether each message that arrives was added."""
     story: list[tuple[float, bool, int]] = []  #  (when, it is a send, message)
     for i, m in enumerate(history.messages):
@@ -168,6 +167,3 @@ def _made_of(held: Counts, carried: Counts, later: Counts | None) -> Counts:
 
 def _holds(whole: Counts, part: Counts) -> bool:
     return all(a >= b for a, b in zip(whole, part, strict=True))
-
-
-__all__ = ["START", "History", "Landing", "history_of"]

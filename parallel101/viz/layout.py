@@ -196,6 +196,7 @@ def _grid_columns(order: list[int], near: dict[int, list[int]]) -> int | None:
 
 def _grid(order: list[int], columns: int) -> tuple[dict[int, tuple[float, float]], float]:
     rows = len(order) // columns
-    gap = min(104.0, 300.0 / max(columns - 1, 1), 230.0 / max(rows - 1, 1))
-    left, top = ASIDE[0] - gap * (columns - 1) / 2, ASIDE[1] + 10 - gap * (rows - 1) / 2
-    return {r: (left + gap * (i % columns), top + gap * (i // columns)) for i, r in enumerate(order)}, min(25.0, 0.3 * gap)
+    across, down = min(104.0, 300.0 / max(columns - 1, 1)), min(100.0, 200.0 / max(rows - 1, 1))
+    left, top = ASIDE[0] - across * (columns - 1) / 2, 306.0 - down * (rows - 1) / 2  # below the ring that counts the steps
+    at = {r: (left + across * (i % columns), top + down * (i // columns)) for i, r in enumerate(order)}
+    return at, min(25.0, 0.3 * across, 0.3 * down)

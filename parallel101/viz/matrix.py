@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 
 from parallel101.viz.columns import Counts
-from parallel101.viz.history import History
+from parallel101.viz.history import START, History
 from parallel101.viz.scene import Node, Scene, box, number
 from parallel101.viz.tempo import Tempo
 from parallel101.viz.verdict import lacks
@@ -103,6 +103,7 @@ def _cells(panel: Node, marks: Node, matrix: Matrix, tempo: Tempo) -> None:
         if returned is not None:  # in the end only what the rank returned is left
             last = returned.get(column, (0,) * history.trace.world_size)
             states = [*states, (float(history.steps), last)] if last != states[-1][1] else states
+        states = states if history.steps else [(START, states[-1][1])]
         for (begin, counts), (end, _) in zip(states, [*states[1:], (math.inf, ())], strict=True):
             if any(counts) and begin != end:
                 together[tempo.at(begin), tempo.at(end)].append((rank, column, counts))

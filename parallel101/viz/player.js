@@ -36,12 +36,14 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
   const less = matchMedia("(prefers-reduced-motion: reduce)");
   const stops = steps.map(step => step[1]);
   let time = 0, playing = false, goal = duration, last = 0, shown = -1, touched = false;
-  const stepAt = t => steps.filter(step => step[0] <= t + 1e-6).length;  // how many have begun; 0 before the first
-  const seek = t => { svg.setCurrentTime(Math.min(t, Math.max(0, duration - 1e-3))); };
+  const moment = t => Math.max(0, Math.min(t + .002, duration - .001));  // past the rounding of keyTimes, and before the loop begins anew
+  const stepAt = t => steps.filter(step => step[0] <= moment(t)).length;  // how many have begun; 0 before the first
+  const seek = t => svg.setCurrentTime(moment(t));
   const draw = () => {
-    seek(time);
+    const step = stepAt(time);
+    seek(less.matches && playing && step ? stops[step - 1] : time);  // less motion: each step's outcome, and nothing that slides
     slider.value = time;
-    const step = stepAt(time), label = step ? steps[step - 1][2] : intro;
+    const label = step ? steps[step - 1][2] : intro;
     if (step !== shown) {
       shown = step;
       count.textContent = `${step} / ${steps.length}`;
@@ -61,12 +63,10 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
   };
   const tick = now => {
     if (!playing || !figure.isConnected) return setPlaying(false);
-    const before = time;
     time += Math.max(0, Math.min(.1, (now - last) / 1000)) * speed.value;
     last = now;
     if (time >= goal) { time = goal; draw(); return setPlaying(false); }
-    if (!less.matches || stepAt(time) !== stepAt(before)) draw();
-    if (less.matches) seek(steps[stepAt(time) - 1]?.[1] ?? 0);  // less motion: each step's outcome, and nothing that slides
+    draw();
     requestAnimationFrame(tick);
   };
   const jump = t => { touched = true; setPlaying(false); time = t; draw(); };

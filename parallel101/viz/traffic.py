@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from parallel101.viz.history import History
 from parallel101.viz.matrix import HEIGHT, LEFT, MIDDLE, NARROW, WIDTH
 from parallel101.viz.scene import Scene, box
 from parallel101.viz.tempo import Tempo
 from parallel101.viz.units import human_bytes
-from parallel101.viz.words import NO_ORIGIN
 
 STYLE = ".sent{fill:var(--accent)}"
 
 
-def draw_traffic(scene: Scene, history: History, tempo: Tempo) -> None:
-    """Add the matrix of bytes, a row for each sender."""
+def draw_traffic(scene: Scene, history: History, tempo: Tempo, note: Iterable[str]) -> None:
+    """Add the matrix of bytes, a row for each sender, and under it the note that says why no more is shown."""
     scene.style += STYLE
     panel = scene.panel(narrow=NARROW)
     n = len(history.ranks)
@@ -61,5 +61,5 @@ def draw_traffic(scene: Scene, history: History, tempo: Tempo) -> None:
                 size = min(12.0, (width - 6) / (0.58 * len(text)))
                 group.add("text", text, x=x + width / 2, y=y + height / 2 + 4, font_size=size, class_="c on" if share > 0.5 else "c")
     if history.messages:
-        for k, line in enumerate(NO_ORIGIN):
+        for k, line in enumerate(note):
             panel.add("text", line, x=LEFT + WIDTH / 2, y=MIDDLE + height * n / 2 + 20 + 16 * k, font_size=12, class_="m c")

@@ -82,8 +82,9 @@ class Outcome:
         if self.faults:
             more = f" And {len(self.faults) - 2} more." if len(self.faults) > 2 else ""
             return " ".join(self._tell(fault) for fault in self.faults[:2]) + more
-        whole = "all of it" if len(history.columns) == 1 else f"all {len(history.columns)} chunks"
-        once = f"with the data of all {len(history.ranks)} ranks in it once"
+        k = len(history.columns)
+        whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
+        once = f"with the data of {'both' if len(history.ranks) == 2 else f'all {len(history.ranks)}'} ranks in it once"
         holder = next((r for r in history.ranks if len(history.final(r)) == len(history.columns)), None)
         endings = {
             "all-reduce": f"Every rank ends with {whole}, {once}.",

@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 import torch
 
+from parallel101.trace.events import Event, Trace
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.history import history_of
 from parallel101.viz.matrix import Matrix
-from parallel101.viz.provenance import decode
+from parallel101.viz.provenance import decode, origin_tensor
 from tests.viz import algorithms as a
 from tests.viz.virtual_ranks import run
 
@@ -225,6 +226,25 @@ def test_too_much_is_refused_with_advice():
         collective_scene(trace)
     with pytest.raises(ValueError, match="results has 1 entries for 2 ranks"):
         collective_scene(trace, [None])
+
+
+def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded():
+    data = [torch.ones(4)] * 2
+    event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, "world", 0, (4,), "int64")
+    scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), data)
+    assert scene.steps == [] and "Torch's own all_reduce moved the data" in scene.svg()
+    summed = sum(origin_tensor(rank, 2, 4) for rank in range(2))
+    scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), [summed, summed])
+    assert scene.title == "All-reduce"
+    _, drawn = stripes_at_the_end(scene, Trace([event], 2, "gloo"), [summed, summed])
+    assert drawn == {(0, 0): (0, 1), (1, 0): (0, 1)}
+
+
+def test_more_chunks_than_letters_are_drawn_as_bytes():
+    trace, results = run(a.direct_all_to_all, 9, 18)
+    assert "chunk" in collective_scene(trace, results).svg()
+    halves = run(a.bidirectional_all_gather, 9, 2)
+    assert "More ranks or chunks than can be drawn" in collective_scene(*halves).svg()
 
 
 def test_the_sentences_of_a_ring():

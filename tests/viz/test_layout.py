@@ -59,6 +59,8 @@ def test_the_shape_of_the_messages(n, pairs, kind):
     assert all(x - layout.node > 20 and x + layout.node < 440 and y - layout.node > 76 and y + layout.node < 436 for x, y in points)
     x, y, radius = layout.clock
     assert all(math.dist(p, (x, y)) > radius + layout.node for p in points)
+    if layout.kind not in ("ring", "chain"):  # the word below it has its place too
+        assert all(px - layout.node > x + 52 or py - layout.node > y + radius + 21 for px, py in points)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 64])
