@@ -63,9 +63,7 @@ class Torus:
     def router(self, network: Network, world_size: int) -> Router:
         shape = self.shape or (world_size,)
         if math.prod(shape) != world_size:
-            raise ValueError(
-                f"a torus of shape {shape} holds {math.prod(shape)} ranks, and this run has {world_size}: let the product of the shape be the world size"
-            )
+            raise ValueError(f"a torus of shape {shape} has {math.prod(shape)} ranks, and this run has {world_size}: they must be as many")
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
         def route(src: int, dst: int) -> Route:
@@ -139,7 +137,9 @@ class Network:
         return cls(latency, bandwidth, eager, Torus(None, bool(bidirectional)))
 
     @classmethod
-    def torus(cls, shape: Sequence[int], *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0) -> Network:
+    def torus(
+        cls, shape: Sequence[int], *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0
+    ) -> Network:
         """A ring along each axis of `shape`, whose product is the world size; the last axis runs fastest, as in a DeviceMesh."""
         if not shape or not all(isinstance(n, int) and n >= 1 for n in shape):
             raise ValueError(f"the shape of a torus is a tuple of axis lengths, each an int of 1 or more, such as (4, 4); got {shape!r}")

@@ -1,7 +1,7 @@
 """backend="sim": the same torch.distributed program on virtual ranks, in one process, on a virtual clock.
 
     sim_clock        whose turn it is, and what time it is             network, sim_links    how long a message takes, and who gets a link
-    sim_messages     sends and receives, works in sim_work             sim_group             what torch.distributed sees
+    sim_mailbox, sim_messages, sim_work     sends and receives         sim_group             what torch.distributed sees
     sim_collectives  torch's own collectives                           sim_random            each rank its own random numbers
 
 A message starts when its send and its receive are both posted and its links are free, and holds them for latency + bytes/bandwidth.
@@ -75,7 +75,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
             torch_private.forget_groups()
 
     if "SIM" not in dist.Backend._plugins:
-        dist.Backend.register_backend("sim", _no_creator, devices=["cpu"])
+        dist.Backend.register_backend("sim", _sub_group, extended_api=True, devices=["cpu"])
     stack, threads = threading.stack_size(STACK), torch.get_num_threads()
     torch.set_num_threads(1)  #  a pool of threads for each of hundreds of ranks would be too many
     random_states = RandomStates(world_size)
@@ -97,5 +97,9 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
     return outcome
 
 
-def _no_creator(*_: Any) -> None:
-    raise RuntimeError("a sim group is made by launch(..., backend='sim') or dist.new_group inside it, not by init_process_group")
+def _sub_group(options: Any, _: Any = None) -> SimGroup:
+    """What dist.new_group calls in torch versions that do not ask the default group (torch 2.13 does)."""
+    world = dist.group.WORLD
+    if not isinstance(world, SimGroup):
+        raise RuntimeError("virtual ranks are made by parallel101.launch(..., backend='sim'), not by init_process_group")
+    return world.part(options.global_ranks_in_group, options.group_id)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from parallel101.backends.network import Network
-from parallel101.backends.sim_links import Links
+from parallel101.backends.sim_links import Happening, Links
 from parallel101.trace.calls import Call, stuck
 from parallel101.trace.spans import record_into
 from parallel101.trace.where import caller
@@ -30,14 +30,10 @@ class Unwound(BaseException):
     """Ends the other ranks of a run that has failed. No Exception, so that `except Exception` in a rank's code lets it pass."""
 
 
-class Happening(Protocol):
-    """Something with a time: the end of a message, of a collective, of a rank's compute."""
-
-    def happen(self) -> None: ...
-
-
 class Waitable(Protocol):
     """What a rank can be blocked in."""
+
+    done: bool
 
     def call(self) -> Call: ...
     def missing(self) -> set[int]: ...
@@ -115,7 +111,10 @@ class World:
         results: list[Any] = [None] * self.size
         self._main.acquire()
         self._job_done.acquire()
-        threads = [threading.Thread(target=self._live, args=(rank, rank_main, results), name=f"rank {rank.number}", daemon=True) for rank in self.ranks]
+        threads = []
+        for rank in self.ranks:
+            arguments = (rank, rank_main, results)
+            threads.append(threading.Thread(target=self._live, args=arguments, name=f"rank {rank.number}", daemon=True))
         try:
             for thread in threads:
                 thread.start()
@@ -181,14 +180,25 @@ class World:
         while rank.futures:
             rank.futures.pop(0).settle()
 
-    def poll(self, rank: Rank) -> None:
+    def wait(self, rank: Rank, work: Waitable) -> None:
+        """Block a rank until a work is done."""
+        if self.failure is not None:
+            raise Unwound
+        outer, rank.waiting = rank.waiting, work  #  a future's callback may wait while its rank waits for something else
+        while not work.done:
+            self.block(rank)
+        rank.waiting = outer
+
+    def poll(self, rank: Rank, work: Waitable) -> None:
         """A rank asked in vain whether a work is done. Asking twice at one moment lets time pass, or a loop of asking would never end."""
+        outer, rank.waiting = rank.waiting, work
         if rank.clock > self.now:
             self.enter(rank)
         elif rank.asked_at == self.now:
             self._pollers.append(rank)
             self.block(rank)
         rank.asked_at = self.now
+        rank.waiting = outer
 
     def on_main_thread(self, job: Callable[[], None]) -> None:
         """Do something on the thread that called `run`, where no rank's own modes (no_grad, default device, …) are in force."""

@@ -51,12 +51,12 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Block
     """The tensor cut along dim 0 into p pieces: of so many rows each, or equal ones."""
     if not rows:
         if tensor.numel() % p:
-            raise ValueError(f"a tensor of {tensor.numel()} elements (shape {tuple(tensor.shape)}) cannot be cut into {p} equal pieces, one a rank")
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot be cut into {p} pieces of equal size, one a rank")
         sizes = [tensor.nbytes // p] * p
     else:
         length = tensor.shape[0] if tensor.dim() else 1
         if len(rows) != p or sum(rows) != length:
-            raise ValueError(f"split sizes {list(rows)} do not fit {p} ranks and a tensor of {length} rows: one a rank, adding up to the rows")
+            raise ValueError(f"split sizes {list(rows)} do not fit {p} ranks and a tensor of {length} rows: one a rank, in all {length}")
         sizes = [n * (tensor.nbytes // length if length else 0) for n in rows]
     start, blocks = tensor.data_ptr(), []
     for size in sizes:
@@ -150,7 +150,7 @@ def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:
         raise ValueError(f"the sim does not have the reduction {op!r}; it has {', '.join(_STEPS)}")
     for tensor in tensors:
         if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype} value (gloo refuses it too): reduce by sum, and divide")
+            raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype} value, and gloo has none either: sum, and divide")
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -178,5 +178,5 @@ def duration(kind: str, ranks: Sequence[int], nbytes: int, route: Router) -> flo
 
 def _piece(blocks: Sequence[Block], which: int) -> Block:
     if which >= len(blocks):
-        raise ValueError(f"a list of tensors has {len(blocks)} of them, and there is none for position {which} of the group: it needs one a rank")
+        raise ValueError(f"a list of {len(blocks)} tensors has none for position {which} of the group: it needs one a rank")
     return blocks[which]

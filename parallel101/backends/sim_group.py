@@ -14,7 +14,8 @@ import torch.distributed as dist
 from parallel101.backends.describe import COLLECTIVES, Told, flat
 from parallel101.backends.sim_clock import Rank
 from parallel101.backends.sim_collectives import Part, carry_out, check_reduction, duration, parts_of, plan
-from parallel101.backends.sim_messages import Mailbox, Messenger, contents, refuse
+from parallel101.backends.sim_mailbox import Mailbox, Messenger, refuse
+from parallel101.backends.sim_messages import contents
 from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, disagreement
@@ -69,12 +70,16 @@ class SimGroup(Messenger):
     def group_name(self) -> str:  # type: ignore[override]
         return self.torch_name
 
-    def _set_group_name(self, name: str) -> None:  # type: ignore[override]
+    def _set_group_name(self, name: str) -> None:
         self.torch_name = name
 
     def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any) -> SimGroup | None:
         """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
-        return SimGroup(self.traffic, self.member, group_name, list(ranks)) if self.member.number in ranks else None
+        return self.part(ranks, group_name) if self.member.number in ranks else None
+
+    def part(self, ranks: Sequence[int], name: str) -> SimGroup:
+        """A group of some of the ranks, this one among them."""
+        return SimGroup(self.traffic, self.member, name, ranks)
 
     def shutdown(self) -> None:
         """There is nothing to close."""
@@ -125,7 +130,9 @@ class CollectiveWork(SimWork):
         self.where = where
         self.posted = self.world.now
         self.seq = group.posted
-        self.payload = [v for tensor in told.tensors for v in tensor.detach().reshape(-1).tolist()] if told.nbytes <= group.payload_bytes else None
+        self.payload: list | None = None
+        if told.nbytes <= group.payload_bytes:
+            self.payload = [value for tensor in told.tensors for value in tensor.detach().reshape(-1).tolist()]
         self.given = [(tensor, _version(tensor), contents(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
 
     def result(self) -> list[torch.Tensor]:
@@ -139,7 +146,8 @@ class CollectiveWork(SimWork):
     def call(self) -> Call:
         group, told, me = self.group, self.told, self.rank.number
         others = tuple(r for r in group.ranks if r != me)
-        return Call(me, self.kind, others, 0, group.label, self.seq, told.nbytes, told.shape, told.dtype, told.op, self.root, self.where)
+        what = (told.nbytes, told.shape, told.dtype, told.op, self.root)
+        return Call(me, self.kind, others, 0, group.label, self.seq, *what, self.where)
 
     def changed(self) -> bool:
         """Whether what the rank put in is no longer what it was when it did."""

@@ -1,7 +1,8 @@
 """The links of the sim's network, and who gets them: first come, first served, and never two messages on one link.
 
 Whenever no rank can run, `arbitrate` goes through the messages that ask for a link, in order of (time of asking, the sender's own
-order of posting, rank). One whose links are all free gets them; any other is parked at a link that is taken, and asks again when it is free.
+order of posting, rank). One whose links are all free gets them; any other is parked at a link that is taken, and asks again when
+that is free.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 
-class Transfer(Protocol):
+class Happening(Protocol):
+    """Something with a time: the end of a message, of a collective, of a rank's compute."""
+
+    def happen(self) -> None: ...
+
+
+class Transfer(Happening, Protocol):
     """A message as the links see it."""
 
     stages: tuple[tuple[int, ...], ...]
     duration: float  #  how long it holds each of its links, in seconds
 
     def start(self, now: float) -> None: ...
-    def happen(self) -> None: ...
 
 
 # (time of asking, sender's order, sender, unique number, message, stage, the link where it was parked or -1)
@@ -28,7 +34,7 @@ Request = tuple[float, int, int, int, Transfer, int, int]
 class Links:
     """Which links are taken, and who waits for each."""
 
-    def __init__(self, at: Callable[[float, object], None]):
+    def __init__(self, at: Callable[[float, Happening], None]):
         self.at = at  #  at(time, item): calls item.happen() then
         self.asking: list[Request] = []
         self.freed: list[int] = []

@@ -5,30 +5,29 @@
     recv posted ─┘
 
 The bytes leave the sender's tensor when the send is posted, and enter the receiver's when the message ends, not before. That the
-sender's tensor keeps them until its wait is checked, as is that both sides agree. A run has millions of messages: what each of them
-passes through is written out here, without a call more than it needs.
+sender's tensor keeps them until its wait is checked. A run has millions of messages: what each of them passes through, here and in
+sim_mailbox, is written out without a call more than it needs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from ctypes import memmove, string_at
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from parallel101.backends.sim_clock import Rank, World
 from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, disagreement
-from parallel101.trace.where import where as where_from
+from parallel101.trace.calls import Call
+
+if TYPE_CHECKING:
+    from parallel101.backends.sim_mailbox import Messenger
 
 WHOLE = 1 << 20  #  bytes up to which a sent tensor is kept and compared whole; of a larger one
 SAMPLES, SAMPLE = 64, 64  #  so many samples of so many bytes
 
-_shapes: dict[Any, tuple[int, ...]] = {}  #  one plain tuple for all shapes that are alike, one string a dtype: a run holds millions of events
+_shapes: dict[Any, tuple[int, ...]] = {}  #  one plain tuple for all equal shapes, one string a dtype: a run holds millions of events
 _dtypes: dict[torch.dtype, str] = {}
 
 
@@ -53,6 +52,17 @@ class MessageWork(SimWork):
 
     __slots__ = ("dtype", "group", "nbytes", "number", "peer", "pointer", "posted", "shape", "tag", "tensor", "where")
     kind = ""
+    group: Messenger
+    tensor: torch.Tensor
+    peer: int | None
+    tag: int
+    where: str
+    posted: float
+    nbytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+    pointer: int
+    number: int  #  of all that is posted in the run
 
     def result(self) -> list[torch.Tensor]:
         return [self.tensor]
@@ -72,6 +82,7 @@ class RecvWork(MessageWork):
 
     __slots__ = ("source",)
     kind = "recv"
+    source: int
 
     def _source_rank(self) -> int:
         return self.source
@@ -84,6 +95,17 @@ class SendWork(MessageWork):
 
     __slots__ = ("data", "duration", "ended", "order", "payload", "receive", "seen", "seq", "stages", "started", "version")
     kind = "send"
+    receive: RecvWork | None
+    stages: tuple[tuple[int, ...], ...]
+    duration: float
+    order: int  #  among what its sender has under way
+    seq: int  #  among what was sent on this channel
+    started: float
+    ended: bool
+    seen: bytes  #  what the tensor held when it was sent, whole or in samples
+    data: bytes | None  #  what is on its way
+    version: int | None  #  the tensor's, when last looked at; None: nothing more to look at
+    payload: list | None
 
     def wait(self, timeout: object = None) -> bool:
         if not self.done:
@@ -101,8 +123,8 @@ class SendWork(MessageWork):
     def misused(self) -> MisuseError:
         me = self.rank
         error = MisuseError(
-            f"rank {me.number} changed a tensor that was still being sent: {self.call().brief} to rank {self.peer} was changed before its wait(). "
-            "Wait for the send first, or send a clone.",
+            f"rank {me.number} changed a tensor that was still being sent: {self.call().brief} to rank {self.peer} was changed before "
+            "its wait(). Wait for the send first, or send a clone.",
             me.number,
         )
         self.world.fail(error, me)
@@ -131,9 +153,10 @@ class SendWork(MessageWork):
     def deliver(self, receive: RecvWork) -> None:
         """The bytes enter the receiver's tensor; both events are written."""
         if self.nbytes:
-            memmove(receive.pointer, self.data, self.nbytes)
+            memmove(receive.pointer, self.data, self.nbytes)  # type: ignore[arg-type]
         self.data = None
-        src, dst, tag, nbytes, label, seq, payload = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label, self.seq, self.payload
+        src, dst, tag, nbytes, label = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label
+        seq, payload = self.seq, self.payload
         start, end, shape, dtype = self.started, self.world.now, plain_shape(self.shape), dtype_name(self.dtype)
         self.world.events += (
             (src, "send", dst, tag, nbytes, start, end, self.where, self.posted, label, seq, shape, dtype, payload, None, None),
@@ -142,155 +165,3 @@ class SendWork(MessageWork):
         receive.done = True
         if receive.rank.waiting is receive or receive.future is not None:
             receive.finish()
-
-
-class Mailbox:
-    """Sends and receives that have not found each other yet, in the order in which they were posted."""
-
-    def __init__(self) -> None:
-        self.number = 0  #  of what was posted last
-        self.channels: dict[tuple, list] = {}  #  by (group, src, dst, tag): how many were matched, and who waits, all senders or all receivers
-        self.from_anyone: dict[tuple, list[RecvWork]] = {}  #  by (group, dst, tag)
-
-    def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
-        """A send and a receive belong together: they must agree."""
-        if send.nbytes != receive.nbytes or send.dtype != receive.dtype or send.shape != receive.shape:
-            error = MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
-            send.world.fail(error, receive.rank)
-            raise error
-        send.seq = channel[0] = channel[0] + 1
-        send.receive = receive
-        receive.source = send.group.position
-
-    def oldest(self, ranks: Sequence[int], label: str, dst: int, tag: int) -> list | None:
-        """The channel with the send to `dst` that was posted first, whoever it comes from."""
-        waiting = [c for src in ranks if (c := self.channels.get((label, src, dst, tag))) and len(c) > 1 and c[1].kind == "send"]
-        return min(waiting, key=lambda channel: channel[1].number, default=None)
-
-
-class Messenger(dist.ProcessGroup):
-    """The half of a process group that sends and receives. `member` is the rank whose view of the group it is."""
-
-    def __init__(self, world: World, mailbox: Mailbox, member: Rank, label: str, ranks: list[int], payload_bytes: int):
-        super().__init__(ranks.index(member.number), len(ranks))
-        self.world = world
-        self.mailbox = mailbox
-        self.member = member
-        self.label = label
-        self.ranks = ranks
-        self.position = ranks.index(member.number)
-        self.payload_bytes = payload_bytes
-        self.eager = world.network.eager or -1
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:  # type: ignore[override]
-        """Post a send to the position `dst` of the group."""
-        world, rank, tensor, mailbox = self.world, self.member, tensors[0], self.mailbox
-        if rank.clock > world.now or world.failure is not None:
-            world.enter(rank)
-        work = SendWork()
-        work.world = world
-        work.rank = rank
-        work.future = None
-        work.done = work.ended = False
-        work.where = where_from(sys._getframe(1))
-        if not tensor.is_contiguous() or not tensor.is_cpu:
-            refuse(tensor, "send", rank, work.where)
-        work.group = self
-        work.tensor = tensor
-        work.peer = peer = self.ranks[dst]
-        work.tag = tag
-        work.posted = now = world.now
-        work.nbytes = nbytes = tensor.nbytes
-        work.shape = tensor.shape
-        work.dtype = tensor.dtype
-        work.pointer = pointer = tensor.data_ptr()
-        work.seen = string_at(pointer, nbytes) if nbytes <= WHOLE else contents(pointer, nbytes)
-        work.version = None if tensor.is_inference() else tensor._version
-        work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
-        work.receive = None
-        latency, bandwidth, work.stages = world.route(rank.number, peer)
-        work.duration = latency + nbytes / bandwidth
-        work.order = rank.order = rank.order + 1 if rank.sending else 0
-        rank.sending += 1
-        mailbox.number = work.number = mailbox.number + 1
-        key = (self.label, rank.number, peer, tag)
-        channel = mailbox.channels.get(key)
-        if channel is None:
-            channel = mailbox.channels[key] = [0]
-        receive = channel[1] if len(channel) > 1 and channel[1].kind == "recv" else None
-        anyone = mailbox.from_anyone.get((self.label, peer, tag)) if mailbox.from_anyone else None
-        if anyone and (receive is None or anyone[0].number < receive.number):  #  the receive that was posted first gets it
-            mailbox.matches(work, channel, anyone.pop(0))
-        elif receive is not None:
-            mailbox.matches(work, channel, channel.pop(1))
-        else:
-            channel.append(work)
-            if nbytes > self.eager:
-                return work
-        world.links.ask(now, work.order, rank.number, work.number, work)
-        return work
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:  # type: ignore[override]
-        """Post a receive from the position `src` of the group."""
-        return self._receive(tensors[0], self.ranks[src], tag)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
-        """Post a receive from whoever sends first."""
-        return self._receive(tensors[0], None, tag)
-
-    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> RecvWork:
-        world, rank, mailbox = self.world, self.member, self.mailbox
-        if rank.clock > world.now or world.failure is not None:
-            world.enter(rank)
-        work = RecvWork()
-        work.world = world
-        work.rank = rank
-        work.future = None
-        work.done = False
-        work.where = where_from(sys._getframe(2))
-        if not tensor.is_contiguous() or not tensor.is_cpu:
-            refuse(tensor, "recv", rank, work.where)
-        work.group = self
-        work.tensor = tensor
-        work.peer = peer
-        work.tag = tag
-        work.posted = now = world.now
-        work.nbytes = tensor.nbytes
-        work.shape = tensor.shape
-        work.dtype = tensor.dtype
-        work.pointer = tensor.data_ptr()
-        mailbox.number = work.number = mailbox.number + 1
-        if peer is None:
-            channel = mailbox.oldest(self.ranks, self.label, rank.number, tag)
-            if channel is None:
-                mailbox.from_anyone.setdefault((self.label, rank.number, tag), []).append(work)
-                return work
-        else:
-            key = (self.label, peer, rank.number, tag)
-            channel = mailbox.channels.get(key)
-            if channel is None:
-                channel = mailbox.channels[key] = [0]
-            if len(channel) == 1 or channel[1].kind == "recv":
-                channel.append(work)
-                return work
-        send = channel.pop(1)
-        mailbox.matches(send, channel, work)
-        if send.ended:  #  it went ahead, and is here
-            send.deliver(work)
-        elif send.nbytes > self.eager:
-            world.links.ask(now, send.order, send.rank.number, send.number, send)
-        return work
-
-
-def refuse(tensor: torch.Tensor, kind: str, rank: Rank, where: str) -> None:
-    """Say what is wrong with a tensor that must not be sent or received."""
-    if tensor.is_cpu:
-        problem = (
-            f"a strided tensor to {kind}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes "
-            "its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is"
-        )
-    else:
-        problem = f"a tensor on {tensor.device} to {kind}; virtual ranks have the CPU only: leave out the device, or take backend='nccl'"
-    error = MisuseError(f"rank {rank.number} passes {problem}. At {where}", rank.number)
-    rank.world.fail(error, rank)
-    raise error

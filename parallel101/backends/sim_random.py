@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from parallel101.backends import torch_private
+
 #  the functions of the module `random` are methods of one hidden generator
 _FUNCTIONS = [name for name, f in vars(random).items() if isinstance(getattr(f, "__self__", None), random.Random)]
 
@@ -28,7 +30,9 @@ class RandomStates:
         self.before = (torch.default_generator.get_state(), {name: getattr(random, name) for name in _FUNCTIONS}, torch.get_default_dtype())
         fresh = torch.Generator().get_state()
         torch.default_generator.set_state(fresh)
-        self.torch = [fresh] * size
+        self.torch, self.loaded = [fresh] * size, fresh
+        self.look = torch_private.generator_words()
+        self.seen = self.look() if self.look else None
         self.dtype = [torch.get_default_dtype()] * size
         self.numpy = _NumpyStates(size) if "numpy.random" in sys.modules else None
         self.running = 0
@@ -38,9 +42,13 @@ class RandomStates:
     def switch(self, old: int, new: int) -> None:
         """The baton goes from one rank to another."""
         self.running = new
-        generator = torch.default_generator
-        self.torch[old] = generator.get_state()
-        generator.set_state(self.torch[new])
+        look = self.look
+        if look is None or look() != self.seen:
+            self.torch[old] = self.loaded = torch.default_generator.get_state()
+        if self.torch[new] is not self.loaded:
+            self.loaded = self.torch[new]
+            torch.default_generator.set_state(self.loaded)
+            self.seen = look() if look else None
         dtype = torch.get_default_dtype()
         self.dtype[old] = dtype
         if self.dtype[new] is not dtype:
@@ -78,15 +86,15 @@ class _NumpyStates:
     def __init__(self, size: int):
         import numpy as np
 
-        self.module = np.random
-        self.before = np.random.get_state()  # noqa: NPY002  the global generator is the subject
-        address = np.random.get_bit_generator().ctypes.state_address
+        self.module: Any = np.random  #  the global generator is the subject: its functions are the module's
+        self.before = self.module.get_state()
+        address = self.module.get_bit_generator().ctypes.state_address
         self.words = memoryview((ctypes.c_uint32 * 625).from_address(address)).cast("B").cast("I")
         self.keeps_normal = bool(self.before[3])
         self.states: list[Any] = []  #  of each rank: the words, or get_state()'s answer when there is a normal to keep
         for rank in range(size):
-            _, key, position, *_ = np.random.RandomState(rank).get_state()
-            self.states.append(memoryview(np.append(key, np.uint32(position)).astype(np.uint32).tobytes()).cast("I"))
+            fresh = self.module.RandomState(rank).get_state()
+            self.states.append(memoryview(np.append(fresh[1], fresh[2]).astype(np.uint32).tobytes()).cast("I"))
         self.load(0)
 
     def switch(self, old: int, new: int) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.backends import torch_private
-from parallel101.backends.sim_clock import Rank, Unwound, World
+from parallel101.backends.sim_clock import Rank, World
 from parallel101.trace.calls import Call
 
 
@@ -24,21 +24,13 @@ class SimWork(dist.Work):
     def wait(self, timeout: object = None) -> bool:
         """Block this rank until the work is done. A time limit in wall time has no meaning here."""
         if not self.done:
-            world, rank = self.world, self.rank
-            if world.failure is not None:
-                raise Unwound
-            rank.waiting = self
-            while not self.done:
-                world.block(rank)
-            rank.waiting = None
+            self.world.wait(self.rank, self)
         return True
 
     def is_completed(self) -> bool:
         """Whether it is done. Asked in vain twice at one moment of virtual time, it lets time pass to the next event."""
         if not self.done:
-            self.rank.waiting = self
-            self.world.poll(self.rank)
-            self.rank.waiting = None
+            self.world.poll(self.rank, self)
         return self.done
 
     def is_success(self) -> bool:

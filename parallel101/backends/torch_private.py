@@ -5,15 +5,18 @@ Each function says what it relies on. tests/backends/test_torch_private.py fails
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from ctypes import string_at
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import _set_thread_isolation_mode as set_thread_isolation_mode
 
 
 def name_backend(name: str) -> None:
@@ -59,7 +62,7 @@ class RankWorld:
         self.tags_to_pg = {"": [group], f"ptd:{name}": [group]}
         self.pg_to_tag[group] = f"ptd:{name}"
         self.group_count = 1
-        c10d._register_process_group(name, group)
+        c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def use_world(world: object) -> object:
@@ -73,7 +76,7 @@ def name_groups_by_thread(on: bool) -> None:
 
     Relies on `_set_thread_isolation_mode`.
     """
-    set_thread_isolation_mode(on)
+    torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]
 
 
 def forget_groups() -> None:
@@ -81,13 +84,13 @@ def forget_groups() -> None:
     c10d._unregister_all_process_groups()
 
 
-def after_backward(callback: Callable[[], object]) -> bool:
+def after_backward(callback: Callable[[], Any]) -> bool:
     """Call `callback` at the end of the backward that runs on this thread, in order of asking. False when none runs.
 
     Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do.
     """
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
     except RuntimeError:
         return False
     return True
@@ -114,3 +117,35 @@ def wrap_new_groups(name: str, wrapped: str, context: Callable[[], AbstractConte
 
     new_group_with_tag.original = original  # type: ignore[attr-defined]
     c10d._new_group_with_tag = new_group_with_tag
+
+
+def generator_words() -> Callable[[], tuple[int, ...]] | None:
+    """A function that tells cheaply whether torch's default CPU generator has moved: what it returns changes with every draw.
+
+    `get_state` copies 5 kB, which is too much for each of a million switches between ranks. None where the memory does not look as expected
+    (then the state itself must be read). Relies on `Generator._cdata`, the address of CPUGeneratorImpl, and on what is in it: a Mersenne
+    twister (seed, how many numbers are left, the next one, 624 words), then the normals that are kept for the next call.
+    """
+    generator = torch.default_generator
+    state, seed = generator.get_state(), 0x5EED0F5EED0F5EED
+    try:
+        generator.manual_seed(seed)
+        start = getattr(generator, "_cdata", 0)
+        found = string_at(start, 256).find(seed.to_bytes(8, sys.byteorder)) if start else -1
+        if found < 0:
+            return None
+        words = memoryview((ctypes.c_char * (318 * 8)).from_address(start + found)).cast("B").cast("Q")
+
+        def look() -> tuple[int, ...]:
+            return words[1], words[2], words[315], words[316], words[317]
+
+        seen = {look()}
+        for _ in range(700):  #  a whole turn of the twister, and normals, which come in pairs
+            torch.rand((), generator=generator, device="cpu")
+            seen.add(look())
+        for dtype in (torch.float32, torch.float64) * 2:
+            torch.randn((), generator=generator, dtype=dtype, device="cpu")
+            seen.add(look())
+        return look if len(seen) == 705 else None
+    finally:
+        generator.set_state(state)

@@ -47,7 +47,8 @@ def test_a_torus_is_crossed_one_axis_after_the_other_by_the_shortest_way(shape):
     n = math.prod(shape)
     places = list(itertools.product(*map(range, shape)))
     expected = {
-        (a, b): sum(min((y - x) % k, (x - y) % k) for x, y, k in zip(places[a], places[b], shape, strict=True)) for a in range(n) for b in range(n)
+        (a, b): sum(min((y - x) % k, (x - y) % k) for x, y, k in zip(places[a], places[b], shape, strict=True))
+        for a, b in itertools.product(range(n), repeat=2)
     }
     assert hops(Network.torus(shape), n) == expected
 

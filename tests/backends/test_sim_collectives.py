@@ -46,7 +46,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-CASES = [(op, dtype) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for dtype in FLOATS] + [(op, d) for op in REDUCTIONS for d in INTEGERS]
+CASES = [(op, d) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for d in FLOATS] + [(op, d) for op in REDUCTIONS for d in INTEGERS]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -112,8 +112,9 @@ def test_single_tensor_forms(n):
         dist.all_to_all_single(uneven, torch.full((sum(give), 2), float(rank)), take, give)
         return whole, in_place, even, uneven
 
+    shards = torch.cat([values(r, (2, 3), torch.float32) for r in range(n)])
     for rank, (whole, in_place, even, uneven) in enumerate(run(program, n).results):
-        same([whole, in_place], [torch.cat([values(r, (2, 3), torch.float32) for r in range(n)]), torch.arange(float(n))[:, None].repeat(1, 3)])
+        same([whole, in_place], [shards, torch.arange(float(n))[:, None].repeat(1, 3)])
         assert even[:, 0].tolist() == list(range(n))
         assert uneven[:, 1].tolist() == [r for r in range(n) for _ in range((r + rank) % 3)]
 
@@ -313,7 +314,7 @@ def test_a_disagreement_is_named_where_the_ranks_would_wait_for_ever():
 
 def test_an_average_of_integers_is_refused():
     outcome = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), 2)
-    with pytest.raises(ValueError, match="average of torch.int64"):
+    with pytest.raises(ValueError, match=r"average of torch\.int64"):
         raise outcome.errors[0]
 
 

@@ -266,8 +266,11 @@ def test_talking_on_the_way_out_is_unwound_as_well():
 
 
 def test_a_failing_job_leaves_the_process_as_it_was():
-    before = (threading.active_count(), torch.get_num_threads(), dist.is_initialized(), torch.get_default_dtype(), random.random.__qualname__)
-    state = torch.get_rng_state()
+    def settings():
+        process = threading.active_count(), torch.get_num_threads(), dist.is_initialized()
+        return *process, torch.get_default_dtype(), random.random.__qualname__
+
+    before, state = settings(), torch.get_rng_state()
 
     def program(rank):
         torch.set_default_dtype(torch.float64)
@@ -275,13 +278,7 @@ def test_a_failing_job_leaves_the_process_as_it_was():
         dist.recv(torch.empty(1), (rank + 1) % 4)
 
     simulate(program, 4)
-    assert (
-        threading.active_count(),
-        torch.get_num_threads(),
-        dist.is_initialized(),
-        torch.get_default_dtype(),
-        random.random.__qualname__,
-    ) == before
+    assert settings() == before
     assert torch.equal(torch.get_rng_state(), state) and recorder() is None
 
 
