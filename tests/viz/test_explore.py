@@ -1,0 +1,81 @@
+"""The explorer: every control asks for a run, each run is drawn, and what cannot be is said in its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel101 import autograd
+from parallel101.viz.explore import LINKS, MOST_RANKS, OPERATIONS, ROOT, Explorer
+
+
+@pytest.fixture(scope="module")
+def explorer():
+    return Explorer(backend="sim")
+
+
+def shown(explorer: Explorer) -> str:
+    """What stands under the picture for readers of plain text: the run's own record."""
+    return explorer.picture.outputs[0]["data"]["text/plain"]
+
+
+def test_every_operation_and_algorithm_runs_and_is_drawn(explorer):
+    explorer.ranks.value = 4
+    for operation in OPERATIONS:
+        explorer.operation.value = operation
+        assert explorer.algorithm.options == tuple(autograd.algorithms(operation))
+        assert explorer.root.disabled == (operation not in ROOT)
+        for algorithm in explorer.algorithm.options:
+            explorer.algorithm.value = algorithm
+            assert "<figure" in explorer.html and shown(explorer).startswith("<Trace of 4 ranks on sim"), (operation, algorithm)
+
+
+def test_ranks_root_size_and_links_change_the_run(explorer):
+    explorer.operation.value, explorer.algorithm.value, explorer.links.value = "broadcast", "flat", "switch"
+    explorer.ranks.value = 7
+    assert "6 messages, 6 s" in shown(explorer)
+    explorer.root.value = 6
+    assert "rank 6 begins" in explorer.html.lower()
+    explorer.ranks.value = 3  # there is no rank 6 now
+    assert explorer.root.value == 2 and "2 messages, 2 s" in shown(explorer)
+    explorer.operation.value, explorer.algorithm.value, explorer.ranks.value = "all_gather", "bidirectional_ring", 8
+    explorer.links.value = "ring, one way"
+    one_way = shown(explorer)
+    explorer.links.value = "ring, both ways"
+    assert "56 messages, 4 s" in shown(explorer) and shown(explorer) != one_way
+    explorer.numbers.value = 1
+    assert "<figure" in explorer.html
+
+
+def test_going_back_to_processes_takes_no_more_of_them_than_a_laptop_has_room_for(explorer):
+    explorer.operation.value, explorer.ranks.value = "barrier", MOST_RANKS["sim"]
+    explorer.ranks.value = 2
+    explorer.backend.value = "gloo"
+    assert explorer.ranks.max == MOST_RANKS["gloo"] and explorer.links.disabled
+    assert shown(explorer).startswith("<Trace of 2 ranks on gloo")
+    explorer.backend.value = "sim"
+
+
+def test_an_error_stands_where_the_picture_would(explorer, monkeypatch):
+    monkeypatch.setattr(explorer, "program", lambda: lambda x: 1 // 0)
+    explorer.numbers.value += 1
+    assert "ZeroDivisionError" in explorer.html and "<figure" not in explorer.html
+
+
+def test_a_page_without_a_kernel_gets_the_picture(explorer):
+    data, _ = explorer._repr_mimebundle_()
+    assert data["text/html"] == explorer.html
+    assert "application/vnd.jupyter.widget-view+json" in data
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"operation": "allreduce"}, "operation='allreduce' is unknown: expected one of 'broadcast'"),
+        ({"algorithm": "star"}, "algorithm='star' is unknown: expected one of 'reduce_broadcast'"),
+        ({"backend": "mpi"}, "backend='mpi' is unknown: expected one of 'gloo', 'sim'"),
+        ({"links": "mesh"}, f"links='mesh' is unknown: expected one of {', '.join(map(repr, LINKS))}"),
+    ],
+)
+def test_what_there_is_not_is_refused(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        Explorer(**wrong)
