@@ -1,0 +1,159 @@
+"""Plots in the house style: measured points hollow, the model a line, labels at the lines, log axes where sizes are swept.
+
+time │      ╱ ring          `sweep(measured, model)` draws it with matplotlib, as SVG whose colours follow the page,
+     │  ○─○╱  tree          light or dark, like every other picture here.
+     └─────────── bytes
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from parallel101.viz.palette import FONT, LIGHT, variables
+from parallel101.viz.scene import Scene
+from parallel101.viz.units import human_bytes, human_seconds
+
+Series = Mapping[str, Mapping[float, float]]
+
+WIDTH, HEIGHT, DPI = 960, 420, 72  #  at 72 dots an inch a point is a pixel
+SERIES = {"light": ("#3B5BDB", "#882255", "#117733", "#B3480F", "#5B3E96"), "dark": ("#8EA2FF", "#E687B4", "#5FC486", "#F0955A", "#B79BEA")}
+MARKERS = "os^Dv"
+UNITS = {"bytes": human_bytes, "seconds": human_seconds, "": lambda value: f"{value:,.0f}"}
+STYLE: dict[Any, Any] = {
+    "font.size": 13,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "parallel101",
+    "axes.edgecolor": LIGHT["line"],
+    "axes.labelcolor": LIGHT["mute"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["faint"],
+    "xtick.color": LIGHT["mute"],
+    "ytick.color": LIGHT["mute"],
+    "text.color": LIGHT["ink"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+class Plot(Scene):
+    """A matplotlib figure as a picture that stands still and follows the page's theme."""
+
+    def __init__(self, figure: Figure, title: str, story: str = ""):
+        super().__init__(WIDTH, HEIGHT, title, story)
+        self.add("text", title, x=28, y=40, class_="h")
+        self.add("text", story, x=28, y=64, font_size=14, class_="m")
+        written = io.StringIO()
+        with matplotlib.rc_context(STYLE):
+            figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+        drawing = written.getvalue()
+        self.drawing = _follow_the_page(drawing[drawing.index("</defs>") + len("</defs>") : drawing.rindex("</svg>")])
+
+    def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
+        """The picture as SVG; it has no time, so t and smil change nothing."""
+        text = super().svg(t, smil, theme).replace("</svg>", self.drawing + "</svg>")
+        colours = {name: "".join(f"--p{i}:{c};" for i, c in enumerate(of)) for name, of in SERIES.items()}
+        if theme is None:
+            light, dark = (f"svg{{{colours[name]}}}" for name in ("light", "dark"))
+            alone = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
+            played = f".player{{{colours['light']}}}.player.dark{{{colours['dark']}}}"
+            return text.replace('<style class="theme">', f'<style>{played}</style><style class="theme">{alone}', 1)
+        return text.replace('<style class="theme">', f'<style class="theme">svg{{{variables(theme)}{colours[theme]}}}', 1)
+
+
+def sweep(
+    measured: Series, model: Series | None = None, *, title: str, story: str = "", x: str = "bytes", y: str = "seconds", x_label: str = ""
+) -> Plot:
+    """Plot what was measured, and what a model says, over a sweep.
+
+    Args:
+        measured: for each label its {x: y}; drawn as hollow points.
+        model: the same; drawn as lines. A label that both have has one colour.
+        title: above the plot. story: a muted sentence under the title.
+        x, y: the units, "bytes", "seconds" or "" for plain numbers.
+        x_label: what x is, where the ticks do not say it.
+
+    Returns:
+        A Plot, which displays itself.
+
+    Raises:
+        ValueError: nothing to draw, more than five labels, or a value that a log axis has no place for.
+    """
+    model = model or {}
+    names = list(dict.fromkeys([*model, *measured]))
+    values = [v for series in (measured, model) for points in series.values() for pair in points.items() for v in pair]
+    if not values or not 1 <= len(names) <= len(MARKERS):
+        raise ValueError(f"got {len(names)} labels ({', '.join(names)}): expected 1 to {len(MARKERS)}, with points")
+    if min(values) <= 0:
+        raise ValueError(f"a log axis has no place for {min(values)}: expected values above zero")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
+        axes = figure.add_axes((0.09, 0.12, 0.69, 0.64))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for i, name in enumerate(names):
+            colour = SERIES["light"][i]
+            if name in model:
+                axes.plot(list(model[name]), list(model[name].values()), color=colour, linewidth=1.8)
+            if name in measured:
+                hollow: dict[str, Any] = {
+                    "markerfacecolor": LIGHT["bg"],
+                    "markeredgecolor": colour,
+                    "markersize": 7,
+                    "markeredgewidth": 1.8,
+                }
+                axes.plot(list(measured[name]), list(measured[name].values()), MARKERS[i], **hollow)
+        _ticks(axes, sorted({v for s in (measured, model) for points in s.values() for v in points}), x, y)
+        axes.set_xlabel(x_label, loc="right")
+        ends = {name: max({**model.get(name, {}), **measured.get(name, {})}.items()) for name in names}
+        _labels(axes, ends)
+        return Plot(figure, title, story)
+
+
+def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
+    shown = xs[:: -(-len(xs) // 8)]
+    axes.set_xticks(shown, [UNITS[x](v) for v in shown])
+    low, high = axes.get_ylim()
+    base = 10.0 if y == "seconds" else 2.0
+    powers = range(math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1)
+    axes.set_yticks([base**k for k in powers if k % max(1, -(-len(powers) // 8)) == 0])
+    axes.set_yticklabels([UNITS[y](v) for v in axes.get_yticks()])
+    axes.minorticks_off()
+    axes.tick_params(length=4)
+
+
+def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
+    """Each label at the end of its line, pushed apart where two would touch."""
+    right = max(x for x, _ in ends.values())
+    heights = {name: axes.transData.transform(point)[1] for name, point in ends.items()}
+    bottom, gap = float("-inf"), 19.0
+    for i, name in sorted(enumerate(ends), key=lambda item: heights[item[1]]):
+        bottom = max(bottom + gap, heights[name])
+        at = (axes.transData.transform((right, 1))[0] + 14, bottom)
+        axes.annotate(
+            name,
+            at,
+            xycoords="figure pixels",
+            va="center",
+            color=SERIES["light"][i],
+            fontweight="bold",
+            fontsize=13,
+            annotation_clip=False,
+        )
+
+
+def _follow_the_page(drawing: str) -> str:
+    """Colours become the page's variables, the font the house's, and links what an SVG inside a page calls them."""
+    names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint")}
+    names |= {colour.lower(): f"p{i}" for i, colour in enumerate(SERIES["light"])}
+    drawing = re.sub(r"#[0-9a-f]{6}\b", lambda match: f"var(--{names[match[0]]})" if match[0] in names else match[0], drawing)
+    drawing = drawing.replace("xlink:href", "href")
+    return re.sub(r"'DejaVu Sans'[^;\"]*?sans-serif", FONT.replace('"', "'"), drawing)

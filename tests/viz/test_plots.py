@@ -1,0 +1,53 @@
+"""Plots: hollow points for what was measured, a line for the model, labels apart, and colours that are the page's."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from parallel101.viz.plots import SERIES, sweep
+
+SIZES = [2.0**k for k in range(6, 27, 4)]
+MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01e9 for s in SIZES}}
+
+
+def heights(svg: str, *labels: str) -> list[float]:
+    """Where each label stands, in pixels from the top."""
+    return [float(re.search(rf'<text[^>]* y="([\d.]+)"[^>]*>{label}<', svg)[1]) for label in labels]
+
+
+def test_a_sweep_is_drawn_in_the_pages_colours():
+    plot = sweep(MODEL, MODEL, title="Time against size", story="points measured")
+    svg = plot.svg()
+    ET.fromstring(svg)
+    assert "Time against size" in svg and "points measured" in svg and "4 MiB" in svg and "1 ms" in svg
+    assert not set(re.findall(r"#[0-9a-f]{6}", plot.drawing)) & {c.lower() for c in SERIES["light"]}
+    assert "var(--p0)" in plot.drawing and "fill: var(--bg)" in plot.drawing
+    assert "prefers-color-scheme:dark" in svg and ".player.dark{--p0" in svg
+    for theme in ("light", "dark"):
+        assert SERIES[theme][1] in plot.svg(theme=theme)
+
+
+def test_the_same_numbers_give_the_same_picture():
+    assert sweep(MODEL, title="a").svg() == sweep(MODEL, title="a").svg()
+
+
+def test_labels_that_would_touch_are_pushed_apart():
+    a, b = heights(sweep(MODEL, title="a").svg(), "ring", "tree")
+    assert abs(a - b) >= 18
+
+
+def test_points_and_lines_are_told_apart():
+    points, lines = sweep(MODEL, title="a").drawing, sweep({}, MODEL, title="a").drawing
+    assert points.count("fill: var(--bg)") == 2 * len(SIZES) and "fill: var(--bg)" not in lines
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [({}, "got 0 labels"), ({str(i): {1: 1.0} for i in range(6)}, "got 6 labels"), ({"a": {1: 0.0}}, r"no place for 0\.0")],
+)
+def test_what_cannot_be_drawn_is_refused(measured, told):
+    with pytest.raises(ValueError, match=told):
+        sweep(measured, title="a")
