@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parallel101.backends import torch_private
 from parallel101.backends.network import Network
 from parallel101.backends.sim_clock import World
+from parallel101.backends.sim_core import on_one_core
 from parallel101.backends.sim_group import SimGroup, Traffic
 from parallel101.backends.sim_random import RandomStates
 from parallel101.errors import DeadlockError, MisuseError
@@ -82,7 +83,8 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
     before = torch_private.use_world(views[0])
     torch_private.name_groups_by_thread(True)
     try:
-        results = world.run(main)
+        with on_one_core():
+            results = world.run(main)
     finally:
         torch_private.name_groups_by_thread(False)
         torch_private.use_world(before)

@@ -10,68 +10,20 @@ So a run is the same to the last bit every time. When nobody can run and nothing
 from __future__ import annotations
 
 import threading
-from _thread import LockType, allocate_lock
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from parallel101.backends.network import Network
 from parallel101.backends.sim_links import Happening, Links
-from parallel101.trace.calls import Call, stuck
+from parallel101.backends.sim_rank import Rank, Unwound, Waitable
+from parallel101.trace.calls import stuck
 from parallel101.trace.spans import record_into
-from parallel101.trace.where import caller
 
 FRUITLESS = 1000  #  so often may every rank ask in vain whether a work is done, when nothing is on its way, before that is a deadlock
-
-
-class Unwound(BaseException):
-    """Ends the other ranks of a run that has failed. No Exception, so that `except Exception` in a rank's code lets it pass."""
-
-
-class Waitable(Protocol):
-    """What a rank can be blocked in."""
-
-    done: bool
-
-    def call(self) -> Call: ...
-    def missing(self) -> set[int]: ...
-
-
-class Rank:
-    """A virtual rank: its thread's turn, its own clock (ahead of the world's while it computes), what it waits for."""
-
-    __slots__ = ("asked_at", "clock", "finished", "futures", "lock", "number", "order", "queued", "sending", "spans", "waiting", "world")
-
-    def __init__(self, number: int, world: World):
-        self.number = number
-        self.world = world
-        self.clock = 0.0
-        self.lock: LockType = allocate_lock()
-        self.lock.acquire()
-        self.queued = False  #  will run at this time
-        self.finished = False
-        self.waiting: Waitable | None = None
-        self.sending = 0  #  messages posted and not yet delivered; order counts them, from 0 whenever there are none
-        self.order = 0
-        self.spans = 0
-        self.asked_at = -1.0  #  when it last asked in vain whether a work is done
-        self.futures: list[Any] = []  #  works with a torch future that have ended, to be told so in the rank's own thread
-
-    def happen(self) -> None:
-        self.world.wake(self)
-
-    # what trace.spans wants of a recorder
-    def now(self) -> float:
-        return max(self.clock, self.world.now)
-
-    def compute(self, seconds: float) -> None:
-        self.clock = self.now() + seconds
-
-    def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
-        self.world.events.append((self.number, "span", None, 0, 0, start, end, caller(), start, "", self.spans, (), "", None, name, args))
-        self.spans += 1
 
 
 class World:
@@ -171,6 +123,8 @@ class World:
 
     def block(self, rank: Rank) -> None:
         """Let others run until somebody wakes this rank. Called on the rank's own thread."""
+        if get_ident() != rank.thread:
+            raise RuntimeError(f"rank {rank.number} waits on a thread that it started itself; on sim a rank waits on its own thread only")
         following = self._next()
         if following is not rank:
             self._pass_to(following)
@@ -207,6 +161,7 @@ class World:
         self._job_done.acquire()
 
     def _live(self, rank: Rank, rank_main: Callable[[int], Any], results: list[Any]) -> None:
+        rank.thread = get_ident()
         rank.lock.acquire()
         record_into(rank, this_thread_only=True)
         torch.autograd.set_multithreading_enabled(False)  #  backward stays on the rank's own thread

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from parallel101.backends.describe import COLLECTIVES, Told, flat
-from parallel101.backends.sim_clock import Rank
 from parallel101.backends.sim_collectives import Part, carry_out, check_reduction, duration, parts_of, plan
 from parallel101.backends.sim_mailbox import Mailbox, Messenger, refuse
 from parallel101.backends.sim_messages import contents
+from parallel101.backends.sim_rank import Rank
 from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, disagreement
@@ -200,6 +200,8 @@ class Meeting:
         members = [self.present[rank] for rank in self.group.ranks]
         world = self.group.world
         world.on_main_thread(lambda: self._move(members))
+        if world.failure is not None:
+            return
         for work in members:
             told, rank = work.told, work.rank.number
             world.events.append(

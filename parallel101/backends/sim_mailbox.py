@@ -12,8 +12,9 @@ from ctypes import string_at
 import torch
 import torch.distributed as dist
 
-from parallel101.backends.sim_clock import Rank, World
+from parallel101.backends.sim_clock import World
 from parallel101.backends.sim_messages import WHOLE, RecvWork, SendWork, contents
+from parallel101.backends.sim_rank import Rank
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import disagreement
 from parallel101.trace.where import where as where_from

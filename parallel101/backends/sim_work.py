@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from parallel101.backends import torch_private
-from parallel101.backends.sim_clock import Rank, World
+from parallel101.backends.sim_clock import World
+from parallel101.backends.sim_rank import Rank
 from parallel101.trace.calls import Call
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import random
+import sys
 import threading
 
 import pytest
@@ -268,7 +270,8 @@ def test_talking_on_the_way_out_is_unwound_as_well():
 def test_a_failing_job_leaves_the_process_as_it_was():
     def settings():
         process = threading.active_count(), torch.get_num_threads(), dist.is_initialized()
-        return *process, torch.get_default_dtype(), random.random.__qualname__
+        cores = (os.sched_getaffinity(0), os.sched_getscheduler(0)) if sys.platform == "linux" else None
+        return *process, torch.get_default_dtype(), random.random.__qualname__, cores
 
     before, state = settings(), torch.get_rng_state()
 
@@ -280,6 +283,73 @@ def test_a_failing_job_leaves_the_process_as_it_was():
     simulate(program, 4)
     assert settings() == before
     assert torch.equal(torch.get_rng_state(), state) and recorder() is None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_a_failure_inside_torchs_data_parallel_unwinds_through_it(where):
+    """The others are blocked deep inside C++ then."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward" and dist.get_rank() == 1:
+                raise ValueError("on purpose")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if where == "backward" and dist.get_rank() == 1:
+                raise ValueError("on purpose")
+            return grad
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.last(Breaks.apply(self.first(x)))
+
+    def program(rank):
+        net = torch.nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=1e-6)
+        loss = net(torch.ones(2, 3)).sum()
+        if where == "between" and rank == 1:
+            raise ValueError("on purpose")
+        loss.backward()
+
+    for _ in range(2):
+        outcome = simulate(program, 3)
+        assert list(outcome.errors) == [1] and str(outcome.errors[1]) == "on purpose" and outcome.error is None
+
+
+def test_a_deadlock_inside_backward_is_named():
+    def program(rank):
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        loss = net(torch.ones(1, 2)).sum()
+        if rank == 1:
+            dist.recv(torch.empty(1), 0)
+        loss.backward()
+
+    error = deadlock(program, 2)
+    assert error.waiting[0][:2] == ("all_reduce", 1) and error.waiting[1][:2] == ("recv", 0) and error.cycle == [0, 1]
+
+
+def test_waiting_on_a_thread_of_ones_own_is_an_error_and_no_hang():
+    def program(rank):
+        raised = []
+
+        def elsewhere():
+            try:
+                dist.recv(torch.empty(1), 1 - rank)
+            except RuntimeError as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return raised
+
+    assert all("own thread only" in result[0] for result in run(program, 2).results)
 
 
 @pytest.mark.parametrize("n", [0, -1])
