@@ -75,7 +75,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
         finally:
             torch_private.forget_groups()
 
-    if "SIM" not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, "SIM"):
         dist.Backend.register_backend("sim", _sub_group, extended_api=True, devices=["cpu"])
     stack, threads = threading.stack_size(STACK), torch.get_num_threads()
     torch.set_num_threads(1)  #  a pool of threads for each of hundreds of ranks would be too many
