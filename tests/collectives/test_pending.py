@@ -1,0 +1,124 @@
+"""What is begun now and finished later gives the same values and moves the same bytes; and time passes only once for both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101 import collectives
+from parallel101.backends.network import Network
+from parallel101.collectives import pending
+from parallel101.mesh import group_of, split_sizes
+from tests.collectives.cases import OPS, answer, on_backends, values
+
+SHAPES = [(1,), (7,), (12,), (5, 3), (0, 2)]
+GROUPS = {"all": lambda p: None, "turned": lambda p: list(reversed(range(p)))[: max(1, p - 1)]}
+
+
+def wrong_values():
+    """Every operation, on every shape and group, several under way at once, finished in the order in which they began."""
+    p, rank, wrong, begun = dist.get_world_size(), dist.get_rank(), [], []
+    for which, make in GROUPS.items():
+        group = make(p)
+        members = group_of(group)
+        place = members.position
+        for shape in SHAPES:
+            x = values(rank, shape, torch.float64)
+            xs = [values(r, shape, torch.float64) for r in members.ranks]
+            expected = {} if place is None else {op: answer("all_reduce", xs, place, op=op) for op in OPS}
+            for op in OPS:
+                begun.append((f"all_reduce {op} {shape} {which}", pending.all_reduce(x.clone(), op, group=group), expected.get(op)))
+            begun[-1][1].advance()  # some are further on than others
+            inplace = x.clone()
+            begun.append((f"all_reduce in place {shape}", pending.all_reduce(inplace, group=group, out=inplace), expected.get("sum")))
+            begun.append((f"all_gather {shape}", pending.all_gather(x.clone(), group=group), None if place is None else torch.cat(xs)))
+            mine = None if place is None else expected["sum"].split(split_sizes(shape[0], members.size))[place]
+            begun.append((f"reduce_scatter {shape}", pending.reduce_scatter(x.clone(), group=group), mine))
+            if place is not None and shape[0] > 1:
+                sizes = [shape[0] - 1, 1, *[0] * members.size][: members.size] if members.size > 1 else [shape[0]]
+                mine = expected["mean"].split(sizes)[place]
+                begun.append(("reduce_scatter sizes", pending.reduce_scatter(x.clone(), "mean", group=group, sizes=sizes), mine))
+                own = values(rank, (sizes[place], *shape[1:]), torch.float64)
+                every = torch.cat([values(r, (s, *shape[1:]), torch.float64) for r, s in zip(members.ranks, sizes)])
+                out = torch.empty_like(every)
+                begun.append(("all_gather sizes", pending.all_gather(own, group=group, sizes=sizes, out=out), every))
+    for name, under_way, expected in begun:
+        result = under_way.wait()
+        same = result.numel() == 0 if expected is None else torch.equal(result, expected)
+        if not same or not under_way.done or under_way.wait() is not result:
+            wrong.append((name, result, expected))
+    return wrong
+
+
+@on_backends(gloo=[2, 3], sim=[1, 2, 4, 5])
+def test_values_are_those_of_one_process(backend, world_size):
+    assert p101.launch(wrong_values, world_size=world_size, backend=backend).results == [[]] * world_size
+
+
+def in_one_buffer():
+    """A reduce-scatter into its own block and an all-gather back over it: an all-reduce in place that needs no other memory."""
+    p, rank = dist.get_world_size(), dist.get_rank()
+    flat = values(rank, (4 * p,))
+    mine = flat.view(p, 4)[rank]
+    pending.reduce_scatter(flat, out=mine).wait()
+    result = pending.all_gather(mine, out=flat).wait()
+    return torch.equal(flat, answer("all_reduce", [values(r, (4 * p,)) for r in range(p)], rank)) and result.data_ptr() == flat.data_ptr()
+
+
+@on_backends(gloo=[2], sim=[3])
+def test_in_one_buffer(backend, world_size):
+    assert p101.launch(in_one_buffer, world_size=world_size, backend=backend).results == [True] * world_size
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_bytes_and_steps_are_those_of_the_blocking_ones(p):
+    def run(module, name):
+        getattr(module, name)(torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8), **extra[module])
+
+    def finished(name):
+        getattr(pending, name)(torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8)).wait()
+
+    extra = {collectives: {"algorithm": "direct"}}
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        for network in (Network(latency=1.0, bandwidth=math.inf), Network(latency=0.0, bandwidth=1.0)):
+            later = p101.launch(finished, name, world_size=p, backend="sim", network=network).trace
+            now = p101.launch(run, collectives, name, world_size=p, backend="sim", network=network).trace
+            assert later.bytes_sent == now.bytes_sent == [24 * (p - 1) * (2 if name == "all_reduce" else 1)] * p
+            assert later.makespan == now.makespan
+
+
+def meanwhile(seconds):
+    under_way = pending.all_reduce(torch.ones(300, dtype=torch.uint8))
+    for _ in range(2):
+        with p101.span("compute"):
+            p101.compute(seconds)
+        under_way.advance()
+    return under_way.wait().sum().item()
+
+
+def test_computing_and_sending_take_the_longer_of_the_two():
+    for seconds in (0.0, 50.0, 1000.0):
+        run = p101.launch(meanwhile, seconds, world_size=3, backend="sim", network=Network(latency=0.0, bandwidth=1.0))
+        assert run.results == [900] * 3
+        part = 2 * 100.0  # two blocks of 100 bytes out of and into each rank
+        assert run.trace.makespan == 2 * max(seconds, part)
+        first = min(event.start for event in run.trace.events if event.kind == "send")
+        assert first == 0.0, "the first message leaves before the first compute has ended"
+
+
+def test_what_does_not_fit_is_an_error_before_any_message():
+    x = torch.ones(4, 3)
+    for call, message in (
+        (lambda: pending.all_reduce(x.t()), "expected a contiguous tensor"),
+        (lambda: pending.all_reduce(torch.tensor(1.0)), "one dim or more"),
+        (lambda: pending.all_reduce(x, "most"), "op='most'"),
+        (lambda: pending.all_reduce(x, out=torch.ones(3, 4)), r"expected contiguous torch.float32 of shape \(4, 3\)"),
+        (lambda: pending.reduce_scatter(x, sizes=[3]), "sum to 3"),
+        (lambda: pending.all_gather(x, out=x.double()), "out is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
