@@ -36,7 +36,7 @@ class Loop:
     step: Callable[[Tensor, Tensor], float]
     save: Callable[[str | os.PathLike], None]
     _loss: Callable[[Tensor, Tensor], Tensor]
-    _of_all: Callable[[float, GroupLike], list[float]]
+    _of_all: Callable[..., list[list[float]]]
 
     def share(self, batch: Batch) -> Batch:
         """This rank's part of a whole batch (inputs, targets), cut along dim 0 as `split_sizes` does; on the model's device.
@@ -109,7 +109,7 @@ class Loop:
                 total += self._loss(x, y).item() * len(x)
             samples += len(x)
         self.model.train(was_training)
-        totals, counts = self._of_all(total, self._samples), self._of_all(samples, self._samples)
+        totals, counts = self._of_all(total, samples, group=self._samples)
         if not sum(counts):
             raise ValueError("evaluate() was given no batches")
         return math.fsum(totals) / sum(counts)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel101.collectives import all_gather
+from parallel101.collectives import all_gather, all_reduce
 from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.parallel.agreement import check_or_copy
 from parallel101.parallel.checkpoint import read_checkpoint, write_checkpoint
@@ -51,6 +51,8 @@ class Trainer(Loop):
         `_forward_backward(…)`   the loop over microbatches, for a strategy with a schedule of its own
         `_backward(loss, last)`  one backward; `last` in this step: gradients are complete after it
         `_synchronise()`         after the last backward: every owned parameter's .grad becomes the whole batch's
+        `_unused`                names of owned parameters that none of this rank's samples reached in this step; where some rank has such,
+                                 `_agree` asks whether all have, and leaves those without a gradient, as one process would
         `_gradient_norm()`       of all gradients of the model together
         `_apply()`               the optimizer's step, and what must follow it
         `gradients()`, `state_dict()`, `_load_model(…)`, `_optimizer_state()`, `_load_optimizer(…)`   the whole model's, on any layout
@@ -90,6 +92,7 @@ class Trainer(Loop):
         check_or_copy(model, group, sync)
         self._owned: dict[str, nn.Parameter] = self._cut(model)
         self.optimizer = build_optimizer(optimizer, self._owned)
+        self._unused: list[str] = []
         self.steps = 0
         self.history = History()
 
@@ -156,14 +159,14 @@ class Trainer(Loop):
 
     # ── what ranks tell each other about a step ──
 
-    def _of_all(self, number: float, group: GroupLike) -> list[float]:
-        """This number of every rank, by position."""
+    def _of_all(self, *numbers: float, group: GroupLike) -> list[list[float]]:
+        """Each of these numbers of every rank: a list by position for each."""
         with span("agree"):
-            return all_gather(torch.tensor([number], dtype=torch.float64, device=self.device), group=group).tolist()
+            return all_gather(torch.tensor([numbers], dtype=torch.float64, device=self.device), group=group).t().tolist()
 
     def _counts(self, samples: int) -> list[int]:
         """How many samples each rank gave; an error on all ranks where one of them has too few."""
-        counts = [int(count) for count in self._of_all(samples, self._samples)]
+        counts = [int(count) for count in self._of_all(samples, group=self._samples)[0]]
         for rank, count in zip(group_of(self._samples).ranks, counts):
             if count < self.accumulate:
                 wanted = "at least one sample a rank" if self.accumulate == 1 else f"at least accumulate={self.accumulate} samples a rank"
@@ -175,7 +178,9 @@ class Trainer(Loop):
 
     def _agree(self, loss: float) -> float:
         """The loss of the whole batch out of every rank's part, added up in the order of the ranks, so the same float everywhere."""
-        parts = self._of_all(loss, self._samples)
+        parts, unused = self._of_all(loss, len(self._unused), group=self._samples)
+        if any(unused):
+            self._leave_out_unused()
         broken = {r: part for r, part in zip(group_of(self._samples).ranks, parts) if not math.isfinite(part)}
         if broken:
             where = ", ".join(f"{part} on rank {r}" for r, part in broken.items())
@@ -184,6 +189,14 @@ class Trainer(Loop):
                 "Look at that rank's samples, or lower the learning rate, or set clip_norm"
             )
         return math.fsum(parts)
+
+    def _leave_out_unused(self) -> None:
+        """A parameter that no sample of any rank reached keeps no gradient; one that some rank's did reach has theirs."""
+        names = list(self._owned)
+        mine = torch.tensor([name in self._unused for name in names], dtype=torch.int32, device=self.device)
+        for name, by in zip(names, all_reduce(mine, group=self._samples).tolist()):
+            if by == group_of(self._samples).size:
+                self._owned[name].grad = None
 
     # ── the whole model, on any layout ──
 
@@ -224,7 +237,7 @@ class Trainer(Loop):
                 write_checkpoint(path, content)
             except (OSError, RuntimeError) as error:
                 problem = error
-        if any(self._of_all(problem is not None, self._group)):
+        if any(self._of_all(problem is not None, group=self._group)[0]):
             raise OSError(f"rank {self.group.ranks[0]} could not save to {path}: {problem or 'its own message says why'}") from problem
 
     def resume(self, path: str | os.PathLike) -> int:
@@ -240,7 +253,7 @@ class Trainer(Loop):
     def describe(self) -> Holdings:
         """Who holds what, in bytes a rank, counted from the storages that are alive now. Collective; print it to see a table."""
         mine = {kind: storage_bytes(tensors) for kind, tensors in self._holdings().items()}
-        counts = {kind: [int(count) for count in self._of_all(number, self._group)] for kind, number in mine.items()}
+        counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, self._of_all(*mine.values(), group=self._group))}
         return Holdings(f"{type(self).__name__} on {self.group.size} ranks", self.group.ranks, counts, self._notes())
 
     def _notes(self) -> list[str]:
