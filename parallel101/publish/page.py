@@ -140,8 +140,8 @@ def _without_kernel(notebook: NotebookNode) -> NotebookNode:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             data.pop("application/javascript", None)
-            if data.pop(WIDGET, None) and "text/html" not in data:
-                data["text/html"] = f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
+            if data.pop(WIDGET, None):  #  an explorer brings its last picture along, a slider does not
+                data["text/html"] = data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
     return notebook
 
 

@@ -74,6 +74,14 @@ def test_formulas_images_and_links_are_in_the_page(site):
     assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("math", display="block") is not None
 
 
+def test_an_explorer_leaves_its_picture_and_says_what_moves_it(tmp_path):
+    shown = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "Explorer()", "text/html": "<b>picture</b>"}
+    cell = v4.new_code_cell("explorer", outputs=[v4.new_output("execute_result", shown, execution_count=1)])
+    body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), tmp_path), "html.parser")
+    assert body.find("b").get_text() == "picture"
+    assert "make lab" in body.find(class_="needs-kernel").get_text()
+
+
 def test_a_folded_answer_of_several_blocks_stays_folded(tmp_path):
     answer = "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nAfter."
     body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(answer)]), tmp_path), "html.parser")
