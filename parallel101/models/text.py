@@ -1,0 +1,73 @@
+"""Text to learn from that every machine has: what Python's own `help("…")` says, cut into batches by the number of the step.
+
+text = read_text(); tokenizer = CharTokenizer(text)
+batches = TextBatches(tokenizer.encode(text), batch=32, context=64)
+batches(7)        inputs and targets of step 7, the same on every rank, in every run, on any layout
+"""
+
+from __future__ import annotations
+
+from pydoc_data.topics import topics  # type: ignore[import-not-found,unused-ignore]  # of the standard library
+
+import torch
+from torch import Tensor
+
+
+def read_text() -> str:
+    """About 460 thousand characters of English about Python; they differ a little between versions of Python."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+class CharTokenizer:
+    """A number for each character that the text has, in their order."""
+
+    def __init__(self, text: str):
+        self.characters = sorted(set(text))
+        self.numbers = {character: number for number, character in enumerate(self.characters)}
+        self.vocabulary = len(self.characters)
+
+    def encode(self, text: str) -> Tensor:
+        """(length,) int64. Raises ValueError for a character that the tokenizer's text did not have."""
+        unknown = sorted(set(text) - self.numbers.keys())
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not among the {self.vocabulary} characters of the text that this tokenizer was made for")
+        return torch.tensor([self.numbers[character] for character in text], dtype=torch.int64, device="cpu")
+
+    def decode(self, numbers: Tensor) -> str:
+        return "".join(self.characters[number] for number in numbers.tolist())
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8: 256 numbers for any text at all."""
+
+    vocabulary = 256
+
+    def encode(self, text: str) -> Tensor:
+        """(length,) int64."""
+        return torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
+
+    def decode(self, numbers: Tensor) -> str:
+        """The text; bytes that are no whole character become �."""
+        return bytes(numbers.tolist()).decode(errors="replace")
+
+
+class TextBatches:
+    """A function of the step: (inputs, targets), both (batch, context); targets are the inputs moved on by one token.
+
+    Args:
+        tokens: (length,) of the whole text, more than `context` of them.
+        batch: samples in a whole batch.
+        context: tokens in a sample.
+        seed: of the places at which samples start.
+    """
+
+    def __init__(self, tokens: Tensor, batch: int, context: int, seed: int = 0):
+        if len(tokens) <= context:
+            raise ValueError(f"{len(tokens)} tokens are too few for samples of context={context} and the token after them")
+        self.tokens, self.batch, self.context, self.seed = tokens, batch, context, seed
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(device="cpu").manual_seed((self.seed << 32) + step)
+        starts = torch.randint(len(self.tokens) - self.context, (self.batch, 1), generator=generator, device="cpu")
+        places = starts + torch.arange(self.context, device="cpu")
+        return self.tokens[places], self.tokens[places + 1]
