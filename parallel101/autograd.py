@@ -9,6 +9,7 @@ Beside this file: `point_to_point` (send ↔ receive), and `replicated` (gradien
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from parallel101 import collectives as raw
 from parallel101.collectives import barrier
 from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
+from parallel101.trace.spans import agree
 
 __all__ = ["algorithms", "barrier"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
@@ -46,15 +48,22 @@ class Collective(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
-        y = forward(x)
-        ctx.shape, ctx.members, ctx.adjoint = x.shape, group_of(group), adjoint
-        return y
+        members = group_of(group)
+        if members.position is not None:
+            agree(_operation(ctx), members.ranks, ctx.needs_input_grad[0])
+        ctx.shape, ctx.members, ctx.adjoint = x.shape, members, adjoint
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = gradients
         gradient = g if ctx.members.position is None else ctx.adjoint(g, ctx.shape, ctx.members.size)
         return gradient if gradient.shape == ctx.shape else g.new_zeros(ctx.shape), None, None, None
+
+
+def _operation(ctx: Any) -> str:
+    """ "AllReduceBackward", as torch calls the node, is an all_reduce."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(ctx).__name__.removesuffix("Backward")).lower()
 
 
 def linear(operation: str, op: str, adjoint: Adjoint) -> Adjoint:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parallel101.backends.describe import COLLECTIVES, flat
 from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call
+from parallel101.trace.calls import Call, agreement
 from parallel101.trace.where import caller
 
 Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str]]
@@ -54,6 +54,13 @@ class Ledger:
 
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""
+
+    def agree(self, kind: str, ranks: Sequence[int], needs_grad: bool) -> None:
+        if self.tell is None:
+            return
+        label = f"{kind} of {ranks}"
+        seq = self.collectives[label] = self.collectives.get(label, 0) + 1
+        self.tell(agreement(self.rank, kind, ranks, label, seq, needs_grad))
 
     def number(self, key: Key) -> int:
         count = self.posted[key] = self.posted.get(key, 0) + 1

@@ -9,6 +9,7 @@ So a run is the same to the last bit every time. When nobody can run and nothing
 
 from __future__ import annotations
 
+import sys
 import threading
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
@@ -20,8 +21,10 @@ import torch
 from parallel101.backends.network import Network
 from parallel101.backends.sim_links import Happening, Links
 from parallel101.backends.sim_rank import Rank, Unwound, Waitable
-from parallel101.trace.calls import stuck
+from parallel101.trace.calls import Call, stuck
+from parallel101.trace.checks import Referee
 from parallel101.trace.spans import record_into
+from parallel101.trace.where import where
 
 FRUITLESS = 1000  #  so often may every rank ask in vain whether a work is done, when nothing is on its way, before that is a deadlock
 
@@ -45,6 +48,7 @@ class World:
         self.events: list[tuple] = []  #  the fields of an Event each
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
+        self.referee = Referee()
         self.last_word: Callable[[], Exception | None] = lambda: None  #  a better reason than a deadlock for standing still
         self._switch = switch
         self._current = 0
@@ -111,6 +115,13 @@ class World:
         if self.failure is None:
             self.failure = error
             self.failed_rank = None if rank is None else rank.number
+
+    def judge(self, call: Call) -> None:
+        """Hear a rank's word on a collective of parallel101's own; when all have spoken and do not agree, the run ends."""
+        self.referee.hear(call)
+        if len(self.referee.suspects) == len(call.peers) + 1:
+            self.fail(self.referee.verdict() or AssertionError("suspects agree"))
+            raise Unwound
 
     def enter(self, rank: Rank) -> None:
         """To be called by a rank that is about to talk to others: its own clock must have been reached."""
@@ -225,7 +236,7 @@ class World:
         elif not self._pollers or self._in_vain():
             if all(rank.finished for rank in self.ranks):
                 return False
-            self.fail(self.last_word() or self._deadlock())
+            self.fail(self.last_word() or self.referee.verdict() or self._deadlock())
         for rank in self._pollers:
             self.wake(rank)
         self._pollers.clear()
@@ -239,7 +250,8 @@ class World:
 
     def _deadlock(self) -> Exception:
         waits = {rank.number: rank.waiting for rank in self.ranks if rank.waiting is not None and not rank.finished}
-        calls = {number: work.call() for number, work in waits.items()}
+        frames = sys._current_frames()  #  where each is blocked, which may be some lines after where it posted
+        calls = {number: work.call()._replace(where=where(frames.get(self.ranks[number].thread))) for number, work in waits.items()}
         returned = [rank.number for rank in self.ranks if rank.finished]
         error = stuck(calls, lambda call: waits[call.rank].missing(), returned)
         return error or AssertionError(f"the sim stands still without a deadlock: {calls}")  #  what nobody misses has an end on the agenda

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from _thread import LockType, allocate_lock
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from parallel101.trace.calls import Call
+from parallel101.trace.calls import Call, agreement
 from parallel101.trace.where import caller
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Rank:
         self.sending = 0  #  messages posted and not yet delivered; order counts them, from 0 whenever there are none
         self.order = 0
         self.spans = 0
+        self.agreed: dict[str, int] = {}
         self.asked_at = -1.0  #  when it last asked in vain whether a work is done
         self.futures: list[Any] = []  #  works with a torch future that have ended, to be told so in the rank's own thread
 
@@ -53,6 +55,11 @@ class Rank:
 
     def compute(self, seconds: float) -> None:
         self.clock = self.now() + seconds
+
+    def agree(self, kind: str, ranks: Sequence[int], needs_grad: bool) -> None:
+        label = f"{kind} of {ranks}"
+        seq = self.agreed[label] = self.agreed.get(label, 0) + 1
+        self.world.judge(agreement(self.number, kind, ranks, label, seq, needs_grad))
 
     def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
         self.world.events.append((self.number, "span", None, 0, 0, start, end, caller(), start, "", self.spans, (), "", None, name, args))

@@ -1,4 +1,4 @@
-"""What it costs to be watched: a small message there and back through our group, against torch's own backend called past it, turn by turn."""
+"""What it costs to be watched: a small message there and back through our group, and through the backend inside it, turn by turn."""
 
 from __future__ import annotations
 

@@ -29,10 +29,7 @@ class Report:
         self._say(f"Written by `parallel101 bench {' '.join(sys.argv[2:])}`".rstrip() + ".\n")
         rows = [
             ("date", datetime.date.today().isoformat()),
-            (
-                "processor",
-                f"{_processor()}, {len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, 'cpu_affinity') else os.cpu_count()} cores",
-            ),
+            ("processor", f"{_processor()}, {os.cpu_count()} cores"),
             ("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
             ("GPUs", ", ".join(gpus) or "none"),
             ("system", f"{platform.system()} {platform.release()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}".rstrip(", ")),

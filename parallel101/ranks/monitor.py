@@ -161,7 +161,6 @@ class Monitor:
                 state.untold = data[start:]
 
     def _judge(self, call: Call) -> None:
-        self.referee.add(call)
         if self.referee.hear(call):
             self._fail_within(SETTLE)
 

@@ -32,6 +32,7 @@ from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import Wire, unpack
 from parallel101.trace.calls import Call
 from parallel101.trace.spans import record_into
+from parallel101.trace.where import is_inside
 
 
 @dataclass
@@ -167,9 +168,9 @@ def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger |
 
 
 def _outside(error: BaseException):
-    """The error's traceback from the program's own first frame on: this file is no part of what went wrong."""
+    """The error's traceback from the program's own first frame on: what called it is no part of what went wrong."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+    while tb is not None and tb.tb_next is not None and is_inside(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
 
@@ -203,6 +204,7 @@ def keep_large_blocks() -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  #  M_MMAP_MAX: large blocks come from the heap, and so go back to it
+        libc.mallopt(-8, 1)  #  M_ARENA_MAX: of one heap, also for a thread that computes a backward or is a virtual rank
         libc.mallopt(-1, 0x7FFFFFFF)  #  M_TRIM_THRESHOLD: and the heap keeps them
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel101.errors import DeadlockError
+from parallel101.trace.where import caller
 
 
 class Call(NamedTuple):
@@ -27,6 +28,12 @@ class Call(NamedTuple):
     op: str | None  #  the reduction ("sum", …) of a reducing collective
     root: int | None
     where: str
+    needs_grad: bool | None = None  #  of a differentiable collective: whether x.requires_grad
+
+    @property
+    def terms(self) -> tuple:
+        """What all ranks of a collective must agree on."""
+        return self.kind, self.root, self.op, self.dtype, tuple(self.shape), self.needs_grad
 
     @property
     def brief(self) -> str:
@@ -34,13 +41,20 @@ class Call(NamedTuple):
         what = f"{self.kind}(" + ", ".join(
             part
             for part in (
-                f"shape {tuple(self.shape)}, {self.dtype}",
+                self.dtype and f"shape {tuple(self.shape)}, {self.dtype}",
+                self.needs_grad is not None and f"x.requires_grad {self.needs_grad}",
                 self.op and f"op {self.op}",
                 self.root is not None and f"root {self.root}",
             )
             if part
         )
         return f"{what}) at {self.where}"
+
+
+def agreement(rank: int, kind: str, ranks: Sequence[int], label: str, seq: int, needs_grad: bool) -> Call:
+    """A rank's word on a differentiable collective of parallel101's own, before its messages: to be compared, never waited for."""
+    others = tuple(r for r in ranks if r != rank)
+    return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), needs_grad)
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
@@ -69,6 +83,8 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
         return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}. {pair}"
     if tuple(ours.shape) != tuple(theirs.shape):
         return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}. {pair}"
+    if ours.needs_grad != theirs.needs_grad:
+        return f"requires_grad is not the same on all ranks: {ours.needs_grad} and {theirs.needs_grad}. {pair}"
     return None
 
 

@@ -11,7 +11,7 @@ from parallel101.trace.calls import Call, disagreement
 class Referee:
     """Pairs up sends with receives and the ranks' parts of a collective, by their numbers.
 
-    `fault` is the first disagreement found, ready to raise once `verdict()` is asked for.
+    `suspects` are the calls that showed the first disagreement; `verdict()` makes an error of them.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,9 @@ class Referee:
 
     def hear(self, call: Call) -> bool:
         """Take note of a call. True when it shows the first disagreement."""
-        if self.suspects:
+        if self.suspects:  #  one more rank of the same collective may tell which is the odd one out
+            if self.suspects is self.collectives.get((call.group, call.seq)):
+                self.suspects.append(call)
             return False
         if call.kind in ("send", "recv"):
             if len(call.peers) != 1:
@@ -41,11 +43,6 @@ class Referee:
                 del self.collectives[call.group, call.seq]
         return bool(self.suspects)
 
-    def add(self, call: Call) -> None:
-        """Hear a call after the first disagreement: it may tell which of the ranks is the odd one out."""
-        if self.suspects and self.suspects is self.collectives.get((call.group, call.seq)):
-            self.suspects.append(call)
-
     def verdict(self) -> MisuseError | None:
         """What was found, or None. It names the rank that differs from most (of a message, the receiver; of two ranks, the higher)."""
         if not self.suspects:
@@ -54,7 +51,7 @@ class Referee:
         if {"send", "recv"} & {part.kind for part in parts}:
             send, recv = parts
             return MisuseError(f"{disagreement(send, recv)}", recv.rank)
-        alike = Counter((c.kind, c.root, c.op, c.dtype, c.shape) for c in parts)
-        usual = max(parts, key=lambda c: (alike[c.kind, c.root, c.op, c.dtype, c.shape], -c.rank))
-        odd = max((c for c in parts if disagreement(usual, c)), key=lambda c: (-alike[c.kind, c.root, c.op, c.dtype, c.shape], c.rank))
+        alike = Counter(c.terms for c in parts)
+        usual = max(parts, key=lambda c: (alike[c.terms], -c.rank))
+        odd = max((c for c in parts if disagreement(usual, c)), key=lambda c: (-alike[c.terms], c.rank))
         return MisuseError(f"{disagreement(usual, odd)}", odd.rank)

@@ -6,7 +6,7 @@ Outside a recorded run both do nothing, so that library code can carry them for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ class Recorder(Protocol):
     def now(self) -> float: ...
     def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None: ...
     def compute(self, seconds: float) -> None: ...
+    def agree(self, kind: str, ranks: Sequence[int], needs_grad: bool) -> None: ...
 
 
 _thread = threading.local()
@@ -48,6 +49,13 @@ def span(name: str, **labels: Any) -> Iterator[None]:
         yield
     finally:
         target.add_span(name, start, target.now(), labels)
+
+
+def agree(kind: str, ranks: Sequence[int], needs_grad: bool) -> None:
+    """Let a checked run see that all `ranks` call the differentiable `kind` alike: a backward that some lack would wait for ever."""
+    target = recorder()
+    if target is not None:
+        target.agree(kind, ranks, needs_grad)
 
 
 def compute(seconds: float) -> None:

@@ -203,6 +203,24 @@ def test_another_part_of_the_same_memory_may_change(backend):
     assert run.results == [[0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]] * 2
 
 
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_requires_grad_that_differs_is_named(backend, odd):
+    """Its backward would wait for ever for the ranks that have none."""
+
+    def program():
+        x = torch.ones(2, requires_grad=dist.get_rank() != odd)
+        p101.all_reduce(p101.all_gather(torch.ones(2)))  #  the same on all: agreed
+        y = p101.all_reduce(x)
+        if y.requires_grad:
+            y.sum().backward()
+
+    with pytest.raises(p101.MisuseError, match="requires_grad is not the same") as raised:
+        p101.launch(program, world_size=3, backend=backend, trace=True)
+    assert raised.value.rank == odd
+    assert "all_reduce" in str(raised.value)
+
+
 def test_the_odd_one_out_is_named():
     def program():
         dist.all_reduce(torch.ones(3 if dist.get_rank() == 1 else 2))
