@@ -1,0 +1,97 @@
+"""Lesson 00: its first cell in a hosted notebook, and the answers to its exercises."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from IPython.core.inputtransformer2 import TransformerManager
+
+import parallel101 as p101
+from tests.lessons.lesson import definitions, read
+
+STEPS = p101.Network(latency=1.0, bandwidth=math.inf)
+
+
+def steps(program, world_size):
+    return p101.launch(program, world_size=world_size, backend="sim", network=STEPS).trace.makespan
+
+
+@pytest.mark.parametrize("place", ["parallel101-main.zip", "parallel101", "../parallel101", None])
+def test_a_hosted_notebook_installs_from_what_lies_beside_it(place, tmp_path, monkeypatch):
+    (tmp_path / "lessons").mkdir()
+    monkeypatch.chdir(tmp_path / "lessons")
+    if place:
+        target = tmp_path / "lessons" / place
+        target.write_text("a zip") if place.endswith("zip") else target.mkdir()
+    (cell,) = [c for c in read("00_ranks").cells if c.id == "install"]
+    asked = []
+    shell = types.SimpleNamespace(run_line_magic=lambda *words: asked.append(words))
+    names = {"get_ipython": lambda: shell}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(TransformerManager().transform_cell(cell.source), names)
+    assert asked == [("pip", 'install --quiet "{source}"')]
+    told = {"parallel101-main.zip": "parallel101-main.zip", "parallel101": ".", "../parallel101": ".."}
+    assert str(names["source"]) == told.get(place, "a .zip of parallel101, which is not here yet")
+
+
+def test_a_clone_installs_nothing():
+    (cell,) = [c for c in read("00_ranks").cells if c.id == "install"]
+    exec(TransformerManager().transform_cell(cell.source), {"get_ipython": lambda: pytest.fail("it would install")})
+
+
+def test_exercise_1_taking_turns_takes_two_steps():
+    def in_turn():
+        rank, other = dist.get_rank(), 1 - dist.get_rank()
+        first, second = (dist.send, dist.recv) if rank % 2 == 0 else (dist.recv, dist.send)
+        first(torch.ones(1), other)
+        second(torch.ones(1), other)
+
+    assert (steps(in_turn, 2), steps(definitions("00_ranks")["swap"], 2)) == (2.0, 1.0)
+
+
+def test_exercise_2_one_rank_that_receives_first_is_enough():
+    def ring(*first):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        calls = [lambda: dist.send(torch.ones(1), (rank + 1) % n), lambda: dist.recv(torch.ones(1), (rank - 1) % n)]
+        for call in reversed(calls) if rank in first else calls:
+            call()
+
+    assert steps(lambda: ring(0), 4) == 4.0
+    with pytest.raises(p101.DeadlockError, match="0 → rank 1 → rank 2 → rank 3"):
+        steps(lambda: ring(), 4)
+
+
+def test_exercise_3_a_barrier_that_one_rank_skips():
+    with pytest.raises(p101.DeadlockError) as caught:
+        steps(lambda: dist.barrier() if dist.get_rank() < 3 else None, 4)
+    assert (caught.value.cycle, caught.value.returned, sorted(caught.value.waiting)) == ([], [3], [0, 1, 2])
+
+
+@pytest.mark.parametrize(("nbytes", "seconds"), [(8, 0.32e-3), (64_000_000, 82e-3)])
+def test_exercise_4_a_lap_of_a_small_token_and_of_a_large_one(nbytes, seconds):
+    """Eight ranks in place of 64, an eighth of the memory: the lap is as many messages as ranks."""
+
+    def lap():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        token = torch.empty(nbytes, dtype=torch.uint8)
+        if rank > 0:
+            dist.recv(token, rank - 1)
+        dist.send(token, (rank + 1) % n)
+        if rank == 0:
+            dist.recv(token, n - 1)
+
+    network = p101.Network(latency=5e-6, bandwidth=50e9)
+    took = p101.launch(lap, world_size=8, backend="sim", network=network).trace.makespan
+    assert took * 64 / 8 == pytest.approx(seconds, rel=0.01)
+
+
+def test_the_token_counts_the_ranks_on_any_world():
+    token_ring = definitions("00_ranks")["token_ring"]
+    for n in (2, 3, 5):
+        run = p101.launch(token_ring, world_size=n, backend="sim", network=STEPS)
+        assert run.results == [n, *range(1, n)] and run.trace.makespan == n

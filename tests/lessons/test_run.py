@@ -1,0 +1,91 @@
+"""Every lesson runs from top to bottom, shows the pictures it promises, and becomes a page that plays offline."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from parallel101.publish.execute import run_notebook
+from parallel101.publish.page import lesson_body
+from tests.lessons.lesson import LESSONS, pictures, printed, read
+
+NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
+DRAWN = re.compile(r"(\.animate\(|\.timeline\(|waiting_scene\(|sweep\(|Explorer\()")  # in the last statement of a cell
+
+# What the prose around a cell says of its output, where no assert in the cell itself does.
+SAID = {
+    "00_ranks": {
+        "hello": [r"\[rank 0\] hello from rank 0 of 4", r"\[rank 3\] hello from rank 3 of 4"],
+        "message-check": [r"you said: +\?", r"it sent: +32 bytes in 1 message", r"it received: 0 bytes"],
+        "deadlock-run": ["rank 0 waits in send to rank 1", "rank 1 waits in send to rank 0", "circle: rank 0 → rank 1 → rank 0", "irecv"],
+        "deadlock-eager": [r" 4 bytes: fine", r" 400 bytes: fine", r"40000 bytes: deadlock"],
+        "isend-changed": ["rank 0 changed a tensor that was still being sent"],
+        "dies-run": [r"rank 2 raised ZeroDivisionError(.|\n)*in careless"],
+        "dies-killed": ["exit code 7"],
+        "sizes-run": ["killed by SIGABRT", "trace=True"],
+        "sizes-checked": [r"rank 0: send\(shape \(8,\), float32\)", r"rank 1: recv\(shape \(4,\), float32\)"],
+        "script-torchrun": [r"results: \[2, 1\]\nresults: \[2, 1\]"],
+    },
+    "01_collectives": {
+        "flat-count": [r"steps +you: +\? +the run: +7\n"],
+        "both-ways-run": [r"\nbidirectional_ring +2048 bytes in a row, 3584 sent"],
+        "auto-rule": ["algorithm='recursive_doubling'", "to choose from: .*ring"],
+    },
+}
+SHOWN = {  # in the text of a picture
+    "00_ranks": {"message-picture": ["Messages between two ranks"], "deadlock-picture": ["Deadlock: who waits for whom"]},
+    "01_collectives": {
+        "flat-broadcast-watch": ["Flat broadcast"],
+        "tree-watch": ["Tree broadcast"],
+        "scatter-run": ["Flat scatter"],
+        "gather-run": ["Flat gather"],
+        "reduce-watch": ["Tree reduce"],
+        "all-gather-watch": ["Ring all-gather"],
+        "reduce-scatter-run": ["Ring reduce-scatter"],
+        "hot-root": ["Tree all-reduce"],
+        "ring-all-reduce-run": ["Ring all-reduce"],
+        "bug-run": ["Step 3 of 6", "On rank 0, rank 0 is in chunk d more than once now", "Rank 1 is in chunk a twice"],
+        "all-to-all-run": ["all-to-all"],
+        "both-ways-watch": ["Bidirectional ring all-gather"],
+        "explorer-run": ["Ring all-reduce"],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_keeps_what_it_promises(name):
+    began = time.perf_counter()
+    notebook = run_notebook(LESSONS / f"{name}.ipynb", timeout=90)
+    assert time.perf_counter() - began < 90  # 30 s alone on two cores; here other tests run beside it
+    cells = {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
+    for cell in cells.values():
+        if DRAWN.search(cell.source.rpartition("\n\n")[2]):
+            assert len(pictures(cell)) == 1, cell.id
+    for cell_id, patterns in SAID.get(name, {}).items():
+        for pattern in patterns:
+            assert re.search(pattern, printed(cells[cell_id])), (cell_id, pattern, printed(cells[cell_id]))
+    for cell_id, texts in SHOWN.get(name, {}).items():
+        for text in texts:
+            assert text in pictures(cells[cell_id])[0], (cell_id, text)
+    page = lesson_body(notebook, LESSONS)  # refuses what would have to be fetched
+    assert page.count("<figure") == sum(len(pictures(cell)) for cell in cells.values())
+    assert page.count("needs-kernel") == sum("Explorer(" in cell.source for cell in cells.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_is_committed_as_it_should_be(name):
+    notebook = read(name)
+    first, *_ = notebook.cells
+    assert first.cell_type == "markdown" and first.source.startswith("# ") and "\n\n" in first.source
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[a-z][a-z0-9-]*", i) for i in ids)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None, f"{cell.id} is committed with its output: clear it"
+            assert len(cell.source.splitlines()) <= 18, f"{cell.id} is too long to be projected"
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>Answer</summary>")
+    assert "**Predict.**" in prose and "## What breaks" in prose and "## Exercises" in prose
