@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from parallel101 import collectives as raw
 from parallel101.collectives import barrier
+from parallel101.collectives.checks import tensor_of
 from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
 from parallel101.trace.spans import agree
@@ -48,10 +49,9 @@ class Collective(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
-        members = group_of(group)
-        if members.position is not None:
-            agree(_operation(ctx), members.ranks, ctx.needs_input_grad[0])
-        ctx.shape, ctx.members, ctx.adjoint = x.shape, members, adjoint
+        ctx.shape, ctx.members, ctx.adjoint = tensor_of(x).shape, group_of(group), adjoint
+        if ctx.members.position is not None:
+            agree(_operation(ctx), ctx.members.ranks, ctx.needs_input_grad[0])
         return forward(x)
 
     @staticmethod

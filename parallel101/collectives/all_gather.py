@@ -107,8 +107,8 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
         dim: along which the shards are joined; negative counts from the end.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         sizes: the extent of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all like mine.
-        algorithm: "auto" or one of `algorithms("all_gather")`. "auto", measured on gloo: direct up to 8 ranks; above, Bruck up to 64 KiB of
-            result, then ring.
+        algorithm: "auto" or one of `algorithms("all_gather")`. "auto" takes, by the bytes of the result: bruck up to
+            256 KiB, else direct on up to 8 ranks, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sum(sizes) along `dim`, no part of the graph.

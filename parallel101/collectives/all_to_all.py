@@ -86,8 +86,9 @@ def all_to_all(
         split_sizes: how x is cut along `split_dim`, one size a rank. Default: `parallel101.split_sizes(x.shape[split_dim], p)`.
         concat_sizes: the extent along `concat_dim` of the block that comes from each rank. Default: all as mine. Where the two dims
             differ, both lists are the same on every rank; where they are one, each rank has its own two (MPI's alltoallv).
-        algorithm: "auto" or one of `algorithms("all_to_all")`. "auto", measured on gloo: direct up to 8 ranks; above, Bruck up to 4 KiB,
-            then pairwise. Bruck must know the blocks that only pass through, so it refuses `concat_sizes` where the two dims are one.
+        algorithm: "auto" or one of `algorithms("all_to_all")`. "auto" takes, by the bytes of x: direct on up to 8 ranks, else
+            bruck up to 4 KiB, else pairwise (see auto.py). Bruck must know the blocks that only pass through, so it refuses
+            `concat_sizes` where the two dims are one.
 
     Returns:
         A new contiguous tensor, no part of the graph.
@@ -102,47 +103,43 @@ def all_to_all(
     if members.position is None:
         return nothing(x)
     comm = comm_of(members, members.position, x.device)
-    if split_sizes is None:
-        split_sizes = balanced(x.shape[split_dim], comm.size)
-    split_sizes = cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
-    joined = _concat_sizes(x, split_dim, concat_dim, split_sizes, concat_sizes, members, comm.rank)
-    alike = concat_sizes is None or split_dim != concat_dim  # then every rank knows every block
-    if algorithm == "bruck" and not alike:
-        raise ValueError("algorithm='bruck' hands on blocks whose sizes these concat_sizes do not tell: take 'direct' or 'pairwise'")
-    if algorithm == "auto" and not alike:
-        algorithm = "direct"
+    p, rank, one_dim = comm.size, comm.rank, split_dim == concat_dim
+    cut = balanced(x.shape[split_dim], p) if split_sizes is None else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
+    joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)
+    if one_dim and concat_sizes is not None:  # then a rank knows its own blocks, and not the others'
+        if algorithm == "bruck":
+            raise ValueError("algorithm='bruck' hands on blocks whose sizes these concat_sizes do not tell: take 'direct' or 'pairwise'")
+        algorithm = "direct" if algorithm == "auto" else algorithm
 
     row = math.prod(extent for d, extent in enumerate(x.shape) if d not in (split_dim, concat_dim))
+    outgoing = Blocks(_packed(x, split_dim, cut), [row * size * (1 if one_dim else joined[rank]) for size in cut])
+    arriving = [row * size * (1 if one_dim else cut[rank]) for size in joined]
+    incoming = Blocks(x.new_empty(sum(arriving)), arriving)
 
     def count(source: int, to: int) -> int:
-        return row * split_sizes[to] * (joined[source] if split_dim != concat_dim else 1)
+        return row * cut[to] * (1 if one_dim else joined[source])
 
-    # of every block, x's other dims, split_sizes[to] along split_dim, joined[source] along concat_dim
-    shapes = [[*x.shape] for _ in joined]
-    for shape, size in zip(shapes, joined):
-        shape[split_dim] = split_sizes[comm.rank]
-        shape[concat_dim] = size
-    outgoing = Blocks(_packed(x, split_dim, split_sizes), [count(comm.rank, to) for to in range(comm.size)])
-    counts = [math.prod(shape) for shape in shapes]
-    incoming = Blocks(x.new_empty(sum(counts)), counts)
-    choose("all_to_all", algorithm, ALGORITHMS, x.nbytes, comm.size)(outgoing, incoming, count, comm)
+    choose("all_to_all", algorithm, ALGORITHMS, x.nbytes, p)(outgoing, incoming, count, comm)
+    shape = list(x.shape)
+    shape[split_dim] = cut[rank]
     if concat_dim == 0:
-        return incoming.flat.view(sum(joined), *shapes[0][1:])
-    return torch.cat([incoming[source].view(shape) for source, shape in enumerate(shapes)], concat_dim)
+        return incoming.flat.view(sum(joined), *shape[1:])
+    before, after = shape[:concat_dim], shape[concat_dim + 1 :]
+    return torch.cat([incoming[source].view(*before, size, *after) for source, size in enumerate(joined)], concat_dim)
 
 
-def _concat_sizes(
-    x: Tensor, split_dim: int, concat_dim: int, split: list[int], concat: Sequence[int] | None, members: Group, rank: int
+def _joined_sizes(
+    x: Tensor, concat_dim: int, cut: list[int] | None, concat_sizes: Sequence[int] | None, members: Group, rank: int
 ) -> list[int]:
-    """The extent along `concat_dim` of what comes from each rank."""
-    if split_dim != concat_dim:
-        return shard_sizes(x, concat_dim, concat, members, "concat_sizes")
-    if concat is None:
-        return [split[rank]] * members.size
-    concat = sizes_of(concat, members, "concat_sizes")
-    if concat[rank] != split[rank]:
-        raise ValueError(f"position {rank} keeps {split[rank]} for itself by split_sizes, but {concat[rank]} by concat_sizes")
-    return concat
+    """The extent along `concat_dim` of what comes from each rank; `cut` where x is cut along that dim too."""
+    if cut is None:
+        return shard_sizes(x, concat_dim, concat_sizes, members, "concat_sizes")
+    if concat_sizes is None:
+        return [cut[rank]] * members.size
+    joined = sizes_of(concat_sizes, members, "concat_sizes")
+    if joined[rank] != cut[rank]:
+        raise ValueError(f"position {rank} keeps {cut[rank]} for itself by split_sizes, but {joined[rank]} by concat_sizes")
+    return joined
 
 
 def _packed(x: Tensor, split_dim: int, sizes: list[int]) -> Tensor:

@@ -1,8 +1,9 @@
 """Which algorithm? `algorithm="ring"` names one; `algorithm="auto"` asks the measured rule in this file.
 
-    few bytes: the fewest steps win (trees, doubling)          many bytes: the fewest bytes win (direct, rings, scatter + gather)
+    few bytes: the fewest steps win (trees, doubling)          many bytes: the fewest bytes win (direct, rings)
 
-The rule is data, one row a choice, measured on gloo over loopback; `parallel101 bench` measures it again on your machine.
+The rule is data, one row a choice. Up to 8 ranks it was measured on gloo over loopback, where every message costs the same two cores;
+above, where links are a rank's own, it is the textbooks' (Thakur, Rabenseifner, Gropp 2005, section 6).
 """
 
 from __future__ import annotations
@@ -23,16 +24,32 @@ class Rule(NamedTuple):
 
 # The first row that fits is taken. Bytes are those of the whole array: the result of an all-gather, the input of a reduce-scatter.
 AUTO: dict[str, list[Rule]] = {
-    "broadcast": [Rule("binomial", max_bytes=512 * KiB), Rule("chain")],
+    "broadcast": [Rule("binomial", max_ranks=8), Rule("binomial", max_bytes=512 * KiB), Rule("scatter_all_gather")],
     "scatter": [Rule("flat", max_ranks=8), Rule("binomial", max_bytes=64 * KiB), Rule("flat")],
     "gather": [Rule("flat", max_ranks=8), Rule("binomial", max_bytes=64 * KiB), Rule("flat")],
-    "reduce": [Rule("binomial", max_bytes=512 * KiB), Rule("reduce_scatter_gather")],
-    "all_gather": [Rule("direct", max_ranks=8), Rule("bruck", max_bytes=64 * KiB), Rule("ring")],
-    "reduce_scatter": [Rule("direct", max_ranks=8), Rule("recursive_halving", max_bytes=64 * KiB), Rule("ring")],
-    "all_reduce": [Rule("recursive_doubling", max_bytes=64 * KiB), Rule("direct", max_ranks=8), Rule("ring")],
+    "reduce": [Rule("binomial", max_ranks=8), Rule("binomial", max_bytes=512 * KiB), Rule("reduce_scatter_gather")],
+    "all_gather": [Rule("bruck", max_bytes=256 * KiB), Rule("direct", max_ranks=8), Rule("ring")],
+    "reduce_scatter": [Rule("direct", max_ranks=8), Rule("recursive_halving", max_bytes=256 * KiB), Rule("ring")],
+    "all_reduce": [
+        Rule("reduce_broadcast", max_ranks=8, max_bytes=MiB),
+        Rule("direct", max_ranks=8),
+        Rule("recursive_doubling", max_bytes=64 * KiB),
+        Rule("ring"),
+    ],
     "all_to_all": [Rule("direct", max_ranks=8), Rule("bruck", max_bytes=4 * KiB), Rule("pairwise")],
     "barrier": [Rule("dissemination")],
 }
+
+
+def in_words(operation: str) -> str:
+    """The rule as the operation's docstring states it."""
+    rows = []
+    for rule in AUTO[operation]:
+        row = rule.algorithm
+        if rule.max_bytes < float("inf"):
+            row += f" up to {rule.max_bytes // MiB} MiB" if rule.max_bytes >= MiB else f" up to {rule.max_bytes // KiB} KiB"
+        rows.append(row + (f" on up to {rule.max_ranks} ranks" if rule.max_ranks < float("inf") else ""))
+    return ", else ".join(rows)
 
 
 def check_algorithm(operation: str, algorithm: str, table: Mapping[str, Any], mesh_table: Mapping[str, Any] | None = None) -> None:

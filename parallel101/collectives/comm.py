@@ -35,6 +35,7 @@ class Comm:
         self.shape = group.shape
         self.device = device
         self.batch = batch or Batch()
+        self.batched = in_batches(device)
 
     def isend(self, tensor: Tensor, to: int) -> Work:
         """Begin to send `tensor` (contiguous) to position `to`."""
@@ -60,7 +61,7 @@ class Comm:
         if tensor.numel() == 0:
             return Nothing()
         rank, process_group = self.group.ranks[peer], self.group.process_group
-        if not in_batches(self.device):
+        if not self.batched:
             return direction(tensor, rank, process_group)
         return self.batch.add(dist.P2POp(direction, tensor, rank, process_group), self.group.ranks[self.rank])
 

@@ -53,7 +53,8 @@ def gather(
         dim: along which the shards are joined; negative counts from the end.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         sizes: the extent of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all like mine.
-        algorithm: "auto" or one of `algorithms("gather")`. "auto", measured on gloo: flat, but binomial above 8 ranks up to 64 KiB.
+        algorithm: "auto" or one of `algorithms("gather")`. "auto" takes, by the bytes of the result: flat on up to 8 ranks,
+            else binomial up to 64 KiB, else flat (see auto.py).
 
     Returns:
         At the root a new contiguous tensor of x's shape with sum(sizes) along `dim`, elsewhere a zero-volume one; no part of the graph.

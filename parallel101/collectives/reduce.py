@@ -67,7 +67,8 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
         dst: the root, as a position in the group.
         op: "sum", "mean", "product", "max" or "min"; see reductions.py for which dtypes have which.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        algorithm: "auto" or one of `algorithms("reduce")`. "auto", measured on gloo: binomial up to 512 KiB, then reduce_scatter_gather.
+        algorithm: "auto" or one of `algorithms("reduce")`. "auto" takes, by the bytes of x: binomial on up to 8 ranks, else
+            binomial up to 512 KiB, else reduce_scatter_gather (see auto.py).
 
     Returns:
         At the root a new contiguous tensor like x, elsewhere a zero-volume one; no part of the graph.

@@ -119,8 +119,8 @@ def reduce_scatter(
         op: "sum", "mean", "product", "max" or "min"; see reductions.py for which dtypes have which.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         sizes: the extent of every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
-        algorithm: "auto" or one of `algorithms("reduce_scatter")`. "auto", measured on gloo: direct up to 8 ranks; above, recursive
-            halving up to 64 KiB, then ring.
+        algorithm: "auto" or one of `algorithms("reduce_scatter")`. "auto" takes, by the bytes of x: direct on up to 8 ranks,
+            else recursive_halving up to 256 KiB, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.

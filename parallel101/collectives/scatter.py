@@ -55,7 +55,8 @@ def scatter(
         dim: along which it is cut; negative counts from the end.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         sizes: the extent of every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
-        algorithm: "auto" or one of `algorithms("scatter")`. "auto", measured on gloo: flat, but binomial above 8 ranks up to 64 KiB.
+        algorithm: "auto" or one of `algorithms("scatter")`. "auto" takes, by the bytes of x: flat on up to 8 ranks, else
+            binomial up to 64 KiB, else flat (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.
