@@ -38,7 +38,7 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
         )
         del run
     head = [
-        "ranks",
+        "",
         "messages",
         "seconds, launch to result",
         "messages a second",
@@ -49,7 +49,7 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
 
 
 def round_the_ring(rounds: int) -> int:
-    """Every rank's chunk all the way round, as in an all-gather (1 round) or an all-reduce (2). Returns the most memory this process has had."""
+    """Every rank's chunk all the way round, as in an all-gather (1 round) or an all-reduce (2). Returns the most memory used, in bytes."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = list(torch.full((n,), float(rank)).chunk(n))
     right, left = (rank + 1) % n, (rank - 1) % n
