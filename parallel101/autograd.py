@@ -44,14 +44,12 @@ def mirrored(algorithm: str) -> str:
     return MIRRORED.get(algorithm, algorithm)
 
 
-class Collective(Function):
+class Linear(Function):
     """x ── forward ──▶ y        and back: ∂y ── adjoint ──▶ ∂x, zeros on a rank whose x no rank received."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
         ctx.shape, ctx.members, ctx.adjoint = tensor_of(x).shape, group_of(group), adjoint
-        if ctx.members.position is not None:
-            agree(_operation(ctx), ctx.members.ranks, ctx.needs_input_grad[0])
         return forward(x)
 
     @staticmethod
@@ -61,12 +59,23 @@ class Collective(Function):
         return gradient if gradient.shape == ctx.shape else g.new_zeros(ctx.shape), None, None, None
 
 
+class Collective(Linear):
+    """The same, called by every rank of the group alike: a checked run sees whether they all want a gradient or none does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+        members = group_of(group)
+        if members.position is not None:
+            agree(_operation(ctx), members.ranks, ctx.needs_input_grad[0])
+        return Linear.forward(ctx, x, group, forward, adjoint)
+
+
 def _operation(ctx: Any) -> str:
     """ "AllReduceBackward", as torch calls the node, is an all_reduce."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(ctx).__name__.removesuffix("Backward")).lower()
 
 
-def linear(operation: str, op: str, adjoint: Adjoint) -> Adjoint:
+def reduction_adjoint(operation: str, op: str, adjoint: Adjoint) -> Adjoint:
     """`adjoint`, where the reduction has one; a mean's is the sum's, over the number of ranks."""
     if op == "sum":
         return adjoint
@@ -126,7 +135,7 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
         x,
         group,
         lambda x: raw.reduce(x, dst, op, group=group, algorithm=algorithm),
-        linear("reduce", op, lambda g, shape, p: broadcast(stand_in(g, shape), dst, group=group, algorithm=mirrored(algorithm))),
+        reduction_adjoint("reduce", op, lambda g, shape, p: broadcast(stand_in(g, shape), dst, group=group, algorithm=mirrored(algorithm))),
     )
 
 
@@ -207,7 +216,7 @@ def reduce_scatter(
         x,
         group,
         lambda x: raw.reduce_scatter(x, dim, op, group=group, sizes=sizes, algorithm=algorithm),
-        linear("reduce_scatter", op, adjoint),
+        reduction_adjoint("reduce_scatter", op, adjoint),
     )
 
 
@@ -225,7 +234,7 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
         x,
         group,
         lambda x: raw.all_reduce(x, op, group=group, algorithm=algorithm),
-        linear("all_reduce", op, lambda g, shape, p: all_reduce(g, group=group, algorithm=algorithm)),
+        reduction_adjoint("all_reduce", op, lambda g, shape, p: all_reduce(g, group=group, algorithm=algorithm)),
     )
 
 

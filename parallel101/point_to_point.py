@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallel101.autograd import Collective, stand_in
+from parallel101.autograd import Linear, stand_in
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import nothing, root_of, tensor_of
 from parallel101.collectives.comm import Comm, comm_of
@@ -19,7 +19,7 @@ from parallel101.mesh import GroupLike, group_of
 __all__ = ["receive", "send"]
 
 
-class Send(Collective):
+class Send(Linear):
     """
     rank 0  x ─┐            ∂x = g
     rank 1     └─▶ x        g goes back
@@ -42,7 +42,7 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
     return Send.apply(x, group, forward, lambda g, shape, p: receive(stand_in(g, shape), dst, group=group))
 
 
-class Receive(Collective):
+class Receive(Linear):
     """
     rank 0  x ─┐            ∂x = g
     rank 1     └─▶ x        g goes back

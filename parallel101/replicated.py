@@ -17,7 +17,7 @@ import torch
 from torch import Size, Tensor
 
 from parallel101 import collectives as raw
-from parallel101.autograd import Collective, linear
+from parallel101.autograd import Collective, reduction_adjoint
 from parallel101.collectives import torus
 from parallel101.collectives.auto import check_algorithm
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
@@ -65,7 +65,7 @@ def reduce_from_group(x: Tensor, op: str = "sum", *, group: GroupLike = None, al
         x,
         group,
         lambda x: raw.all_reduce(x, op, group=group, algorithm=algorithm),
-        linear("reduce_from_group", op, lambda g, shape, p: copy_to_group(g, group=group, algorithm=algorithm)),
+        reduction_adjoint("reduce_from_group", op, lambda g, shape, p: copy_to_group(g, group=group, algorithm=algorithm)),
     )
 
 
