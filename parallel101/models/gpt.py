@@ -39,7 +39,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.width // config.heads
         self.query = nn.Linear(config.width, config.width)
-        self.key = nn.Linear(config.width, config.width)
+        self.key = nn.Linear(
+            config.width, config.width, bias=False
+        )  # it would add the same to all of a query's scores: softmax is blind to it
         self.value = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
 

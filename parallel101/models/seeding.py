@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 
 
+def generator_of(*key: int | str) -> torch.Generator:
+    """A generator that gives the same numbers for the same key, on any machine, and others for any other key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()  # torch's CPU generator looks at 32 bits of a seed
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "big"))
+
+
 def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
     """The first value of the parameter called `name` in the whole model, of its whole `shape`, in float64 on the CPU; cut what you need.
 
@@ -22,9 +28,7 @@ def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
     """
     if len(shape) < 2:
         return torch.full(tuple(shape), 1.0 if name.endswith("weight") else 0.0, dtype=torch.float64, device="cpu")
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "big"))
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") * shape[-1] ** -0.5
+    return torch.randn(tuple(shape), generator=generator_of(seed, name), dtype=torch.float64, device="cpu") * shape[-1] ** -0.5
 
 
 @torch.no_grad()

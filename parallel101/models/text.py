@@ -12,6 +12,8 @@ from pydoc_data.topics import topics  # type: ignore[import-not-found,unused-ign
 import torch
 from torch import Tensor
 
+from parallel101.models.seeding import generator_of
+
 
 def read_text() -> str:
     """About 460 thousand characters of English about Python; they differ a little between versions of Python."""
@@ -67,7 +69,7 @@ class TextBatches:
         self.tokens, self.batch, self.context, self.seed = tokens, batch, context, seed
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator(device="cpu").manual_seed((self.seed << 32) + step)
+        generator = generator_of(self.seed, step)
         starts = torch.randint(len(self.tokens) - self.context, (self.batch, 1), generator=generator, device="cpu")
         places = starts + torch.arange(self.context, device="cpu")
         return self.tokens[places], self.tokens[places + 1]

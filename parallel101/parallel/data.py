@@ -8,6 +8,7 @@ Overlapped    ──forward──▶◀──backward──  g₁₀            
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,10 +121,10 @@ class DataParallelTrainer(Trainer):
     Args:
         model, loss_fn, optimizer, group, clip_norm, accumulate, autocast, sync: see `Trainer`.
         overlap: send gradients while backward still computes others.
-        bucket_bytes: how many bytes of gradients travel together, at least one gradient; 0: each on its own. With overlap=False that is
-            the naive all-reduce after backward.
+        bucket_bytes: how many bytes of gradients travel together, at least one gradient. None: a quarter of them all, at most 25 MiB;
+            0: each on its own, and with overlap=False that is the naive all-reduce after backward.
 
-    Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and 16 bytes to each other rank for counts and losses.
+    Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and 24 bytes to each other rank for counts and losses.
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2.
     """
 
@@ -135,15 +136,17 @@ class DataParallelTrainer(Trainer):
         *,
         group: GroupLike = None,
         overlap: bool = True,
-        bucket_bytes: int = 4 * MiB,
+        bucket_bytes: int | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
         autocast: Any = None,
         sync: bool = False,
     ):
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or 0 for one gradient at a time")
+        if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
+            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at a time, or None")
         super().__init__(model, loss_fn, optimizer, group=group, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast, sync=sync)
+        if bucket_bytes is None:
+            bucket_bytes = min(25 * MiB, math.ceil(sum(p.nbytes for p in self._owned.values()) / 4))
         self.strategy: Naive | Bucketed
         if overlap:
             self.strategy = Overlapped(self._owned, group, bucket_bytes)

@@ -89,7 +89,8 @@ class Trainer(Loop):
         self._group = group  #  what the collectives are given
         self._samples: GroupLike = group
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        check_or_copy(model, group, sync)
+        with span("agree"):
+            check_or_copy(model, group, sync)
         self._owned: dict[str, nn.Parameter] = self._cut(model)
         self.optimizer = build_optimizer(optimizer, self._owned)
         self._unused: list[str] = []
