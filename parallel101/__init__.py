@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from parallel101.backends.network import Network
     from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
     from parallel101.mesh import split_sizes
+    from parallel101.parallel.data import DataParallelTrainer
+    from parallel101.parallel.sharded import ShardedTrainer
+    from parallel101.parallel.trainer import Trainer
     from parallel101.point_to_point import receive, send
     from parallel101.ranks.launch import launch
     from parallel101.ranks.run import Run
@@ -39,6 +42,9 @@ _WHERE = {
     "parallel101.backends.network": "Network",
     "parallel101.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
     "parallel101.mesh": "split_sizes",
+    "parallel101.parallel.data": "DataParallelTrainer",
+    "parallel101.parallel.sharded": "ShardedTrainer",
+    "parallel101.parallel.trainer": "Trainer",
     "parallel101.point_to_point": "receive send",
     "parallel101.ranks.launch": "launch",
     "parallel101.ranks.run": "Run",

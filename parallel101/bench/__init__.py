@@ -13,10 +13,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel101.bench import collectives, launching, recording, simulation
+from parallel101.bench import collectives, launching, recording, simulation, training
 from parallel101.bench.report import Report
 
-SECTIONS = {"launch": launching.measure, "collectives": collectives.measure, "record": recording.measure, "sim": simulation.measure}
+SECTIONS = {
+    "launch": launching.measure,
+    "collectives": collectives.measure,
+    "record": recording.measure,
+    "training": training.measure,
+    "sim": simulation.measure,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
