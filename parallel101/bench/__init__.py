@@ -3,6 +3,7 @@
 launch        four ranks to their first result        against torch.multiprocessing.spawn
 collectives   time, algbw, busbw by size              against torch's own, on the same group
 record        what recording costs a small message    against torch's backend, called past it
+training      a step, and its memory                  against DDP and FSDP2
 sim           messages a second, ranks, memory        (no peer: the promise is a number)
 """
 
