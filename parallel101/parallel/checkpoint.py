@@ -7,7 +7,6 @@ write run.pt.part ──▶ fsync ──▶ rename to run.pt        killed befor
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,8 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= FIELDS:
             raise ValueError("it holds something else")
-    except (ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch's unpickler meets foreign bytes with whatever they lead it to
         raise ValueError(f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected): {error}") from error
     return content

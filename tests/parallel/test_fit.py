@@ -1,0 +1,164 @@
+"""Fit, evaluation, saving and going on: the curve of an interrupted run is that of one that was not, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import parallel101 as p101
+from parallel101.models.mlp import MLP
+from parallel101.parallel.checkpoint import read_checkpoint, write_checkpoint
+from parallel101.parallel.data import DataParallelTrainer
+
+STEPS = 8
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    return x, x.sin()
+
+
+def build():
+    return DataParallelTrainer(
+        MLP([4, 8, 4], dtype=torch.float64), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5, bucket_bytes=200
+    )
+
+
+def run(until=STEPS, start=None, die_at=None, died=None, **saving):
+    def batches(step):
+        if step == die_at and dist.get_rank() == 1:
+            died.write_text(str(time.time()))
+            os._exit(7)
+        return batch(step)
+
+    trainer = build()
+    if start is not None:
+        trainer.resume(start)
+    history = trainer.fit(batches, until=until, progress=False, **saving)
+    return history.losses, history.steps, {name: weight.tolist() for name, weight in trainer.state_dict().items()}
+
+
+def test_a_rank_that_dies_ends_fit_with_its_name_and_the_last_save_continues_the_curve(tmp_path):
+    unbroken, steps, weights = run()
+    assert steps == list(range(STEPS))
+    path = tmp_path / "run.pt"
+    died = tmp_path / "died"
+    with pytest.raises(p101.RankFailed) as failed:
+        p101.launch(run, die_at=5, died=died, save_to=path, save_every=2, world_size=3)
+    assert (failed.value.rank, failed.value.exitcode) == (1, 7)
+    assert time.time() - float(died.read_text()) < 2.0, "seconds: the others do not wait for the dead"
+    assert read_checkpoint(path)["steps"] == 4
+    for world_size in (3, 2):
+        for losses, resumed_steps, resumed_weights in p101.launch(run, start=path, world_size=world_size).results:
+            assert resumed_steps == steps
+            torch.testing.assert_close(losses, unbroken, rtol=1e-10, atol=0)
+            torch.testing.assert_close(resumed_weights, weights, rtol=1e-9, atol=1e-12)
+    assert run(start=path)[0] == pytest.approx(unbroken, rel=1e-10), "and without a process group"
+
+
+def test_a_save_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    run(until=3, save_to=path)
+    for name in ("fsync", "replace"):  # killed while it writes, and when all is written but not yet in its place
+        with pytest.raises(p101.RankFailed) as failed:
+            p101.launch(killed_in, name, path, world_size=1)
+        assert failed.value.exitcode == 9
+        assert read_checkpoint(path)["steps"] == 3
+    assert run(start=path, save_to=path)[0] == run()[0]
+    assert read_checkpoint(path)["steps"] == STEPS
+    assert os.listdir(tmp_path) == ["run.pt"], "and nothing lies about"
+
+
+def killed_in(name, path):
+    setattr(os, name, lambda *args: os._exit(9))
+    run(until=STEPS, start=path, save_to=path)
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path):
+    for number, content in enumerate((b"", b"something else", None)):
+        path = tmp_path / str(number)
+        if content is None:
+            torch.save({"format": "another"}, path)
+        else:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"is not a checkpoint that Trainer\.save wrote"):
+            build().resume(path)
+    with pytest.raises(FileNotFoundError):
+        build().resume(tmp_path / "nowhere.pt")
+    path = tmp_path / "other.pt"
+    other = DataParallelTrainer(MLP([4, 9, 4]), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    other.save(path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        build().resume(path)
+
+
+def where_nobody_can_write(path):
+    try:
+        build().save(path)
+    except OSError as error:
+        return str(error)
+
+
+def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
+    first, second = p101.launch(where_nobody_can_write, tmp_path / "no folder" / "run.pt", world_size=2).results
+    assert "rank 0 could not save to" in first
+    assert "No such file" in first
+    assert "rank 0 could not save to" in second
+    with pytest.raises(FileNotFoundError):
+        write_checkpoint(tmp_path / "no folder" / "x", {})
+
+
+def evaluate():
+    trainer = build()
+    model = MLP([4, 8, 4], dtype=torch.float64)
+    batches = [batch(0), (torch.ones(3, 4).double(), torch.zeros(3, 4).double())]
+    whole = F.mse_loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
+    return trainer.evaluate(batches) / whole.item() - 1, trainer.model.training
+
+
+def test_evaluation_is_the_mean_over_samples():
+    for error, training in p101.launch(evaluate, world_size=3).results:
+        assert abs(error) < 1e-12
+        assert training
+
+
+def test_history_tells_and_plots(capsys):
+    trainer = build()
+    assert repr(trainer.history) == "<History: no steps yet>"
+    history = trainer.fit([batch(step) for step in range(3)])
+    assert history.samples == [10, 10, 10]
+    assert history.tokens == [0, 0, 0]
+    assert "samples/s" in repr(history)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert f"loss {history.losses[-1]:.4f}" in shown
+    assert "samples/s" in shown
+    line = history.plot(label="mine").lines[0]
+    assert list(line.get_ydata()) == history.losses
+    assert trainer.fit(map(batch, [3]), progress=False) is history
+    assert len(history) == 4
+    assert "3/3" not in capsys.readouterr().err
+    trainer.history.add(4, 1.0, 0.5, 10, 640)
+    assert "tokens/s" in trainer.history.rate(last=1)
+
+
+def holdings():
+    trainer = build()
+    empty = trainer.describe()
+    trainer.step(*trainer.share(batch(0)))
+    return empty.bytes, trainer.describe().bytes, str(trainer.describe())
+
+
+def test_describe_says_who_holds_what():
+    weights = 8 * (4 * 8 + 8 + 8 * 4 + 4)
+    for empty, held, table in p101.launch(holdings, world_size=2).results:
+        assert empty == {"weights": [weights] * 2, "gradients": [0, 0], "optimizer state": [0, 0]}
+        assert held == {"weights": [weights] * 2, "gradients": [weights] * 2, "optimizer state": [2 * weights + 4 * 4] * 2}
+        assert "rank 1" in table
+        assert "4 gradients in" in table
