@@ -1,0 +1,49 @@
+"""Which parts of a model are gathered one at a time: found in the model itself, which knows nothing of it.
+
+GPT    embedding    blocks.0   blocks.1   …    norm    head          the modules that a ModuleList or Sequential holds, and
+MLP    layers.0   layers.1   …                                       those beside it: each is a layer, and runs as a whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules, in order; none lies in another.
+
+    Args:
+        types: modules of these types are the layers. None: every module below the model that has parameters and holds no ModuleList,
+            ModuleDict or Sequential to look into; a Sequential inside a module of another type is a part of that module.
+    """
+    for name, module in model.named_children():
+        if is_layer(module, types):
+            yield prefix + name, module
+        else:
+            yield from layers_of(module, types, f"{prefix}{name}.")
+
+
+def is_layer(module: nn.Module, types: tuple[type[nn.Module], ...] | None) -> bool:
+    if types is not None:
+        return isinstance(module, types)
+    if isinstance(module, LISTS + WITHOUT_FORWARD) or next(module.parameters(), None) is None:
+        return False
+    return not any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in module.modules())
+
+
+def share_out(
+    layers: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, nn.Parameter]]:
+    """layer → its own parameters by name; and the rest: those that several layers use (tied weights) or none."""
+    users: dict[nn.Parameter, list[str]] = {p: [] for p in parameters.values()}
+    for layer, module in layers.items():
+        for p in module.parameters():
+            if p in users:
+                users[p].append(layer)
+    own = {layer: {name: p for name, p in parameters.items() if users[p] == [layer]} for layer in layers}
+    return own, {name: p for name, p in parameters.items() if len(users[p]) != 1}
