@@ -121,7 +121,7 @@ class DataParallelTrainer(Trainer):
     Args:
         model, loss_fn, optimizer, group, clip_norm, accumulate, autocast, sync: see `Trainer`.
         overlap: send gradients while backward still computes others.
-        bucket_bytes: how many bytes of gradients travel together, at least one gradient. None: a quarter of them all, at most 25 MiB;
+        bucket_bytes: how many bytes of gradients travel together, at least one gradient. None: half of them all, at most 25 MiB;
             0: each on its own, and with overlap=False that is the naive all-reduce after backward.
 
     Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and 24 bytes to each other rank for counts and losses.
@@ -146,7 +146,7 @@ class DataParallelTrainer(Trainer):
             raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at a time, or None")
         super().__init__(model, loss_fn, optimizer, group=group, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast, sync=sync)
         if bucket_bytes is None:
-            bucket_bytes = min(25 * MiB, math.ceil(sum(p.nbytes for p in self._owned.values()) / 4))
+            bucket_bytes = min(25 * MiB, math.ceil(sum(p.nbytes for p in self._owned.values()) / 2))
         self.strategy: Naive | Bucketed
         if overlap:
             self.strategy = Overlapped(self._owned, group, bucket_bytes)
