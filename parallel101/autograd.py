@@ -56,7 +56,7 @@ class Linear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = gradients
         gradient = g if ctx.members.position is None else ctx.adjoint(g, ctx.shape, ctx.members.size)
-        return gradient if gradient.shape == ctx.shape else g.new_zeros(ctx.shape), None, None, None
+        return gradient if gradient.numel() else g.new_zeros(ctx.shape), None, None, None
 
 
 class Collective(Linear):

@@ -37,7 +37,7 @@ def binomial(blocks: Blocks, out: Tensor, root: int, comm: Comm) -> None:
             comm.isend(held[ranks], to=taker).wait()
         elif comm.rank == taker:
             comm.irecv(held[ranks], source=giver).wait()
-    if held[comm.rank].data_ptr() != out.data_ptr():
+    if held[comm.rank].data_ptr() != out.data_ptr():  # a broadcast has its blocks in place
         out.copy_(held[comm.rank])
 
 
