@@ -1,0 +1,200 @@
+"""The loss while it falls: one picture in a notebook that is redrawn in place, fed from the ranks themselves.
+
+with LiveLoss() as live:                                     the notebook: draws, a few times a second
+    p101.launch(train, live, world_size=2)
+        …  live.add("2 ranks", step, loss)  …                a rank: appends a line to a file that both know
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallel101.viz.scene import Scene
+
+LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
+EVERY = 0.25  #  seconds between two drawings
+MOST_POINTS = 400
+DASHES = (
+    None,
+    "7 4",
+    "2 4",
+    "10 3 2 3",
+    "1 6",
+    "14 4",
+    "5 2",
+    "3 6",
+)  #  as well as colours: two curves that lie upon each other are both seen
+LINES = {"light": ("#3B5BDB", "#882255", "#117733", "#B3480F", "#5B3E96"), "dark": ("#8EA2FF", "#E687B4", "#5FC486", "#F0955A", "#B79BEA")}
+
+Curve = Sequence[tuple[float, float]]  #  (step, loss)
+
+
+class Losses(Protocol):
+    """What a trainer's `fit` gives."""
+
+    @property
+    def steps(self) -> Sequence[int]: ...
+    @property
+    def losses(self) -> Sequence[float]: ...
+
+
+def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "Training loss", until: float | None = None) -> Scene:
+    """Draw losses over steps.
+
+    Args:
+        curves: a trainer's history, or several of them, or lists of (step, loss), by name.
+        until: the last step of the axis, where it is known beforehand.
+
+    Returns: a Scene that stands still; its colours follow the page. Raises ValueError for more than five curves.
+    """
+    named = curves if isinstance(curves, Mapping) else {"loss": curves}
+    lines = {name: points(curve) for name, curve in named.items()}
+    if len(lines) > len(LINES["light"]):
+        raise ValueError(f"{len(lines)} curves ({', '.join(lines)}): expected at most {len(LINES['light'])}")
+    scene = LossScene(960, 330, title, "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line))
+    everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
+    last = until or max(step for step, _ in everything) or 1
+    high = max(loss for _, loss in everything) * 1.05 or 1.0
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return LEFT + (RIGHT - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
+
+    scene.add("text", title, x=28, y=40, class_="h")
+    for k in range(5):
+        y = at(0, high * k / 4)[1]
+        scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="link", opacity=0.7 if k else 1)
+        scene.add("text", f"{high * k / 4:.2g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
+    scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
+    scene.add("text", f"step {last:g}", x=RIGHT, y=BOTTOM + 22, font_size=12, class_="m e")
+    labels = sorted((at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line)
+    for i, line in enumerate(lines.values()):
+        if line:
+            shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
+            places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in shown))
+            scene.add("polyline", points=places, fill="none", class_=f"l{i}", stroke_width=2.2, stroke_dasharray=DASHES[i])
+    lowest = 0.0
+    for y, i, name in labels:
+        lowest = max(y, lowest + 18)
+        x, end = at(*list(lines.values())[i][-1])
+        scene.add("circle", cx=x, cy=end, r=3.5, class_=f"d{i}")
+        scene.add("text", name, x=RIGHT + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
+        scene.add("text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e")
+    return scene
+
+
+def points(curve: Losses | Curve) -> list[tuple[float, float]]:
+    return [
+        (float(step), float(loss)) for step, loss in (curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True))
+    ]
+
+
+class LossScene(Scene):
+    """A scene whose curves are as dark or as light as the page asks: in a player by its class, alone by what the reader prefers."""
+
+    def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
+        text = super().svg(t, smil, theme)
+        if theme is not None:
+            return text.replace("<style", f"<style>{curve_colours(theme)}</style><style", 1)
+        always = curve_colours("light") + curve_colours("dark", ".player.dark ")
+        alone = f"@media (prefers-color-scheme:dark){{{curve_colours('dark')}}}@media print{{{curve_colours('light')}}}"
+        return text.replace('<style class="theme">', f'<style>{always}</style><style class="theme">{alone}', 1)
+
+
+def curve_colours(theme: str, within: str = "") -> str:
+    return "".join(f"{within}.l{i}{{stroke:{c}}}{within}circle.d{i},{within}text.d{i}{{fill:{c}}}" for i, c in enumerate(LINES[theme]))
+
+
+class LiveLoss:
+    """A picture of losses that grows while ranks train. It travels to the ranks as any argument does, and they `add` to it.
+
+    Args:
+        title: above the picture. until: the last step of the axis, where it is known.
+
+    In a notebook it is drawn where the `with` stands, again and again in place, and once more, to stay, at its end. Elsewhere, in a script
+    or a test, nothing is drawn, and `curves` and `scene()` are there all the same.
+    """
+
+    def __init__(self, title: str = "Training loss", until: float | None = None):
+        self.title, self.until = title, until
+        handle, path = tempfile.mkstemp(prefix="p101-loss-", suffix=".jsonl")
+        os.close(handle)
+        self.path = Path(path)
+        self.curves: dict[str, list[tuple[float, float]]] = {}
+        self._read = 0
+        self._handle: Any = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A rank gets the place to write to, and nothing else."""
+        return {"path": self.path}
+
+    def add(self, name: str, step: float, loss: float) -> None:
+        """One more point of a curve; from any rank. A line is written at once and whole, so that ranks do not mix theirs."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([name, step, loss]) + "\n")
+
+    def __enter__(self) -> LiveLoss:
+        if in_notebook():
+            from IPython.display import display
+
+            self._handle = display(self._image(), display_id=True)
+            self._thread = threading.Thread(target=self._draw_on, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.update()
+        self.path.unlink(missing_ok=True)
+        if self._handle is not None:
+            self._handle.update(self.scene())  #  with the player's script it follows the page's theme
+
+    def update(self) -> bool:
+        """Read what the ranks have written since; True where there was something."""
+        with open(self.path, "rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            name, step, loss = json.loads(line)
+            self.curves.setdefault(name, []).append((step, loss))
+        return bool(whole)
+
+    def scene(self) -> Scene:
+        """The picture as it is now."""
+        return loss_scene(self.curves, title=self.title, until=self.until)
+
+    def _draw_on(self) -> None:
+        while not self._over.wait(EVERY):
+            if self.update():
+                self._handle.update(self._image())
+
+    def _image(self) -> Any:
+        from IPython.display import HTML
+
+        coded = base64.b64encode(self.scene().svg().encode()).decode()
+        return HTML(
+            f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" src="data:image/svg+xml;base64,{coded}">'
+        )
+
+
+def in_notebook() -> bool:
+    """Whether there is a page that can show a picture: a kernel's, not a terminal's."""
+    try:
+        from IPython.core.getipython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

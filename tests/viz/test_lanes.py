@@ -1,0 +1,103 @@
+"""The lanes show what the record says: where spans and messages stand, and how much of the traffic had compute above it."""
+
+from __future__ import annotations
+
+import random
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from parallel101.trace.events import Event, Trace
+from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, Panel, both, lanes_scene, panels_of, seconds, shares, union
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def span(rank, name, start, end, seq=0, **labels):
+    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, "", seq, (), "", None, name, labels)
+
+
+def message(kind, rank, peer, start, end, nbytes=8, seq=0):
+    return Event(rank, kind, peer, 0, nbytes, start, end, "train.py:9", start, "world", seq, (nbytes // 4,), "float32")
+
+
+def step(hidden):
+    """Four seconds of backward, of which the two of the message share `hidden`; then a wait, then the optimizer."""
+    start = 4.0 - hidden
+    return [
+        span(0, "step", 0.0, 7.0),
+        span(0, "backward", 0.0, 4.0, 1),
+        message("send", 0, 1, start, start + 2.0),
+        span(0, "synchronise", 4.0, 6.0, 2),
+        span(0, "optimizer", 6.0, 7.0, 3),
+        span(1, "step", 0.0, 7.0),
+        message("recv", 1, 0, start, start + 2.0),
+    ]
+
+
+def titled(scene, word):
+    root = ET.fromstring(scene.svg())
+    return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.5, 1.0, 2.0])
+def test_what_moves_under_compute_is_counted_as_hidden(hidden):
+    (panel,) = panels_of(Trace(step(hidden), 2, "gloo"), ["step"])
+    share = shares(panel, 0)
+    assert share == pytest.approx((5.0, 2.0, hidden, 2.0))
+    assert shares(panel, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
+    assert f">{hidden / 2:.0%}<" in lanes_scene(Trace(step(hidden), 2, "gloo"), "step").svg()
+
+
+def test_a_wait_inside_compute_is_none():
+    inside = [span(0, "forward", 0.0, 4.0), span(0, "wait for weights", 1.0, 3.0, 1), message("recv", 0, 1, 0.0, 3.0)]
+    assert shares(Panel("", 0.0, 4.0, inside), 0) == pytest.approx((2.0, 3.0, 1.0, 2.0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_intervals_agree_with_counting_moments(seed):
+    noise = random.Random(seed)
+    pieces = [[(a, a + noise.randrange(1, 6)) for a in noise.choices(range(40), k=8)] for _ in range(2)]
+    moments = [{t for a, b in of for t in range(a, b)} for of in pieces]
+    assert seconds(union(pieces[0])) == len(moments[0])
+    assert seconds(both(union(pieces[0]), union(pieces[1]))) == len(moments[0] & moments[1])
+
+
+def test_bars_stand_where_the_record_says():
+    scene = lanes_scene(Trace(step(1.0), 2, "gloo"), "step")
+    scale = (RIGHT - LEFT) / 7.0
+    (backward,), (sent,), (received,) = titled(scene, "backward"), titled(scene, "send to rank 1"), titled(scene, "recv from rank 0")
+    assert float(backward.get("x")) == pytest.approx(LEFT, abs=0.1)
+    assert float(backward.get("width")) == pytest.approx(4 * scale, abs=1)
+    assert float(sent.get("x")) == pytest.approx(LEFT + 3 * scale, abs=0.1)
+    assert float(received.get("y")) > float(sent.get("y")) > float(backward.get("y"))
+    assert [wait.get("class") for wait in titled(scene, "synchronise")] == ["idle"]
+
+
+def test_panels_share_one_scale_and_take_the_last_span_of_their_name():
+    events = [span(0, "slow", 0.0, 1.0), span(0, "slow", 2.0, 10.0, 1), span(0, "forward", 2.0, 10.0, 2)]
+    events += [span(0, "fast", 20.0, 22.0, 3), span(0, "forward", 20.0, 22.0, 4), span(0, "forward", 30.0, 31.0, 5)]
+    events[2] = events[2]._replace(end=9.0)
+    scene = lanes_scene(Trace(events, 1, "sim"), "slow", "fast")
+    widths = [float(bar.get("width")) for bar in titled(scene, "forward")]
+    assert len(widths) == 2 and widths[0] / widths[1] == pytest.approx(7 / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", None])
+@pytest.mark.parametrize("n", [1, 2, MOST_RANKS])
+def test_any_number_of_ranks_in_any_theme(n, theme):
+    events = [span(r, "forward", 0.0, 1.0 + r, microbatch=0) for r in range(n)]
+    events += [message("send", r, (r + 1) % n, 0.1 * k, 1.0, seq=k) for r in range(n) for k in range(9)]
+    scene = lanes_scene(Trace(events, n, "sim"))
+    root = ET.fromstring(scene.svg(theme=theme))
+    assert len(titled(scene, "forward")) == n
+    for rect in root.iter(f"{SVG}rect"):
+        assert float(rect.get("y")) + float(rect.get("height")) <= scene.height
+
+
+def test_what_cannot_be_drawn_is_an_error_that_says_why():
+    with pytest.raises(ValueError, match=r"no span is called 'stp'; the record has backward, optimizer"):
+        lanes_scene(Trace(step(0.0), 2, "gloo"), "stp")
+    with pytest.raises(ValueError, match=r"17 ranks.*run\.timeline"):
+        lanes_scene(Trace([], 17, "sim"))
+    ET.fromstring(lanes_scene(Trace([], 2, "gloo")).svg())

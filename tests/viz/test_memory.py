@@ -1,0 +1,67 @@
+"""Memory a rank: bars are as long as the bytes that were counted, and a share stands in its own place."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+
+import pytest
+
+from parallel101.viz.memory import LEFT, RIGHT, decimal_bytes, memory_scene
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def counted(**kinds):
+    by_kind = {name.replace("_", " "): counts for name, counts in kinds.items()}
+    return SimpleNamespace(ranks=range(len(next(iter(by_kind.values())))), bytes=by_kind)
+
+
+def bars(scene, kind):
+    """(left, width) of each solid bar of a kind, from the top."""
+    rects = [
+        r for r in ET.fromstring(scene.svg()).iter(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None and t.text.startswith(kind)
+    ]
+    return [(float(r.get("x")), float(r.get("width"))) for r in sorted(rects, key=lambda r: float(r.get("y")))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_shares_stand_side_by_side_and_fill_the_whole(n):
+    whole, part = counted(weights=[1200] * n, optimizer_state=[2400] * n), counted(weights=[1200] * n, optimizer_state=[2400 // n] * n)
+    scene = memory_scene({"all": whole, "shared": part})
+    states = bars(scene, "optimizer state")
+    full, shared = states[:n], states[n:]
+    assert {width for _, width in full} == {full[0][1]}
+    for i, (left, width) in enumerate(shared):
+        assert width == pytest.approx(full[0][1] / n, abs=0.1)
+        assert left == pytest.approx(full[0][0] + i * width, abs=0.1)
+    weights = bars(scene, "weights")
+    assert weights[0] == weights[-1] and weights[0][1] * 2 == pytest.approx(full[0][1], abs=0.1)
+    assert ">3.6 kB<" in scene.svg() and f">{decimal_bytes(1200 + 2400 // n)}<" in scene.svg()
+
+
+def test_uneven_shares_stay_inside_and_a_rank_may_hold_nothing():
+    scene = memory_scene({"all": counted(weights=[900] * 3), "cut": counted(weights=[600, 600, 0])})
+    full, *rest = bars(scene, "weights")
+    assert len(rest) == 4 and all(left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest)
+    assert full[0] + full[1] <= RIGHT
+
+
+def test_what_is_there_for_a_moment_is_drawn_but_not_as_a_share():
+    passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered, at most": [100, 50], "weights": [200, 200]})
+    scene = memory_scene(passing)
+    svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered")
+    assert gathered[0][0] == gathered[1][0] > weights[0][0]
+    assert svg.count('class="others"') == 2 and ">300 B<" in svg and ">250 B<" in svg
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (18_874_368, "18.9 MB"), (9_6 * 10**8, "9.6 GB")])
+def test_bytes_as_papers_write_them(count, text):
+    assert decimal_bytes(count) == text
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", None])
+def test_themes_and_nothing_to_draw(theme):
+    ET.fromstring(memory_scene(counted(weights=[0, 0])).svg(theme=theme))
+    with pytest.raises(ValueError, match="0 rows"):
+        memory_scene({})
