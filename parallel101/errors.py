@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from parallel101.trace.where import shown
+
 Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 
 
@@ -35,14 +37,20 @@ class DeadlockError(RuntimeError):
     def _message(self) -> str:
         lines = ["deadlock: " + ("no rank can go on" if self.cycle else "a rank waits for something that will never come")]
         for rank, (kind, peer, where) in sorted(self.waiting.items()):
-            lines.append(f"  rank {rank} waits in {kind} {_for_whom(kind, peer, self.returned)}, at {where}")
+            lines.append(f"  rank {rank} waits in {kind} {_for_whom(kind, peer, self.returned)}, at {shown(where)}")
         if self.cycle:
             lines.append("  the circle: " + " → ".join(f"rank {r}" for r in [*self.cycle, self.cycle[0]]))
         lines += [f"  rank {rank} has already returned" for rank in self.returned]
         if self.thrown_away:
             lines += [f"  {what}" for what in self.thrown_away[:8]]
             lines += ["  gloo takes a message back when its work is thrown away: keep what isend and irecv return, and wait() for it."]
-        return "\n".join(lines + _advice(self.waiting))
+        return "\n".join(lines + (_advice(self.waiting) if self.cycle else []))
+
+    def picture(self):
+        """Who waits for whom, drawn: in a notebook as it is, elsewhere by `.save("deadlock.html")`."""
+        from parallel101.viz.waiting import waiting_scene
+
+        return waiting_scene(self)
 
 
 class RankFailed(RuntimeError):

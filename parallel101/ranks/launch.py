@@ -6,6 +6,7 @@ launch ──▶ ranks (processes) ──▶ each: join the group, run fn ──
 
 from __future__ import annotations
 
+import linecache
 import math
 import operator
 import os
@@ -95,6 +96,7 @@ def launch(
                 folder=os.getcwd(),
                 environ=dict(os.environ),
                 local_rank=state.rank,
+                sources={name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
             )
             try:
                 state.wire.send(b"j", job)

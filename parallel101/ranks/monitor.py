@@ -8,6 +8,7 @@ rank r ──▶ printed lines ─────────▶ this process's out
 from __future__ import annotations
 
 import marshal
+import re
 import selectors
 import signal
 import time
@@ -22,6 +23,7 @@ from parallel101.ranks.wire import Wire, unpack
 from parallel101.trace.board import Board, Standing
 from parallel101.trace.calls import Call
 from parallel101.trace.checks import Referee
+from parallel101.trace.where import cell_name, is_inside
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
 CALLS = 0.05  #  seconds between two looks at what the ranks of a checked run have posted
@@ -190,6 +192,7 @@ class Monitor:
             return error
         if type(error).__name__ == "Ended":  #  a virtual rank's death
             return died(state.rank, error.args[0])
+        text = re.sub(r'File "([^"]+)"', lambda file: cell_name(file[1]) or file[0], text)
         failure = RankFailed(f"rank {state.rank} raised {type(error).__name__}: {error}\n\n{text.rstrip()}", state.rank)
         failure.__cause__ = error
         return failure
@@ -279,8 +282,6 @@ def died(rank: int, code: int | None, dump: str = "", stderr: str = "") -> RankF
 
 def _last_place(dump: str) -> str:
     """The caller's file and line in what faulthandler wrote as the rank was killed, or nothing."""
-    from parallel101.trace.where import is_inside
-
     for line in dump.splitlines():
         if line.startswith('  File "') and " in " in line:
             name, _, rest = line.removeprefix('  File "').partition('", line ')

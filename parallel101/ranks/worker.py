@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import io
 import json
+import linecache
 import marshal
 import os
 import random
@@ -51,6 +52,7 @@ class Job:
     folder: str = ""
     environ: dict[str, str] = field(default_factory=dict)
     local_rank: int = 0
+    sources: dict[str, tuple] = field(default_factory=dict)  #  linecache's entries for code that is in no file: a notebook's cells
 
 
 leave = os._exit  #  kept: on sim a program's own os._exit means its virtual rank
@@ -210,6 +212,7 @@ def keep_large_blocks() -> None:
 
 def _settle_in(job: Job) -> None:
     sys.path[:] = job.path
+    linecache.cache.update(job.sources)
     with contextlib.suppress(OSError):
         os.chdir(job.folder)
     os.environ.clear()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel101.errors import DeadlockError
-from parallel101.trace.where import caller
+from parallel101.trace.where import caller, shown
 
 
 class Call(NamedTuple):
@@ -48,7 +48,7 @@ class Call(NamedTuple):
             )
             if part
         )
-        return f"{what}) at {self.where}"
+        return f"{what}) at {shown(self.where)}"
 
 
 def agreement(rank: int, kind: str, ranks: Sequence[int], label: str, seq: int, needs_grad: bool) -> Call:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import sys
 import threading
@@ -44,6 +45,27 @@ def where(frame: FrameType | None) -> str:
             return line
         frame = frame.f_back
     return "?"
+
+
+def shown(place: str) -> str:
+    """A "file:line" as a person wants to read it, with the line itself where it is at hand: "a.py:7: dist.recv(x, 1)".
+
+    A notebook's cell has a file of an unspeakable name; it is called by its number, "cell [5], line 4".
+    """
+    name, _, number = place.rpartition(":")
+    if not number.isdigit():
+        return place
+    source = linecache.getline(name, int(number)).strip()
+    if cell := cell_name(name):
+        place = f"{cell}, line {number}"
+    return f"{place}: {source if len(source) <= 80 else source[:79] + '…'}" if source else place
+
+
+def cell_name(filename: str) -> str | None:
+    """ "cell [5]" for the file that IPython pretends a notebook's cell to be; None for any other."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(filename)
+    return None if named is None else f"cell {named[1].removeprefix('In').strip()}"
 
 
 def is_inside(filename: str) -> bool:

@@ -127,6 +127,8 @@ class Words:
             return "Direct"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""
+        if any(len({history.messages[i].src for i in history.in_step(step)}) < n for step in range(history.steps)):
+            return ""  #  in doubling and halving everyone sends in every step; up and down a tree they do not
         sizes = [max(history.messages[i].nbytes for i in history.in_step(step)) for step in range(history.steps)]
         grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
         shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))

@@ -118,3 +118,21 @@ def test_errors_survive_their_journey():
     assert (again.waiting, again.cycle, again.returned, str(again)) == (error.waiting, error.cycle, error.returned, str(error))
     failed = pickle.loads(pickle.dumps(p101.MisuseError("why", 3)))
     assert (type(failed), failed.rank, str(failed)) == (p101.MisuseError, 3, "why")
+
+
+def test_places_show_the_line_itself_and_call_a_cell_by_its_number(monkeypatch):
+    import linecache
+    import sys
+    import types
+
+    from parallel101.trace.where import shown
+
+    monkeypatch.setitem(linecache.cache, "/tmp/ipykernel_1/2.py", (20, None, ["x = 1\n", "    dist.recv(x, 1)\n"], "/tmp/ipykernel_1/2.py"))
+    assert shown("/tmp/ipykernel_1/2.py:2") == "/tmp/ipykernel_1/2.py:2: dist.recv(x, 1)"
+    shell = types.SimpleNamespace(
+        compile=types.SimpleNamespace(format_code_name=lambda name: ("Cell", "In[5]") if "ipykernel" in name else None)
+    )
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert shown("/tmp/ipykernel_1/2.py:2") == "cell [5], line 2: dist.recv(x, 1)"
+    assert shown("no/such/file.py:3") == "no/such/file.py:3"
+    assert shown("?") == "?"
