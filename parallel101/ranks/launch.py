@@ -22,7 +22,7 @@ from parallel101.backends.network import Network
 from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.ranks.join import in_a_job, join
 from parallel101.ranks.monitor import Monitor
-from parallel101.ranks.processes import start_ranks
+from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.run import Run
 from parallel101.ranks.wire import pack, unpack
 from parallel101.ranks.worker import Job
@@ -106,6 +106,7 @@ def launch(
         monitor.watch()
         results = [unpack(*state.result) for state in monitor.states if state.result is not None]
         monitor.dismiss()
+        preload(monitor.imported)
     except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
         if recording and backend != "sim":
             monitor.collect_events()

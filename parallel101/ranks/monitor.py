@@ -73,6 +73,7 @@ class Monitor:
                 self.selector.register(end, selectors.EVENT_READ, (self._show, lines))
             self.selector.register(state.process.status, selectors.EVENT_READ, (self._status, state))
         self.failed_at: float | None = None
+        self.imported: set[str] = set()  #  slow imports that ranks had to make
 
     # ---- the loop ----
 
@@ -143,6 +144,8 @@ class Monitor:
         elif kind == b"e":
             state.events, state.groups, report = value
             state.heard(report)
+        elif kind == b"p":
+            self.imported.update(value)
         elif kind == b"w":
             state.places = value
         elif kind == b"x":

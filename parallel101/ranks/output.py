@@ -18,12 +18,17 @@ class Lines:
         self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self.rest = ""
         self.tail = ""
+        self.drawn = False  #  whether a bar stands on the line
 
     def feed(self, data: bytes) -> None:
         text = self.decode(data)
         self.tail = (self.tail + text)[-self.KEPT :]
         *lines, self.rest = (self.rest + text).split("\n")
-        self._write(lines)
+        self._write([line.rpartition("\r")[2] for line in lines])
+        if "\r" in self.rest:  #  a progress bar draws itself anew over the same line
+            self.rest = self.rest.rstrip("\r").rpartition("\r")[2]
+            self._out(f"\r{self.prefix}{self.rest}")
+            self.drawn = True
 
     def close(self) -> None:
         """Write what was printed without a line's end."""
@@ -33,9 +38,13 @@ class Lines:
 
     def _write(self, lines: list[str]) -> None:
         if lines:
-            out = getattr(sys, self.stream)
-            out.write("".join(f"{self.prefix}{line}\n" for line in lines))
-            out.flush()
+            self._out(("\r" if self.drawn else "") + "".join(f"{self.prefix}{line}\n" for line in lines))
+            self.drawn = False
+
+    def _out(self, text: str) -> None:
+        stream = getattr(sys, self.stream)
+        stream.write(text)
+        stream.flush()
 
 
 def read_some(end: int | socket.socket) -> bytes:

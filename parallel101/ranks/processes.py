@@ -11,6 +11,7 @@ Nothing outlives the launching process: the server ends when its socket closes a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
@@ -103,6 +105,13 @@ class _Server:
             "the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine"
         )
 
+    def preload(self, modules: Iterable[str]) -> None:
+        with self.lock:
+            if self.owner == os.getpid() and self.sock is not None:
+                with contextlib.suppress(OSError):
+                    self.sock.sendall(f"import {' '.join(modules)}".encode())
+                    self.sock.recv(64)
+
     def _start(self) -> None:
         if self.sock is not None:
             self.sock.close()  #  of one that was lost, or, in a forked child, its parent's
@@ -128,6 +137,12 @@ class _Server:
 
 _server = _Server()
 atexit.register(lambda: _server.stop())
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Let the fork server import modules that ranks turned out to need, so that the next ranks have them. It does so in its own time."""
+    if modules := sorted(modules):
+        _server.preload(modules)
 
 
 def stop_server() -> None:

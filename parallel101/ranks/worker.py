@@ -55,6 +55,8 @@ class Job:
     sources: dict[str, tuple] = field(default_factory=dict)  #  linecache's entries for code that is in no file: a notebook's cells
 
 
+#  what torch imports when an optimizer, a DTensor or FSDP2 is first used, a second each: the fork server does it once ranks have needed it
+SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 leave = os._exit  #  kept: on sim a program's own os._exit means its virtual rank
 
 
@@ -93,6 +95,7 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
 def run_rank(job: Job, wire: Wire, calls: int) -> None:
     """One real rank."""
     _, body, buffers = wire.receive_packed()
+    loaded = set(sys.modules)
     ledger = Ledger(
         job.rank,
         recording=job.recording,
@@ -120,6 +123,7 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
         record_into(None)
         ledger.close()
         wire.send(b"e", (ledger.events, ledger.groups, ledger.report()))
+        wire.send(b"p", [name for name in SLOW_IMPORTS if name in sys.modules and name not in loaded])
         del value
         wire.send_packed(b"r", *packed, give_back=True)
     watcher.finish.wait()
@@ -210,6 +214,16 @@ def keep_large_blocks() -> None:
         libc.mallopt(-1, 0x7FFFFFFF)  #  M_TRIM_THRESHOLD: and the heap keeps them
 
 
+def share_cores_calmly() -> None:
+    """Make this process batch work, which pushes nobody off a core when it wakes. Linux only, and allowed to everybody.
+
+    Ranks and gloo's own threads are more than the cores. Woken the usual way, a thread of gloo's takes the core from the thread that holds
+    what it needs, and waits for it by spinning: 4 KiB all-to-all on 4 ranks and 2 cores took 3.1 ms so and takes 0.3 ms as batch work.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # type: ignore[attr-defined,unused-ignore]
+
+
 def _settle_in(job: Job) -> None:
     sys.path[:] = job.path
     linecache.cache.update(job.sources)
@@ -222,6 +236,7 @@ def _settle_in(job: Job) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if job.backend == "gloo":
+        share_cores_calmly()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if job.backend != "sim":
         os.environ.update(

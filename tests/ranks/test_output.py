@@ -63,6 +63,19 @@ def test_lines_appear_while_ranks_still_run(monkeypatch):
         assert p101.launch(program, world_size=2, timeout=20).results == [True, True]
 
 
+def test_a_progress_bar_is_seen_to_move(capsys):
+    def program():
+        for done in range(3):
+            print(f"\r{done} of 2", end="", flush=True)
+        print()
+        print("after")
+
+    p101.launch(program, world_size=1)
+    out = capsys.readouterr().out
+    assert out.endswith("\r[rank 0] 2 of 2\n[rank 0] after\n")
+    assert all(part.startswith("[rank 0] ") for part in out.replace("\n", "\r").split("\r") if part)
+
+
 def test_text_that_is_no_utf8_and_long_output_do_no_harm(capsys):
     def program():
         os.write(1, b"\xff\xfe bytes\n")
