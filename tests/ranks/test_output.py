@@ -72,7 +72,7 @@ def test_a_progress_bar_is_seen_to_move(capsys):
 
     p101.launch(program, world_size=1)
     out = capsys.readouterr().out
-    assert out.endswith("\r[rank 0] 2 of 2\n[rank 0] after\n")
+    assert out.endswith("[rank 0] 2 of 2\n[rank 0] after\n")
     assert all(part.startswith("[rank 0] ") for part in out.replace("\n", "\r").split("\r") if part)
 
 
