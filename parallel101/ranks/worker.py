@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import json
 import linecache
@@ -69,6 +70,7 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
         faulthandler.enable(status)  #  the last words of a rank that C code aborts: where it was
     _own_streams()
     keep_large_blocks()
+    gc.freeze()  #  what torch's import left is no garbage: looking through it again and again takes longer than a message
     code = 0
     try:
         _, job = wire.receive()
