@@ -24,6 +24,11 @@ ROUNDS = 5
 SLICE = 0.12  #  seconds a side and round: what decides how many calls stand between two barriers
 
 
+#  torch 2.13 has renamed them
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class Contest(NamedTuple):
     """One operation: what goes in for S bytes, our call, torch's call, and the factor from algbw to busbw."""
 
@@ -58,11 +63,11 @@ def _reduce(x: torch.Tensor, rank: int, n: int) -> None:
 
 
 def _all_gather(x: torch.Tensor, rank: int, n: int) -> None:
-    dist.all_gather_into_tensor(x.new_empty(n * len(x)), x)
+    all_gather_single(x.new_empty(n * len(x)), x)
 
 
 def _reduce_scatter(x: torch.Tensor, rank: int, n: int) -> None:
-    dist.reduce_scatter_tensor(x.new_empty(len(x) // n), x)
+    reduce_scatter_single(x.new_empty(len(x) // n), x)
 
 
 def _all_reduce(x: torch.Tensor, rank: int, n: int) -> None:
