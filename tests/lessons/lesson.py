@@ -30,7 +30,7 @@ def definitions(name: str, *values: str) -> dict[str, Any]:
 def _wanted(node: ast.stmt, values: tuple[str, ...]) -> bool:
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Name) and target.id in values for target in node.targets)
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
 
 
 def printed(cell: NotebookNode) -> str:

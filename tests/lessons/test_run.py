@@ -12,7 +12,7 @@ from parallel101.publish.page import lesson_body
 from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
-DRAWN = re.compile(r"(\.animate\(|\.timeline\(|waiting_scene\(|sweep\(|Explorer\()")  # in the last statement of a cell
+DRAWN = re.compile(r"(\.animate\(|\.timeline\(|[a-z]+_scene\(|sweep\(|Explorer\(|LiveLoss\()")  # in the last statement of a cell
 
 # What the prose around a cell says of its output, where no assert in the cell itself does.
 SAID = {
@@ -33,6 +33,15 @@ SAID = {
         "both-ways-run": [r"\nbidirectional_ring +2048 bytes in a row, 3584 sent"],
         "auto-rule": ["algorithm='recursive_doubling'", "to choose from: .*ring"],
     },
+    "04_data_parallel": {
+        "alone-run": [r"<History: 25 steps, loss 4\.\d+ → [23]\."],
+        "alone-years": [r"tokens a second, so [\d.,]+ years"],
+        "by-hand-run": [r"4 ranks: \[('\d\.\de-1[5-7]'(, )?|'0\.0e\+00'(, )?){4}\]"],
+        "lanes-sim": [r"'naive': '17.8 s', 'bucketed': '17.0 s', 'overlapped': '14.0 s'"],
+        "train-check": [r"of the loss \(float32\)", r"on two: \d\.\d\d of that"],
+        "break-start-error": ["layers.0.weight", "rank 1", "sync=True"],
+        "break-uneven-run": [r"mean of means: \['[\d.]+e-0", r"weighted: +\['\d\.\de-1"],
+    },
 }
 SHOWN = {  # in the text of a picture
     "00_ranks": {"message-picture": ["Messages between two ranks"], "deadlock-picture": ["Deadlock: who waits for whom"]},
@@ -50,6 +59,12 @@ SHOWN = {  # in the text of a picture
         "all-to-all-run": ["all-to-all"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
         "explorer-run": ["Ring all-reduce"],
+    },
+    "04_data_parallel": {
+        "lanes-sim": ["naive", "bucketed", "overlapped", "of virtual time"],
+        "real-lanes": ["naive", "bucketed", "overlapped", "as recorded"],
+        "train-run": ["1 rank", "2 ranks", "step 24"],
+        "accumulate-run": ["backward 3"],
     },
 }
 

@@ -1,0 +1,72 @@
+"""Lesson 04: its loop by hand is one process's, its mistakes are mistakes, and the answers to its exercises are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import parallel101 as p101
+from parallel101.models.mlp import MLP
+from tests.lessons.lesson import definitions
+
+LESSON = definitions("04_data_parallel", "LAYER", "VARIANTS", "PIECES")
+LINKS = p101.Network(latency=0.1, bandwidth=LESSON["LAYER"])
+
+
+def batch(samples):
+    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, x.sum(dim=1, keepdim=True)
+
+
+def by_one(samples, steps=5):
+    """Plain torch, the whole batch at once."""
+    model = MLP([8, 16, 1], dtype=torch.float64)
+    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), batch(samples)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def by_hand(samples, n, combine):
+    return p101.launch(LESSON["by_hand"], batch(samples), LESSON[combine], world_size=n, backend="sim").results
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_by_hand_is_one_process_where_shares_are_even_and_where_they_are_weighed(n):
+    for samples, combine in ((12, "mean"), (12, "weighted"), (10, "weighted")):
+        for weights in by_hand(samples, n, combine):
+            assert torch.allclose(weights, by_one(samples), rtol=1e-11, atol=1e-13), (samples, combine)
+
+
+@pytest.mark.parametrize(("samples", "combine"), [(12, "summed"), (10, "mean")])
+def test_the_mistakes_are_mistakes(samples, combine):
+    assert not any(torch.allclose(weights, by_one(samples), rtol=1e-6) for weights in by_hand(samples, 4, combine))
+
+
+def steps_of(options):
+    names = {**LESSON["VARIANTS"], "mine": options}
+    batch = [torch.randn(8, 64) for _ in range(2)]
+    trace = p101.launch(LESSON["three_ways"], LESSON["Paced"], batch, names, world_size=2, backend="sim", network=LINKS).trace
+    return {name: trace.spans(name)[0].end - trace.spans(name)[0].start for name in names}
+
+
+def test_exercise_3_other_buckets():
+    layer = LESSON["LAYER"]
+    one, quarter, nothing = (steps_of({"bucket_bytes": size}) for size in (4 * layer, layer // 4, 0))
+    assert one["overlapped"] < one["mine"] < one["bucketed"]
+    assert quarter["mine"] == pytest.approx(nothing["mine"]) and quarter["mine"] > quarter["overlapped"]
+
+
+def test_exercise_4_the_lecture_s_program_is_the_mean_of_means():
+    def average(gradient, part):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+        return gradient / dist.get_world_size()
+
+    for samples in (12, 10):
+        theirs = p101.launch(LESSON["by_hand"], batch(samples), average, world_size=4, backend="sim").results[0]
+        assert torch.allclose(theirs, by_one(samples), rtol=1e-6) == (samples == 12)
