@@ -57,10 +57,11 @@ class Gathered:
         self.ahead: deque[Layer] = deque()
         self.current: Layer | None = None
         self.in_backward = False
+        self.in_layer = False
         self.spans = ExitStack()
-        model.register_forward_pre_hook(self.begin_forward)
+        model.register_forward_pre_hook(self.begin_forward, prepend=True)  #  before the hooks of others, that they see whole weights
         for layer in layers:
-            layer.module.register_forward_pre_hook(partial(self.enter, layer))
+            layer.module.register_forward_pre_hook(partial(self.enter, layer), prepend=True)
             layer.module.register_forward_hook(partial(self.leave_forward, layer))
         model.register_forward_hook(self.end_forward)
 
@@ -74,15 +75,16 @@ class Gathered:
     def enter(self, layer: Layer, module: nn.Module, inputs: Any) -> None:
         if not self.in_backward:  #  where a forward is computed again in backward, the layer is there already
             self.entered.append(layer)
+            self.in_layer = True
         self.reach(layer)
 
     def leave_forward(self, layer: Layer, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.in_backward:
             return
+        self.in_layer = False
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self.enter_backward, layer))
-        self.leave()
 
     def end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self.end()
@@ -175,7 +177,7 @@ class Gathered:
     def reset(self) -> None:
         """After a step that an error has ended in the middle."""
         self.spans.close()
-        self.current, self.in_backward = None, False
+        self.current, self.in_backward, self.in_layer = None, False, False
         for flat in self.flats():
             if flat.whole is not None:
                 flat.free()

@@ -118,9 +118,19 @@ class ShardedTrainer(Trainer):
             flat.fresh, flat.reached = True, set()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        lent = self._gathered is not None and torch.is_grad_enabled()
-        with lent_weights(self._gathered, self.autocast) if lent and self._gathered else nullcontext():
+        if self._gathered is None:
             return super()._loss(inputs, targets)
+        try:
+            with lent_weights(self._gathered, self.autocast) if torch.is_grad_enabled() else nullcontext():
+                return super()._loss(inputs, targets)
+        except RuntimeError as error:
+            if self._gathered.in_layer:
+                raise
+            raise RuntimeError(
+                f"{error}. This was between two layers: if a weight was used there, it was empty, for on stage 3 it is whole only in the "
+                "forward of a module that has it. layers=(…) names the types that are gathered one at a time; what lies in none of them "
+                "is whole for the model's whole forward"
+            ) from error
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         if self._gathered:
@@ -160,9 +170,9 @@ class ShardedTrainer(Trainer):
 
     def gradients(self) -> dict[str, Tensor | None]:
         found: dict[str, Tensor | None] = dict.fromkeys(self._names)
-        for flat in self._flats:
-            if not flat.fresh:
-                found.update(flat.cut(pending.all_gather(flat.grad, group=self._group).wait()))
+        arriving = [(flat, pending.all_gather(flat.grad, group=self._group)) for flat in self._flats if not flat.fresh]
+        for flat, gradients in arriving:
+            found.update(flat.cut(gradients.wait()))
         return found | dict.fromkeys(self._left_out)
 
     @contextmanager
@@ -171,6 +181,7 @@ class ShardedTrainer(Trainer):
         sharded = self._flats if self.stage == 3 else []
         for flat in sharded:
             flat.gather()
+        for flat in sharded:
             flat.wait()
         try:
             yield
