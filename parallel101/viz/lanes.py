@@ -72,7 +72,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
     row = depth * TALL + thick + GAP
     high = trace.world_size * row + (HEAD if within else 0.0)
-    scene = Scene(960, math.ceil(TOP + len(panels) * high + 40), title, "What every rank computes, and what it has under way, over time.")
+    scene = Scene(960, math.ceil(TOP + len(panels) * high + 40), title, " ".join(in_words(panel, trace.world_size) for panel in panels))
     scene.style += STYLE + ".idle{fill:url(#idle)}"
     scene.definitions.append(
         '<pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -121,6 +121,15 @@ def shares(panel: Panel, rank: int) -> Share:
     computing = seconds(working) - seconds(both(working, waiting))
     hidden = seconds(both(moving, working)) - seconds(both(both(moving, working), waiting))
     return Share(computing, seconds(moving), hidden, panel.end - panel.begin - computing)
+
+
+def in_words(panel: Panel, ranks: int) -> str:
+    """What is seen at a glance, for those who cannot see it."""
+    of = [shares(panel, rank) for rank in range(ranks)]
+    hidden = ", ".join(f"{s.hidden / s.moving:.0%}" if s.moving else "none" for s in of)
+    busy = ", ".join(human_seconds(s.computing) for s in of)
+    took = human_seconds(panel.end - panel.begin)
+    return f"{panel.name or 'All'}: {took}, computing by rank: {busy}; of its communication under compute: {hidden}."
 
 
 def is_wait(event: Event) -> bool:

@@ -61,10 +61,10 @@ SHOWN = {  # in the text of a picture
         "explorer-run": ["Ring all-reduce"],
     },
     "04_data_parallel": {
-        "lanes-sim": ["naive", "bucketed", "overlapped", "of virtual time"],
-        "real-lanes": ["naive", "bucketed", "overlapped", "as recorded"],
-        "train-run": ["1 rank", "2 ranks", "step 24"],
-        "accumulate-run": ["backward 3"],
+        "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
+        "real-lanes": ["naive: ", "bucketed: ", "overlapped: "],
+        "train-run": ["1 rank: 4.", "2 ranks: 4."],
+        "accumulate-run": ["one: ", "four: "],
     },
 }
 

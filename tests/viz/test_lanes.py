@@ -46,7 +46,9 @@ def test_what_moves_under_compute_is_counted_as_hidden(hidden):
     share = shares(panel, 0)
     assert share == pytest.approx((5.0, 2.0, hidden, 2.0))
     assert shares(panel, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
-    assert f">{hidden / 2:.0%}<" in lanes_scene(Trace(step(hidden), 2, "gloo"), "step").svg()
+    scene = lanes_scene(Trace(step(hidden), 2, "gloo"), "step")
+    assert f">{hidden / 2:.0%}<" in scene.svg()
+    assert scene.description == f"step: 7 s, computing by rank: 5 s, 0 µs; of its communication under compute: {hidden / 2:.0%}, 0%."
 
 
 def test_a_wait_inside_compute_is_none():
