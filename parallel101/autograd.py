@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch import Size, Tensor
+from torch import Size, Tensor, is_grad_enabled
 from torch.autograd import Function
 
 from parallel101 import collectives as raw
@@ -21,7 +21,7 @@ from parallel101.collectives import barrier
 from parallel101.collectives.checks import tensor_of
 from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
-from parallel101.trace.spans import agree
+from parallel101.trace.spans import agree, recorder
 
 __all__ = ["algorithms", "barrier"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
@@ -46,6 +46,13 @@ def mirrored(algorithm: str) -> str:
 
 class Linear(Function):
     """x ── forward ──▶ y        and back: ∂y ── adjoint ──▶ ∂x, zeros on a rank whose x no rank received."""
+
+    @classmethod
+    def apply(cls, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+        wanted = not isinstance(x, Tensor) or (x.requires_grad and is_grad_enabled())
+        if not wanted and recorder() is None:
+            return forward(x)  # no graph, and nobody who compares: the messages alone
+        return super().apply(x, group, forward, adjoint)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
