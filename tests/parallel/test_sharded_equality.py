@@ -70,6 +70,8 @@ class Unusual(nn.Module):
 
 UNUSUAL = Task(Unusual, F.mse_loss, lambda step: (randn(step, 11, 4), randn(100 + step, 11, 4)))
 
+TINY = Task(lambda: MLP([1, 1], dtype=torch.float64), F.mse_loss, lambda step: (randn(step, 11, 1), randn(9 + step, 11, 1)))  # for 3 ranks
+
 
 def decay_matrices_only(parameters):
     parameters = list(parameters)
@@ -88,7 +90,8 @@ WAYS = {
 
 def unusual_ways():
     wrong = []
-    for task, (way, optimizer) in [(UNUSUAL, ("adamw", OPTIMIZERS["adamw"])), *((TASKS["mlp"], way) for way in WAYS.items())]:
+    adamw = ("adamw", OPTIMIZERS["adamw"])
+    for task, (way, optimizer) in [(UNUSUAL, adamw), (TINY, adamw), *((TASKS["mlp"], way) for way in WAYS.items())]:
         OPTIMIZERS[way] = optimizer
         expected = one_process(task, way, 0.05)
         trained_names = [name for name, p in task.build().named_parameters() if p.requires_grad]

@@ -60,8 +60,7 @@ def first_sends(trace, rank, nbytes):
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_ends(backend):
-    trace = p101.launch(one_step, 3, world_size=2, backend=backend, trace=True).trace
-    ahead, on_demand = ([], [])
+    ahead, on_demand = [], []
     for overlap, found in ((True, ahead), (False, on_demand)):
         trace = p101.launch(one_step, 3, world_size=2, backend=backend, trace=True, overlap=overlap).trace
         for rank in range(2):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import parallel101 as p101
+from parallel101.models.mlp import MLP
 from parallel101.parallel.data import DataParallelTrainer
 from parallel101.parallel.sharded import ShardedTrainer
 from tests.parallel.cases import TASKS, differing
@@ -70,3 +72,22 @@ def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path):
     path = tmp_path / "run.pt"
     go_on(None, path, 1)
     p101.launch(wrong_checkpoints, path, world_size=2)
+
+
+def smaller_than_the_ranks(path):
+    """Two weights on three ranks: the last has nothing to update, and takes part all the same."""
+
+    def trainer():
+        return ShardedTrainer(MLP([1, 1]), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.1), stage=3, clip_norm=0.5)
+
+    batch = torch.ones(3, 1), torch.zeros(3, 1)
+    first, second = trainer(), trainer()
+    first.fit([batch] * 2, save_to=path, progress=False)
+    second.resume(path)
+    return [first.step(*first.share(batch)), second.step(*second.share(batch))], first.describe().bytes["optimizer state"]
+
+
+def test_a_rank_without_weights_saves_and_goes_on(tmp_path):
+    for (alone, resumed), state in p101.launch(smaller_than_the_ranks, tmp_path / "run.pt", world_size=3).results:
+        assert alone == resumed
+        assert state[0] == state[1] > state[2] == 0
