@@ -64,16 +64,18 @@ def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "T
     last = until or max(step for step, _ in everything) or 1
     high = max(loss for _, loss in everything) * 1.05 or 1.0
 
+    right = min(RIGHT, 850.0 - 8 * max(map(len, lines), default=0))  #  room for names and values
+
     def at(step: float, loss: float) -> tuple[float, float]:
-        return LEFT + (RIGHT - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
+        return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
 
     scene.add("text", title, x=28, y=40, class_="h")
     for k in range(5):
         y = at(0, high * k / 4)[1]
-        scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="link", opacity=0.7 if k else 1)
+        scene.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)
         scene.add("text", f"{high * k / 4:.2g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
     scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
-    scene.add("text", f"step {last:g}", x=RIGHT, y=BOTTOM + 22, font_size=12, class_="m e")
+    scene.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
     labels = sorted((at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line)
     for i, line in enumerate(lines.values()):
         if line:
@@ -85,7 +87,7 @@ def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "T
         lowest = max(y, lowest + 18)
         x, end = at(*list(lines.values())[i][-1])
         scene.add("circle", cx=x, cy=end, r=3.5, class_=f"d{i}")
-        scene.add("text", name, x=RIGHT + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
+        scene.add("text", name, x=right + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
         scene.add("text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e")
     return scene
 

@@ -42,6 +42,18 @@ SAID = {
         "break-start-error": ["layers.0.weight", "rank 1", "sync=True"],
         "break-uneven-run": [r"mean of means: \['[\d.]+e-0", r"weighted: +\['\d\.\de-1"],
     },
+    "05_sharding": {
+        "pain-run": [r"measured: 16\.00 bytes for each of 1,052,672 parameters"],
+        "by-hand-run": [r"blocks: \[41, 40, 40, 40\]", r"4 ranks: \['\d\.\de[-+]\d\d'"],
+        "stages-run": [r"stage 1 .* 10\.\d\d bytes", r"stage 2 .* 7\.\d\d bytes", r"stage 3 .* 4\.\d\d bytes"],
+        "stages-check": [r"gathered at once, at most: 2\.0 layers"],
+        "price-check": [r"data parallel .*the run: 2\.00\n1 .*2\.00\n2 .*2\.00\n3 .*3\.00"],
+        "save-run": ["resumed at step 15"],
+        "break-clip-run": [r"by_local_norm: \d\.\de-0[12]", r"by_whole_norm: \d\.\de[-+](1|00)"],
+        "break-leak-run": [r"gathered at once, at most: 34 layers"],
+        "break-all-reduce-run": [r"\[6000, 3000\]"],
+        "break-optimizer-run": ["Adafactor is not elementwise", "DataParallelTrainer"],
+    },
 }
 SHOWN = {  # in the text of a picture
     "00_ranks": {"message-picture": ["Messages between two ranks"], "deadlock-picture": ["Deadlock: who waits for whom"]},
@@ -65,6 +77,12 @@ SHOWN = {  # in the text of a picture
         "real-lanes": ["naive: ", "bucketed: ", "overlapped: "],
         "train-run": ["1 rank: 4.", "2 ranks: 4."],
         "accumulate-run": ["one: ", "four: "],
+    },
+    "05_sharding": {
+        "stages-run": ["Memory per rank"],
+        "lanes-sim": ["when needed: 32.4 s", "ahead: 20.4 s"],
+        "real-lanes": ["ZeRO-3: "],
+        "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
     },
 }
 

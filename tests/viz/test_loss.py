@@ -38,6 +38,13 @@ def test_histories_have_labels_that_do_not_touch():
         loss_scene({str(n): [(0, 1)] for n in range(6)})
 
 
+def test_a_long_name_does_not_touch_its_value():
+    name = "two ranks, then one"
+    root = ET.fromstring(loss_scene({name: [(0, 3.0), (1, 2.0)]}).svg())
+    (label,) = (t for t in root.iter(f"{SVG}text") if t.text == name)
+    assert float(label.get("x")) + 8 * len(name) < 932 - 50
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_curves_follow_the_theme(theme):
     scene = loss_scene(SimpleNamespace(steps=[0], losses=[1.0]))

@@ -1,0 +1,102 @@
+"""Lesson 05: ZeRO by hand is one process's, its mistakes are mistakes, and the answers to its exercises are right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import parallel101 as p101
+from parallel101.models.mlp import MLP
+from tests.lessons.lesson import definitions
+
+LESSON = definitions("05_sharding", "WIDTH", "SMALL")
+OPTIMIZERS = {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-3), "sgd": lambda p: torch.optim.SGD(p, lr=0.1)}
+
+
+def batch(samples=12):
+    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, x.sum(dim=1, keepdim=True)
+
+
+def by_one(optimizer, clip_norm=None, steps=5):
+    """Plain torch, the whole batch at once."""
+    model = MLP([8, 16, 1], dtype=torch.float64)
+    update, (x, y) = OPTIMIZERS[optimizer](model.parameters()), batch()
+    for _ in range(steps):
+        update.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        update.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def by_hand(n, optimizer, clip=None):
+    call = LESSON["zero_by_hand"], batch(), LESSON[optimizer], clip and LESSON[clip]
+    return p101.launch(*call, world_size=n, backend="sim").results
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_by_hand_is_one_process(n, optimizer):
+    for weights in by_hand(n, optimizer):
+        assert torch.allclose(weights, by_one(optimizer), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("clip", "right"), [("by_whole_norm", True), ("by_local_norm", False)])
+def test_clipping_wants_the_whole_norm(clip, right):
+    """torch adds 1e-6 to the norm it divides by."""
+    for weights in by_hand(4, "sgd", clip):
+        assert torch.allclose(weights, by_one("sgd", clip_norm=1.0), rtol=1e-4, atol=1e-6) == right
+
+
+def test_exercise_1_the_paper_s_table():
+    stages = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
+    assert [round(7.5 * each, 1) for each in stages.values()] == [120.0, 31.4, 16.6, 1.9]
+
+
+@pytest.mark.parametrize("layers", [8, 4])
+def test_exercise_2_two_layers_are_whole_whatever_the_depth(layers):
+    def hold():
+        model, x = MLP([32] * (layers + 1)), torch.randn(2, 8, 32)
+        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], stage=3)
+        for _ in range(2):
+            trainer.step(*trainer.share(x))
+        return trainer.describe()
+
+    held = p101.launch(hold, world_size=2).results[0]
+    assert held.bytes["gathered, at most"][0] / (2 * held.bytes["weights"][0]) == pytest.approx(2 / layers, rel=0.05)
+
+
+def step_of(name, seconds_a_layer):
+    links = p101.Network(latency=0.0, bandwidth=4 * (64 * 64 + 64) / 2 / seconds_a_layer)
+    trace = p101.launch(LESSON["ahead_or_not"], world_size=2, backend="sim", network=links).trace
+    (*_, step) = (s for s in trace.spans(name) if s.rank == 0)
+    waits = [s for s in trace.spans("wait for weights") if s.rank == 0 and step.start <= s.start < step.end and s.end - s.start > 0.1]
+    turn = min(s.start for s in trace.spans("backward") if s.rank == 0 and s.start >= step.start)
+    return step.end - step.start, [s.start < turn for s in waits]
+
+
+def test_exercise_3_slower_links():
+    fast, waits = step_of("ahead", 0.8)
+    assert fast < 18 + 4 * 0.8 and waits == [True, False]  # the first layer of each direction
+    slow, waits = step_of("ahead", 1.6)
+    assert slow >= 3 * 6 * 1.6 * 0.9 and waits.count(True) > 1 and waits.count(False) > 1
+
+
+@pytest.mark.parametrize(("stage", "passages"), [(1, 2), (2, 5), (3, 12)])
+def test_exercise_5_accumulation(stage, passages):
+    def accumulate():
+        model, x = MLP([32] * 5), torch.randn(2, 8, 32)
+        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], stage=stage, accumulate=4)
+        for _ in range(2):
+            with p101.span("step"):
+                trainer.step(*trainer.share(x))
+
+    trace = p101.launch(accumulate, world_size=2, backend="sim").trace
+    step = [s for s in trace.spans("step") if s.rank == 0][-1]
+    sends = [e.nbytes for e in trace.events if e.kind == "send" and e.rank == 0 and step.start <= e.start <= step.end and e.nbytes > 500]
+    assert math.isclose(sum(sends), passages * 4 * 4 * (32 * 32 + 32) / 2, rel_tol=0.01)
