@@ -96,8 +96,7 @@ def _bar(scene: Node, kind: str, mine: int, whole: int, place: float, left: floa
         scene.add("text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
 
 
-def _head(scene: Node, note: str, colours: Mapping[str, int]) -> None:
-    assert isinstance(scene, Scene)
+def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
     scene.add("text", note, x=932, y=40, font_size=13, class_="m e")
     scene.add("text", "Solid: this rank holds it. Hatched: only other ranks do.", x=28, y=64, font_size=14, class_="m")
