@@ -12,6 +12,7 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.text import CharTokenizer, TextBatches, read_text
 from parallel101.parallel.data import DataParallelTrainer
+from parallel101.parallel.sharded import ShardedTrainer
 from tests.parallel.cases import OPTIMIZERS, TASKS, differences, one_process, trained
 
 VARIANTS = {
@@ -87,11 +88,11 @@ def test_a_group_of_the_world_trains_on_its_own():
     assert p101.launch(on_some_ranks_only, world_size=4).results == [[]] * 4
 
 
-def fifty_steps(autocast=None, **options):
+def fifty_steps(autocast=None, trainer_class=DataParallelTrainer, **options):
     tokenizer = CharTokenizer(text := read_text())
     batches = TextBatches(tokenizer.encode(text), batch=6, context=16)
     model = GPT(GPTConfig(tokenizer.vocabulary, context=16, layers=2, heads=2, width=32))
-    trainer = DataParallelTrainer(
+    trainer = trainer_class(
         model, next_token_loss, lambda p: torch.optim.AdamW(p, lr=3e-3), clip_norm=1.0, autocast=autocast, **options
     )
     history = trainer.fit(batches, until=50, progress=False)
@@ -99,10 +100,14 @@ def fifty_steps(autocast=None, **options):
     return history.losses, held_out, trainer.state_dict()
 
 
+def every_trainer():
+    return [fifty_steps(), *(fifty_steps(trainer_class=ShardedTrainer, stage=stage) for stage in (1, 2, 3))]
+
+
 def test_a_gpt_in_float32_for_fifty_steps_is_one_process_within_rounding():
     losses, held_out, weights = fifty_steps()
     assert losses[0] > 4.0 > 3.5 > losses[-1], "it learns"
-    for other_losses, other_held_out, other_weights in p101.launch(fifty_steps, world_size=2).results:
+    for other_losses, other_held_out, other_weights in sum(p101.launch(every_trainer, world_size=2).results, []):
         torch.testing.assert_close(other_losses, losses, rtol=1e-4, atol=0)
         assert other_held_out == pytest.approx(held_out, rel=1e-4)
         for name, weight in weights.items():
