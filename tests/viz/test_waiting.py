@@ -9,7 +9,6 @@ import pytest
 from parallel101.errors import DeadlockError
 from parallel101.viz.waiting import waiting_scene
 
-
 PLACE = "program.py"
 
 
