@@ -108,8 +108,8 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
         op: "sum", "mean", "product", "max" or "min"; see reductions.py for which dtypes have which.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         algorithm: "auto", one of `algorithms("all_reduce")`, or, where the group is a DeviceMesh of two axes or more, "two_level" or
-            "torus" (see torus.py). "auto" takes, by the bytes of x: reduce_broadcast up to 1 MiB on up to 8 ranks, else direct on up to
-            8 ranks, else recursive_doubling up to 64 KiB, else ring (see auto.py).
+            "torus" (see torus.py). "auto" takes, by the bytes of x: recursive_doubling up to 4 MiB on up
+            to 2 ranks, else reduce_broadcast up to 1 MiB on up to 8 ranks, else recursive_doubling up to 64 KiB, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor like x, no part of the graph.

@@ -31,8 +31,8 @@ AUTO: dict[str, list[Rule]] = {
     "all_gather": [Rule("bruck", max_bytes=256 * KiB), Rule("direct", max_ranks=8), Rule("ring")],
     "reduce_scatter": [Rule("direct", max_ranks=8), Rule("recursive_halving", max_bytes=256 * KiB), Rule("ring")],
     "all_reduce": [
+        Rule("recursive_doubling", max_ranks=2, max_bytes=4 * MiB),
         Rule("reduce_broadcast", max_ranks=8, max_bytes=MiB),
-        Rule("direct", max_ranks=8),
         Rule("recursive_doubling", max_bytes=64 * KiB),
         Rule("ring"),
     ],
