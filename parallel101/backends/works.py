@@ -62,8 +62,9 @@ class WatchedWork(dist.Work):
             ledger.waiting = None
 
     def is_completed(self) -> bool:
-        self.kept = self.kept or self.inner.is_completed()
-        return self.inner.is_completed()
+        done = self.inner.is_completed()
+        self.kept = self.kept or done
+        return done
 
     def is_success(self) -> bool:
         return self.inner.is_success()

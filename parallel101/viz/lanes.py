@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from parallel101.trace.events import P2P, Event, Trace
 from parallel101.viz.scene import Node, Scene
-from parallel101.viz.timeline import STYLE, Bar, _colours, _lanes, _rect, _span
+from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_lanes, time_axis
 from parallel101.viz.units import human_bytes, human_seconds
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
@@ -67,7 +67,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     panels = panels_of(trace, within)
     longest = max(panel.end - panel.begin for panel in panels)
     spans = {panel.name: [e for e in panel.events if e.kind == "span"] for panel in panels}
-    depth = 1 + max((min(lane, MOST_SPAN_LANES - 1) for of in spans.values() for lane in _lanes(of).values()), default=0)
+    depth = 1 + max((min(lane, MOST_SPAN_LANES - 1) for of in spans.values() for lane in span_lanes(of).values()), default=0)
     flows = {panel.name: message_lanes(panel.events) for panel in panels}
     thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
     row = depth * TALL + thick + GAP
@@ -78,7 +78,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
         '<pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
     )
-    colours = _colours(e for of in spans.values() for e in of if not is_wait(e))
+    colours = span_colours(e for of in spans.values() for e in of if not is_wait(e))
     _head(scene, trace, colours)
     scale = (RIGHT - LEFT) / longest if longest else 0.0
     for i, panel in enumerate(panels):
@@ -87,7 +87,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
             scene.add("text", panel.name, x=LEFT, y=top + 15, font_size=15, class_="b")
             scene.add("text", human_seconds(panel.end - panel.begin), x=RIGHT, y=top + 15, font_size=13, class_="m e")
         _panel(scene, panel, top + (HEAD - 6 if within else 0), row, depth, scale, colours, flows[panel.name], trace.world_size)
-    _axis(scene, longest, TOP + len(panels) * high)
+    time_axis(scene, longest, TOP + len(panels) * high, LEFT, RIGHT)
     return scene
 
 
@@ -197,7 +197,7 @@ def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
 def _panel(
     scene: Scene, panel: Panel, top: float, row: float, depth: int, scale: float, colours: dict[str, int], flows: dict[int, int], ranks: int
 ) -> None:
-    lanes = _lanes([e for e in panel.events if e.kind == "span"])
+    lanes = span_lanes([e for e in panel.events if e.kind == "span"])
 
     def x(t: float) -> float:
         return LEFT + (t - panel.begin) * scale
@@ -212,10 +212,10 @@ def _panel(
                 rect = _hatched(scene, x(event.start), lane, max(0.8, x(event.end) - x(event.start)))
                 rect.add("title", f"{event.name}: {human_seconds(event.end - event.start)}")
             else:
-                _span(scene, Bar(event), x, lane, TALL, colours)
+                draw_span(scene, Bar(event), x, lane, TALL, colours)
         for event in (e for e in here if e.kind != "span"):
             lane = y + depth * TALL + 1 + THIN * (2 * flows[id(event)] + (event.kind == "recv"))
-            _rect(scene, Bar(event), x, lane, THIN - 1, event.kind)
+            draw_bar(scene, Bar(event), x, lane, THIN - 1, event.kind)
         _share(scene, shares(panel, rank), sum(e.nbytes for e in here if e.kind == "send"), y)
 
 
@@ -228,13 +228,3 @@ def _share(scene: Scene, share: Share, sent: int, y: float) -> None:
     if share.moving:
         scene.add("text", f"{share.hidden / share.moving:.0%}", x=932, y=y + 15, font_size=17, class_="b e")
         scene.add("text", f"{human_bytes(sent)} sent", x=932, y=y + 31, font_size=11.5, class_="m e")
-
-
-def _axis(scene: Node, span: float, y: float) -> None:
-    scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="axis")
-    step = 10 ** math.floor(math.log10(span / 4)) if span > 0 else 1.0
-    step *= next(k for k in (1, 2, 5, 10) if span / (step * k) <= 8)
-    for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):
-        at = LEFT + (RIGHT - LEFT) * (k * step / span if span else 0.0)
-        scene.add("path", d=f"M{at:.1f} {y:.1f}v5", class_="axis")
-        scene.add("text", human_seconds(k * step) if k else "0", x=at, y=y + 19, font_size=11, class_="m c")

@@ -54,7 +54,7 @@ def timeline_scene(trace: Trace) -> Scene:
         )
     begin = min((e.start for e in trace.events), default=0.0)
     span = trace.makespan
-    lanes = _lanes(trace.spans())
+    lanes = span_lanes(trace.spans())
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
     thin = 10.0 if n <= 16 else 6.0 if n <= 40 else 4.0
@@ -71,19 +71,19 @@ def timeline_scene(trace: Trace) -> Scene:
         scene.add("rect", x=LEFT, y=y, width=RIGHT - LEFT, height=depth * tall + thin, class_="row")
         if rank % math.ceil(15 / row) == 0:
             scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + (depth * tall + thin) / 2 + 4, font_size=12, class_="m e")
-    colours = _colours(trace.spans())
+    colours = span_colours(trace.spans())
     _legend(scene, trace, colours)
     for (rank, kind, lane), bars in _bars(trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0).items():
         y = TOP + rank * row
         if kind == "span":
             for bar in bars:
-                _span(scene, bar, x, y + lane * tall, tall, colours)
+                draw_span(scene, bar, x, y + lane * tall, tall, colours)
         else:
             low = {"send": 0.0, "recv": 0.5}.get(kind, 0.0)
             for bar in bars:
-                _rect(scene, bar, x, y + depth * tall + 1 + low * (thin - 2), (thin - 2) * (0.5 if kind in P2P else 1.0) - 0.4, kind)
+                draw_bar(scene, bar, x, y + depth * tall + 1 + low * (thin - 2), (thin - 2) * (0.5 if kind in P2P else 1.0) - 0.4, kind)
     _arrows(scene, trace, x, lambda rank: TOP + rank * row + depth * tall + thin / 2)
-    _axis(scene, span, TOP + n * row + 4)
+    time_axis(scene, span, TOP + n * row + 4, LEFT, RIGHT)
     return scene
 
 
@@ -116,7 +116,7 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
         x += 38 + 7 * len(label)
 
 
-def _lanes(spans: Sequence[Event]) -> dict[int, int]:
+def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
     """For each span its lane: inside another it goes one down (its id, since events need not be hashable)."""
     open_: dict[int, list[float]] = defaultdict(list)
     lanes = {}
@@ -129,7 +129,7 @@ def _lanes(spans: Sequence[Event]) -> dict[int, int]:
     return lanes
 
 
-def _colours(spans: Iterable[Event]) -> dict[str, int]:
+def span_colours(spans: Iterable[Event]) -> dict[str, int]:
     """A colour for each name: the house's where it has one, or else in order of appearance."""
     names = list(dict.fromkeys(e.name or "span" for e in spans))
     taken = {HOUSE_COLOURS[name] for name in names if name in HOUSE_COLOURS}
@@ -153,7 +153,7 @@ def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[
     return rows
 
 
-def _rect(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
+def draw_bar(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
     class_ = kind if kind in P2P or kind.startswith("f") else "together"
     width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
     rect = scene.add("rect", x=x(bar.start), y=y, width=width, height=height, rx=1.5 if width > 3 else 0, class_=class_)
@@ -161,10 +161,10 @@ def _rect(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height:
     return rect
 
 
-def _span(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
+def draw_span(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
     name = bar.event.name or "span"
     colour = colours[name]
-    _rect(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
+    draw_bar(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
     labels = [str(value) for value in (bar.event.args or {}).values()]
     width = x(bar.end) - x(bar.start)
     text = next((t for t in (" ".join([name, *labels]), name if not labels else " ".join(labels)) if 6.6 * len(t) + 6 < width), None)
@@ -195,11 +195,12 @@ def _arrows(scene: Scene, trace: Trace, x: Callable[[float], float], y: Callable
             scene.add("path", d=path, class_="arrow")
 
 
-def _axis(scene: Scene, span: float, y: float) -> None:
-    scene.add("path", d=f"M{LEFT} {y:.1f}H{RIGHT}", class_="axis")
+def time_axis(scene: Scene, span: float, y: float, left: float, right: float) -> None:
+    """Ticks of round times from 0 to `span` seconds, between two x."""
+    scene.add("path", d=f"M{left} {y:.1f}H{right}", class_="axis")
     step = 10 ** math.floor(math.log10(span / 4)) if span > 0 else 1.0
     step *= next(k for k in (1, 2, 5, 10) if span / (step * k) <= 8)
     for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):
-        at = LEFT + (RIGHT - LEFT) * (k * step / span if span else 0.0)
+        at = left + (right - left) * (k * step / span if span else 0.0)
         scene.add("path", d=f"M{at:.1f} {y:.1f}v5", class_="axis")
         scene.add("text", human_seconds(k * step) if k else "0", x=at, y=y + 19, font_size=11, class_="m c")
