@@ -1,8 +1,11 @@
 """Each collective by hand against torch's own, in the style of nccl-tests: size, time, algorithm and bus bandwidth, ratio.
 
-Both sides run on the same ranks and the same group, turn by turn, many calls between two barriers, and both make their result anew in
-each call. S is the size of the whole array: of an all-gather's result, of a reduce-scatter's input.
-Bandwidths: algbw = S / time, busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
+    ours            our function, on the ranks of a launch
+    torch           torch's function as torch runs it: in processes that torch.multiprocessing.spawn starts
+    in our ranks    torch's function in the very ranks of ours, with launch's settings: what is left is the algorithm
+
+Turn by turn, many calls between two barriers, each making its result anew. S is the size of the whole array: of an all-gather's
+result, of a reduce-scatter's input. Bandwidths: algbw = S / time, busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.bench.report import Report, size_of
+from parallel101.bench.spawned import ask, spawned_ranks
 
 SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
 WORLDS = [2, 4]
@@ -100,42 +104,66 @@ CONTESTS = {
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
     sizes, rounds = (SIZES[::2], 2) if quick else (SIZES, ROUNDS)
+    head = ["operation, size", "ours µs", "algbw GB/s", "busbw GB/s"]
+    head += ["torch µs", "torch busbw", "torch / ours", "least … most"]
+    head += ["torch in our ranks µs", "/ ours", "least … most"]
     for n in WORLDS:
         report.heading(f"Collectives on {n} {backend} ranks, against torch's own")
-        head = ["operation, size", "ours µs", "algbw GB/s", "busbw GB/s", "torch µs", "torch busbw", "torch / ours", "least … most"]
-        report.table(head, _rows(n, backend, sizes, rounds))
-    report.sentence("Medians of the rounds; the ratio is taken round by round. Above 1: ours is faster.")
+        with spawned_ranks(time_torchs, n, backend) as port:
+            report.table(head, _rows(n, backend, port, sizes, rounds))
+    report.sentence(
+        "torch: its own call, in processes that torch.multiprocessing.spawn started. In our ranks: the same call in ranks of `launch`, "
+        "which keep freed memory and run as batch work. Medians of the rounds, run turn by turn; ratios are taken round by round, and "
+        "above 1 ours is faster."
+    )
 
 
-def _rows(n: int, backend: str, sizes: list[int], rounds: int) -> Iterator[tuple[str, ...]]:
+def _rows(n: int, backend: str, port: int, sizes: list[int], rounds: int) -> Iterator[tuple[str, ...]]:
     for name, contest in CONTESTS.items():
         for nbytes in sizes:
-            pairs = p101.launch(compete, name, nbytes, rounds, world_size=n, backend=backend, timeout=300).results[0]
-            ours, theirs = (statistics.median(side) for side in zip(*pairs))
-            ratios = sorted(b / a for a, b in pairs)
+            turns = p101.launch(compete, name, nbytes, rounds, port, world_size=n, backend=backend, timeout=300).results[0]
+            ours, torchs, within = (statistics.median(side) for side in zip(*turns))
             algbw, bus = nbytes / ours / 1e9, contest.factor(n)
             yield (
                 f"{name}, {size_of(nbytes)}",
                 f"{ours * 1e6:.0f}",
                 f"{algbw:.3f}",
                 f"{algbw * bus:.3f}",
-                f"{theirs * 1e6:.0f}",
-                f"{nbytes / theirs / 1e9 * bus:.3f}",
-                f"**{statistics.median(ratios):.2f}**",
-                f"{ratios[0]:.2f} … {ratios[-1]:.2f}",
+                f"{torchs * 1e6:.0f}",
+                f"{nbytes / torchs / 1e9 * bus:.3f}",
+                *_ratio([b / a for a, b, _ in turns]),
+                f"{within * 1e6:.0f}",
+                *_ratio([c / a for a, _, c in turns]),
             )
 
 
-def compete(name: str, nbytes: int, rounds: int) -> list[tuple[float, float]]:
-    """On each rank: seconds a call, (ours, torch's), for each round."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    contest = CONTESTS[name]
-    x = contest.given(nbytes // 4 // n * n, n)
-    sides: tuple[Callable[[], object], ...] = (lambda: contest.ours(x), lambda: contest.theirs(x, rank, n))
+def _ratio(ratios: list[float]) -> tuple[str, str]:
+    return f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} … {max(ratios):.2f}"
+
+
+def compete(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[float, ...]]:
+    """On each rank of ours: seconds a call of (ours, torch's in ranks of its own, torch's in ours), for each round."""
+    x = _input(name, nbytes)
+    sides: tuple[Callable[[int], float], ...] = (
+        lambda calls: _timed(lambda: CONTESTS[name].ours(x), calls),
+        lambda calls: ask(port, name, nbytes, calls=calls),
+        lambda calls: time_torchs(name, nbytes, calls=calls),
+    )
     for side in sides:  #  connections, memory
-        _timed(side, 2)
-    calls = [max(1, min(2000, int(SLICE / _agreed(_timed(side, 2))))) for side in sides]
-    return [tuple(_timed(side, count) for side, count in zip(sides, calls)) for _ in range(rounds)]  # type: ignore[misc]
+        side(2)
+    calls = [max(1, min(2000, int(SLICE / _agreed(side(2))))) for side in sides]
+    return [tuple(side(count) for side, count in zip(sides, calls)) for _ in range(rounds)]
+
+
+def time_torchs(name: str, nbytes: int, *, calls: int) -> float:
+    """Seconds a call of torch's own function, on the ranks that call this."""
+    rank, n, x = dist.get_rank(), dist.get_world_size(), _input(name, nbytes)
+    return _timed(lambda: CONTESTS[name].theirs(x, rank, n), calls)
+
+
+def _input(name: str, nbytes: int) -> torch.Tensor:
+    n = dist.get_world_size()
+    return CONTESTS[name].given(nbytes // 4 // n * n, n)
 
 
 def _timed(side: Callable[[], object], calls: int) -> float:

@@ -30,6 +30,7 @@ class Report:
         rows = [
             ("date", datetime.date.today().isoformat()),
             ("processor", f"{_processor()}, {os.cpu_count()} cores"),
+            ("load before", f"{os.getloadavg()[0]:.2f}, a minute's mean" if hasattr(os, "getloadavg") else "unknown"),
             ("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
             ("GPUs", ", ".join(gpus) or "none"),
             ("system", f"{platform.system()} {platform.release()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}".rstrip(", ")),

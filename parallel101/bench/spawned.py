@@ -1,0 +1,65 @@
+"""Ranks as torch itself starts them, beside a launch: they time torch's own call when asked, and wait without a core otherwise.
+
+    launched rank 0 ── ask ──▶ TCPStore ──▶ every spawned rank times `calls` calls
+                    ◀── took ──          ◀── spawned rank 0: seconds a call
+
+So both sides are measured turn by turn in one run, and neither has the other's settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Timed = Callable[..., float]  #  (*what, calls) → seconds a call, called by every spawned rank
+HOUR = timedelta(hours=1)
+
+
+@contextmanager
+def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
+    """Ranks of torch.multiprocessing.spawn that serve `ask` while inside; gives the port of the store they are asked through."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=HOUR, wait_for_workers=False)
+    context = mp.spawn(_serve, (timed, ranks, backend, store.port), nprocs=ranks, join=False, daemon=True)
+    try:
+        yield store.port
+        store.set(f"ask {store.add('turn', 1)}", "")
+        context.join()
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def ask(port: int, *what: Any, calls: int) -> float:
+    """Called by every launched rank: what `timed(*what, calls=calls)` gives on the spawned ranks."""
+    seconds = torch.zeros((), dtype=torch.float64)
+    if dist.get_rank() == 0:
+        store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
+        turn = store.add("turn", 1)
+        store.set(f"ask {turn}", json.dumps({"what": what, "calls": calls}))
+        seconds.fill_(float(store.get(f"took {turn}")))
+    dist.broadcast(seconds, 0)
+    return seconds.item()
+
+
+def _serve(rank: int, timed: Timed, ranks: int, backend: str, port: int) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
+    store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
+    turn = 1
+    while asked := store.get(f"ask {turn}"):
+        question = json.loads(asked)
+        took = timed(*question["what"], calls=question["calls"])
+        if rank == 0:
+            store.set(f"took {turn}", str(took))
+        turn += 1
+    dist.destroy_process_group()
