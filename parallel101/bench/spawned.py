@@ -9,6 +9,7 @@ So both sides are measured turn by turn in one run, and neither has the other's 
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,20 +31,25 @@ def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
     try:
         yield store.port
         store.set(f"ask {store.add('turn', 1)}", "")
-        context.join()
+        while not context.join():  #  until the last of them has ended
+            pass
     finally:
         for process in context.processes:
             process.kill()
+            process.join()
 
 
 def ask(port: int, *what: Any, calls: int) -> float:
-    """Called by every launched rank: what `timed(*what, calls=calls)` gives on the spawned ranks."""
+    """Called by every launched rank: what `timed(*what, calls=calls)` gives on the spawned ones. RuntimeError: it failed there."""
     seconds = torch.zeros((), dtype=torch.float64)
     if dist.get_rank() == 0:
         store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
         turn = store.add("turn", 1)
         store.set(f"ask {turn}", json.dumps({"what": what, "calls": calls}))
-        seconds.fill_(float(store.get(f"took {turn}")))
+        took = json.loads(store.get(f"took {turn}"))
+        if "failed" in took:
+            raise RuntimeError(f"a spawned rank failed:\n{took['failed']}")
+        seconds.fill_(took["seconds"])
     dist.broadcast(seconds, 0)
     return seconds.item()
 
@@ -58,8 +64,12 @@ def _serve(rank: int, timed: Timed, ranks: int, backend: str, port: int) -> None
     turn = 1
     while asked := store.get(f"ask {turn}"):
         question = json.loads(asked)
-        took = timed(*question["what"], calls=question["calls"])
+        try:
+            seconds = timed(*question["what"], calls=question["calls"])
+        except Exception:
+            store.set(f"took {turn}", json.dumps({"failed": traceback.format_exc()}))
+            raise
         if rank == 0:
-            store.set(f"took {turn}", str(took))
+            store.set(f"took {turn}", json.dumps({"seconds": seconds}))
         turn += 1
     dist.destroy_process_group()
