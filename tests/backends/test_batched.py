@@ -1,0 +1,97 @@
+"""batch_isend_irecv through the recorded group, as on NCCL: one batch goes out, its work is everyone's, and every message has its event.
+
+No GPU is asked for: gloo plays NCCL's part, holding back what is posted between _start_coalescing and _end_coalescing.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.collectives import comm as comm_module
+from tests.collectives.cases import MOVING, answer, arguments, differs, values
+
+
+class All(dist.Work):
+    """The work of a batch, which may be waited for again and again; gloo's own hangs the second time."""
+
+    def __init__(self, works):
+        super().__init__()
+        self.works = works
+
+    def wait(self, *timeout):
+        while self.works:
+            self.works.pop().wait(*timeout)
+        return True
+
+
+class Coalescing:
+    """gloo, with NCCL's way of putting messages together: those posted one by one would be an error there."""
+
+    def __init__(self, gloo):
+        self.gloo, self.held = gloo, None
+
+    def __getattr__(self, name):
+        return getattr(self.gloo, name)
+
+    def send(self, *message):
+        self.held.append(partial(self.gloo.send, *message))
+
+    def recv(self, *message):
+        self.held.append(partial(self.gloo.recv, *message))
+
+    def _start_coalescing(self):
+        self.held = []
+
+    def _end_coalescing(self):
+        held, self.held = self.held, None
+        return All([post() for post in held])
+
+
+def as_nccl():
+    group = dist.group.WORLD
+    group.inner, group.backend = Coalescing(group.inner), "nccl"
+
+
+def swap():
+    as_nccl()
+    rank, p = dist.get_rank(), dist.get_world_size()
+    inbox, outbox = torch.zeros(5), torch.full((5,), float(rank))
+    messages = [dist.P2POp(dist.irecv, inbox, (rank - 1) % p), dist.P2POp(dist.isend, outbox, (rank + 1) % p)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return inbox.tolist()
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_batch_goes_out_as_one_and_every_message_is_recorded(world_size, trace):
+    run = p101.launch(swap, world_size=world_size, trace=trace)
+    assert run.results == [[float((rank - 1) % world_size)] * 5 for rank in range(world_size)]
+    if trace:
+        assert run.trace.messages_sent == [1] * world_size
+        assert sorted((e.kind, e.rank, e.peer, e.nbytes) for e in run.trace.events) == sorted(
+            event
+            for rank in range(world_size)
+            for event in (("recv", rank, (rank - 1) % world_size, 20), ("send", rank, (rank + 1) % world_size, 20))
+        )
+
+
+def collectives():
+    as_nccl()
+    comm_module.in_batches = lambda device: True
+    rank, p = dist.get_rank(), dist.get_world_size()
+    xs = [values(r, (2 * p + 1, 3)) for r in range(p)]
+    return [
+        wrong
+        for operation in sorted(MOVING - {"all_to_all"})
+        for name in p101.algorithms(operation)
+        if (wrong := differs(answer(operation, xs, rank), getattr(p101, operation), xs[rank], algorithm=name, **arguments(operation)))
+    ]
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_the_collectives_send_nothing_outside_a_batch(trace):
+    assert p101.launch(collectives, world_size=3, trace=trace).results == [[]] * 3
