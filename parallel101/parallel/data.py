@@ -8,7 +8,6 @@ Overlapped    ──forward──▶◀──backward──  g₁₀            
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +15,11 @@ from torch import Tensor, nn, zeros_like
 
 from parallel101.collectives import all_reduce, pending
 from parallel101.mesh import GroupLike
-from parallel101.parallel.buckets import cut_into_buckets
+from parallel101.parallel.buckets import Bucket, by_size, check_bucket_bytes, part_of, twice
 from parallel101.parallel.memory import readable
 from parallel101.parallel.trainer import LossFn, OptimizerFn, Trainer
 from parallel101.trace.spans import span
 
-MiB = 1024**2
 Parameters = Mapping[str, nn.Parameter]
 
 
@@ -48,14 +46,13 @@ class Bucketed:
 
     def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
         self.group = group
-        self.names = {p: name for name, p in parameters.items()}
-        self.buckets = cut_into_buckets(parameters.values(), bucket_bytes)
+        self.buckets = [Bucket(together) for together in by_size(parameters, bucket_bytes)]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
 
     def synchronise(self) -> list[str]:
-        unused = [self.names[p] for bucket in self.buckets for p in bucket.parameters if not bucket.take(p)]
+        unused = [name for bucket in self.buckets for p, name in bucket.names.items() if not bucket.take(p)]
         for bucket in self.buckets:
             pending.all_reduce(bucket.flat, group=self.group, out=bucket.flat).wait()
         return unused
@@ -70,7 +67,7 @@ class Overlapped(Bucketed):
 
     def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
         super().__init__(parameters, group, bucket_bytes)
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.names}
         self.begun: list[pending.Pending] = []
         self.listening = False
         for p in self.bucket_of:
@@ -80,7 +77,7 @@ class Overlapped(Bucketed):
         self.listening = last  #  before the last microbatch gradients are not complete
         self.begun = []
         for bucket in self.buckets:
-            bucket.ready = 0
+            bucket.ready.clear()
         try:
             loss.backward()
         finally:
@@ -89,26 +86,28 @@ class Overlapped(Bucketed):
     def ready(self, p: Tensor) -> None:
         """The gradient of p is complete."""
         if self.listening and isinstance(p, nn.Parameter):
-            with span("gradient ready", parameter=self.names[p]):
-                self.bucket_of[p].take(p)
+            bucket = self.bucket_of[p]
+            if p in bucket.ready:
+                raise twice(bucket.names[p])
+            with span("gradient ready", parameter=bucket.names[p]):
+                bucket.take(p)
             while len(self.begun) < len(self.buckets) and self.is_full(len(self.begun)):
                 self.begin()
 
     def is_full(self, number: int) -> bool:
-        return self.buckets[number].ready == len(self.buckets[number].parameters)
+        return len(self.buckets[number].ready) == len(self.buckets[number].names)
 
     def begin(self) -> None:
         bucket = self.buckets[len(self.begun)]
         self.begun.append(pending.all_reduce(bucket.flat, group=self.group, out=bucket.flat))
         if len(self.begun) > 1:
-            self.begun[-2].advance()
+            with span("wait for gradients"):
+                self.begun[-2].advance()
 
     def synchronise(self) -> list[str]:
         unused = []
         for bucket in self.buckets[len(self.begun) :]:  #  those that a parameter without a hook's call has held up
-            for p in bucket.parameters:
-                if p.grad is not bucket.views[p] and not bucket.take(p):
-                    unused.append(self.names[p])
+            unused += [name for p, name in bucket.names.items() if p not in bucket.ready and not bucket.take(p)]
             self.begin()
         for under_way in self.begun:
             under_way.wait()
@@ -142,11 +141,10 @@ class DataParallelTrainer(Trainer):
         autocast: Any = None,
         sync: bool = False,
     ):
-        if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at a time, or None")
+        check_bucket_bytes(bucket_bytes)
         super().__init__(model, loss_fn, optimizer, group=group, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast, sync=sync)
         if bucket_bytes is None:
-            bucket_bytes = min(25 * MiB, math.ceil(sum(p.nbytes for p in self._owned.values()) / 2))
+            bucket_bytes = part_of(self._owned, 2)
         self.strategy: Naive | Bucketed
         if overlap:
             self.strategy = Overlapped(self._owned, group, bucket_bytes)

@@ -144,14 +144,3 @@ def by_kind(parameters: Mapping[str, nn.Parameter]) -> Iterable[dict[str, nn.Par
     for name, p in parameters.items():
         groups.setdefault((p.dtype, p.device), {})[name] = p
     return groups.values()
-
-
-def by_size(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
-    """Groups of up to `most` bytes (a larger parameter has one to itself), the last parameters first: backward reaches them first."""
-    groups: list[dict[str, nn.Parameter]] = []
-    for name, p in reversed(list(parameters.items())):
-        last = list(groups[-1].values()) if groups else []
-        if not last or sum(q.nbytes for q in last) + p.nbytes > most or (p.dtype, p.device) != (last[0].dtype, last[0].device):
-            groups.append({})
-        groups[-1][name] = p
-    return groups

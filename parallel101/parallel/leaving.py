@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parallel101.collectives import pending
 from parallel101.mesh import GroupLike
+from parallel101.parallel.buckets import twice
 from parallel101.parallel.flat import Flat
 from parallel101.trace.spans import span
 
@@ -52,14 +53,14 @@ class AsReady:
         self.flats, self.leaving, self.overlap = flats, leaving, overlap
         self.listening = False
         self.sent = 0
-        self.missing: dict[Flat, int] = {}
+        self.missing: dict[Flat, set[nn.Parameter]] = {}
         self.home = {p: (flat, name) for flat in flats for name, p in flat.parameters.items()}
         for p in self.home:
             p.register_post_accumulate_grad_hook(self.ready)
 
     def backward(self, loss: Tensor, complete: bool) -> None:
         """`complete`: after this backward the gradients may leave. Until then they add up on this rank."""
-        self.sent, self.missing = 0, {flat: len(flat.parameters) for flat in self.flats}
+        self.sent, self.missing = 0, {flat: set(flat.parameters.values()) for flat in self.flats}
         self.listening = complete
         try:
             loss.backward()
@@ -74,8 +75,10 @@ class AsReady:
         flat, name = self.home[p]
         flat.live.watch("gradients", p.grad)
         if self.listening:
+            if self.overlap and p not in self.missing[flat]:
+                raise twice(name)
             with span("gradient ready", parameter=name):
-                self.missing[flat] -= 1
+                self.missing[flat].discard(p)
             while self.overlap and self.sent < len(self.flats) and not self.missing[self.flats[self.sent]]:
                 self.send()
 

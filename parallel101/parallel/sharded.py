@@ -20,19 +20,18 @@ from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce, pending
 from parallel101.mesh import GroupLike, group_of
+from parallel101.parallel.buckets import by_size, check_bucket_bytes, part_of
 from parallel101.parallel.elementwise import check_elementwise
-from parallel101.parallel.flat import Flat, by_kind, by_size
+from parallel101.parallel.flat import Flat, by_kind
 from parallel101.parallel.gathered import Gathered, Layer
 from parallel101.parallel.layers import layers_of, share_out
 from parallel101.parallel.leaving import AsReady, Leaving
 from parallel101.parallel.lent import lent_weights
 from parallel101.parallel.live import Live
-from parallel101.parallel.memory import Holdings, readable, storage_bytes
+from parallel101.parallel.memory import readable
 from parallel101.parallel.sharded_state import ShardedState
 from parallel101.parallel.trainer import LossFn, OptimizerFn, Trainer
 from parallel101.trace.spans import span
-
-MiB = 1024**2
 
 
 class ShardedTrainer(Trainer):
@@ -52,7 +51,8 @@ class ShardedTrainer(Trainer):
         layers: on stage 3, the types of the modules that are gathered one at a time, such as (Block,). None: see `layers_of`. What lies in
             none of them or, being tied, in several, is whole for all of a forward and all of a backward.
 
-    Parameters that need no gradient, and buffers, stay whole on every rank. On stage 3 all ranks must use the layers in the same order,
+    Parameters that need no gradient, and buffers, stay whole on every rank. `describe()` also tells what was there for a moment in the last
+    step, at most: gathered layers, and gradients on their way. On stage 3 all ranks must use the layers in the same order,
     though each may leave some out, and a weight may be used only in the forward of a module that has it.
     """
 
@@ -77,8 +77,7 @@ class ShardedTrainer(Trainer):
                 f"stage={stage!r}: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too); "
                 "for none of it there is DataParallelTrainer"
             )
-        if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at a time, or None")
+        check_bucket_bytes(bucket_bytes)
         super().__init__(model, loss_fn, optimizer, group=group, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast, sync=sync)
         check_elementwise(self.optimizer)
         self.stage = stage
@@ -90,7 +89,7 @@ class ShardedTrainer(Trainer):
             self._flats = self._by_layer(model, whole, layers, overlap)
         else:
             if bucket_bytes is None:
-                bucket_bytes = min(25 * MiB, math.ceil(sum(p.nbytes for p in whole.values()) / 4))
+                bucket_bytes = part_of(whole, 4)
             self._flats = [self._flat(names) for names in by_size(whole, bucket_bytes)]
             self._as_ready = AsReady(self._flats, self._leaving, overlap)
         self._state = ShardedState(self.optimizer, whole, self._flats, group)
@@ -208,13 +207,6 @@ class ShardedTrainer(Trainer):
 
     # ── who holds what ──
 
-    def describe(self) -> Holdings:
-        """As every trainer's; also what was there for a moment in the last step, at most: gathered layers, and gradients on their way."""
-        mine = {kind: storage_bytes(tensors) for kind, tensors in self._holdings().items()}
-        mine["gathered, at most"], mine["gradients on their way, at most"] = self._live.most["weights"], self._live.most["gradients"]
-        counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, self._of_all(*mine.values(), group=self._group))}
-        return Holdings(f"{type(self).__name__}, stage {self.stage}, on {self.group.size} ranks", self.group.ranks, counts, self._notes())
-
     def _holdings(self) -> dict[str, Iterator[Tensor]]:
         kept = [[flat.shard, flat.whole] for flat in self._flats]
         gradients = [[flat.grad, flat.whole_grad] for flat in self._flats]
@@ -224,11 +216,15 @@ class ShardedTrainer(Trainer):
             "gradients": (t for of_one in gradients for t in of_one if t is not None),
         }
 
+    def _moments(self) -> dict[str, int]:
+        most = self._live.most
+        return {"gathered, at most": most["weights"], "gradients on their way, at most": most["gradients"]}
+
     def _notes(self) -> list[str]:
         what = "layers" if self._gathered else "buckets"
         largest = max(self._flats, key=lambda flat: flat.shard.nbytes)
         padding = sum(flat.padding for flat in self._flats)
         return [
-            f"{len(self._owned)} pieces of {len(self._names)} parameters on this rank, in {len(self._flats)} {what}, the largest "
-            f"{readable(largest.shard.nbytes * self.group.size)}; {padding} elements of padding"
+            f"stage {self.stage}: {len(self._owned)} pieces of {len(self._names)} parameters on this rank, in {len(self._flats)} {what}, "
+            f"the largest {readable(largest.shard.nbytes * self.group.size)}; {padding} elements of padding"
         ]

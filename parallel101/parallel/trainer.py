@@ -57,6 +57,7 @@ class Trainer(Loop):
         `_apply()`               the optimizer's step, and what must follow it
         `gradients()`, `state_dict()`, `_load_model(…)`, `_optimizer_state()`, `_load_optimizer(…)`   the whole model's, on any layout
         `_holdings()`            kind → tensors that this rank holds, for `describe()`
+        `_moments()`, `_notes()` kind → bytes that it held at most for a moment in the last step; sentences; for `describe()` too
 
     Attributes:
         model, optimizer: as they are used, for a learning-rate schedule or a look inside.
@@ -253,9 +254,13 @@ class Trainer(Loop):
 
     def describe(self) -> Holdings:
         """Who holds what, in bytes a rank, counted from the storages that are alive now. Collective; print it to see a table."""
-        mine = {kind: storage_bytes(tensors) for kind, tensors in self._holdings().items()}
+        mine = {kind: storage_bytes(tensors) for kind, tensors in self._holdings().items()} | self._moments()
         counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, self._of_all(*mine.values(), group=self._group))}
-        return Holdings(f"{type(self).__name__} on {self.group.size} ranks", self.group.ranks, counts, self._notes())
+        ranks = f"{self.group.size} rank{'s' if self.group.size > 1 else ''}"
+        return Holdings(f"{type(self).__name__} on {ranks}", self.group.ranks, counts, self._notes())
+
+    def _moments(self) -> dict[str, int]:
+        return {}
 
     def _notes(self) -> list[str]:
         return []

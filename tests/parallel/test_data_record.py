@@ -14,6 +14,7 @@ import parallel101 as p101
 from parallel101.backends.network import Network
 from parallel101.models.mlp import MLP
 from parallel101.parallel.data import DataParallelTrainer
+from parallel101.viz.lanes import panels_of, shares
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},
@@ -124,7 +125,8 @@ def deep(overlap):
     model = nn.Sequential(*(TakesTime() for _ in range(6)))
     trainer = DataParallelTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), overlap=overlap, bucket_bytes=400)
     x = torch.ones(dist.get_world_size(), 10)
-    trainer.step(*trainer.share((x, x)))
+    with p101.span("step"):
+        trainer.step(*trainer.share((x, x)))
 
 
 def test_time_is_saved_by_sending_while_computing():
@@ -138,3 +140,16 @@ def test_time_is_saved_by_sending_while_computing():
         times[overlap] = (backward.end - backward.start, synchronise.end - synchronise.start)
     assert times[False] == pytest.approx((60.0, 6 * 4.0))
     assert times[True] == pytest.approx((60.0, 2.0 + 4.0))
+
+
+def test_to_wait_for_gradients_is_no_compute():
+    """Where a gradient takes longer than a layer, backward lasts as long as the network does; the lanes show the 60 s of compute."""
+    trace = p101.launch(deep, True, world_size=2, backend="sim", network=Network(latency=0.0, bandwidth=10.0)).trace
+    (panel,) = panels_of(trace, ["step"])
+    for rank in range(2):
+        (backward,) = (e for e in trace.spans("backward") if e.rank == rank)
+        waits = [e for e in trace.spans("wait for gradients") if e.rank == rank and backward.start <= e.start < backward.end]
+        waited = sum(e.end - e.start for e in waits)
+        assert waited > 0
+        assert backward.end - backward.start == pytest.approx(60.0 + waited)
+        assert shares(panel, rank).computing == pytest.approx(60.0)
