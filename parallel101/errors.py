@@ -72,8 +72,8 @@ class RankFailed(RuntimeError):
 
 
 class MisuseError(RankFailed):
-    """A checked run saw a call that gloo would let pass in silence, or answer with a crash: the two sides of a message, or the
-    ranks of a collective, do not agree; or a tensor is one that must not be sent."""
+    """A call that gloo would let pass in silence, or answer with a crash or by waiting for ever. In a checked run: the two sides of a
+    message, or the ranks of a collective, do not agree; a tensor must not be sent. In any: one message is waited for twice."""
 
 
 class LaunchTimeout(TimeoutError):

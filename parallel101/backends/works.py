@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel101.backends.describe import snapshot, unchanged
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call
-from parallel101.trace.where import caller
+from parallel101.trace.where import caller, shown
 
 if TYPE_CHECKING:
     from parallel101.backends.record import RecordedGroup
@@ -28,6 +28,11 @@ class Posted:
     def __init__(self, group: RecordedGroup, key: Key, seq: int):
         self.group, self.key, self.seq = group, key, seq
 
+    @property
+    def once(self) -> bool:
+        """Whether it can be waited for once only: a message on gloo, where the next wait() would wait for another one."""
+        return self.key[0] in ("send", "recv") and self.group.backend == "gloo"
+
     def call(self, where: str) -> Call:
         kind, peer, tag, label = self.key
         if kind in ("send", "recv"):
@@ -35,6 +40,15 @@ class Posted:
         else:
             peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank)
         return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
+
+
+def waited_twice(posted: Posted) -> MisuseError:
+    call = posted.call(caller())
+    return MisuseError(
+        f"rank {call.rank} waits a second time for one {call.kind}, at {shown(call.where)}: gloo would wait there for ever, "
+        "for another message. Keep the work until its wait(), and drop it then.",
+        call.rank,
+    )
 
 
 class WatchedWork(dist.Work):
@@ -45,21 +59,26 @@ class WatchedWork(dist.Work):
         self.inner = inner
         self.posted = posted
         self.kept = posted.key[0] not in ("send", "recv")  #  a message's work that is thrown away takes the message with it
+        self.over = False
 
     def __del__(self) -> None:
         if not self.kept:
             self.posted.group.ledger.dropped[self.posted.key, self.posted.seq] = caller()
 
     def wait(self, *timeout: Any) -> bool:
+        if self.over and self.posted.once:
+            raise waited_twice(self.posted)
         self.kept = True
         ledger = self.posted.group.ledger
         if threading.get_ident() != ledger.thread:
             return self.inner.wait(*timeout)
         ledger.waiting = self.posted
         try:
-            return self.inner.wait(*timeout)
+            answer = self.inner.wait(*timeout)
         finally:
             ledger.waiting = None
+        self.over = True
+        return answer
 
     def is_completed(self) -> bool:
         done = self.inner.is_completed()

@@ -267,3 +267,16 @@ def test_a_result_that_cannot_be_pickled(world):
     assert error.rank == 1
     assert "generator" in str(error)
     assert "can't be pickled" in str(error)
+
+
+def waits_twice():
+    x = torch.ones(3)
+    work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
+    work.wait()
+    work.wait()
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_message_waited_for_twice_is_named_where_gloo_would_hang(trace):
+    with pytest.raises(p101.MisuseError, match=r"waits a second time for one (send|recv), at .*test_failures.py:\d+"):
+        p101.launch(waits_twice, world_size=2, trace=trace)
