@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.backends import torch_private
+from parallel101.backends.clocks import GpuClock
 from parallel101.backends.record import Ledger, Posted, RecordedGroup
 
 FOREVER = timedelta(days=7)  #  gloo's and NCCL's own time limits would spoil the group: launch keeps the time
@@ -26,6 +27,8 @@ def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size:
     `dist.get_backend()` answers with the backend's own name, as in any program.
     """
     _ledger[:] = [ledger]
+    if backend == "nccl" and ledger.recording:
+        ledger.clock = GpuClock()
     name = f"parallel101_{backend}"
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(

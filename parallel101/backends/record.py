@@ -11,7 +11,6 @@ DistributedDataParallel. Unrecorded, it counts what was posted and remembers wha
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.backends.clocks import CpuClock
 from parallel101.backends.describe import COLLECTIVES, flat
 from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
@@ -40,17 +40,24 @@ class Ledger:
         self.posted: dict[Key, int] = {}
         self.waiting: Posted | None = None  #  what the program's own thread is blocked in; the watcher thread reads it
         self.thread = threading.get_ident()
-        self.events: list[tuple] = []
+        self.clock: Any = CpuClock()
+        self.rows: list[tuple] = []  #  an Event's fields each, with moments of the clock where it has seconds
         self.open: weakref.WeakSet[RecordedWork] = weakref.WeakSet()  #  posted, and not seen to end
         self.dropped: dict[tuple[Key, int], str] = {}  #  messages whose work was thrown away unwaited, and where: gloo takes them back
         self.groups: dict[str, list[int]] = {}
         self.collectives: dict[str, int] = {}
 
-    def now(self) -> float:
-        return time.perf_counter()  #  one clock for all processes of a machine
+    def now(self) -> Any:
+        return self.clock.now()
 
-    def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
-        self.events.append((self.rank, "span", None, 0, 0, start, end, caller(), start, "", len(self.events), (), "", None, name, args))
+    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
+        self.rows.append((self.rank, "span", None, 0, 0, start, end, caller(), start, "", len(self.rows), (), "", None, name, args))
+
+    @property
+    def events(self) -> list[tuple]:
+        """What is recorded so far, as fields of Events."""
+        seconds = self.clock.seconds
+        return [(*row[:5], seconds(row[5]), seconds(row[6]), row[7], seconds(row[8]), *row[9:]) for row in list(self.rows)]
 
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""
@@ -83,6 +90,8 @@ class Ledger:
         """The run is over: what was never waited for ended, as far as is known, now."""
         for work in list(self.open):
             work.ended()
+        if self.recording:
+            self.clock.catch_up()
 
 
 class RecordedGroup(dist.ProcessGroup):
@@ -147,7 +156,7 @@ class RecordedGroup(dist.ProcessGroup):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, caller())
         self._check(call, tensors)
-        began = time.perf_counter()
+        began = self.ledger.now()
         return RecordedWork(start(), posted, call, began, [tensor], None)
 
     @contextmanager
@@ -178,7 +187,7 @@ class RecordedGroup(dist.ProcessGroup):
             self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
         )
         self._check(call, tensors)
-        began = time.perf_counter()
+        began = self.ledger.now()
         with self.ledger.waits_in(posted):
             inner = run(*args, **kwargs)
         return RecordedWork(inner, posted, call, began, told.tensors, root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +108,7 @@ class WatchedWork(dist.Work):
 class RecordedWork(WatchedWork):
     """The same, whose end is an event."""
 
-    def __init__(self, inner: dist.Work, posted: Posted, call: Call, start: float, tensors: list[torch.Tensor], root: int | None):
+    def __init__(self, inner: dist.Work, posted: Posted, call: Call, start: Any, tensors: list[torch.Tensor], root: int | None):
         super().__init__(inner, posted)
         self.call, self.start, self.root = call, start, root
         self.tensors = tensors
@@ -147,13 +146,14 @@ class RecordedWork(WatchedWork):
         if self.done:
             return
         self.done = True
-        end, call, ledger = time.perf_counter(), self.call, self.posted.group.ledger
+        call, ledger = self.call, self.posted.group.ledger
+        end = ledger.now()
         ledger.open.discard(self)
         peer: int | None = self.root
         if call.kind in ("send", "recv"):
             peer = call.peers[0] if len(call.peers) == 1 else self.posted.group.ranks[self.inner._source_rank()]
         payload = self._values() if call.kind == "recv" else self.payload
-        ledger.events.append(
+        ledger.rows.append(
             (call.rank, call.kind, peer, call.tag, call.nbytes, self.start, end, call.where, self.start, call.group, call.seq)
             + (call.shape, call.dtype, payload, call.op, None)
         )

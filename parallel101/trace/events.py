@@ -29,7 +29,7 @@ class Event(NamedTuple):
     peer: int | None  #  the other rank of a message, or the root of a rooted collective; a rank of the world, not the group
     tag: int
     nbytes: int  #  of the message; of a collective: its payload on this rank (the larger of what goes in and comes out)
-    start: float  #  when it began to move: on sim exactly, on gloo and NCCL when the call was made
+    start: float  #  when it began to move: on sim exactly, on gloo when the call was made, on NCCL when the GPU came to it
     end: float  #  when it was complete, as far as this rank could see
     where: str  #  "file:line" of the first caller outside torch and parallel101
     posted: float  #  when the program asked for it (equal to start on gloo and NCCL)
