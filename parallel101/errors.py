@@ -5,9 +5,10 @@ Every one of them says which rank, what it was doing, at which file and line of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
-from parallel101.trace.where import shown
+from parallel101.trace.where import cell_name, shown
 
 Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 
@@ -63,7 +64,7 @@ class RankFailed(RuntimeError):
     """
 
     def __init__(self, message: str, rank: int, exitcode: int | None = None):
-        super().__init__(message)
+        super().__init__(_with_cells(message))
         self.rank = rank
         self.exitcode = exitcode
 
@@ -76,8 +77,27 @@ class MisuseError(RankFailed):
     message, or the ranks of a collective, do not agree; a tensor must not be sent. In any: one message is waited for twice."""
 
 
+def _with_cells(message: str) -> str:
+    """A rank does not know which of its files are a notebook's cells; the notebook, where its error arrives, does."""
+
+    def named(place: re.Match[str]) -> str:
+        cell = cell_name(place["traced"] or place["file"])
+        return place[0] if cell is None else cell if place["traced"] else f"{cell}, line {place['line']}"
+
+    return re.sub(r'File "(?P<traced>[^"]+)"|(?P<file>\S+\.py):(?P<line>\d+)', named, message)
+
+
 class LaunchTimeout(TimeoutError):
     """The ranks were still at work when the time limit came. The message says where each of them was."""
+
+
+def named(error: BaseException) -> str:
+    """An exception in one line: "ValueError: too short", and only its name where it says nothing more."""
+    try:
+        said = str(error)
+    except Exception:  #  a __str__ that fails is the program's, and not what went wrong first
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def broken_connection(error: BaseException) -> bool:

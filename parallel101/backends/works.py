@@ -159,8 +159,8 @@ class RecordedWork(WatchedWork):
         )
         if checked and self.version is not None and self.tensors[0]._version != self.version and not unchanged(self.tensors[0], self.copy):
             raise MisuseError(
-                f"rank {call.rank} changed a tensor that was still being sent: {call.brief} to rank {call.peers[0]} "
-                "was changed before its wait(). Wait for the send first, or send a clone.",
+                f"rank {call.rank} changed a tensor that was still being sent to rank {call.peers[0]}, before its wait(): {call.brief}. "
+                "Wait for the send first, or send a clone.",
                 call.rank,
             )
         self.tensors, self.copy = [], None

@@ -8,7 +8,6 @@ rank r ──▶ printed lines ─────────▶ this process's out
 from __future__ import annotations
 
 import marshal
-import re
 import selectors
 import signal
 import time
@@ -23,7 +22,7 @@ from parallel101.ranks.wire import Wire, unpack
 from parallel101.trace.board import Board, Standing
 from parallel101.trace.calls import Call
 from parallel101.trace.checks import Referee
-from parallel101.trace.where import cell_name, is_inside
+from parallel101.trace.where import is_inside, shown
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
 CALLS = 0.05  #  seconds between two looks at what the ranks of a checked run have posted
@@ -40,7 +39,7 @@ class State:
     lines: tuple[Lines, Lines]
     standing: Standing
     result: tuple[bytes, list] | None = None
-    error: tuple[BaseException, str] | None = None
+    error: tuple[BaseException, str, str] | None = None  #  itself, in a line, and its traceback
     events: list[tuple] | None = None
     groups: dict[str, list[int]] = field(default_factory=dict)
     places: list[str] | None = None
@@ -149,8 +148,8 @@ class Monitor:
         elif kind == b"w":
             state.places = value
         elif kind == b"x":
-            rank, error, text = value
-            state.error, state.standing.blocked = (error, text), None
+            rank, error, headline, text = value
+            state.error, state.standing.blocked = (error, headline, text), None
             state.rank = rank
             self._fail_within(ECHO if broken_connection(error) else SETTLE)
 
@@ -190,13 +189,12 @@ class Monitor:
             return died(dead[0].rank, dead[0].exitcode, dead[0].status.decode(errors="replace"), dead[0].lines[1].tail)
         state = raised[0]
         assert state.error is not None
-        error, text = state.error
+        error, headline, text = state.error
         if isinstance(error, DeadlockError | MisuseError):
             return error
         if type(error).__name__ == "Ended":  #  a virtual rank's death
             return died(state.rank, error.args[0])
-        text = re.sub(r'File "([^"]+)"', lambda file: cell_name(file[1]) or file[0], text)
-        failure = RankFailed(f"rank {state.rank} raised {type(error).__name__}: {error}\n\n{text.rstrip()}", state.rank)
+        failure = RankFailed(f"rank {state.rank} raised {headline}\n\n{text}".rstrip(), state.rank)
         failure.__cause__ = error
         return failure
 
@@ -208,7 +206,7 @@ class Monitor:
                 lines.append(f"  rank {state.rank} had returned")
             elif (call := state.standing.blocked) is not None:
                 lines.append(
-                    f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {call.where}"
+                    f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {shown(call.where)}"
                 )
             else:
                 lines += [f"  {place}" for place in state.places or [f"rank {state.rank} was at a place it could not tell"]]
@@ -272,7 +270,7 @@ def died(rank: int, code: int | None, dump: str = "", stderr: str = "") -> RankF
         how = f"ended by itself with exit code {code} before it returned"
     message = f"rank {rank} {how}"
     if place := _last_place(dump):
-        message += f", at {place}"
+        message += f", at {shown(place)}"
     if code == -signal.SIGABRT:
         message += (
             "\n  gloo aborts a rank whose receive is smaller than the message that comes for it, "

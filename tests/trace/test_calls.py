@@ -134,5 +134,9 @@ def test_places_show_the_line_itself_and_call_a_cell_by_its_number(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     assert shown("/tmp/ipykernel_1/2.py:2") == "cell [5], line 2: dist.recv(x, 1)"
+    sent = p101.MisuseError("changed: send() at /tmp/ipykernel_1/2.py:2: dist.send(x), see a.py:3", 0)
+    assert str(sent) == "changed: send() at cell [5], line 2: dist.send(x), see a.py:3"
+    raised = p101.RankFailed('  File "/tmp/ipykernel_1/2.py", line 2, in f\n  File "a.py", line 3', 0)
+    assert str(raised) == '  cell [5], line 2, in f\n  File "a.py", line 3'
     assert shown("no/such/file.py:3") == "no/such/file.py:3"
     assert shown("?") == "?"
