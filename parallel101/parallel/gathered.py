@@ -10,7 +10,6 @@ The next layer is fetched while one computes: two are whole at a time. Source: R
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel101.collectives import all_gather
 from parallel101.mesh import GroupLike
+from parallel101.parallel.agreement import same_everywhere
 from parallel101.parallel.flat import Flat
 from parallel101.parallel.leaving import Leaving
 from parallel101.trace.spans import span
@@ -56,8 +55,7 @@ class Gathered:
         self.planned = False
         self.ahead: deque[Layer] = deque()
         self.current: Layer | None = None
-        self.in_backward = False
-        self.in_layer = False
+        self.in_backward = self.in_forward = self.in_layer = False
         self.spans = ExitStack()
         model.register_forward_pre_hook(self.begin_forward, prepend=True)  #  before the hooks of others, that they see whole weights
         for layer in layers:
@@ -69,6 +67,7 @@ class Gathered:
 
     def begin_forward(self, model: nn.Module, inputs: Any) -> None:
         self.reset()
+        self.in_forward = True
         self.entered = []
         self.begin(self.plan)
 
@@ -87,17 +86,15 @@ class Gathered:
                 tensor.register_hook(partial(self.enter_backward, layer))
 
     def end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self.in_forward = False
         self.end()
         if not self.planned:
             self.planned = True
-            if self.same_on_all_ranks([self.layers.index(layer) for layer in self.entered]):
+            device = self.flats()[0].shard.device
+            with span("agree"):
+                alike = same_everywhere(str([self.layers.index(layer) for layer in self.entered]), self.group, device)
+            if alike:
                 self.plan = self.entered + [layer for layer in self.layers if layer not in self.entered]
-
-    def same_on_all_ranks(self, numbers: list[int]) -> bool:
-        digest = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "big")
-        device = (self.shared or self.layers[0].flats)[0].shard.device
-        with span("agree"):
-            return len(set(all_gather(torch.tensor([digest], device=device), group=self.group).tolist())) == 1
 
     # ── backward ──
 
@@ -177,7 +174,7 @@ class Gathered:
     def reset(self) -> None:
         """After a step that an error has ended in the middle."""
         self.spans.close()
-        self.current, self.in_backward, self.in_layer = None, False, False
+        self.current, self.in_backward, self.in_forward, self.in_layer = None, False, False, False
         for flat in self.flats():
             if flat.whole is not None:
                 flat.free()

@@ -7,23 +7,25 @@ history.losses, history.plot()        the curve goes on where `resume` took it u
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+class Step(NamedTuple):
+    """What `fit` tells of a step, to its history and to `on_step`: of the whole batch, the same on every rank but for `seconds`."""
+
+    step: int  #  which it was, from 0
+    loss: float  #  mean over the whole batch, before the step's update
+    seconds: float  #  that it took on this rank
+    samples: int  #  in the whole batch
+    tokens: int  #  in it, where its inputs are whole numbers (as a text's are), else 0
+
+
 @dataclass
 class History:
-    """One entry a step, of the whole batch, the same on every rank but for `seconds`.
-
-    Attributes:
-        steps: which step it was, from 0.
-        losses: mean loss over the whole batch, before the step's update.
-        seconds: what the step took on this rank.
-        samples: samples in the whole batch.
-        tokens: tokens in it, where its inputs are whole numbers (as a text's are), else 0.
-    """
+    """All steps, a list for each of what `Step` tells of one."""
 
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -39,12 +41,12 @@ class History:
             return "<History: no steps yet>"
         return f"<History: {len(self)} steps, loss {self.losses[0]:.4g} → {self.losses[-1]:.4g}, {self.rate()}>"
 
-    def add(self, step: int, loss: float, seconds: float, samples: int, tokens: int) -> None:
-        self.steps.append(step)
-        self.losses.append(loss)
-        self.seconds.append(seconds)
-        self.samples.append(samples)
-        self.tokens.append(tokens)
+    def add(self, step: Step) -> None:
+        self.steps.append(step.step)
+        self.losses.append(step.loss)
+        self.seconds.append(step.seconds)
+        self.samples.append(step.samples)
+        self.tokens.append(step.tokens)
 
     def rate(self, last: int = 20) -> str:
         """Tokens a second over the last steps, in words; samples a second where there are no tokens."""

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import all_reduce, pending
-from parallel101.mesh import GroupLike, group_of
+from parallel101.collectives import pending
+from parallel101.mesh import GroupLike
+from parallel101.parallel.arguments import EMPTIED
 from parallel101.parallel.buckets import by_size, check_bucket_bytes, part_of
 from parallel101.parallel.elementwise import check_elementwise
 from parallel101.parallel.flat import Flat, by_kind
@@ -84,7 +85,7 @@ class ShardedTrainer(Trainer):
         self._live = Live()
         self._leaving = Leaving(group)
         self._gathered: Gathered | None = None
-        whole, self._left_out = self._owned, set[str]()
+        whole = self._owned
         if stage == 3:
             self._flats = self._by_layer(model, whole, layers, overlap)
         else:
@@ -93,8 +94,9 @@ class ShardedTrainer(Trainer):
             self._flats = [self._flat(names) for names in by_size(whole, bucket_bytes)]
             self._as_ready = AsReady(self._flats, self._leaving, overlap)
         self._state = ShardedState(self.optimizer, whole, self._flats, group)
-        self._names = list(whole)
         self._owned = self._state.pieces
+        if stage == 3:
+            EMPTIED.update(model.modules())
 
     def _flat(self, parameters: Mapping[str, nn.Parameter]) -> Flat:
         return Flat(parameters, self._group, self._live, weights=self.stage < 3, gradients=self.stage < 2)
@@ -110,7 +112,6 @@ class ShardedTrainer(Trainer):
 
     def _zero_grad(self) -> None:
         super()._zero_grad()
-        self._left_out = set()
         self._live.begin()
         self._leaving.drop()
         for flat in self._flats:
@@ -123,7 +124,7 @@ class ShardedTrainer(Trainer):
             with lent_weights(self._gathered, self.autocast) if torch.is_grad_enabled() else nullcontext():
                 return super()._loss(inputs, targets)
         except RuntimeError as error:
-            if self._gathered.in_layer:
+            if self._gathered.in_layer or not self._gathered.in_forward:
                 raise
             raise RuntimeError(
                 f"{error}. This was between two layers: if a weight was used there, it was empty, for on stage 3 it is whole only in the "
@@ -143,13 +144,6 @@ class ShardedTrainer(Trainer):
             flat.give_gradients()
         reached = set().union(*(flat.reached for flat in self._flats))
         self._unused = [name for name in self._names if name not in reached]
-
-    def _leave_out_unused(self) -> None:
-        mine = torch.tensor([name in self._unused for name in self._names], dtype=torch.int32, device=self.device)
-        counts = all_reduce(mine, group=self._samples).tolist()
-        self._left_out = {name for name, by in zip(self._names, counts) if by == group_of(self._samples).size}
-        for name in self._left_out & self._owned.keys():
-            self._owned[name].grad = None
 
     def _gradient_norm(self) -> Tensor:
         mine = super()._gradient_norm()
@@ -202,8 +196,8 @@ class ShardedTrainer(Trainer):
     def _optimizer_state(self) -> dict[str, Any]:
         return self._state.whole()
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        self._state.load(state)
+    def _optimizer_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return self._state.to_load(saved)
 
     # ── who holds what ──
 

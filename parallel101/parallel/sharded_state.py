@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from parallel101.collectives import all_gather, gather
 from parallel101.mesh import GroupLike, group_of
 from parallel101.parallel.flat import Flat
+from parallel101.parallel.optimizers import names_by_group, to_load, told
 
 
 class ShardedState:
@@ -34,9 +35,8 @@ class ShardedState:
         self.shapes = {name: shape for flat in flats for name, shape in flat.shapes.items()}
         self.spans = {name: span for flat in flats for name, span in flat.spans.items()}
         self.pieces = {name: piece for flat in flats for name, piece in flat.pieces.items()}
-        names = {id(p): name for name, p in whole.items()}
-        self.names = [[names[id(p)] for p in options["params"]] for options in optimizer.param_groups]
-        state = {names[id(p)]: of_one for p, of_one in optimizer.state.items()}  #  Adagrad's is there from the start
+        self.names = names_by_group(optimizer, whole)
+        state = {name: optimizer.state[p] for name, p in whole.items() if p in optimizer.state}  #  Adagrad's is there from the start
         optimizer.state.clear()
         for options, in_group in zip(optimizer.param_groups, self.names):
             options["params"] = [self.pieces[name] for name in in_group if name in self.pieces]
@@ -53,35 +53,23 @@ class ShardedState:
 
     def whole(self) -> dict[str, Any]:
         """As `optimizer_state` tells it on one process, on the first rank; the others get a dict without state. Collective."""
-        mine = {}
+        mine: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         for name, piece in self.pieces.items():
             state = self.optimizer.state.get(piece, {})
             cut = {key for key, value in state.items() if is_cut(key, value, piece.shape)}
             mine[name] = ({key: state[key] for key in cut}, {key: value for key, value in state.items() if key not in cut})
-        state = {}
-        told = tell_first(mine, self.group, self.device)
+        whole = {}
+        of_all = tell_first(mine, self.group, self.device)
         for name, shape in self.shapes.items():
-            parts = [pieces[name] for pieces in told if name in pieces]
+            parts = [pieces[name] for pieces in of_all if name in pieces]
             if parts and any(parts[0]):
                 joined = {key: torch.cat([cut[key] for cut, _ in parts]).view(shape) for key in parts[0][0]}
-                state[name] = {**joined, **parts[0][1]}
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        return {"state": state, "groups": [{"names": names, **group} for names, group in zip(self.names, options)]}
+                whole[name] = {**joined, **parts[0][1]}
+        return told(self.optimizer, self.names, whole)
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Take up what `whole` or `optimizer_state` told. Raises ValueError where the parameters differ."""
-        options = {name: group for group in saved["groups"] for name in group["names"]}
-        missing = [name for name in self.shapes if name not in options]
-        if missing:
-            raise ValueError(f"the checkpoint knows no optimizer state of {missing[0]!r}: was it saved with another model?")
-        mine = [[name for name in names if name in self.pieces] for names in self.names]
-        numbers = {name: i for i, name in enumerate(name for names in mine for name in names)}
-        groups = []
-        for names, of_group in zip(self.names, mine):
-            kept = {key: value for key, value in options[names[0]].items() if key != "names"}
-            groups.append({**kept, "params": [numbers[name] for name in of_group]})
-        state = {numbers[name]: self.cut(name, saved["state"][name]) for name in numbers if name in saved["state"]}
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    def to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank's optimizer takes of what `whole` or `optimizer_state` told; see optimizers.py."""
+        return to_load(self.optimizer, self.names, saved, self.pieces, self.cut)
 
 
 def is_cut(key: str, value: Any, shape: Sequence[int]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,19 +19,21 @@ from torch.optim import Optimizer
 
 from parallel101.collectives import all_gather, all_reduce
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.parallel.agreement import check_or_copy
-from parallel101.parallel.checkpoint import read_checkpoint, write_checkpoint
+from parallel101.parallel.agreement import check, check_or_copy
+from parallel101.parallel.arguments import check_batch, check_depends, check_loss, check_model, check_options
+from parallel101.parallel.checkpoint import shape_of
 from parallel101.parallel.history import History
 from parallel101.parallel.loop import Loop
 from parallel101.parallel.memory import Holdings, storage_bytes
-from parallel101.parallel.optimizers import build_optimizer, load_optimizer_state, optimizer_state
+from parallel101.parallel.optimizers import build_optimizer, names_by_group, optimizer_state, to_load
+from parallel101.parallel.saving import Saving
 from parallel101.trace.spans import span
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
 
-class Trainer(Loop):
+class Trainer(Loop, Saving):
     """The base of all trainers. On its own it is one rank's: it sends nothing but counts and losses, and expects nobody else to train.
 
     Args:
@@ -55,7 +56,8 @@ class Trainer(Loop):
                                  `_agree` asks whether all have, and leaves those without a gradient, as one process would
         `_gradient_norm()`       of all gradients of the model together
         `_apply()`               the optimizer's step, and what must follow it
-        `gradients()`, `state_dict()`, `_load_model(…)`, `_optimizer_state()`, `_load_optimizer(…)`   the whole model's, on any layout
+        `gradients()`, `state_dict()`, `_load_model(…)`, `_optimizer_state()`   the whole model's, on any layout
+        `_optimizer_to_load(…)`  what this rank's optimizer takes of a saved state; it changes nothing, so that `resume` can check all first
         `_holdings()`            kind → tensors that this rank holds, for `describe()`
         `_moments()`, `_notes()` kind → bytes that it held at most for a moment in the last step; sentences; for `describe()` too
 
@@ -77,10 +79,7 @@ class Trainer(Loop):
         autocast: torch.dtype | None = None,
         sync: bool = False,
     ):
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise ValueError(f"accumulate={accumulate!r}: expected the number of microbatches a step, 1 or more")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm!r}: expected the largest norm that the gradients may have, above 0, or None")
+        check_options(loss_fn, clip_norm, accumulate, autocast)
         self.model, self.loss_fn = model, loss_fn
         self.clip_norm, self.accumulate, self.autocast = clip_norm, accumulate, autocast
         self.group: Group = group_of(group)
@@ -89,12 +88,16 @@ class Trainer(Loop):
         self.position: int = self.group.position
         self._group = group  #  what the collectives are given
         self._samples: GroupLike = group
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = check_model(model, self.group)
         with span("agree"):
-            check_or_copy(model, group, sync)
+            check_or_copy(model, group, self.device, sync)
+        self._shapes = {name: shape_of(value) for name, value in model.state_dict().items()}  #  of the whole model's, cut or not
         self._owned: dict[str, nn.Parameter] = self._cut(model)
         self.optimizer = build_optimizer(optimizer, self._owned)
+        self._names = list(self._owned)  #  of what is trained, wherever it is
         self._unused: list[str] = []
+        self._left_out: set[str] = set()
+        self._first = True
         self.steps = 0
         self.history = History()
 
@@ -109,12 +112,14 @@ class Trainer(Loop):
         Raises, on every rank alike, ValueError where a rank has fewer samples than microbatches, and FloatingPointError where the loss
         of some rank is not finite: no weight has been changed then.
         """
-        if len(inputs) != len(targets):
-            raise ValueError(f"inputs have {len(inputs)} samples along dim 0 and targets {len(targets)}: expected as many")
+        check_batch((inputs, targets))
         samples = self._counts(len(inputs))
         self._zero_grad()
         loss = self._forward_backward(inputs, targets, sum(samples))
         whole = self._agree(loss)
+        if self._first:
+            self._check_buffers()
+            self._first = False
         with span("optimizer"):
             if self.clip_norm is not None:
                 norm = self._gradient_norm()
@@ -129,6 +134,7 @@ class Trainer(Loop):
         for i, (x, y) in enumerate(zip(inputs.tensor_split(self.accumulate), targets.tensor_split(self.accumulate))):
             with span("forward", microbatch=i):
                 loss = self._loss(x, y) * (len(x) / total)
+            check_depends(loss)
             with span("backward", microbatch=i):
                 self._backward(loss, last=i == last)
             parts.append(loss.detach())
@@ -138,13 +144,10 @@ class Trainer(Loop):
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            loss = self.loss_fn(self.model(inputs), targets)
-        if not isinstance(loss, Tensor) or loss.dim():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ValueError(f"loss_fn gave {what}: expected the mean over the samples, a tensor without dims")
-        return loss
+            return check_loss(self.loss_fn(self.model(inputs), targets))
 
     def _zero_grad(self) -> None:
+        self._left_out = set()
         self.optimizer.zero_grad()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -192,13 +195,20 @@ class Trainer(Loop):
             )
         return math.fsum(parts)
 
+    def _check_buffers(self) -> None:
+        if next(self.model.buffers(), None) is not None:
+            advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
+            with span("agree"):
+                check(self.model.named_buffers(), self._group, self.device, "the first step changed buffers, and not alike", advice)
+
     def _leave_out_unused(self) -> None:
         """A parameter that no sample of any rank reached keeps no gradient; one that some rank's did reach has theirs."""
-        names = list(self._owned)
-        mine = torch.tensor([name in self._unused for name in names], dtype=torch.int32, device=self.device)
-        for name, by in zip(names, all_reduce(mine, group=self._samples).tolist()):
-            if by == group_of(self._samples).size:
-                self._owned[name].grad = None
+        unused = set(self._unused)
+        mine = torch.tensor([name in unused for name in self._names], dtype=torch.int32, device=self.device)
+        counts = all_reduce(mine, group=self._samples).tolist()
+        self._left_out = {name for name, by in zip(self._names, counts) if by == group_of(self._samples).size}
+        for name in self._left_out & self._owned.keys():
+            self._owned[name].grad = None
 
     # ── the whole model, on any layout ──
 
@@ -219,36 +229,8 @@ class Trainer(Loop):
     def _optimizer_state(self) -> dict[str, Any]:
         return optimizer_state(self.optimizer, self._owned)
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        load_optimizer_state(self.optimizer, self._owned, state)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write all that is needed to go on: weights, optimizer state, steps, history. Collective; the first rank writes, atomically.
-
-        Any trainer on any number of ranks can `resume` it. Raises OSError on every rank where the file could not be written.
-        """
-        content = {
-            "model": self.state_dict(),
-            "optimizer": self._optimizer_state(),
-            "steps": self.steps,
-            "history": self.history.as_dict(),
-        }
-        problem: Exception | None = None
-        if self.position == 0:
-            try:
-                write_checkpoint(path, content)
-            except (OSError, RuntimeError) as error:
-                problem = error
-        if any(self._of_all(problem is not None, group=self._group)[0]):
-            raise OSError(f"rank {self.group.ranks[0]} could not save to {path}: {problem or 'its own message says why'}") from problem
-
-    def resume(self, path: str | os.PathLike) -> int:
-        """Go on from what `save` wrote, by whatever trainer on however many ranks; returns the number of steps that were taken."""
-        content = read_checkpoint(path)
-        self._load_model(content["model"])
-        self._load_optimizer(content["optimizer"])
-        self.steps, self.history = content["steps"], History(**content["history"])
-        return self.steps
+    def _optimizer_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return to_load(self.optimizer, names_by_group(self.optimizer, self._owned), saved, self._owned)
 
     # ── who holds what ──
 

@@ -2,7 +2,7 @@
 
 with LiveLoss() as live:                                     the notebook: draws, a few times a second
     p101.launch(train, live, world_size=2)
-        …  live.add("2 ranks", step, loss)  …                a rank: appends a line to a file that both know
+        …  trainer.fit(batches, on_step=live.curve("2 ranks"))  …        a rank: appends a line to a file that both know
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from parallel101.viz.scene import Scene
 
@@ -35,6 +37,15 @@ DASHES = (
 LINES = {"light": ("#3B5BDB", "#882255", "#117733", "#B3480F", "#5B3E96"), "dark": ("#8EA2FF", "#E687B4", "#5FC486", "#F0955A", "#B79BEA")}
 
 Curve = Sequence[tuple[float, float]]  #  (step, loss)
+
+
+class Step(Protocol):
+    """What a trainer's `fit` tells of a step."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
 
 
 class Losses(Protocol):
@@ -143,6 +154,15 @@ class LiveLoss:
         """One more point of a curve; from any rank. A line is written at once and whole, so that ranks do not mix theirs."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps([name, step, loss]) + "\n")
+
+    def curve(self, name: str, rank: int = 0) -> Callable[[Step], None]:
+        """What `fit` takes as `on_step`: every step adds its loss to this curve. All ranks may have it, and only `rank` writes."""
+
+        def on_step(step: Step) -> None:
+            if not dist.is_initialized() or dist.get_rank() == rank:
+                self.add(name, step.step, step.loss)
+
+        return on_step
 
     def __enter__(self) -> LiveLoss:
         if in_notebook():

@@ -92,9 +92,7 @@ def fifty_steps(autocast=None, trainer_class=DataParallelTrainer, **options):
     tokenizer = CharTokenizer(text := read_text())
     batches = TextBatches(tokenizer.encode(text), batch=6, context=16)
     model = GPT(GPTConfig(tokenizer.vocabulary, context=16, layers=2, heads=2, width=32))
-    trainer = trainer_class(
-        model, next_token_loss, lambda p: torch.optim.AdamW(p, lr=3e-3), clip_norm=1.0, autocast=autocast, **options
-    )
+    trainer = trainer_class(model, next_token_loss, lambda p: torch.optim.AdamW(p, lr=3e-3), clip_norm=1.0, autocast=autocast, **options)
     history = trainer.fit(batches, until=50, progress=False)
     held_out = trainer.evaluate([batches(step) for step in range(1000, 1004)])
     return history.losses, held_out, trainer.state_dict()

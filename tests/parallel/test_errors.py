@@ -34,7 +34,7 @@ def raised(call, *args, **kwargs):
 
 def changed(where):
     """A model that differs on rank 1 in what `where` names."""
-    model = nn.Sequential(MLP([3, 4, 2]), nn.BatchNorm1d(2))
+    model = nn.Sequential(MLP([3, 4, 2]), nn.BatchNorm1d(2).eval())
     if dist.get_rank() == 1 and where:
         with torch.no_grad():
             model.get_submodule(where.rpartition(".")[0]).__getattr__(where.rpartition(".")[2]).view(-1)[-1] += 1
@@ -48,7 +48,7 @@ def models_that_differ():
     errors["depth"] = raised(trainer, MLP([3, 4, 2] if rank else [3, 4, 2, 2]))
     errors["dtype"] = raised(trainer, MLP([3, 4, 2], dtype=torch.float64 if rank == 1 else None), sync=True)
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     errors["unseeded"] = raised(trainer, model)
     together = trainer(model, sync=True)
     return errors, [weight.tolist() for weight in together.state_dict().values()]

@@ -14,6 +14,7 @@ import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.parallel.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.parallel.data import DataParallelTrainer
+from parallel101.parallel.history import Step
 
 STEPS = 8
 
@@ -94,7 +95,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path):
     path = tmp_path / "other.pt"
     other = DataParallelTrainer(MLP([4, 9, 4]), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
     other.save(path)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(ValueError, match=r"another model's: 'layers\.0\.weight' is \(9, 4\) there and \(8, 4\) here"):
         build().resume(path)
 
 
@@ -107,9 +108,9 @@ def where_nobody_can_write(path):
 
 def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
     first, second = p101.launch(where_nobody_can_write, tmp_path / "no folder" / "run.pt", world_size=2).results
-    assert "rank 0 could not save to" in first
     assert "No such file" in first
     assert "rank 0 could not save to" in second
+    assert "No such file" in second
     with pytest.raises(FileNotFoundError):
         write_checkpoint(tmp_path / "no folder" / "x", {})
 
@@ -144,7 +145,7 @@ def test_history_tells_and_plots(capsys):
     assert trainer.fit(map(batch, [3]), progress=False) is history
     assert len(history) == 4
     assert "3/3" not in capsys.readouterr().err
-    trainer.history.add(4, 1.0, 0.5, 10, 640)
+    trainer.history.add(Step(4, 1.0, 0.5, 10, 640))
     assert "tokens/s" in trainer.history.rate(last=1)
 
 

@@ -64,7 +64,7 @@ def wrong_checkpoints(path):
         trainer.resume(f"{path}.{trainer.position}")
     content["model"].pop("norm.bias")
     torch.save(content, f"{path}.{trainer.position}")
-    with pytest.raises(RuntimeError, match=r"norm\.bias"):
+    with pytest.raises(ValueError, match=r"has no 'norm\.bias'"):
         trainer.resume(f"{path}.{trainer.position}")
 
 
