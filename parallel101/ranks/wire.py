@@ -10,6 +10,7 @@ a gigabyte needs a gigabyte, and not two.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import mmap
 import pickle
@@ -17,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -56,6 +58,17 @@ def _tensor(storage, dtype, offset, shape, stride, requires_grad) -> torch.Tenso
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).requires_grad_(requires_grad)
 
 
+def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseException:
+    """An exception as it was, also one whose __init__ wants something else than what it hands on to Exception (pickle's own way fails)."""
+    try:
+        error = cls(*args)
+    except Exception:
+        error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
 class _Pickler(cloudpickle.Pickler):
     def __init__(self, file, buffers):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
@@ -70,6 +83,10 @@ class _Pickler(cloudpickle.Pickler):
             storage = tensor.untyped_storage()
             memory = self.memories.setdefault(storage.data_ptr() if storage.nbytes() else id(storage), _Memory(storage))
             return _tensor, (memory, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), wants_grad)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)  #  torch's config modules: cloudpickle knows modules of the plain type only
+        if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
+            return _exception, (type(obj), obj.args, obj.__dict__)
         return super().reducer_override(obj)
 
 

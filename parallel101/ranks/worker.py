@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from parallel101.backends import real
 from parallel101.backends.record import Ledger
+from parallel101.errors import named
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import Wire, unpack
@@ -153,21 +154,21 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
         raise TypeError(
             f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be handed back: {error}. "
             "Return tensors, numbers, strings and containers of them."
-        ) from error
+        ) from None
 
 
 def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger | None = None) -> None:
     """Send an exception with its traceback; one that can't be pickled goes as its text."""
     from parallel101.ranks.wire import pack
 
-    text = "".join(traceback.format_exception(type(error), error, _outside(error)))
+    headline, text = named(error), story(error)
     #  an exception's frames hold tensors and groups: it travels without them
     error.__traceback__ = None
     try:
-        packed = pack((rank, error, text))
+        packed = pack((rank, error, headline, text))
         unpack(*packed)
     except Exception:
-        packed = pack((rank, RuntimeError(f"{type(error).__name__}: {error}"), text))
+        packed = pack((rank, RuntimeError(headline), headline, text))
     if ledger is not None:
         ledger.close()
         with contextlib.suppress(Exception):
@@ -175,12 +176,23 @@ def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger |
     wire.send_packed(b"x", *packed)
 
 
-def _outside(error: BaseException):
-    """The error's traceback from the program's own first frame on: what called it is no part of what went wrong."""
+def story(error: BaseException) -> str:
+    """The error's traceback from the program's own first frame on: what called it is no part of what went wrong. Nothing, where that
+    is all there is."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and is_inside(tb.tb_frame.f_code.co_filename):
+    while tb is not None and is_inside(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
-    return tb
+    if tb is None and not _ours(error):
+        tb = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, tb)).rstrip() if tb is not None else ""
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether an error was raised where the program is called: arguments that its function does not take, a result that can't travel."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
 
 
 # ---- a new process makes itself at home ----

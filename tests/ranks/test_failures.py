@@ -54,20 +54,51 @@ def test_an_exception_on_one_rank_while_the_others_wait(backend, trace):
     assert "worker.py" not in str(error), "and not the library's own frames"
 
 
+class Particular(Exception):
+    """Its __init__ wants something else than what it hands on."""
+
+    def __init__(self, one, two):
+        super().__init__("particular words")
+        self.both = one + two
+
+
+class Stubborn(Particular):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_an_exception_arrives_as_what_it_is_whatever_its_init_wants(world):
+    def program():
+        raise Particular(1, 2)
+
+    error = fails(p101.RankFailed, program, backend=world)
+    assert str(error).startswith(f"rank {error.rank} raised Particular: particular words\n")
+    assert (type(error.__cause__), error.__cause__.both) == (Particular, 3)
+
+
 def test_an_exception_that_cannot_be_pickled_still_arrives_as_text():
-    class Stubborn(Exception):
-        def __init__(self, one, two):
-            super().__init__("stubborn words")
-
-        def __reduce__(self):
-            raise RuntimeError("no")
-
     def program():
         raise Stubborn(1, 2)
 
     error = fails(p101.RankFailed, program)
-    assert "Stubborn" in str(error)
-    assert "stubborn words" in str(error)
+    assert str(error).startswith(f"rank {error.rank} raised Stubborn: particular words\n")
+
+
+def test_an_exception_without_words_is_named_alone():
+    def program():
+        if dist.get_rank() == 1:
+            raise AssertionError
+
+    error = fails(p101.RankFailed, program)
+    assert str(error).startswith("rank 1 raised AssertionError\n\nTraceback")
+
+
+def test_what_the_function_does_not_take_is_said_without_a_traceback_of_ours():
+    with pytest.raises(p101.RankFailed) as raised:
+        p101.launch(lambda x: x, world_size=2)
+    assert "missing 1 required positional argument: 'x'" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("death", "code"), [(lambda: os._exit(3), 3), (lambda: os._exit(0), 0), (lambda: os.kill(os.getpid(), 9), -9)])
@@ -267,6 +298,7 @@ def test_a_result_that_cannot_be_pickled(world):
     assert error.rank == 1
     assert "generator" in str(error)
     assert "can't be pickled" in str(error)
+    assert "Traceback" not in str(error), "nothing but our own frames"
 
 
 def waits_twice():

@@ -91,6 +91,15 @@ def test_a_class_of_the_callers_comes_back_as_that_class():
     assert [type(point) is Point for point in results] == [True, True]
 
 
+def test_a_variable_called_as_a_module_of_torchs_does_no_harm():
+    """cloudpickle takes `dist` and `config` for the module torch.distributed.config, of a type that it can't pickle."""
+    import torch.distributed.config  # noqa: F401
+
+    space = {"dist": dist, "config": 5}
+    exec("def program():\n    return config + dist.get_rank()", space)
+    assert p101.launch(space["program"], world_size=2).results == [5, 6]
+
+
 def test_ranks_see_the_callers_folder_and_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
