@@ -93,7 +93,8 @@ def in_words(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {', '.join(map(in_words, value[:4])) or 'nothing'}{' …' if len(value) > 4 else ''}"
+        parts = [in_words(part) if isinstance(part, Tensor) else type(part).__name__ for part in value[:4]]
+        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}{', …' if len(value) > 4 else ''}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 

@@ -19,6 +19,7 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
     """Write `content` (tensors, numbers, strings, in dicts and lists) to `path`, atomically. Raises OSError where that can't be."""
+    check_place(path)
     path = Path(path)
     part = path.with_name(path.name + ".part")
     try:

@@ -23,7 +23,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     One that can't be built again from `type(optimizer)(param_groups)` can't be tried, and is taken at its word.
     """
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
+    for group in (group for group in optimizer.param_groups if group["params"]):
         like: Tensor = group["params"][0]
         generator = torch.Generator().manual_seed(0)
         scale = torch.logspace(-1, 1, ROWS)[:, None]  #  rows of unlike size: the norm of some is not that of all

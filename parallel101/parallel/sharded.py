@@ -34,6 +34,11 @@ from parallel101.parallel.sharded_state import ShardedState
 from parallel101.parallel.trainer import LossFn, OptimizerFn, Trainer
 from parallel101.trace.spans import span
 
+WHOLE = (
+    "on stage 3 it is whole only in the forward of a module that has it. layers=(…) names the types that are gathered one at a time; "
+    "what lies in none of them is whole for the model's whole forward"
+)
+
 
 class ShardedTrainer(Trainer):
     """Trains one model on all ranks of a group, each with its share of the batch and of the memory; equal to one process.
@@ -126,17 +131,19 @@ class ShardedTrainer(Trainer):
         except RuntimeError as error:
             if self._gathered.in_layer or not self._gathered.in_forward:
                 raise
-            raise RuntimeError(
-                f"{error}. This was between two layers: if a weight was used there, it was empty, for on stage 3 it is whole only in the "
-                "forward of a module that has it. layers=(…) names the types that are gathered one at a time; what lies in none of them "
-                "is whole for the model's whole forward"
-            ) from error
+            raise RuntimeError(f"{error}. This was between two layers: if a weight was used there, it was empty, for {WHOLE}") from error
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        if self._gathered:
+        if self._gathered is None:
+            return self._as_ready.backward(loss, complete=last or self.stage == 2)
+        try:
             self._gathered.backward(loss)
-        else:
-            self._as_ready.backward(loss, complete=last or self.stage == 2)
+        except RuntimeError as error:
+            if "got [0] but expected shape" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error}. A weight was empty where it was used (a penalty in the loss, for example), for {WHOLE}"
+            ) from error
 
     def _synchronise(self) -> None:
         self._leaving.finish()
