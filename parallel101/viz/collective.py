@@ -21,7 +21,7 @@ from parallel101.viz.story import step_sentence
 from parallel101.viz.strip import draw_strip
 from parallel101.viz.tempo import Tempo
 from parallel101.viz.traffic import draw_traffic
-from parallel101.viz.words import NO_ORIGIN, TOO_MANY, Words
+from parallel101.viz.words import NO_ORIGIN, NOT_KEPT, TOO_MANY, Words
 
 MOST_RANKS, MOST_MESSAGES, MOST_CHUNKS, MOST_STRIPED_RANKS = 64, 2000, 16, 17
 
@@ -70,7 +70,8 @@ def collective_scene(
     if history.known:
         draw_matrix(scene, history, tempo)
     else:
-        draw_traffic(scene, history, tempo, TOO_MANY if too_many else NO_ORIGIN)
+        kept = any(m.payload is not None for m in history.messages)
+        draw_traffic(scene, history, tempo, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
     draw_strip(scene, history, tempo)
     return scene
 
@@ -83,8 +84,8 @@ def _captions(scene: Scene, tempo: Tempo, words: Words) -> None:
         group = panel.add("g")
         if scene.duration:
             group.show((begin, end))
-        room = 884 - 6.5 * len(fact)
-        group.add("text", text, x=28, y=64, font_size=min(14.0, 14 * room / (7.7 * len(text))), class_="w b" if wrong else "m")
+        room, width = 884 - 6.8 * len(fact), (8.7 if wrong else 7.7) * len(text)  #  in fonts as wide as DejaVu Sans
+        group.add("text", text, x=28, y=64, font_size=min(14.0, 14 * room / width), class_="w b" if wrong else "m")
         if fact:
             group.add("text", fact, x=932, y=64, font_size=13, class_="m e")
 

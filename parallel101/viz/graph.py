@@ -103,7 +103,7 @@ def _step_ring(panel: Node, history: History, tempo: Tempo, phases: list[str]) -
             f"A{radius:.1f} {radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} {y - radius * math.cos(b):.1f}"
         )
         panel.add("path", d=d, class_="arc", style="stroke:var(--faint)")
-        colour = "ink" if phases[s] == phases[0] else "accent"
+        colour = "ink" if history.adds(s) else "accent"
         panel.add("path", d=d, class_="arc", style=f"stroke:var(--{colour})").show((tempo.start(s), tempo.duration + 1))
         text = panel.add("g").show((tempo.start(s), tempo.start(s + 1)))
         text.add("text", "step", x=x, y=y - 29 * big, font_size=12 if central else 11, class_="m c")

@@ -52,6 +52,10 @@ class History:
         """The messages of a step, by their index."""
         return [i for i, s in enumerate(self.step) if s == step]
 
+    def adds(self, step: int) -> bool:
+        """Whether something that arrives in a step is added to what was there."""
+        return self.known and any(landing.added for i in self.in_step(step) for landing in self.landings[i])
+
     def sent_bytes(self, step: int) -> dict[int, int]:
         """Bytes each rank has sent after `step`."""
         sent = dict.fromkeys(self.ranks, 0)

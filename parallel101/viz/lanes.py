@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from parallel101.trace.events import P2P, Event, Trace
 from parallel101.viz.scene import Node, Scene
-from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_lanes, time_axis
+from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_entries, span_lanes, time_axis
 from parallel101.viz.units import human_bytes, human_seconds
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
@@ -184,7 +184,7 @@ def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
         class_="m",
     )
     x, kinds = 28.0, {e.kind for e in trace.events}
-    entries = [(name, f"f{colour}") for name, colour in list(colours.items())[:6]] + [("waits", "idle")]
+    entries = [*span_entries(colours), ("waits", "idle")]
     entries += [(label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds]
     entries += [("collective", "together")] * bool(kinds - P2P - {"span"})
     for label, class_ in entries:

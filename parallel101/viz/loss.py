@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from parallel101.viz.scene import Scene
+from parallel101.viz.units import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 EVERY = 0.25  #  seconds between two drawings
@@ -81,10 +82,11 @@ def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "T
         return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
 
     scene.add("text", title, x=28, y=40, class_="h")
-    for k in range(5):
-        y = at(0, high * k / 4)[1]
+    tick = round_step(high, 5)
+    for k in range(int(high / tick) + 1):
+        y = at(0, k * tick)[1]
         scene.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)
-        scene.add("text", f"{high * k / 4:.2g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
+        scene.add("text", f"{k * tick:.6g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
     scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
     scene.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
     labels = sorted((at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line)

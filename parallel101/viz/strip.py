@@ -15,7 +15,7 @@ STYLE = (
 
 
 def draw_strip(scene: Scene, history: History, tempo: Tempo) -> None:
-    """Add the record's own time. Grey was added on arrival, blue was not."""
+    """Add the record's own time. Grey was added on arrival, blue was not, as in the ring of steps."""
     if not history.messages:
         return
     scene.style += STYLE
@@ -39,10 +39,11 @@ def draw_strip(scene: Scene, history: History, tempo: Tempo) -> None:
     bottom = TOP + row * len(senders)
     cursor = bars.add("path", d=f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", class_="now")
     cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(real), 0.0)) for t, real in tempo.cursor())])
-    virtual = history.trace.backend == "sim"
+    clock = "every send, " + ("on the virtual clock" if history.trace.backend == "sim" else "as recorded")
+    legend = clock + "; grey is added on arrival, blue is not" if all(paths.values()) else clock
     for text, place, anchor, shift in (
         ("0", LEFT, "", 0),
-        ("every send, on the virtual clock" if virtual else "every send, as recorded", LEFT + WIDTH / 2, " c", -240),
+        (legend, LEFT + WIDTH / 2, " c", -240),
         (human_seconds(span), LEFT + WIDTH, " e", -480),
     ):
         scene.panel(narrow=f"translate({shift},334)").add("text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor)

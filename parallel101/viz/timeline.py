@@ -15,11 +15,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 from parallel101.trace.events import P2P, Event, Trace
 from parallel101.viz.scene import Node, Scene
-from parallel101.viz.units import human_bytes, human_seconds, listed
+from parallel101.viz.units import human_bytes, human_seconds, listed, round_step
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
 MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3
-HOUSE_COLOURS = {"forward": 0, "backward": 1, "backward input": 1, "backward weight": 2, "input grad": 1, "weight grad": 2}
+HOUSE_COLOURS = {
+    "forward": 0,
+    "layer forward": 0,
+    "backward": 1,
+    "layer backward": 1,
+    "backward input": 1,
+    "input grad": 1,
+    "backward weight": 2,
+    "weight grad": 2,
+    "gradient ready": 3,
+    "optimizer": 5,
+}
 STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.together{fill:var(--ink)}.row{fill:var(--faint)}"
     ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}"
@@ -101,7 +112,7 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
 
 def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     kinds = {e.kind for e in trace.events}
-    entries = [(name, f"f{colour}") for name, colour in list(colours.items())[:6]]
+    entries = span_entries(colours)
     entries += [(label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds]
     others = sorted(kinds - P2P - {"span"})
     entries += [(listed(others) if len(others) <= 2 else "collective", "together")] if others else []
@@ -136,6 +147,12 @@ def span_colours(spans: Iterable[Event]) -> dict[str, int]:
     free = [c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or list(range(8))
     others = [name for name in names if name not in HOUSE_COLOURS]
     return {name: HOUSE_COLOURS[name] if name in HOUSE_COLOURS else free[others.index(name) % len(free)] for name in names}
+
+
+def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]]:
+    """What a legend says of spans: (name, class), each colour once, by the first name that has it."""
+    first = {colour: name for name, colour in reversed(colours.items())}
+    return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][:most]
 
 
 def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[tuple[int, str, int], list[Bar]]:
@@ -198,8 +215,7 @@ def _arrows(scene: Scene, trace: Trace, x: Callable[[float], float], y: Callable
 def time_axis(scene: Scene, span: float, y: float, left: float, right: float) -> None:
     """Ticks of round times from 0 to `span` seconds, between two x."""
     scene.add("path", d=f"M{left} {y:.1f}H{right}", class_="axis")
-    step = 10 ** math.floor(math.log10(span / 4)) if span > 0 else 1.0
-    step *= next(k for k in (1, 2, 5, 10) if span / (step * k) <= 8)
+    step = round_step(span, 8)
     for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):
         at = left + (right - left) * (k * step / span if span else 0.0)
         scene.add("path", d=f"M{at:.1f} {y:.1f}v5", class_="axis")

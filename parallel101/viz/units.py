@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 
@@ -22,6 +23,14 @@ def human_seconds(seconds: float) -> str:
             digits = 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2
             return f"{value:.{digits}f} {unit}"
     raise AssertionError("unreachable")
+
+
+def round_step(span: float, most: int) -> float:
+    """The distance of an axis's ticks: 1, 2 or 5 times a power of ten, so that at most `most` of them fit into `span`."""
+    if span <= 0:
+        return 1.0
+    step = 10.0 ** math.floor(math.log10(span / most))
+    return step * next(k for k in (1, 2, 5, 10, 20) if span / (step * k) <= most)
 
 
 def listed(items: Iterable[object]) -> str:

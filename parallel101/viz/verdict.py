@@ -80,8 +80,9 @@ class Outcome:
         """The sentence that ends the story."""
         history, op = self.history, self.operation
         if self.faults:
-            more = f" And {len(self.faults) - 2} more." if len(self.faults) > 2 else ""
-            return " ".join(self._tell(fault) for fault in self.faults[:2]) + more
+            told = self.faults if len(self.faults) <= 2 else self.faults[:1]
+            more = f" And {len(self.faults) - 1} more." if len(self.faults) > 2 else ""
+            return " ".join(self._tell(fault) for fault in told) + more
         k = len(history.columns)
         whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
         once = f"with the data of {'both' if len(history.ranks) == 2 else f'all {len(history.ranks)}'} ranks in it once"
@@ -108,9 +109,9 @@ class Outcome:
         chunk = chunk_name(self.history, fault.column)
         if fault.kind == "twice":
             times = {2: "twice", 7: "seven times or more"}.get(fault.times, f"{fault.times} times")
-            return sentence(f"{ranks_are(fault.origins)} in {chunk} {times}, {where}")
+            return sentence(f"{where}, {chunk} has {data_of(fault.origins)} {times}")
         if fault.kind == "missing":
-            return sentence(f"{ranks_are(fault.origins)} missing from {chunk}, {where}")
+            return sentence(f"{where}, {chunk} lacks {data_of(fault.origins)}")
         return sentence(f"elements of different places were added together, {where}")
 
 
@@ -126,5 +127,5 @@ def chunk_name(history: History, column: int) -> str:
     return f"chunk {history.columns[column].label}" if len(history.columns) > 1 else "the sum"
 
 
-def ranks_are(numbers: tuple[int, ...] | list[int]) -> str:
-    return f"{ranks(numbers)} {'is' if len(numbers) == 1 else 'are'}"
+def data_of(numbers: tuple[int, ...] | list[int]) -> str:
+    return f"rank {numbers[0]}'s data" if len(numbers) == 1 else f"the data of {ranks(numbers)}"

@@ -10,9 +10,10 @@ from functools import cached_property
 from parallel101.trace.events import P2P
 from parallel101.viz.history import START, History
 from parallel101.viz.units import human_bytes, listed
-from parallel101.viz.verdict import Outcome, chunk_name, ranks_are
+from parallel101.viz.verdict import Outcome, chunk_name, data_of
 
-NO_ORIGIN = ("These values carry no origin:", "p101.watch(fn) shows what is inside a message.")
+NOT_KEPT = ("What was in the messages was not kept:", "p101.watch(fn) shows whose data it is.")
+NO_ORIGIN = ("These values do not tell whose data is in them:", "p101.watch(fn) follows sums and copies, not means or products.")
 TOO_MANY = ("More ranks or chunks than can be drawn one by one:", "fewer show what is inside a message.")
 
 
@@ -70,14 +71,15 @@ class Words:
         width = next((m.nbytes // len(m.payload) for m in history.messages if m.payload), 0)
         size = human_bytes(width * sum(column.elements for column in history.columns))
         k = len(history.columns)
-        return head + (f" · {size}" if width else "") + (f" in {k} chunks" if k > 1 else "")
+        parts = [size] * bool(width) + [f"{k} chunks"] * (k > 1)
+        return head + (" · " + " in ".join(parts) if parts else "")
 
     def sent(self, step: int) -> str:
         """The line below it: what was sent up to and with a step."""
         sent = self.history.sent_bytes(step)
         most = max(sent.values(), default=0)
         if most == 0:
-            return "nothing sent yet" if self.history.messages else ""
+            return "" if not self.history.messages else "nothing sent yet" if step < 0 else "0 B sent so far"
         if len(set(sent.values())) == 1:
             return f"{human_bytes(most)} sent by each rank so far"
         busiest = [rank for rank, nbytes in sent.items() if nbytes == most]
@@ -95,7 +97,7 @@ class Words:
         if not found:
             return ""
         (rank, column), origins = next(iter(found.items()))
-        return f"On rank {rank}, {ranks_are(origins)} in {chunk_name(self.history, column)} more than once now."
+        return f"On rank {rank}, {chunk_name(self.history, column)} now has {data_of(origins)} more than once."
 
     def _most_before(self, column: int, origin: int, step: int) -> int:
         states = [state for rank in self.history.ranks for state in self.history.cells[rank, column]]

@@ -67,7 +67,7 @@ SHOWN = {  # in the text of a picture
         "reduce-scatter-run": ["Ring reduce-scatter"],
         "hot-root": ["Tree all-reduce"],
         "ring-all-reduce-run": ["Ring all-reduce"],
-        "bug-run": ["Step 3 of 6", "On rank 0, rank 0 is in chunk d more than once now", "Rank 1 is in chunk a twice"],
+        "bug-run": ["Step 3 of 6", "On rank 0, chunk d now has rank 0's data more than once", "On rank 1, chunk a has rank 1's data twice"],
         "all-to-all-run": ["all-to-all"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
         "explorer-run": ["Ring all-reduce"],

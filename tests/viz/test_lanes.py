@@ -97,6 +97,17 @@ def test_any_number_of_ranks_in_any_theme(n, theme):
         assert float(rect.get("y")) + float(rect.get("height")) <= scene.height
 
 
+def test_a_name_has_the_same_colour_in_every_picture_and_a_colour_one_name_in_the_legend():
+    from parallel101.viz.timeline import span_colours, span_entries
+
+    names = ["layer forward", "forward", "gradient ready", "backward", "layer backward", "optimizer", "mine"]
+    drawn = [span_colours([span(0, name, 0.0, 1.0) for name in some]) for some in (names, names[::-1], names[2:5])]
+    assert all(colours[name] == drawn[0][name] for colours in drawn for name in colours if name != "mine")
+    assert drawn[0]["mine"] not in [colour for name, colour in drawn[0].items() if name != "mine"]
+    entries = span_entries(drawn[0])
+    assert len({colour for _, colour in entries}) == len(entries) == 5
+
+
 def test_what_cannot_be_drawn_is_an_error_that_says_why():
     with pytest.raises(ValueError, match=r"no span is called 'stp'; the record has backward, optimizer"):
         lanes_scene(Trace(step(0.0), 2, "gloo"), "stp")

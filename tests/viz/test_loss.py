@@ -29,6 +29,16 @@ def test_a_curve_goes_through_its_points(length):
     assert len(line) <= 1000 and all(a[1] <= b[1] for a, b in zip(line, line[1:], strict=False))
 
 
+@pytest.mark.parametrize("high", [0.0007, 0.3, 1.0, 4.97, 5.066, 11.0, 250.0])
+def test_the_axis_has_round_numbers(high):
+    scene = loss_scene({"1 rank": [(0, high), (9, high / 2)]})
+    texts = [t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("x") == f"{LEFT - 8:g}"]
+    ticks = [float(t.text) for t in texts]
+    assert 3 <= len(ticks) <= 6 and ticks[0] == 0
+    assert all(float(f"{tick:.1e}") == tick for tick in ticks)
+    assert [float(t.get("y")) - 4 for t in texts] == pytest.approx([BOTTOM - (BOTTOM - TOP) * t / (1.05 * high) for t in ticks], abs=0.1)
+
+
 def test_histories_have_labels_that_do_not_touch():
     histories = {f"{n} ranks": SimpleNamespace(steps=[0, 1], losses=[3.0, 1.0 + n / 1000]) for n in range(5)}
     root = ET.fromstring(loss_scene(histories).svg())

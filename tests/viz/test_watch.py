@@ -40,7 +40,7 @@ def test_the_learners_own_function(backend):
 
 def test_the_learners_own_mistake():
     scene = watch(lambda x: ring(x, again=True), 4, backend="sim").animate()
-    assert scene.steps[-1].label.endswith("Rank 0 is in chunk a twice, on every rank.")
+    assert scene.steps[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
 
 
 @pytest.mark.parametrize(("n", "numel"), [(2, 1), (3, 2), (5, 11), (1, 4)])
