@@ -12,7 +12,8 @@ from nbformat import v4, write
 
 from parallel101.publish import LessonFailed, find_lessons, publish, select
 from parallel101.publish.execute import run_notebook
-from parallel101.publish.page import POLICY, Lesson, fetched, lesson_body
+from parallel101.publish.page import POLICY, Lesson, fetched, lesson_body, lesson_page
+from tests.browser.devtools import Browser
 
 PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000") + b"\x1f\x15\xc4\x89"
 
@@ -198,3 +199,27 @@ def test_a_browser_draws_the_page_and_runs_its_script(site, chromium, tmp_path):
     command = [chromium, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", done.written[0].as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     assert BeautifulSoup(dom, "html.parser").find(id="i").get_text() == "42"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_a_page_never_scrolls_sideways_whatever_is_in_it(chromium, tmp_path, width):
+    table = (
+        "| a | b | c |\n|---|---|---|\n"
+        + "| scatter + all-gather | $2\\frac{p-1}{p}n + \\lceil\\log_2 p\\rceil$ | `reduce_broadcast_two_level` |\n"
+    )
+    formula = (
+        "$$T_\\text{flat} = (p-1)(\\alpha + n\\beta) \\qquad T_\\text{tree} = \\lceil\\log_2 p\\rceil(\\alpha + n\\beta) = "
+        + "x + " * 40
+        + "y$$"
+    )
+    code = v4.new_code_cell("x = " + " + ".join(["1"] * 60), outputs=[v4.new_output("stream", text="word" * 100)])
+    cells = [v4.new_markdown_cell("# A\n\n" + table + "\n" + formula), code]
+    made = v4.new_notebook(cells=cells)
+    lesson = Lesson.of("a", made)
+    (tmp_path / "a.html").write_text(lesson_page(lesson, lesson_body(made, tmp_path), 1.0, [lesson]))
+    with Browser(chromium) as browser:
+        browser.resize(width)
+        browser.open((tmp_path / "a.html").as_uri())
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        assert browser.js("document.querySelector('.input_area pre').getClientRects()[0].height") < 40  # a line of code stays a line
