@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel101 as p101
@@ -31,36 +29,11 @@ def build():
     )
 
 
-def run(until=STEPS, start=None, die_at=None, died=None, **saving):
-    def batches(step):
-        if step == die_at and dist.get_rank() == 1:
-            died.write_text(str(time.time()))
-            os._exit(7)
-        return batch(step)
-
+def run(until=STEPS, start=None, **saving):
     trainer = build()
     if start is not None:
         trainer.resume(start)
-    history = trainer.fit(batches, until=until, progress=False, **saving)
-    return history.losses, history.steps, {name: weight.tolist() for name, weight in trainer.state_dict().items()}
-
-
-def test_a_rank_that_dies_ends_fit_with_its_name_and_the_last_save_continues_the_curve(tmp_path):
-    unbroken, steps, weights = run()
-    assert steps == list(range(STEPS))
-    path = tmp_path / "run.pt"
-    died = tmp_path / "died"
-    with pytest.raises(p101.RankFailed) as failed:
-        p101.launch(run, die_at=5, died=died, save_to=path, save_every=2, world_size=3)
-    assert (failed.value.rank, failed.value.exitcode) == (1, 7)
-    assert time.time() - float(died.read_text()) < 2.0, "seconds: the others do not wait for the dead"
-    assert read_checkpoint(path)["steps"] == 4
-    for world_size in (3, 2):
-        for losses, resumed_steps, resumed_weights in p101.launch(run, start=path, world_size=world_size).results:
-            assert resumed_steps == steps
-            torch.testing.assert_close(losses, unbroken, rtol=1e-10, atol=0)
-            torch.testing.assert_close(resumed_weights, weights, rtol=1e-9, atol=1e-12)
-    assert run(start=path)[0] == pytest.approx(unbroken, rel=1e-10), "and without a process group"
+    return trainer.fit(batch, until=until, progress=False, **saving).losses
 
 
 def test_a_save_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -71,7 +44,7 @@ def test_a_save_is_whole_or_not_there(tmp_path, monkeypatch):
             p101.launch(killed_in, name, path, world_size=1)
         assert failed.value.exitcode == 9
         assert read_checkpoint(path)["steps"] == 3
-    assert run(start=path, save_to=path)[0] == run()[0]
+    assert run(start=path, save_to=path) == run()
     assert read_checkpoint(path)["steps"] == STEPS
     assert os.listdir(tmp_path) == ["run.pt"], "and nothing lies about"
 
@@ -108,9 +81,9 @@ def where_nobody_can_write(path):
 
 def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
     first, second = p101.launch(where_nobody_can_write, tmp_path / "no folder" / "run.pt", world_size=2).results
-    assert "No such file" in first
+    assert "there is no folder" in first
     assert "rank 0 could not save to" in second
-    assert "No such file" in second
+    assert first in second
     with pytest.raises(FileNotFoundError):
         write_checkpoint(tmp_path / "no folder" / "x", {})
 
