@@ -12,13 +12,13 @@ from parallel101.publish.page import lesson_body
 from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
-DRAWN = re.compile(r"(\.animate\(|\.timeline\(|[a-z]+_scene\(|sweep\(|Explorer\(|LiveLoss\()")  # in the last statement of a cell
+DRAWN = re.compile(r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|Explorer\(|LiveLoss\()")  # in the last statement of a cell
 
 # What the prose around a cell says of its output, where no assert in the cell itself does.
 SAID = {
     "00_ranks": {
         "hello": [r"\[rank 0\] hello from rank 0 of 4", r"\[rank 3\] hello from rank 3 of 4"],
-        "message-check": [r"you said: +\?", r"it sent: +32 bytes in 1 message", r"it received: 0 bytes"],
+        "message-check": [r"you said: +\?", r"rank 0 sent: +32 bytes in 1 message", r"rank 1 received: +32 bytes"],
         "deadlock-run": ["rank 0 waits in send to rank 1", "rank 1 waits in send to rank 0", "circle: rank 0 → rank 1 → rank 0", "irecv"],
         "deadlock-eager": [r" 4 bytes: fine", r" 400 bytes: fine", r"40000 bytes: deadlock"],
         "isend-changed": ["rank 0 changed a tensor that was still being sent"],
