@@ -58,14 +58,19 @@ def check_model(model: Any, group: Group) -> torch.device:
 
 def check_device(device: torch.device, group: Group) -> None:
     """Raises ValueError where the group's backend has no messages for this device."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group.process_group).split(","))
-    if device.type not in backends or (device.type, backends[device.type]) == (
-        "cuda",
-        "gloo",
-    ):  #  gloo's send and receive know the CPU only
-        name = dist.get_backend(group.process_group)
-        home = ", ".join(sorted(backends.keys() - ({"cuda"} if name == "gloo" else set())))
-        raise ValueError(f"the model is on {device}, and the group's backend {name!r} sends from {home}: move one or choose the other")
+    config = dist.get_backend_config(group.process_group)
+    known = devices(config)
+    if device.type not in known:
+        raise ValueError(
+            f"the model is on {device}, and the group ({config}) sends from {' and '.join(known)} only: move the model before you build "
+            f"the trainer, or choose the other backend (gloo for the CPU, nccl for GPUs)"
+        )
+
+
+def devices(config: str) -> list[str]:
+    """The types of device between which ranks can send: "cpu:gloo,cuda:nccl" → ["cpu", "cuda"]. On gloo the CPU only."""
+    pairs = [part.split(":") for part in config.split(",")]
+    return [device for device, backend in pairs if device == "cpu" or backend != "gloo"]
 
 
 def check_norms(model: nn.Module) -> None:
