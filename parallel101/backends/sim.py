@@ -34,7 +34,7 @@ class Outcome:
 
     results: list[Any]  #  what each rank returned; None where it did not come to that
     errors: dict[int, BaseException]  #  the exception of the rank that failed first, in virtual time
-    events: list[tuple]  #  the fields of trace.events.Event each
+    events: list[tuple]  #  as Trace.from_rows takes them
     groups: dict[str, list[int]]  #  the ranks of each group the events name
     error: DeadlockError | MisuseError | None = field(default=None)
 

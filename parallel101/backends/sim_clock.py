@@ -45,7 +45,7 @@ class World:
         self.now = 0.0
         self.ranks = [Rank(number, self) for number in range(size)]
         self.links = Links(self.at)
-        self.events: list[tuple] = []  #  the fields of an Event each
+        self.events: list[tuple] = []  #  as Trace.from_rows takes them
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
         self.referee = Referee()

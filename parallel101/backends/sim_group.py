@@ -110,10 +110,8 @@ class SimGroup(Messenger):
         return meeting.join(CollectiveWork(self, meeting, spec.kind, told, parts, args, where))
 
 
-class CollectiveWork(SimWork):
+class CollectiveWork(SimWork, dist.Work):
     """One rank's part in a collective."""
-
-    __slots__ = ("args", "given", "group", "kind", "meeting", "parts", "payload", "posted", "seq", "told", "where")
 
     def __init__(self, group: SimGroup, meeting: Meeting, kind: str, told: Told, parts: list[Part], args: Sequence[Any], where: str):
         super().__init__()

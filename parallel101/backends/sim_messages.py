@@ -50,10 +50,13 @@ def contents(pointer: int, nbytes: int) -> bytes:
 class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: anyone of the group."""
 
-    __slots__ = ("dtype", "group", "nbytes", "number", "peer", "pointer", "posted", "shape", "tag", "tensor", "where")
+    __slots__ = (
+        *("dtype", "done", "future", "group", "nbytes", "number", "peer", "pointer", "posted", "rank", "shape", "tag", "tensor", "where"),
+        *("__weakref__", "world"),
+    )
     kind = ""
     group: Messenger
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None  #  None: it is the caller's alone again
     peer: int | None
     tag: int
     where: str
@@ -65,7 +68,7 @@ class MessageWork(SimWork):
     number: int  #  of all that is posted in the run
 
     def result(self) -> list[torch.Tensor]:
-        return [self.tensor]
+        return [] if self.tensor is None else [self.tensor]
 
     def call(self) -> Call:
         group, me = self.group, self.rank.number
@@ -110,14 +113,29 @@ class SendWork(MessageWork):
     def wait(self, timeout: object = None) -> bool:
         if not self.done:
             SimWork.wait(self)
-        if self.version is not None and self.tensor._version != self.version and self.changed():
-            raise self.misused()
-        self.version = None
+        if self.tensor is not None:
+            self.let_go()
         return True
 
+    def is_completed(self) -> bool:
+        done = SimWork.is_completed(self)
+        if done and self.tensor is not None:
+            self.let_go()
+        return done
+
+    def let_go(self) -> None:
+        """From now on the sender may write to its tensor. Did it so before?"""
+        if self.changed():
+            raise self.misused()
+        self.version = None
+        if self.future is None:
+            self.tensor, self.seen = None, b""
+
     def changed(self) -> bool:
-        """The tensor was written since it was sent, or another view of its memory was: is it still the same?"""
-        self.version = self.tensor._version
+        """Whether the tensor is no longer what was sent. (Its version counts what is written to other views of its memory as well.)"""
+        if self.version is None or self.tensor._version == self.version:  # type: ignore[union-attr]
+            return False
+        self.version = self.tensor._version  # type: ignore[union-attr]
         return contents(self.pointer, self.nbytes) != self.seen
 
     def misused(self) -> MisuseError:
@@ -133,7 +151,7 @@ class SendWork(MessageWork):
     def start(self, now: float) -> None:
         """The links are there: the bytes leave."""
         self.started = now
-        if self.version is not None and self.tensor._version != self.version and self.changed():
+        if self.changed():
             self.misused()
         self.data = self.seen if self.nbytes <= WHOLE else string_at(self.pointer, self.nbytes)
 
@@ -151,17 +169,16 @@ class SendWork(MessageWork):
             self.finish()
 
     def deliver(self, receive: RecvWork) -> None:
-        """The bytes enter the receiver's tensor; both events are written."""
+        """The bytes enter the receiver's tensor; the message is written down, both sides in one row (see trace.events)."""
         if self.nbytes:
             memmove(receive.pointer, self.data, self.nbytes)  # type: ignore[arg-type]
         self.data = None
-        src, dst, tag, nbytes, label = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label
-        seq, payload = self.seq, self.payload
-        start, end, shape, dtype = self.started, self.world.now, plain_shape(self.shape), dtype_name(self.dtype)
-        self.world.events += (
-            (src, "send", dst, tag, nbytes, start, end, self.where, self.posted, label, seq, shape, dtype, payload, None, None),
-            (dst, "recv", src, tag, nbytes, start, end, receive.where, receive.posted, label, seq, shape, dtype, payload, None, None),
-        )
+        src, dst, tag, nbytes, group = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label
+        start, end, seq, shape, dtype = self.started, self.world.now, self.seq, plain_shape(self.shape), dtype_name(self.dtype)
+        sent = (self.where, self.posted, group, seq, shape, dtype, self.payload, None, None)
+        self.world.events.append((src, "send", dst, tag, nbytes, start, end, *sent, receive.where, receive.posted))
         receive.done = True
+        if receive.future is None:
+            receive.tensor = None
         if receive.rank.waiting is receive or receive.future is not None:
             receive.finish()

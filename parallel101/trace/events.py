@@ -9,11 +9,15 @@ them, with the counts a lecture asks for. Pictures, grades and predictions read 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import gzip
 import json
+import operator
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +59,18 @@ class Message(NamedTuple):
     recv: Event
 
 
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Make many objects, none of them garbage: looking through all of them for some, again and again, takes five times as long."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class Trace:
     """Every event of a run, in order of time.
 
@@ -66,20 +82,36 @@ class Trace:
     """
 
     def __init__(self, events: Iterable[Event], world_size: int, backend: str, groups: dict[str, list[int]] | None = None):
-        self.events: list[Event] = sorted(events, key=lambda e: (e.start, e.rank, e.seq))
+        self._rows: list[tuple] = list(events)
         self.world_size = world_size
         self.backend = backend
         self.groups = groups or {"world": list(range(world_size))}
 
     @classmethod
     def from_rows(cls, rows: Iterable[tuple], world_size: int, backend: str, groups: dict[str, list[int]]) -> Trace:
-        """A trace from an Event's fields a row, as ranks send them. On real ranks the run's clock is made to start with its first event."""
-        new = tuple.__new__  #  what Event._make does, less its check: a run may have millions
-        events: list[Event] = [new(Event, row) for row in rows]
-        if backend != "sim" and events:
-            zero = min(event.start for event in events)
-            events = [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in events]
-        return cls(events, world_size, backend, groups)
+        """A trace from what ranks send: an Event's fields a row, or a message of the sim, which is a row: its send's fields, followed by
+        `where` and `posted` of its receive. On real ranks the run's clock is made to start with its first event."""
+        trace = cls((), world_size, backend, groups)
+        trace._rows = list(rows)
+        if backend != "sim" and trace.events:
+            zero = trace.events[0].start
+            trace.events = [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in trace.events]
+        return trace
+
+    @functools.cached_property
+    def events(self) -> list[Event]:
+        """Every event, in order of start, rank and seq. (Made when first asked for: a run may have millions.)"""
+        rows, self._rows = self._rows[::-1], []
+        events: list[Event] = []
+        new, fields = tuple.__new__, len(Event._fields)  #  what Event._make does, less its check
+        with _no_collector():
+            while rows:  #  each is let go as its events come
+                row = rows.pop()
+                events.append(new(Event, row[:fields]))
+                if len(row) > fields:
+                    events.append(new(Event, (row[2], "recv", row[0], *row[3:7], *row[fields:], *row[9:fields])))
+            events.sort(key=operator.attrgetter("start", "rank", "seq"))
+        return events
 
     def __repr__(self) -> str:
         size = f"{self.world_size} ranks on {self.backend}"

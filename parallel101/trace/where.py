@@ -16,10 +16,11 @@ from types import CodeType, FrameType
 import torch
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, os.path.dirname(__file__)))
+_PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  #  are callers, wherever they lie
 _PLUMBING = {contextlib.__file__, functools.__file__, threading.__file__}  #  `with span(...)` and decorators pass through these
 
-_inside: dict[CodeType, bool] = {}
-_lines: dict[tuple[CodeType, int], str] = {}
+#  by a code object's id (its hash is slow): itself, so that the id stays its own; its places by instruction, None where it is inside
+_known: dict[int, tuple[CodeType, dict[int, str] | None]] = {}
 
 
 def caller() -> str:
@@ -30,19 +31,19 @@ def caller() -> str:
 def where(frame: FrameType | None) -> str:
     """The same, from `frame` outwards.
 
-    It is asked for every message of a run, so what a code object is, and how a line is written, are looked up once.
+    It is asked for every message of a run, so what a code object is, and where an instruction of it stands, are looked up once.
     """
     while frame is not None:
         code = frame.f_code
-        inside = _inside.get(code)
-        if inside is None:
-            inside = _inside[code] = is_inside(code.co_filename)
-        if not inside:
-            key = (code, frame.f_lineno)
-            line = _lines.get(key)
-            if line is None:
-                line = _lines[key] = f"{code.co_filename}:{frame.f_lineno}"
-            return line
+        known = _known.get(id(code))
+        if known is None:
+            known = _known[id(code)] = code, None if is_inside(code.co_filename) else {}
+        places = known[1]
+        if places is not None:
+            place = places.get(frame.f_lasti)
+            if place is None:
+                place = places[frame.f_lasti] = f"{code.co_filename}:{frame.f_lineno}"
+            return place
         frame = frame.f_back
     return "?"
 
@@ -70,4 +71,4 @@ def cell_name(filename: str) -> str | None:
 
 def is_inside(filename: str) -> bool:
     """Whether a file is torch's, parallel101's, or one of the standard library's that stand between them and the caller."""
-    return filename.startswith(("<frozen", *_LIBRARIES)) or filename in _PLUMBING
+    return (filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)) or filename in _PLUMBING

@@ -17,7 +17,7 @@ from parallel101.backends.sim import simulate
 from parallel101.errors import DeadlockError, MisuseError
 from parallel101.trace.spans import compute, recorder
 
-from .programs import run, wait_for
+from .programs import run, trace, wait_for
 
 
 def line_of(function, text: str) -> str:
@@ -128,7 +128,7 @@ def test_events_before_a_deadlock_are_kept():
         dist.recv(x, 1 - rank)
 
     outcome = simulate(program, 2)
-    assert isinstance(outcome.error, DeadlockError) and len(outcome.events) == 4
+    assert isinstance(outcome.error, DeadlockError) and len(trace(outcome).events) == 4
 
 
 @pytest.mark.parametrize(

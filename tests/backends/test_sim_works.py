@@ -1,0 +1,83 @@
+"""What isend and irecv return on the sim."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.backends.network import Network
+from parallel101.bench.simulation import round_the_ring
+
+from .programs import run, trace
+
+
+@pytest.mark.parametrize("eager", [0, 1 << 20])
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_message_that_is_over_holds_no_tensor(eager, polled):
+    def program(rank):
+        sent, received = torch.ones(3), torch.zeros(3)
+        works = [dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)]
+        held = [weakref.ref(sent), weakref.ref(received)]
+        for work in works:
+            while polled and not work.is_completed():
+                pass
+            work.wait()
+        assert received.tolist() == [1.0] * 3
+        del sent, received
+        return [tensor() for tensor in held], [work.result() for work in works]
+
+    assert run(program, 2, Network(eager=eager)).results == [([None, None], [[], []])] * 2
+
+
+def test_a_tensor_on_its_way_is_held_though_the_program_lets_go_of_it():
+    def program(rank):
+        if rank == 0:
+            works = [dist.isend(torch.full((n,), float(n)), 1) for n in (3, 1 << 19)]
+            torch.zeros(3), torch.zeros(1 << 19)  #  would take its place
+        else:
+            works = [dist.irecv(torch.empty(n), 0) for n in (3, 1 << 19)]
+        for work in works:
+            work.wait()
+
+    run(program, 2)
+
+
+def test_a_future_brings_the_tensor():
+    def program(rank):
+        x = torch.full((2,), float(rank))
+        work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        return work.get_future().then(lambda future: future.value()[0] + 1).wait().tolist()
+
+    assert run(program, 2).results == [[1.0, 1.0]] * 2
+
+
+def test_who_asked_whether_a_send_is_over_may_write():
+    def program(rank):
+        x = torch.zeros(2)
+        if rank == 1:
+            return dist.recv(x, 0)
+        work = dist.isend(x, 1)
+        while not work.is_completed():
+            pass
+        x.fill_(1.0)
+        return work.wait()
+
+    assert run(program, 2).results == [True, 0]
+
+
+def test_works_pass_for_torchs():
+    def program(rank):
+        x = torch.zeros(1)
+        works = [dist.isend(x, rank), dist.irecv(torch.zeros(1), rank), dist.barrier(async_op=True)]
+        return [isinstance(work, dist.Work) and work.wait() and work.is_success() and work.exception() is None for work in works]
+
+    assert run(program, 2).results == [[True] * 3] * 2
+
+
+def test_the_benchmark_is_a_caller():
+    events = trace(run(lambda rank: round_the_ring(1), 3)).events
+    places = {(event.kind, event.where.rpartition(":")[0]) for event in events}
+    assert places == {(kind, round_the_ring.__code__.co_filename) for kind in ("send", "recv")} and len({e.where for e in events}) == 2
