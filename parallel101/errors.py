@@ -23,17 +23,26 @@ class DeadlockError(RuntimeError):
             that has already returned.
         returned: ranks that have returned while others wait for them.
         thrown_away: in words, the messages whose work nobody kept, where that may be why.
+        notes: in words, what else may be why: tags or groups that differ, different collectives, messages that the other side never posts.
     """
 
-    def __init__(self, waiting: Waiting, cycle: Sequence[int] = (), returned: Sequence[int] = (), thrown_away: Sequence[str] = ()):
+    def __init__(
+        self,
+        waiting: Waiting,
+        cycle: Sequence[int] = (),
+        returned: Sequence[int] = (),
+        thrown_away: Sequence[str] = (),
+        notes: Sequence[str] = (),
+    ):
         self.waiting = dict(waiting)
         self.cycle = list(cycle)
         self.returned = sorted(returned)
         self.thrown_away = list(thrown_away)
+        self.notes = list(notes)
         super().__init__(self._message())
 
     def __reduce__(self):
-        return type(self), (self.waiting, self.cycle, self.returned, self.thrown_away)
+        return type(self), (self.waiting, self.cycle, self.returned, self.thrown_away, self.notes)
 
     def _message(self) -> str:
         lines = ["deadlock: " + ("no rank can go on" if self.cycle else "a rank waits for something that will never come")]
@@ -45,7 +54,8 @@ class DeadlockError(RuntimeError):
         if self.thrown_away:
             lines += [f"  {what}" for what in self.thrown_away[:8]]
             lines += ["  gloo takes a message back when its work is thrown away: keep what isend and irecv return, and wait() for it."]
-        return "\n".join(lines + (_advice(self.waiting) if self.cycle else []))
+        lines += [f"  {note}" for note in self.notes[:8]]
+        return "\n".join(lines + (_advice(self.waiting) if self.cycle and not self.notes else []))
 
     def picture(self):
         """Who waits for whom, drawn: in a notebook as it is, elsewhere by `.save("deadlock.html")`."""
@@ -113,9 +123,14 @@ def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[
         return "from any rank"
     peers = peer if isinstance(peer, tuple) else (peer,)
     preposition = {"recv": "from", "send": "to"}.get(kind, "for")
-    shown = ", ".join(str(p) for p in peers[:8]) + (f" and {len(peers) - 8} more" if len(peers) > 8 else "")
     gone = " (returned)" if all(p in returned for p in peers) else ""
-    return f"{preposition} rank{'s' if len(peers) > 1 else ''} {shown}{gone}"
+    return f"{preposition} {ranks_in_words(peers)}{gone}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1"; of many, the first eight and how many more."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _advice(waiting: Waiting) -> list[str]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from parallel101.backends import torch_private
 from parallel101.backends.clocks import GpuClock
 from parallel101.backends.record import Ledger, Posted, RecordedGroup
+from parallel101.trace.calls import part_in
 
 FOREVER = timedelta(days=7)  #  gloo's and NCCL's own time limits would spoil the group: launch keeps the time
 
@@ -52,11 +53,16 @@ def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
 
 
 @contextmanager
-def _making_a_group() -> Iterator[None]:
-    """Making a sub-group waits for every rank of the world: one that never makes it is a deadlock like any other."""
+def _making_a_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]:
+    """Making a sub-group waits for its members: one that never makes it, or makes another, is a deadlock like any other."""
     (ledger,) = _ledger
-    key = ("new_group", None, 0, "world")
-    with ledger.waits_in(Posted(dist.group.WORLD, key, ledger.number(key))):  # type: ignore[arg-type]
+    world = dist.group.WORLD
+    assert isinstance(world, RecordedGroup)
+    members = sorted(world.ranks if ranks is None else ranks)
+    part = part_in("new_group", members)
+    label = part if members_only else "new_group"  #  torch counts the groups that all ranks make, and names the others by their members
+    others = tuple(rank for rank in members if rank != ledger.rank)
+    with ledger.waits_in(Posted(world, ("new_group", None, 0, label), ledger.takes_part(label, part), others=others)):
         yield
 
 

@@ -10,6 +10,7 @@ DistributedDataParallel. Unrecorded, it counts what was posted and remembers wha
 
 from __future__ import annotations
 
+import collections
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,11 @@ from parallel101.backends.clocks import CpuClock
 from parallel101.backends.describe import COLLECTIVES, flat
 from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, agreement
+from parallel101.trace.calls import Call, agreement, member
 from parallel101.trace.where import caller
 
-Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str]]
+Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
+RECENT = 256  #  collectives of a group that are remembered by name
 
 
 class Ledger:
@@ -43,9 +45,11 @@ class Ledger:
         self.clock: Any = CpuClock()
         self.rows: list[tuple] = []  #  an Event's fields each, with moments of the clock where it has seconds
         self.open: weakref.WeakSet[RecordedWork] = weakref.WeakSet()  #  posted, and not seen to end
+        self.places: dict[Key, str] = {}  #  where the newest was posted
         self.dropped: dict[tuple[Key, int], str] = {}  #  messages whose work was thrown away unwaited, and where: gloo takes them back
         self.groups: dict[str, list[int]] = {}
         self.collectives: dict[str, int] = {}
+        self.recent: dict[str, collections.deque[str]] = {}  #  the last collectives of each group, by name
 
     def now(self) -> Any:
         return self.clock.now()
@@ -73,6 +77,14 @@ class Ledger:
         count = self.posted[key] = self.posted.get(key, 0) + 1
         return count
 
+    def takes_part(self, group: str, part: str) -> int:
+        """Count a collective of a group; `part` is what all its ranks must call (see Call.part)."""
+        if group not in self.recent:
+            self.recent[group] = collections.deque(maxlen=RECENT)
+        self.recent[group].append(part)
+        seq = self.collectives[group] = self.collectives.get(group, 0) + 1
+        return seq
+
     @contextmanager
     def waits_in(self, posted: Posted) -> Iterator[None]:
         """The program's own thread may be blocked inside."""
@@ -83,8 +95,9 @@ class Ledger:
             self.waiting = before
 
     def report(self) -> Report:
-        """What tells who waits for whom: counts by key, collectives by group, messages thrown away."""
-        return dict(self.posted), dict(self.collectives), dict(self.dropped)
+        """What tells who waits for whom (see trace.board.Standing)."""
+        recent = {group: list(parts) for group, parts in dict(self.recent).items()}
+        return dict(self.posted), dict(self.collectives), dict(self.dropped), recent, dict(self.places)
 
     def close(self) -> None:
         """The run is over: what was never waited for ended, as far as is known, now."""
@@ -138,23 +151,25 @@ class RecordedGroup(dist.ProcessGroup):
     # ---- messages ----
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
-        return self._message("send", tensors, self.ranks[dst], tag, lambda: self.inner.send(tensors, dst, tag))
+        return self._message("send", tensors, dst, tag, lambda: self.inner.send(tensors, dst, tag))
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
-        return self._message("recv", tensors, self.ranks[src], tag, lambda: self.inner.recv(tensors, src, tag))
+        return self._message("recv", tensors, src, tag, lambda: self.inner.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         return self._message("recv", tensors, None, tag, lambda: self.inner.recv_anysource(tensors, tag))
 
-    def _message(self, kind: str, tensors: list[torch.Tensor], peer: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
+    def _message(self, kind: str, tensors: list[torch.Tensor], position: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
+        peer = None if position is None else member(self.ledger.rank, kind, position, self.ranks)
         key = (kind, peer, tag, self.label)
-        posted = Posted(self, key, self.ledger.number(key))
+        place = self.ledger.places[key] = caller()
+        posted = Posted(self, key, self.ledger.number(key), place)
         if not self.ledger.recording:
             return WatchedWork(start(), posted)
         tensor = tensors[0]
         peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, caller())
+        call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, place)
         self._check(call, tensors)
         began = self.ledger.now()
         return RecordedWork(start(), posted, call, began, [tensor], None)
@@ -175,14 +190,14 @@ class RecordedGroup(dist.ProcessGroup):
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
         spec = COLLECTIVES[method]
         run = next((getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None) or getattr(self.whole, method)
-        seq = self.ledger.collectives[self.label] = self.ledger.collectives.get(self.label, 0) + 1
+        seq = self.ledger.takes_part(self.label, spec.kind)
         posted = Posted(self, (spec.kind, None, 0, self.label), seq)
         if not self.ledger.recording:
             with self.ledger.waits_in(posted):  #  some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)
         told = spec.describe(args)
         tensors = flat(args)
-        root = None if told.root is None else self.ranks[told.root]
+        root = None if told.root is None else member(self.ledger.rank, spec.kind, told.root, self.ranks)
         call = Call(
             self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
         )

@@ -96,11 +96,11 @@ def after_backward(callback: Callable[[], Any]) -> bool:
     return True
 
 
-def wrap_new_groups(name: str, wrapped: str, context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Make every sub-group on backend `name` from now on with the registered backend `wrapped`, inside `context()`: torch waits there for
-    all ranks, in its store.
+def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None, bool], AbstractContextManager[object]]) -> None:
+    """Make every sub-group on backend `name` from now on with the registered backend `wrapped`, inside `context(ranks, members only)`:
+    torch waits there for the members, each of whom makes it as its k-th group, if not only the members are to make it.
 
-    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameter `backend`.
+    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameters.
     """
     original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
     signature = inspect.signature(original)
@@ -110,7 +110,7 @@ def wrap_new_groups(name: str, wrapped: str, context: Callable[[], AbstractConte
         call = signature.bind(*args, **kwargs)
         if call.arguments.get("backend") in (None, name):
             call.arguments["backend"] = wrapped
-        with context():
+        with context(call.arguments.get("ranks"), call.arguments.get("use_local_synchronization", False)):
             made = original(*call.args, **call.kwargs)
         name_backend(name)
         return made

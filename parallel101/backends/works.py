@@ -22,10 +22,11 @@ Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with 
 class Posted:
     """A call that may block: what the watcher needs to say what it waits for."""
 
-    __slots__ = ("group", "key", "seq")
+    __slots__ = ("group", "key", "others", "place", "seq")
 
-    def __init__(self, group: RecordedGroup, key: Key, seq: int):
-        self.group, self.key, self.seq = group, key, seq
+    def __init__(self, group: RecordedGroup, key: Key, seq: int, place: str = "?", others: tuple[int, ...] | None = None):
+        self.group, self.key, self.seq, self.place = group, key, seq, place
+        self.others = group.others if others is None else others  #  whom it needs, where it is no message
 
     @property
     def once(self) -> bool:
@@ -34,10 +35,7 @@ class Posted:
 
     def call(self, where: str) -> Call:
         kind, peer, tag, label = self.key
-        if kind in ("send", "recv"):
-            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank) if peer is None else (peer,)
-        else:
-            peers = tuple(r for r in self.group.ranks if r != self.group.ledger.rank)
+        peers = self.others if peer is None else (peer,)
         return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
 
 
@@ -62,7 +60,7 @@ class WatchedWork(dist.Work):
 
     def __del__(self) -> None:
         if not self.kept:
-            self.posted.group.ledger.dropped[self.posted.key, self.posted.seq] = caller()
+            self.posted.group.ledger.dropped[self.posted.key, self.posted.seq] = self.posted.place
 
     def wait(self, *timeout: Any) -> bool:
         if self.over and self.posted.once:

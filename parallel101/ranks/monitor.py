@@ -50,7 +50,8 @@ class State:
 
     def heard(self, report: tuple) -> None:
         """Take over a rank's own books (see record.Ledger.report)."""
-        self.standing.posted, self.standing.collectives, self.standing.dropped = report
+        standing = self.standing
+        standing.posted, standing.collectives, standing.dropped, standing.recent, standing.places = report
 
 
 class Monitor:

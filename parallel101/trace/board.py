@@ -6,11 +6,12 @@ different moments, describe one moment: that of the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.errors import DeadlockError
+from parallel101.errors import DeadlockError, ranks_in_words
 from parallel101.trace.calls import Call, stuck
+from parallel101.trace.where import shown
 
 SURE = 0.15  #  seconds a deadlock must stand before it is believed: more than a watcher's tick
 LIKELY = 0.8  #  the same, where a message was thrown away: whether it had gone out before, nobody can tell
@@ -26,7 +27,15 @@ class Standing:
     returned: bool = False
     posted: Mapping[Key, int] = field(default_factory=dict)
     collectives: Mapping[str, int] = field(default_factory=dict)  #  group -> how many
-    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)  #  messages whose work was thrown away, and where
+    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)  #  messages whose work was thrown away, and where they were posted
+    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)  #  group -> its last collectives (see Call.part), the newest last
+    places: Mapping[Key, str] = field(default_factory=dict)  #  where the newest of each was posted
+
+    def part(self, group: str, seq: int) -> str | None:
+        """What this rank called as the seq-th collective of a group: None if it has not come to that, "" if that is long ago."""
+        back = self.collectives.get(group, 0) - seq
+        recent = self.recent.get(group, ())
+        return None if back < 0 else recent[-1 - back] if back < len(recent) else ""
 
 
 class Board:
@@ -56,9 +65,11 @@ class Board:
         found = stuck(
             waits, lambda call: self.missing(call, without_dropped), [r for r, standing in enumerate(self.ranks) if standing.returned]
         )
-        if found is not None and without_dropped:
-            return DeadlockError(found.waiting, found.cycle, found.returned, self._thrown_away())
-        return found
+        if found is None:
+            return None
+        stuck_ranks = [rank for rank in range(len(self.ranks)) if rank in found.waiting or self.ranks[rank].returned]
+        notes = found.notes + self._different(found.waiting) + ([] if found.notes else self._alone(stuck_ranks))
+        return DeadlockError(found.waiting, found.cycle, found.returned, self._thrown_away() if without_dropped else (), notes)
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """Who has not posted their part of a call yet, as far as the reports tell. (A rank that runs may always still post.)"""
@@ -76,13 +87,52 @@ class Board:
             came = sum(count(peer, "send", call.rank) for peer in call.peers)
             wanted = count(call.rank, "recv", None) + sum(count(call.rank, "recv", peer) for peer in call.peers)
             return [] if came >= wanted else list(call.peers)
-        if call.kind == "new_group":
-            return [peer for peer in call.peers if count(peer, "new_group", None) < call.seq]
-        return [peer for peer in call.peers if self.ranks[peer].collectives.get(call.group, 0) < call.seq]
+        return [peer for peer in call.peers if self.ranks[peer].part(call.group, call.seq) not in (call.part, "")]
+
+    def _different(self, ranks: Iterable[int]) -> list[str]:
+        """Collectives in which the ranks of a group call different things, in words."""
+        notes = []
+        calls = [call for rank in ranks if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")]
+        for group, seq in sorted({(call.group, call.seq) for call in calls}):
+            parts: dict[str, list[int]] = {}
+            for rank, standing in enumerate(self.ranks):
+                if part := standing.part(group, seq):
+                    parts.setdefault(part, []).append(rank)
+            if len(parts) > 1:
+                said = ", ".join(f"{part} on {ranks_in_words(who)}" for part, who in parts.items())
+                notes.append(
+                    f"in the same place the ranks call different collectives: {said}. All must make the same calls in the same order."
+                )
+        return notes
+
+    def _alone(self, ranks: Sequence[int]) -> list[str]:
+        """Messages that one side posted and the other never will, in words; less those that a rank waits for, which are known."""
+        notes = []
+        for rank in ranks:
+            standing = self.ranks[rank]
+            for (kind, peer, tag, group), count in standing.posted.items():
+                if kind not in ("send", "recv") or peer is None or peer not in ranks:
+                    continue
+                theirs = self.ranks[peer].posted
+                other = "recv" if kind == "send" else "send"
+                if theirs.get(("recv", None, tag, group)) or standing.posted.get(("recv", None, tag, group)):
+                    continue  #  whose message a receive from anyone takes is not known
+                blocked = standing.blocked
+                waited = blocked is not None and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group) and peer in blocked.peers
+                lost = sum(key == (kind, peer, tag, group) for key, _ in standing.dropped)
+                if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
+                    what, to, lacking = ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
+                    notes.append(
+                        f"rank {rank} posted {f'{count} {what}s' if count > 1 else f'a {what}'} {to} rank {peer}"
+                        f"{f' with tag {tag}' if tag else ''}, for which rank {peer} has no {lacking}, "
+                        f"at {shown(standing.places.get((kind, peer, tag, group), '?'))}"
+                    )
+        return notes
 
     def _thrown_away(self) -> list[str]:
         return [
-            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} rank {peer} and threw its work away unwaited, at {where}"
+            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} rank {peer} "
+            f"and threw its work away unwaited, at {shown(where)}"
             for rank, standing in enumerate(self.ranks)
             for ((kind, peer, _, _), _), where in standing.dropped.items()
         ]

@@ -31,6 +31,11 @@ class Call(NamedTuple):
     needs_grad: bool | None = None  #  of a differentiable collective: whether x.requires_grad
 
     @property
+    def part(self) -> str:
+        """What every rank of a collective must call, as far as a run knows that is not checked."""
+        return part_in(self.kind, (self.rank, *self.peers))
+
+    @property
     def terms(self) -> tuple:
         """What all ranks of a collective must agree on."""
         return self.kind, self.root, self.op, self.dtype, tuple(self.shape), self.needs_grad
@@ -51,6 +56,22 @@ class Call(NamedTuple):
         return f"{what}) at {shown(self.where)}"
 
 
+def part_in(kind: str, members: Sequence[int]) -> str:
+    """A collective as the ranks must agree on it: its name, and of a group that is being made its members."""
+    return f"new_group({sorted(members)})" if kind == "new_group" else kind
+
+
+def member(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
+    """The rank at a position of its group, which a rank's call names. Raises ValueError where there is none, or none to send to."""
+    what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
+    if not 0 <= position < len(ranks):
+        ring = " On a ring, rank r's neighbours are (r + 1) % size and (r - 1) % size." if kind in ("send", "recv") else ""
+        raise ValueError(f"rank {rank} {what} {position}, and its group of {len(ranks)} has ranks 0 to {len(ranks) - 1}.{ring}")
+    if ranks[position] == rank and kind in ("send", "recv"):
+        raise ValueError(f"rank {rank} {what} itself: it has its own data already, so leave that message out")
+    return ranks[position]
+
+
 def agreement(rank: int, kind: str, ranks: Sequence[int], label: str, seq: int, needs_grad: bool) -> Call:
     """A rank's word on a differentiable collective of parallel101's own, before its messages: to be compared, never waited for."""
     others = tuple(r for r in ranks if r != rank)
@@ -58,33 +79,33 @@ def agreement(rank: int, kind: str, ranks: Sequence[int], label: str, seq: int, 
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
-    """How two calls that belong together differ, in one sentence, or None when they agree.
+    """How two calls that belong together differ, in one sentence and the two calls below it, or None when they agree.
 
     For a message: its two sides (either order). For a collective: any two ranks' calls with the same group and seq.
     """
-    pair = f"rank {ours.rank}: {ours.brief}; rank {theirs.rank}: {theirs.brief}"
+    pair = f"\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
-            return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected. {pair}"
+            return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected{pair}"
         if send.dtype != recv.dtype:
-            return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected. {pair}"
+            return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected{pair}"
         if tuple(send.shape) != tuple(recv.shape):
-            return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected. {pair}"
+            return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected{pair}"
         return None
     if ours.kind != theirs.kind:
-        return f"the ranks call different operations: {ours.kind} and {theirs.kind}. {pair}"
+        return f"the ranks call different operations: {ours.kind} and {theirs.kind}{pair}"
     if ours.root != theirs.root:
-        return f"the ranks name different roots: {ours.root} and {theirs.root}. {pair}"
+        return f"the ranks name different roots: {ours.root} and {theirs.root}{pair}"
     if ours.op != theirs.op:
-        return f"the ranks use different reductions: {ours.op} and {theirs.op}. {pair}"
+        return f"the ranks use different reductions: {ours.op} and {theirs.op}{pair}"
     if ours.dtype != theirs.dtype:
-        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}. {pair}"
+        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}{pair}"
     if tuple(ours.shape) != tuple(theirs.shape):
-        return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}. {pair}"
+        return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}{pair}"
     if ours.needs_grad != theirs.needs_grad:
-        return f"requires_grad is not the same on all ranks: {ours.needs_grad} and {theirs.needs_grad}. {pair}"
+        return f"requires_grad is not the same on all ranks: {ours.needs_grad} and {theirs.needs_grad}{pair}"
     return None
 
 
@@ -117,7 +138,24 @@ def stuck(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]],
     for rank, call in sorted(held.items()):
         peer = None if call.kind == "recv" and len(call.peers) != 1 else needs[rank][0] if len(needs[rank]) == 1 else tuple(needs[rank])
         waiting[rank] = (call.kind, peer, call.where)
-    return DeadlockError(waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())])
+    return DeadlockError(
+        waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())], notes=_past_each_other(held)
+    )
+
+
+def _past_each_other(waits: Mapping[int, Call]) -> list[str]:
+    """Sends and receives of the same two ranks that never meet, in words: their tags or groups differ."""
+    notes = []
+    for send in waits.values():
+        receive = waits.get(send.peers[0]) if send.kind == "send" else None
+        if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
+            pair = f"rank {send.rank} sends to rank {receive.rank}"
+            if send.group != receive.group:
+                notes.append(f"{pair} in one group, and rank {receive.rank} receives in another: a message stays in its group")
+            elif send.tag != receive.tag:
+                theirs = f"rank {receive.rank} receives with tag {receive.tag}"
+                notes.append(f"{pair} with tag {send.tag}, and {theirs}: a message is received by its own tag")
+    return notes
 
 
 def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:

@@ -5,32 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-
-SOON = 2.0  #  seconds: the promise for deadlocks and deaths on gloo
-
-
-def line_of(function, text: str) -> str:
-    """ "file:line" of the line of a function that holds `text`."""
-    lines, first = inspect.getsourcelines(function)
-    return f"{Path(__file__)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
-
-
-def fails(error, function, **kwargs):
-    """Launch, expect the error within SOON, and see that the next launch works."""
-    began = time.monotonic()
-    with pytest.raises(error) as raised:
-        p101.launch(function, **{"world_size": 4, **kwargs})
-    assert time.monotonic() - began < SOON
-    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
-    return raised.value
+from tests.ranks.failing import fails, line_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,134 +116,19 @@ def test_the_abort_of_gloo_is_explained_with_its_place():
     assert "trace=True" in str(error)
 
 
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_receive_cycle(world):
-    def program():
-        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
-        dist.recv(torch.empty(1), neighbour)
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    here = line_of(program, "dist.recv")
-    assert error.waiting == {rank: ("recv", (rank + 1) % 4, here) for rank in range(4)}
-    assert error.cycle == [0, 1, 2, 3]
-    assert here in str(error)
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_two_ranks_that_send_first(world):
-    def program():
-        x = torch.ones(1)
-        if dist.get_rank() < 2:
-            dist.send(x, 1 - dist.get_rank())
-            dist.recv(x, 1 - dist.get_rank())
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    here = line_of(program, "dist.send")
-    assert error.waiting == {0: ("send", 1, here), 1: ("send", 0, here)}
-    assert error.cycle == [0, 1]
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_the_line_of_a_wait_is_named(world):
-    def program():
-        work = dist.irecv(torch.empty(1), 1 - dist.get_rank())
-        work.wait()
-
-    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
-    assert error.waiting[0] == ("recv", 1, line_of(program, "work.wait"))
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_one_rank_skips_a_collective(world):
-    def program():
-        x = torch.ones(1)
-        if dist.get_rank() != 2:
-            dist.all_reduce(x)
-        dist.recv(x, 3) if dist.get_rank() == 2 else dist.barrier()
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    assert error.waiting[0] == ("all_reduce", 2, line_of(program, "dist.all_reduce"))
-    assert error.waiting[2][:2] == ("recv", 3)
-    assert error.cycle == [2, 3]
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_rank_that_returned_while_another_waits_for_it(world):
-    def program():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(1), 1)
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    assert error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))}
-    assert error.cycle == []
-    assert error.returned == [1]
-    assert "rank 1 has already returned" in str(error)
-
-
-@pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_receive_from_anyone_when_nobody_sends(world):
-    def program():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(1))
-
-    error = fails(p101.DeadlockError, program, backend=world)
-    assert error.waiting[0][:2] == ("recv", None)
-
-
-def test_a_deadlock_among_some_is_reported_while_others_compute():
-    def program():
-        if dist.get_rank() < 2:
-            dist.recv(torch.empty(1), 1 - dist.get_rank())
-        else:
-            while True:  #  computes for ever
-                torch.ones(100).sum()
-
-    error = fails(p101.DeadlockError, program)
-    assert sorted(error.waiting) == [0, 1]
-
-
-def test_the_group_that_one_rank_never_makes():
-    def program():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(1), 1)
-        dist.new_group([0, 1])
-
-    error = fails(p101.DeadlockError, program, world_size=2)
-    assert error.waiting[0][:2] == ("recv", 1)
-    assert error.waiting[1][:2] == ("new_group", 0)
-
-
-def test_a_slow_rank_that_only_computes_is_no_deadlock():
-    def program():
-        x = torch.zeros(1)
-        if dist.get_rank() == 0:
-            until = time.monotonic() + 0.8  #  several looks of the watchers
-            while time.monotonic() < until:
-                x += 1
-            dist.send(x, 1)
-        elif dist.get_rank() == 1:
-            dist.recv(x, 0)
-        dist.all_reduce(x)
-        return x.item() > 0
-
-    assert p101.launch(program, world_size=3).results == [True] * 3
-
-
 @pytest.mark.parametrize("trace", [False, True])
-def test_a_send_whose_work_was_thrown_away(trace):
-    def program():
-        if dist.get_rank() == 0:
-            dist.isend(torch.ones(4), 1)  #  nobody keeps what it returns
-        else:
-            until = time.monotonic() + 0.2
-            while time.monotonic() < until:
-                pass
-            dist.recv(torch.zeros(4), 0)
-
-    error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
-    assert error.waiting == {1: ("recv", 0, line_of(program, "dist.recv"))}
-    assert error.thrown_away == [f"rank 0 posted a send to rank 1 and threw its work away unwaited, at {line_of(program, 'dist.isend')}"]
-    assert "keep what isend" in str(error)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: dist.send(torch.ones(1), dist.get_rank() + 1), "rank 1 sends to 2, and its group of 2 has ranks 0 to 1"),
+        (lambda: dist.recv(torch.ones(1), dist.get_rank() - 1), "rank 0 receives from -1"),
+        (lambda: dist.recv(torch.ones(1), dist.get_rank()), "receives from itself"),
+    ],
+)
+def test_a_rank_that_is_not_there(call, said, trace):
+    error = fails(p101.RankFailed, call, world_size=2, trace=trace)
+    assert isinstance(error.__cause__, ValueError)
+    assert said in str(error)
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])

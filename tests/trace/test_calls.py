@@ -71,6 +71,31 @@ def test_a_message_thrown_away_counts_only_if_nothing_else_explains_the_wait():
     assert "there.py:3" in str(standing.deadlock(1.1 * LIKELY))
 
 
+def test_the_same_place_must_hold_the_same_collective():
+    blocked = call(0, "all_reduce", 1, seq=2)
+    for recent, lost in (
+        (["barrier", "all_reduce"], False),
+        (["all_reduce", "barrier"], True),
+        (["all_reduce", "barrier", "all_reduce"], True),
+    ):
+        other = Standing(returned=True, collectives={"world": len(recent)}, recent={"world": recent})
+        found = board(Standing(blocked, collectives={"world": 2}, recent={"world": ["barrier", "all_reduce"]}), other).look()
+        assert (found is not None) == lost
+        assert not lost or "all_reduce on rank 0, barrier on rank 1" in str(found)
+    forgotten = Standing(returned=True, collectives={"world": 900}, recent={"world": ["barrier"]})
+    assert board(Standing(blocked), forgotten).look() is None, "too long ago to be held against anyone"
+
+
+def test_what_one_side_alone_has_posted_is_told_and_what_is_waited_for_is_not_told_twice():
+    mine = {("send", 1, 5, "world"): 2, ("recv", 1, 0, "world"): 1}
+    theirs = {("recv", 0, 5, "world"): 1, ("recv", 0, 0, "world"): 1}
+    standings = Standing(call(0, "recv", 1), posted=mine), Standing(call(1, "recv", 0), posted=theirs)
+    (note,) = board(*standings).look().notes
+    assert note.startswith("rank 0 posted a send to rank 1 with tag 5, for which rank 1 has no receive")
+    running = Standing(posted=theirs)
+    assert board(standings[0], running).look() is None
+
+
 def test_all_small_worlds_of_receives():
     """Every way in which three ranks can each receive from another, or have returned: against a brute-force answer."""
     for choice in itertools.product(("gone", 0, 1, 2), repeat=3):

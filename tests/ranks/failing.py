@@ -1,0 +1,29 @@
+"""Launches that are to fail: within the time that is promised, and so that the next one works."""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import pytest
+import torch.distributed as dist
+
+import parallel101 as p101
+
+SOON = 2.0  #  seconds: the promise for deadlocks and deaths on gloo
+
+
+def line_of(function, text: str) -> str:
+    """ "file:line" of the line of a function that holds `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def fails(error, function, **kwargs):
+    """Launch, expect the error within SOON, and see that the next launch works."""
+    began = time.monotonic()
+    with pytest.raises(error) as raised:
+        p101.launch(function, **{"world_size": 4, **kwargs})
+    assert time.monotonic() - began < SOON
+    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
+    return raised.value

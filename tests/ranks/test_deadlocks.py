@@ -1,0 +1,227 @@
+"""Ranks that wait for each other, or for what will never come, are named: who, for whom, where, and why."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from tests.ranks.failing import fails, line_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm():
+    p101.launch(lambda: None, world_size=1)  #  the first launch starts the fork server
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_receive_cycle(world):
+    def program():
+        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+        dist.recv(torch.empty(1), neighbour)
+
+    error = fails(p101.DeadlockError, program, backend=world)
+    here = line_of(program, "dist.recv")
+    assert error.waiting == {rank: ("recv", (rank + 1) % 4, here) for rank in range(4)}
+    assert error.cycle == [0, 1, 2, 3]
+    assert here in str(error)
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_two_ranks_that_send_first(world):
+    def program():
+        x = torch.ones(1)
+        if dist.get_rank() < 2:
+            dist.send(x, 1 - dist.get_rank())
+            dist.recv(x, 1 - dist.get_rank())
+
+    error = fails(p101.DeadlockError, program, backend=world)
+    here = line_of(program, "dist.send")
+    assert error.waiting == {0: ("send", 1, here), 1: ("send", 0, here)}
+    assert error.cycle == [0, 1]
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_the_line_of_a_wait_is_named(world):
+    def program():
+        work = dist.irecv(torch.empty(1), 1 - dist.get_rank())
+        work.wait()
+
+    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
+    assert error.waiting[0] == ("recv", 1, line_of(program, "work.wait"))
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_one_rank_skips_a_collective(world):
+    def program():
+        x = torch.ones(1)
+        if dist.get_rank() != 2:
+            dist.all_reduce(x)
+        dist.recv(x, 3) if dist.get_rank() == 2 else dist.barrier()
+
+    error = fails(p101.DeadlockError, program, backend=world)
+    assert error.waiting[0] == ("all_reduce", 2, line_of(program, "dist.all_reduce"))
+    assert error.waiting[2][:2] == ("recv", 3)
+    assert error.cycle == [2, 3]
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_a_rank_that_returned_while_another_waits_for_it(world):
+    def program():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+
+    error = fails(p101.DeadlockError, program, backend=world)
+    assert error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))}
+    assert error.cycle == []
+    assert error.returned == [1]
+    assert "rank 1 has already returned" in str(error)
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_a_receive_from_anyone_when_nobody_sends(world):
+    def program():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1))
+
+    error = fails(p101.DeadlockError, program, backend=world)
+    assert error.waiting[0][:2] == ("recv", None)
+
+
+def test_a_deadlock_among_some_is_reported_while_others_compute():
+    def program():
+        if dist.get_rank() < 2:
+            dist.recv(torch.empty(1), 1 - dist.get_rank())
+        else:
+            while True:  #  computes for ever
+                torch.ones(100).sum()
+
+    error = fails(p101.DeadlockError, program)
+    assert sorted(error.waiting) == [0, 1]
+
+
+def test_a_send_whose_work_is_let_go_as_the_function_returns_is_named_where_it_was_posted():
+    def program():
+        if dist.get_rank() == 0:
+            work = dist.isend(torch.ones(4), 1)
+            return work is None
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            pass
+        return dist.recv(torch.zeros(4), 0)
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    assert line_of(program, "dist.isend") in error.thrown_away[0]
+
+
+def test_the_group_that_one_rank_never_makes():
+    def program():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+        dist.new_group([0, 1])
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    assert error.waiting[0][:2] == ("recv", 1)
+    assert error.waiting[1][:2] == ("new_group", 0)
+
+
+@pytest.mark.parametrize("members_only", [False, True])
+def test_a_group_of_which_ranks_have_different_ideas(members_only):
+    def program():
+        dist.new_group([0] if dist.get_rank() else [0, 1], use_local_synchronization=members_only)
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    assert error.waiting[0][:2] == ("new_group", 1)
+    assert members_only or "new_group([0, 1]) on rank 0, new_group([0]) on rank 1" in str(error)
+
+
+def test_making_a_group_waits_for_its_members_only():
+    def program():
+        rank = dist.get_rank()
+        if rank == 2:
+            return None
+        until = time.monotonic() + 0.6 * rank  #  long enough for a deadlock to be believed
+        while time.monotonic() < until:
+            pass
+        return dist.get_world_size(dist.new_group([0, 1]))
+
+    assert p101.launch(program, world_size=3).results == [2, 2, None]
+
+
+@pytest.mark.parametrize("order", [("all_reduce", "broadcast"), ("barrier", "all_reduce"), ("broadcast", "barrier")])
+def test_ranks_that_call_collectives_in_different_orders(order, backend):
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+        "broadcast": lambda: dist.broadcast(torch.ones(1), 0),
+        "barrier": dist.barrier,
+    }
+
+    def program():
+        for name in order if dist.get_rank() != 1 else order[::-1]:
+            calls[name]()
+
+    error = fails(p101.DeadlockError, program, world_size=3, backend=backend)
+    assert f"{order[0]} on ranks 0, 2, {order[1]} on rank 1" in str(error)
+    assert isinstance(fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True), p101.RankFailed)
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_messages_that_pass_each_other_by_their_tags(world):
+    def program():
+        dist.recv(torch.ones(1), 0, tag=2) if dist.get_rank() else dist.send(torch.ones(1), 1, tag=1)
+
+    error = fails(p101.DeadlockError, program, world_size=2, backend=world)
+    assert "rank 0 sends to rank 1 with tag 1, and rank 1 receives with tag 2" in str(error)
+
+
+def test_a_message_posted_and_never_received_is_told():
+    def program():
+        if dist.get_rank() == 0:
+            work = dist.isend(torch.ones(1), 1, tag=3)
+            dist.recv(torch.ones(1), 1)
+            work.wait()
+        else:
+            dist.recv(torch.ones(1), 0)
+
+    error = fails(p101.DeadlockError, program, world_size=2)
+    (note,) = error.notes
+    assert note.startswith("rank 0 posted a send to rank 1 with tag 3, for which rank 1 has no receive, at ")
+    assert line_of(program, "dist.isend") in note
+    assert "nobody sends" not in str(error)
+
+
+def test_a_slow_rank_that_only_computes_is_no_deadlock():
+    def program():
+        x = torch.zeros(1)
+        if dist.get_rank() == 0:
+            until = time.monotonic() + 0.8  #  several looks of the watchers
+            while time.monotonic() < until:
+                x += 1
+            dist.send(x, 1)
+        elif dist.get_rank() == 1:
+            dist.recv(x, 0)
+        dist.all_reduce(x)
+        return x.item() > 0
+
+    assert p101.launch(program, world_size=3).results == [True] * 3
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_send_whose_work_was_thrown_away(trace):
+    def program():
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(4), 1)  #  nobody keeps what it returns
+        else:
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                pass
+            dist.recv(torch.zeros(4), 0)
+
+    error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
+    assert error.waiting == {1: ("recv", 0, line_of(program, "dist.recv"))}
+    (told,) = error.thrown_away
+    assert told.startswith(f"rank 0 posted a send to rank 1 and threw its work away unwaited, at {line_of(program, 'dist.isend')}: ")
+    assert "keep what isend" in str(error)
