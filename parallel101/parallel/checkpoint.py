@@ -44,16 +44,17 @@ def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Read what `write_checkpoint` wrote, onto the CPU. Nothing in the file is executed.
 
-    Raises FileNotFoundError, or ValueError for a file that is not such a checkpoint.
+    Raises OSError where there is nothing to read, ValueError for a file that is not such a checkpoint, or not all of one.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= FIELDS:
-            raise ValueError("it holds something else")
-    except OSError:
-        raise
-    except Exception as error:  # torch's unpickler meets foreign bytes with whatever they lead it to
-        raise ValueError(f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected): {error}") from error
+    with open(path, "rb") as file:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+            if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= FIELDS:
+                raise ValueError("it holds something else")
+        except Exception as error:  # torch's unpickler meets foreign bytes with whatever they lead it to
+            raise ValueError(
+                f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected), or not all of it: {error}"
+            ) from error
     return content
 
 

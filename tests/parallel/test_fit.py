@@ -13,6 +13,7 @@ from parallel101.models.mlp import MLP
 from parallel101.parallel.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.parallel.data import DataParallelTrainer
 from parallel101.parallel.history import Step
+from parallel101.viz.loss import LiveLoss
 
 STEPS = 8
 
@@ -136,3 +137,43 @@ def test_describe_says_who_holds_what():
         assert held == {"weights": [weights] * 2, "gradients": [weights] * 2, "optimizer state": [2 * weights + 4 * 4] * 2}
         assert "rank 1" in table
         assert "4 gradients in" in table
+
+
+def told():
+    """What on_step hears, and when: after the step, before the save."""
+    heard, trainer = [], build()
+    history = trainer.fit(batch, until=3, on_step=lambda step: heard.append((step, trainer.steps)), progress=False)
+    return [step._asdict() for step, _ in heard], [taken for _, taken in heard], history.as_dict()
+
+
+def test_on_step_hears_of_every_step_on_every_rank():
+    for steps, taken, history in [told(), *p101.launch(told, world_size=2).results]:
+        assert taken == [1, 2, 3]
+        assert list(steps[0]) == ["step", "loss", "seconds", "samples", "tokens"]
+        assert [list(column) for column in zip(*(step.values() for step in steps))] == list(history.values())
+        assert history["steps"] == [0, 1, 2]
+
+
+def shown(live, rank):
+    return build().fit(batch, until=4, on_step=live.curve(f"rank {rank}", rank=rank), progress=False).losses
+
+
+def test_a_live_picture_follows_fit():
+    with LiveLoss(until=4) as live:
+        alone = shown(live, 0)
+        first = p101.launch(shown, live, 1, world_size=2).results[0]
+    assert live.curves == {"rank 0": list(enumerate(alone)), "rank 1": list(enumerate(first))}, "one rank writes, each step once"
+
+
+def test_an_evaluation_leaves_every_module_as_it_was():
+    trainer = build()
+    frozen = trainer.model.layers[0].eval()
+    modes = []
+    trainer.model.layers[1].register_forward_pre_hook(lambda layer, inputs: modes.append(layer.training))
+    trainer.evaluate([batch(0)])
+    trainer.step(*batch(0))
+    with pytest.raises(TypeError):
+        trainer.evaluate([batch(0), None])
+    assert modes == [False, True, False]
+    assert trainer.model.training
+    assert not frozen.training
