@@ -1,4 +1,4 @@
-"""Draws docs/ring.svg, the README's moving picture: runs the README's own ten lines and saves what they show.
+"""Draws docs/ring.svg, the README's moving picture: runs the README's own lines and saves what they show.
 
     make picture
 """

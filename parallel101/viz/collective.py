@@ -70,7 +70,7 @@ def collective_scene(
     if history.known:
         draw_matrix(scene, history, tempo)
     else:
-        kept = any(m.payload is not None for m in history.messages)
+        kept = any(m.payload for m in history.messages)
         draw_traffic(scene, history, tempo, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
     draw_strip(scene, history, tempo)
     return scene
