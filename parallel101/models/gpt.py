@@ -28,6 +28,9 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("vocabulary", "context", "layers", "heads", "width"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"GPTConfig({name}={value!r}): expected a whole number, 1 or more")
         if self.width % self.heads:
             raise ValueError(f"width={self.width} is no multiple of heads={self.heads}: expected as many features for every head")
 
@@ -39,9 +42,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.width // config.heads
         self.query = nn.Linear(config.width, config.width)
-        self.key = nn.Linear(
-            config.width, config.width, bias=False
-        )  # it would add the same to all of a query's scores: softmax is blind to it
+        #  a key's bias would add the same to all scores of a query, and softmax is blind to that
+        self.key = nn.Linear(config.width, config.width, bias=False)
         self.value = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
 
@@ -92,7 +94,7 @@ class GPT(nn.Module):
     """(batch, time) token numbers → (batch, time, vocabulary) logits of the token that comes next.
 
     Args:
-        config: see GPTConfig; `time` is at most config.context.
+        config: see GPTConfig; `time` is at most config.context, a longer text a ValueError.
         seed: of the weights; see seeding.py.
         dtype, device: of the weights, torch's defaults unless said.
     """
@@ -110,6 +112,10 @@ class GPT(nn.Module):
         seed_weights(self, seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() != 2 or tokens.shape[1] > self.config.context:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)}: expected (batch, time), of time at most context={self.config.context}"
+            )
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

@@ -64,6 +64,8 @@ class TextBatches:
     """
 
     def __init__(self, tokens: Tensor, batch: int, context: int, seed: int = 0):
+        if batch < 1 or context < 1:
+            raise ValueError(f"TextBatches(batch={batch}, context={context}): expected samples and tokens, 1 or more of each")
         if len(tokens) <= context:
             raise ValueError(f"{len(tokens)} tokens are too few for samples of context={context} and the token after them")
         self.tokens, self.batch, self.context, self.seed = tokens, batch, context, seed

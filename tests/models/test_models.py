@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,9 +49,19 @@ def test_the_loss_is_the_mean_over_samples_so_that_shares_weighted_by_count_add_
     assert 2.0 < start < 5.0, "near ln 17 = 2.83: outputs are neither large nor nothing at the start"
 
 
-def test_heads_must_divide_the_width():
+def test_what_a_gpt_can_be_made_of():
     with pytest.raises(ValueError, match="width=10 is no multiple of heads=4"):
         GPTConfig(17, heads=4, width=10)
+    for wrong in ({"vocabulary": 0}, {"context": -1}, {"layers": 1.5}, {"heads": 0}, {"width": "8"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=re.escape(f"GPTConfig({name}={value!r}): expected a whole number")):
+            GPTConfig(**{"vocabulary": 17, **wrong})
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (8,), (1, 2, 8)])
+def test_a_text_that_does_not_fit_into_the_context(shape):
+    with pytest.raises(ValueError, match=re.escape(f"tokens of shape {shape}: expected (batch, time), of time at most context=8")):
+        GPT(SMALL)(torch.zeros(shape, dtype=torch.int64))
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others():

@@ -54,3 +54,6 @@ def test_every_place_in_the_text_may_be_a_sample():
     assert batches(0)[1].max() == 5
     with pytest.raises(ValueError, match="3 tokens are too few"):
         TextBatches(torch.arange(3), 1, 3)
+    for batch, context in ((0, 3), (1, 0)):
+        with pytest.raises(ValueError, match=f"batch={batch}, context={context}"):
+            TextBatches(torch.arange(9), batch, context)
