@@ -63,7 +63,7 @@ def check_device(device: torch.device, group: Group) -> None:
     if device.type not in known:
         raise ValueError(
             f"the model is on {device}, and the group ({config}) sends from {' and '.join(known)} only: move the model before you build "
-            f"the trainer, or choose the other backend (gloo for the CPU, nccl for GPUs)"
+            "the trainer, or choose the other backend (gloo for the CPU, nccl for GPUs)"
         )
 
 
