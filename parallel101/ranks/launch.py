@@ -80,7 +80,9 @@ def launch(
     recording = bool(trace) or backend == "sim"
     store = _store(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
-    monitor = Monitor(processes, timeout, [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)], recording)
+    explained = False
+    names = [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)]
+    monitor = Monitor(processes, timeout, names, recording, on_gloo=backend == "gloo")
     try:
         for state in monitor.states:
             job = Job(
@@ -111,6 +113,7 @@ def launch(
         if recording and backend != "sim":
             monitor.collect_events()
         error.trace = _trace(monitor, size, backend)  # type: ignore[union-attr]
+        explained = True
         raise
     except KeyboardInterrupt:
         monitor.ask_where(0.3)
@@ -119,7 +122,7 @@ def launch(
                 print(f"interrupted: {place}", file=sys.stderr)
         raise
     finally:
-        monitor.close()
+        monitor.close(explained)
         store = None  #  its port closes now, and not when an error's traceback is let go
     return Run(results[0] if backend == "sim" else results, _trace(monitor, size, backend) if recording else None, backend, size)
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import marshal
 import selectors
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection
-from parallel101.ranks.output import Lines, read_some
+from parallel101.ranks.last_words import died
+from parallel101.ranks.output import Lines, Screen, read_some
 from parallel101.ranks.processes import Rank, kill
+from parallel101.ranks.stillness import Stillness
 from parallel101.ranks.wire import Wire, unpack
 from parallel101.trace.board import Board, Standing
 from parallel101.trace.calls import Call
 from parallel101.trace.checks import Referee
-from parallel101.trace.where import is_inside, shown
+from parallel101.trace.where import shown
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
 CALLS = 0.05  #  seconds between two looks at what the ranks of a checked run have posted
@@ -57,10 +58,17 @@ class State:
 class Monitor:
     """Runs the launching side of a job to its end. `watch` returns when every rank has returned, and raises what went wrong."""
 
-    def __init__(self, ranks: Sequence[Rank], timeout: float, names: Sequence[str], checked: bool = False):
+    def __init__(self, ranks: Sequence[Rank], timeout: float, names: Sequence[str], checked: bool = False, on_gloo: bool = False):
         self.board = Board(len(ranks))
+        screen = Screen()
         self.states = [
-            State(r, process, Wire(process.control), (Lines(names[r], "stdout"), Lines(names[r], "stderr")), self.board.ranks[r])
+            State(
+                r,
+                process,
+                Wire(process.control),
+                (Lines(names[r], "stdout", screen), Lines(names[r], "stderr", screen)),
+                self.board.ranks[r],
+            )
             for r, process in enumerate(ranks)
         ]
         self.timeout = timeout
@@ -72,6 +80,7 @@ class Monitor:
             for end, lines in zip((state.process.out, state.process.err), state.lines, strict=True):
                 self.selector.register(end, selectors.EVENT_READ, (self._show, lines))
             self.selector.register(state.process.status, selectors.EVENT_READ, (self._status, state))
+        self.stillness = Stillness([rank.pid for rank in ranks]) if on_gloo else None
         self.failed_at: float | None = None
         self.imported: set[str] = set()  #  slow imports that ranks had to make
 
@@ -85,9 +94,13 @@ class Monitor:
                 raise self._failure()
             if (deadlock := self.board.deadlock(now)) is not None:
                 raise self.referee.verdict() or deadlock
+            if self.stillness is not None and self.stillness.lasts(now, all(s.blocked is not None or s.returned for s in self.board.ranks)):
+                raise self.referee.verdict() or self.board.standstill(self.checked)
             if now >= deadline:
                 raise self.referee.verdict() or self._too_late()
             again = self.board.due if self.board.suspected is not None else deadline
+            if self.stillness is not None and self.stillness.began is not None:
+                again = min(again, self.stillness.due)
             read_again = now + CALLS if self.checked else deadline
             self._listen(min(deadline, again, read_again, deadline if self.failed_at is None else self.failed_at) - now)
             self._read_calls()
@@ -106,7 +119,6 @@ class Monitor:
         if data:
             lines.feed(data)
         else:
-            lines.close()
             self.selector.unregister(end)
 
     def _status(self, end: Any, state: State) -> None:
@@ -187,7 +199,8 @@ class Monitor:
         raised = [state for state in self.states if state.error is not None]
         raised.sort(key=lambda state: (broken_connection(state.error[0]), state.rank))  # type: ignore[index]
         if dead and (not raised or broken_connection(raised[0].error[0])):  # type: ignore[index]
-            return died(dead[0].rank, dead[0].exitcode, dead[0].status.decode(errors="replace"), dead[0].lines[1].tail)
+            state = dead[0]
+            return died(state.rank, state.exitcode, state.status.decode(errors="replace"), state.lines[1].tail, self.checked)
         state = raised[0]
         assert state.error is not None
         error, headline, text = state.error
@@ -231,15 +244,15 @@ class Monitor:
             _tell(state, b"q")
         self._until(lambda: all(state.ended for state in self.states), 5.0)
 
-    def close(self) -> None:
-        """Leave nothing behind: no process, no socket, no unread line."""
+    def close(self, explained: bool = False) -> None:
+        """Leave nothing behind: no process, no socket, no unread line. `explained`: an error is about to say why the run failed."""
         for state in self.states:
             kill(state.process)
         self._until(lambda: all(state.ended for state in self.states), 5.0)
         self._until(lambda: False, 0.0)
         for state in self.states:
             for lines in state.lines:
-                lines.close()
+                lines.close(explained)
         self.selector.close()
         for state in self.states:
             state.process.close()
@@ -259,34 +272,3 @@ def _tell(state: State, kind: bytes) -> bool:
     except OSError:
         return False
     return True
-
-
-def died(rank: int, code: int | None, dump: str = "", stderr: str = "") -> RankFailed:
-    """The error for a rank that ended before it returned. `dump` is what faulthandler wrote of its last place, if anything."""
-    if code is None:
-        how = "was lost (its fork server ended)"
-    elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-    else:
-        how = f"ended by itself with exit code {code} before it returned"
-    message = f"rank {rank} {how}"
-    if place := _last_place(dump):
-        message += f", at {shown(place)}"
-    if code == -signal.SIGABRT:
-        message += (
-            "\n  gloo aborts a rank whose receive is smaller than the message that comes for it, "
-            "or when the ranks of a collective disagree on its size."
-            "\n  Run it again with trace=True: a checked run names the two calls that do not fit."
-        )
-    said = [line for line in stderr.splitlines() if line.strip()][-3:]
-    return RankFailed("\n  ".join([message, *said]), rank, code)
-
-
-def _last_place(dump: str) -> str:
-    """The caller's file and line in what faulthandler wrote as the rank was killed, or nothing."""
-    for line in dump.splitlines():
-        if line.startswith('  File "') and " in " in line:
-            name, _, rest = line.removeprefix('  File "').partition('", line ')
-            if not is_inside(name):
-                return f"{name}:{rest.split()[0]}"
-    return ""

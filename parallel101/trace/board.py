@@ -71,6 +71,16 @@ class Board:
         notes = found.notes + self._different(found.waiting) + ([] if found.notes else self._alone(stuck_ranks))
         return DeadlockError(found.waiting, found.cycle, found.returned, self._thrown_away() if without_dropped else (), notes)
 
+    def standstill(self, checked: bool) -> DeadlockError:
+        """The error for ranks of which none is missing, and which yet do not go on."""
+        waiting = {}
+        for rank, standing in enumerate(self.ranks):
+            if (call := standing.blocked) is not None:
+                waiting[rank] = (call.kind, call.peers[0] if len(call.peers) == 1 else call.peers or None, call.where)
+        advice = "" if checked else " Run it again with trace=True: a checked run names the calls that do not fit."
+        note = "everything they wait for has been posted, and yet nothing moves: the sizes do not fit, most likely." + advice
+        return DeadlockError(waiting, returned=[rank for rank, standing in enumerate(self.ranks) if standing.returned], notes=[note])
+
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """Who has not posted their part of a call yet, as far as the reports tell. (A rank that runs may always still post.)"""
 

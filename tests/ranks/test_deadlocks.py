@@ -177,6 +177,20 @@ def test_messages_that_pass_each_other_by_their_tags(world):
     assert "rank 0 sends to rank 1 with tag 1, and rank 1 receives with tag 2" in str(error)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sizes_for_which_gloo_waits_for_ever(world_size):
+    """Nobody is missing: some have returned, and the others wait for bytes that nobody will send."""
+
+    def program():
+        dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+    error = fails(p101.DeadlockError, program, world_size=world_size)
+    assert error.waiting[1][0] == "all_reduce"
+    assert error.returned == [0]
+    assert "the sizes do not fit" in str(error)
+    assert "different shapes" in str(fails(p101.MisuseError, program, world_size=world_size, trace=True))
+
+
 def test_a_message_posted_and_never_received_is_told():
     def program():
         if dist.get_rank() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import signal
@@ -114,6 +115,18 @@ def test_the_abort_of_gloo_is_explained_with_its_place():
     assert (error.rank, error.exitcode) == (1, -signal.SIGABRT)
     assert line_of(program, "dist.recv") in str(error)
     assert "trace=True" in str(error)
+    assert "4000 bytes came here where 16 were expected" in str(error)
+    assert "preamble" not in str(error)
+
+
+def test_a_crash_is_placed_in_the_program_and_not_in_the_library_it_called():
+    def program():
+        ctypes.string_at(0)
+
+    error = fails(p101.RankFailed, program)
+    assert error.exitcode == -signal.SIGSEGV
+    assert line_of(program, "string_at") in str(error)
+    assert "gloo" not in str(error)
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.ranks.output import Lines, Screen
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
@@ -86,3 +89,56 @@ def test_text_that_is_no_utf8_and_long_output_do_no_harm(capsys):
     out = capsys.readouterr().out
     assert out.count("x" * 300_000) == 2
     assert out.count(" bytes") == 2
+
+
+def test_what_is_printed_half_is_shown_as_it_is_and_line_ends_of_windows_are_line_ends(capsys):
+    lines = Lines("> ", "stdout")
+    lines.feed("caf\u00e9\r\ntw".encode())
+    lines.feed(b"o\ncut \xe2\x82")
+    lines.close()
+    assert capsys.readouterr().out == "> caf\u00e9\n> two\n> cut \ufffd\n"
+
+
+def test_a_terminal_of_few_characters_is_no_reason_to_fail(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    Lines("> ", "stdout").feed("\u2588 100%\n".encode())
+    assert raw.getvalue() == b"> \\u2588 100%\n"
+
+
+def test_bars_of_several_ranks_share_a_line_and_leave_nothing_of_each_other(capsys):
+    screen = Screen()
+    first, second = Lines("[0] ", "stderr", screen), Lines("[1] ", "stderr", screen)
+    first.feed(b"\rlong bar")
+    second.feed(b"\rbar")
+    first.feed(b"\r")
+    second.feed(b"\ntext\n")
+    err = capsys.readouterr().err
+    assert err == "\r[0] long bar" + "\r[1] bar     " + "\r[0] long bar" + "\r[1] bar     \n[1] text\n"
+
+
+LAST_WORDS = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4.
+terminate called without an active exception
+[E1121 08:05:32.145091033 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with [/gloo/pair.cc:553] Connection closed by peer
+"""
+
+
+@pytest.mark.parametrize("explained", [False, True])
+def test_last_words_of_gloo_are_told_only_where_no_error_explains_them(explained, capsys):
+    own = "terminate called, said the program\nwhat(): it went on\n"
+    lines = Lines("", "stderr")
+    lines.feed((LAST_WORDS + own).encode())
+    lines.close(explained)
+    assert capsys.readouterr().err == own + ("" if explained else LAST_WORDS)
+
+
+def test_a_misuse_that_aborts_a_rank_is_told_without_its_last_words(capsys):
+    def program():
+        print("about to", file=sys.stderr)
+        dist.broadcast(torch.ones(9 - dist.get_rank()), 0)
+
+    for trace, error in ((True, p101.MisuseError), (False, p101.RankFailed)):
+        with pytest.raises(error):
+            p101.launch(program, world_size=2, trace=trace)
+        assert sorted(capsys.readouterr().err.splitlines()) == ["[rank 0] about to", "[rank 1] about to"]
