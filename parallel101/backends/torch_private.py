@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -134,11 +135,8 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         found = string_at(start, 256).find(seed.to_bytes(8, sys.byteorder)) if start else -1
         if found < 0:
             return None
-        words = memoryview((ctypes.c_char * (318 * 8)).from_address(start + found)).cast("B").cast("Q")
-
-        def look() -> tuple[int, ...]:
-            return words[1], words[2], words[315], words[316], words[317]
-
+        memory = (ctypes.c_char * (318 * 8)).from_address(start + found)
+        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)  #  what is left, the next one; the normals
         seen = {look()}
         for _ in range(700):  #  a whole turn of the twister, and normals, which come in pairs
             torch.rand((), generator=generator, device="cpu")

@@ -151,7 +151,8 @@ def draws(rank: int, pause) -> list:
     for _ in range(4):
         drawn.append((torch.rand(2).tolist(), random.gauss(0, 1), np.random.normal()))
         pause()
-        drawn.append((random.random(), random.sample(range(100), 3), np.random.rand(), torch.randn(3).tolist()))
+        hidden = np.random.mtrand._rand.rand()  #  as SciPy and scikit-learn draw
+        drawn.append((random.random(), random.sample(range(100), 3), np.random.rand(), hidden, torch.randn(3).tolist()))
         if rank == 2:
             pause()
     return drawn
