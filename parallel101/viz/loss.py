@@ -82,7 +82,7 @@ def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "T
         return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
 
     scene.add("text", title, x=28, y=40, class_="h")
-    tick = round_step(high, 5)
+    tick = round_step(high, 6)
     for k in range(int(high / tick) + 1):
         y = at(0, k * tick)[1]
         scene.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)

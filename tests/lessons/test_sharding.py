@@ -61,7 +61,7 @@ def test_exercise_1_the_paper_s_table():
 @pytest.mark.parametrize("layers", [8, 4])
 def test_exercise_2_two_layers_are_whole_whatever_the_depth(layers):
     def hold():
-        model, x = MLP([32] * (layers + 1)), torch.randn(2, 8, 32)
+        model, x = MLP([32] * (layers + 1)), torch.randn(2, 8, 32).unbind()
         trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], stage=3)
         for _ in range(2):
             trainer.step(*trainer.share(x))
@@ -90,7 +90,7 @@ def test_exercise_3_slower_links():
 @pytest.mark.parametrize(("stage", "passages"), [(1, 2), (2, 5), (3, 12)])
 def test_exercise_5_accumulation(stage, passages):
     def accumulate():
-        model, x = MLP([32] * 5), torch.randn(2, 8, 32)
+        model, x = MLP([32] * 5), torch.randn(2, 8, 32).unbind()
         trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], stage=stage, accumulate=4)
         for _ in range(2):
             with p101.span("step"):

@@ -34,7 +34,7 @@ def test_the_axis_has_round_numbers(high):
     scene = loss_scene({"1 rank": [(0, high), (9, high / 2)]})
     texts = [t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("x") == f"{LEFT - 8:g}"]
     ticks = [float(t.text) for t in texts]
-    assert 3 <= len(ticks) <= 6 and ticks[0] == 0
+    assert 4 <= len(ticks) <= 7 and ticks[0] == 0
     assert all(float(f"{tick:.1e}") == tick for tick in ticks)
     assert [float(t.get("y")) - 4 for t in texts] == pytest.approx([BOTTOM - (BOTTOM - TOP) * t / (1.05 * high) for t in ticks], abs=0.1)
 
