@@ -85,10 +85,11 @@ def check_norms(model: nn.Module) -> None:
 
 
 def check_batch(batch: Any) -> Batch:
-    """(inputs, targets). Raises TypeError or ValueError where that is not what the batch is."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) and t.dim() for t in batch):
+    """(inputs, targets), which may be one tensor of two. Raises TypeError or ValueError where that is not what the batch is."""
+    pair = tuple(batch) if isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1) else ()
+    if len(pair) != 2 or not all(isinstance(t, Tensor) and t.dim() for t in pair):
         raise TypeError(f"a batch is {in_words(batch)}: expected (inputs, targets), two tensors with the samples along dim 0")
-    inputs, targets = batch
+    inputs, targets = pair
     if len(inputs) != len(targets):
         raise ValueError(f"inputs have {len(inputs)} samples along dim 0 and targets {len(targets)}: expected as many")
     return inputs, targets

@@ -148,3 +148,9 @@ def twice():
 def test_a_model_whose_weights_a_trainer_has_cut_up():
     assert twice()
     assert p101.launch(twice, world_size=2).results == [True] * 2
+
+
+def test_a_batch_may_be_a_list_or_one_tensor_of_two():
+    trainer = DataParallelTrainer(model(), F.mse_loss, sgd)
+    for batch in ((X, Y), [X, Y], torch.stack([X, Y])):
+        assert [torch.equal(a, b) for a, b in zip(trainer.share(batch), (X, Y))] == [True, True]
