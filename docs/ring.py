@@ -1,6 +1,6 @@
 """Draws docs/ring.svg, the README's moving picture: runs the README's own lines and saves what they show.
 
-    make picture
+make picture
 """
 
 import re
