@@ -5,15 +5,34 @@ Every one of them says which rank, what it was doing, at which file and line of 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 
 from parallel101.trace.where import cell_name, shown
 
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 
 
-class DeadlockError(RuntimeError):
+class _ShownInANotebook(BaseException):
+    """What IPython asks an error for in place of its traceback: ours up to the cell's own call. How launch() found out explains nothing."""
+
+    def _render_traceback_(self) -> list[str]:
+        from IPython import get_ipython
+
+        tb, own = self.__traceback__, []
+        while tb is not None and not tb.tb_frame.f_code.co_filename.startswith(_HERE):
+            own.append(tb)
+            tb = tb.tb_next
+        tb = None
+        for outer in reversed(own):
+            tb = TracebackType(tb, outer.tb_frame, outer.tb_lasti, outer.tb_lineno)
+        return get_ipython().InteractiveTB.structured_traceback(type(self), self, tb)
+
+
+class DeadlockError(RuntimeError, _ShownInANotebook):
     """Ranks wait for one another and none can go on.
 
     Attributes:
@@ -64,7 +83,7 @@ class DeadlockError(RuntimeError):
         return waiting_scene(self)
 
 
-class RankFailed(RuntimeError):
+class RankFailed(RuntimeError, _ShownInANotebook):
     """A rank raised an exception or died.
 
     Attributes:
@@ -97,7 +116,7 @@ def _with_cells(message: str) -> str:
     return re.sub(r'File "(?P<traced>[^"]+)"|(?P<file>\S+\.py):(?P<line>\d+)', named, message)
 
 
-class LaunchTimeout(TimeoutError):
+class LaunchTimeout(TimeoutError, _ShownInANotebook):
     """The ranks were still at work when the time limit came. The message says where each of them was."""
 
 

@@ -27,6 +27,7 @@ from parallel101.ranks.run import Run
 from parallel101.ranks.wire import pack, unpack
 from parallel101.ranks.worker import Job
 from parallel101.trace.events import Trace
+from parallel101.trace.where import shown
 
 BACKENDS = ("gloo", "nccl", "sim")
 PAYLOAD = 4096  #  bytes: messages up to this size keep their values when trace="payload"
@@ -113,13 +114,13 @@ def launch(
         if recording and backend != "sim":
             monitor.collect_events()
         error.trace = _trace(monitor, size, backend)  # type: ignore[union-attr]
-        explained = True
-        raise
+        explained = __tracebackhide__ = True  #  how it came to be known here is nothing to read about (IPython, pytest)
+        raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt:
         monitor.ask_where(0.3)
-        for state in monitor.states:
-            for place in state.places or []:
-                print(f"interrupted: {place}", file=sys.stderr)
+        for rank, place in (pair for state in monitor.states for pair in state.places or []):
+            print(f"interrupted: rank {rank} was at {shown(place)}", file=sys.stderr)
+        __tracebackhide__ = True
         raise
     finally:
         monitor.close(explained)

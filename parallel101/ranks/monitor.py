@@ -43,7 +43,7 @@ class State:
     error: tuple[BaseException, str, str] | None = None  #  itself, in a line, and its traceback
     events: list[tuple] | None = None
     groups: dict[str, list[int]] = field(default_factory=dict)
-    places: list[str] | None = None
+    places: list[tuple[int, str]] | None = None  #  where it is (each virtual rank, on sim), when it was asked
     status: bytes = b""
     exitcode: int | None = None
     ended: bool = False
@@ -223,7 +223,9 @@ class Monitor:
                     f"  rank {state.rank} waited in {call.kind} for {', '.join(map(str, call.peers)) or 'any rank'}, at {shown(call.where)}"
                 )
             else:
-                lines += [f"  {place}" for place in state.places or [f"rank {state.rank} was at a place it could not tell"]]
+                lines += [
+                    f"  rank {rank} was at {shown(place)}" for rank, place in state.places or [(state.rank, "a place it could not tell")]
+                ]
         return LaunchTimeout("\n".join(lines))
 
     # ---- the end ----

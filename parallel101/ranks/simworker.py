@@ -76,9 +76,9 @@ class _SimWatcher(Obedient):
         super().__init__(wire)
         self.threads = threads
 
-    def places(self) -> list[str]:
+    def places(self) -> list[tuple[int, str]]:
         frames = sys._current_frames()
-        return [f"rank {rank} was at {where(frames.get(thread))}" for rank, thread in sorted(self.threads.items()) if thread in frames]
+        return [(rank, where(frames.get(thread))) for rank, thread in sorted(self.threads.items()) if thread in frames]
 
 
 _speaking = threading.local()

@@ -56,8 +56,8 @@ class Obedient(threading.Thread):
     def tell(self) -> None:
         """Send what was recorded so far."""
 
-    def places(self) -> list[str]:
-        """Where the program is, in words."""
+    def places(self) -> list[tuple[int, str]]:
+        """Where the program is: rank and "file:line"."""
         return []
 
 
@@ -84,8 +84,8 @@ class Watcher(Obedient):
     def tell(self) -> None:
         self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), self.ledger.report()))
 
-    def places(self) -> list[str]:
-        return [f"rank {self.ledger.rank} was at {self.where()}"]
+    def places(self) -> list[tuple[int, str]]:
+        return [(self.ledger.rank, self.where())]
 
     def where(self) -> str:
         return where(sys._current_frames().get(self.ledger.thread))

@@ -6,6 +6,8 @@ import ctypes
 import inspect
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,6 +159,23 @@ def test_time_limit_says_where_each_rank_was(world):
     lines, first = inspect.getsourcelines(program)
     assert any(f"rank 0 was at {__file__}:{first + i}" in str(error) for i in range(len(lines)))
     assert world == "sim" or "rank 1 had returned" in str(error)
+
+
+def test_a_notebook_shows_its_own_lines_and_none_of_the_librarys():
+    cell = "import parallel101 as p101\ndef program():\n    1 / 0\np101.launch(program, world_size=1)"
+    done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", cell], capture_output=True, text=True, timeout=60)
+    told = done.stdout + done.stderr
+    assert "----> 4 p101.launch(program, world_size=1)" in told
+    assert "RankFailed: rank 0 raised ZeroDivisionError" in told
+    assert "launch.py" not in told
+
+
+def test_a_place_in_a_cell_is_called_by_the_cells_number():
+    cell = (
+        "import time, parallel101 as p101\ndef program():\n    while 1: time.sleep(0.01)\np101.launch(program, world_size=1, timeout=0.5)"
+    )
+    done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", cell], capture_output=True, text=True, timeout=60)
+    assert "rank 0 was at cell [1], line 3: while 1: time.sleep(0.01)" in done.stdout + done.stderr
 
 
 def test_a_failed_recorded_run_keeps_its_record():
