@@ -9,6 +9,7 @@ A message starts when its send and its receive are both posted and its links are
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,8 +78,9 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
 
     if not hasattr(dist.Backend, "SIM"):
         dist.Backend.register_backend("sim", _sub_group, extended_api=True, devices=["cpu"])
-    stack, threads = threading.stack_size(STACK), torch.get_num_threads()
+    stack, threads, collector = threading.stack_size(STACK), torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)  #  a pool of threads for each of hundreds of ranks would be too many
+    gc.set_threshold(collector[0] * world_size, *collector[1:])  #  as seldom as if each rank had a process, and a collector, of its own
     random_states = RandomStates(world_size)
     before = torch_private.use_world(views[0])
     torch_private.name_groups_by_thread(True)
@@ -89,6 +91,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
         torch_private.name_groups_by_thread(False)
         torch_private.use_world(before)
         random_states.restore()
+        gc.set_threshold(*collector)
         torch.set_num_threads(threads)
         threading.stack_size(stack)
     outcome = Outcome(results, {}, world.events, traffic.groups)

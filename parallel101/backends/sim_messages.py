@@ -174,9 +174,9 @@ class SendWork(MessageWork):
             memmove(receive.pointer, self.data, self.nbytes)  # type: ignore[arg-type]
         self.data = None
         src, dst, tag, nbytes, group = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label
-        start, end, seq, shape, dtype = self.started, self.world.now, self.seq, plain_shape(self.shape), dtype_name(self.dtype)
-        sent = (self.where, self.posted, group, seq, shape, dtype, self.payload, None, None)
-        self.world.events.append((src, "send", dst, tag, nbytes, start, end, *sent, receive.where, receive.posted))
+        shape, dtype = _shapes.get(self.shape) or plain_shape(self.shape), _dtypes.get(self.dtype) or dtype_name(self.dtype)
+        sent = (self.where, self.posted, group, self.seq, shape, dtype, self.payload, None, None)
+        self.world.events.append((src, "send", dst, tag, nbytes, self.started, self.world.now, *sent, receive.where, receive.posted))
         receive.done = True
         if receive.future is None:
             receive.tensor = None

@@ -29,6 +29,11 @@ class Waitable(Protocol):
 class Rank:
     """A virtual rank: its thread's turn, its own clock (ahead of the world's while it computes), what it waits for."""
 
+    __slots__ = (
+        *("agreed", "asked_at", "clock", "finished", "futures", "lock", "number", "order", "queued", "sending", "spans", "thread"),
+        *("waiting", "world"),
+    )
+
     def __init__(self, number: int, world: World):
         self.number = number
         self.world = world
