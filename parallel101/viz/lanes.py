@@ -13,19 +13,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from parallel101.trace.events import P2P, Event, Trace
-from parallel101.viz.scene import Node, Scene
+from parallel101.viz.scene import HATCHING, Node, Scene
 from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_entries, span_lanes, time_axis
 from parallel101.viz.units import human_bytes, human_seconds
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
 TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0  #  heights: of a lane of spans, of one of messages, between ranks, of a panel's name
 MOST_RANKS, MOST_SPAN_LANES, MOST_MESSAGE_LANES = 16, 2, 4
-WAITS = (
-    "wait",
-    "synchronise",
-    "agree",
-    "gather weights",
-)  #  a span whose name begins so is no compute: it lasts until something arrives
+WAITS = ("wait", "synchronise", "agree", "gather weights")  #  a span whose name begins so is no compute: it lasts until something arrives
 
 Interval = tuple[float, float]
 
@@ -73,11 +68,8 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     row = depth * TALL + thick + GAP
     high = trace.world_size * row + (HEAD if within else 0.0)
     scene = Scene(960, math.ceil(TOP + len(panels) * high + 40), title, " ".join(in_words(panel, trace.world_size) for panel in panels))
-    scene.style += STYLE + ".idle{fill:url(#idle)}"
-    scene.definitions.append(
-        '<pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
-    )
+    scene.style += STYLE + ".idle{fill:url(#hatching)}"
+    scene.definitions.append(HATCHING)
     colours = span_colours(e for of in spans.values() for e in of if not is_wait(e))
     _head(scene, trace, colours)
     scale = (RIGHT - LEFT) / longest if longest else 0.0

@@ -19,23 +19,15 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from parallel101.viz.palette import PLOTTED
 from parallel101.viz.scene import Scene
 from parallel101.viz.units import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 EVERY = 0.25  #  seconds between two drawings
 MOST_POINTS = 400
-DASHES = (
-    None,
-    "7 4",
-    "2 4",
-    "10 3 2 3",
-    "1 6",
-    "14 4",
-    "5 2",
-    "3 6",
-)  #  as well as colours: two curves that lie upon each other are both seen
-LINES = {"light": ("#3B5BDB", "#882255", "#117733", "#B3480F", "#5B3E96"), "dark": ("#8EA2FF", "#E687B4", "#5FC486", "#F0955A", "#B79BEA")}
+DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")  #  as well as colours: two curves that lie upon each other are both seen
+STYLE = "".join(f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}" for i, colour in enumerate(PLOTTED))
 
 Curve = Sequence[tuple[float, float]]  #  (step, loss)
 
@@ -69,13 +61,13 @@ def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "T
     """
     named = curves if isinstance(curves, Mapping) else {"loss": curves}
     lines = {name: points(curve) for name, curve in named.items()}
-    if len(lines) > len(LINES["light"]):
-        raise ValueError(f"{len(lines)} curves ({', '.join(lines)}): expected at most {len(LINES['light'])}")
-    scene = LossScene(960, 330, title, "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line))
+    if len(lines) > len(PLOTTED):
+        raise ValueError(f"{len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}")
+    scene = Scene(960, 330, title, "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line))
+    scene.style += STYLE
     everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
     last = until or max(step for step, _ in everything) or 1
     high = max(loss for _, loss in everything) * 1.05 or 1.0
-
     right = min(RIGHT, 850.0 - 8 * max(map(len, lines), default=0))  #  room for names and values
 
     def at(step: float, loss: float) -> tuple[float, float]:
@@ -109,22 +101,6 @@ def points(curve: Losses | Curve) -> list[tuple[float, float]]:
     return [
         (float(step), float(loss)) for step, loss in (curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True))
     ]
-
-
-class LossScene(Scene):
-    """A scene whose curves are as dark or as light as the page asks: in a player by its class, alone by what the reader prefers."""
-
-    def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
-        text = super().svg(t, smil, theme)
-        if theme is not None:
-            return text.replace("<style", f"<style>{curve_colours(theme)}</style><style", 1)
-        always = curve_colours("light") + curve_colours("dark", ".player.dark ")
-        alone = f"@media (prefers-color-scheme:dark){{{curve_colours('dark')}}}@media print{{{curve_colours('light')}}}"
-        return text.replace('<style class="theme">', f'<style>{always}</style><style class="theme">{alone}', 1)
-
-
-def curve_colours(theme: str, within: str = "") -> str:
-    return "".join(f"{within}.l{i}{{stroke:{c}}}{within}circle.d{i},{within}text.d{i}{{fill:{c}}}" for i, c in enumerate(LINES[theme]))
 
 
 class LiveLoss:

@@ -79,7 +79,7 @@ def draw_matrix(scene: Scene, history: History, tempo: Tempo) -> None:
     panel.children.append(marks)
     _missing(marks, matrix, tempo)
     _bands(scene, panel, matrix, tempo)
-    panel.add("text", _legend(history), x=LEFT + (WIDTH / 2), y=matrix.bottom + 24, font_size=12, class_="m c")
+    panel.add("text", _legend(history), x=LEFT + WIDTH / 2, y=matrix.bottom + 24, font_size=12, class_="m c")
 
 
 def _frame(panel: Node, matrix: Matrix) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from parallel101.viz.scene import Node, Scene
+from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
@@ -59,11 +59,8 @@ def memory_scene(counted: Counted | Mapping[str, Counted], *, title: str = "Memo
     scene = Scene(
         960, round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8), title, "Bytes that each rank holds, as they were counted."
     )
-    scene.style += ".others{fill:url(#others);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
-    scene.definitions.append(
-        '<pattern id="others" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
-    )
+    scene.style += ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
+    scene.definitions.append(HATCHING)
     _head(scene, note, colours)
     y = TOP
     for name, of in panels.items():

@@ -6,6 +6,8 @@ Every scene draws with the classes of `STYLE`, so a picture needs no colour of i
 
 from __future__ import annotations
 
+import re
+
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 LIGHT = {
@@ -16,6 +18,11 @@ LIGHT = {
     "faint": "#eef1f5",
     "accent": "#0b62a8",
     "warn": "#b3480f",
+    "p0": "#3B5BDB",
+    "p1": "#882255",
+    "p2": "#117733",
+    "p3": "#B3480F",
+    "p4": "#5B3E96",
 }
 DARK = {
     "bg": "#14181f",
@@ -25,8 +32,14 @@ DARK = {
     "faint": "#202733",
     "accent": "#6cb8f0",
     "warn": "#f0955a",
+    "p0": "#8EA2FF",
+    "p1": "#E687B4",
+    "p2": "#5FC486",
+    "p3": "#F0955A",
+    "p4": "#B79BEA",
 }
 THEMES = {"light": LIGHT, "dark": DARK}
+PLOTTED = ("p0", "p1", "p2", "p3", "p4")  #  the lines of a plot, in order
 
 CHUNK = ("#3B5BDB", "#CCBB44", "#117733", "#EE6677", "#66CCEE", "#882255", "#CC79A7", "#5B3E96")
 ON_CHUNK = ("#fff", "#1f2933", "#fff", "#1f2933", "#1f2933", "#fff", "#1f2933", "#fff")  # text that stands on each of them
@@ -46,6 +59,11 @@ STYLE = (
 def variables(theme: str) -> str:
     """The CSS declarations of a theme, "light" or "dark"."""
     return "".join(f"--{name}:{colour};" for name, colour in THEMES[theme].items())
+
+
+def written_out(svg: str, theme: str) -> str:
+    """The same with a theme's colours in place of the variables, for renderers that know none."""
+    return re.sub(r"var\(--(\w+)\)", lambda match: THEMES[theme][match[1]], svg)
 
 
 def letter(column: int) -> str:

@@ -17,14 +17,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parallel101.viz.palette import FONT, LIGHT, variables
+from parallel101.viz.palette import FONT, LIGHT, PLOTTED, written_out
 from parallel101.viz.scene import Scene
 from parallel101.viz.units import human_bytes, human_seconds
 
 Series = Mapping[str, Mapping[float, float]]
 
 WIDTH, HEIGHT, DPI = 960, 420, 72  #  at 72 dots an inch a point is a pixel
-SERIES = {"light": ("#3B5BDB", "#882255", "#117733", "#B3480F", "#5B3E96"), "dark": ("#8EA2FF", "#E687B4", "#5FC486", "#F0955A", "#B79BEA")}
 MARKERS = "os^Dv"
 UNITS = {"bytes": human_bytes, "seconds": human_seconds, "": lambda value: f"{value:,.0f}"}
 STYLE: dict[Any, Any] = {
@@ -59,14 +58,8 @@ class Plot(Scene):
 
     def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
         """The picture as SVG; it has no time, so t and smil change nothing."""
-        text = super().svg(t, smil, theme).replace("</svg>", self.drawing + "</svg>")
-        colours = {name: "".join(f"--p{i}:{c};" for i, c in enumerate(of)) for name, of in SERIES.items()}
-        if theme is None:
-            light, dark = (f"svg{{{colours[name]}}}" for name in ("light", "dark"))
-            alone = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
-            played = f".player{{{colours['light']}}}.player.dark{{{colours['dark']}}}"
-            return text.replace('<style class="theme">', f'<style>{played}</style><style class="theme">{alone}', 1)
-        return text.replace('<style class="theme">', f'<style class="theme">svg{{{variables(theme)}{colours[theme]}}}', 1)
+        drawing = self.drawing if theme is None else written_out(self.drawing, theme)
+        return super().svg(t, smil, theme).replace("</svg>", drawing + "</svg>")
 
 
 def sweep(
@@ -100,7 +93,7 @@ def sweep(
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         for i, name in enumerate(names):
-            colour = SERIES["light"][i]
+            colour = LIGHT[PLOTTED[i]]
             if name in model:
                 axes.plot(list(model[name]), list(model[name].values()), color=colour, linewidth=1.8)
             if name in measured:
@@ -143,7 +136,7 @@ def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
             at,
             xycoords="figure pixels",
             va="center",
-            color=SERIES["light"][i],
+            color=LIGHT[PLOTTED[i]],
             fontweight="bold",
             fontsize=13,
             annotation_clip=False,
@@ -152,8 +145,7 @@ def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
 
 def _follow_the_page(drawing: str) -> str:
     """Colours become the page's variables, the font the house's, and links what an SVG inside a page calls them."""
-    names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint")}
-    names |= {colour.lower(): f"p{i}" for i, colour in enumerate(SERIES["light"])}
+    names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint", *PLOTTED)}
     drawing = re.sub(r"#[0-9a-f]{6}\b", lambda match: f"var(--{names[match[0]]})" if match[0] in names else match[0], drawing)
     drawing = drawing.replace("xlink:href", "href")
     return re.sub(r"'DejaVu Sans'[^;\"]*?sans-serif", FONT.replace('"', "'"), drawing)

@@ -9,14 +9,17 @@ A `Node` is an SVG element; `key` says what one of its attributes is at which se
 from __future__ import annotations
 
 import os
-import re
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel101.viz.palette import FONT, STYLE, THEMES, variables
+from parallel101.viz.palette import FONT, STYLE, THEMES, variables, written_out
 
 MODES = ("linear", "discrete", "ease")
+HATCHING = (  #  what `definitions` take, for a class that is filled with url(#hatching)
+    '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
+)
 
 
 class Step(NamedTuple):
@@ -113,9 +116,7 @@ class Scene(Node):
             f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" height="{self.height - 1}" rx="10"/>'
             f"{body}</svg>"
         )
-        if theme is not None:  # for renderers without CSS variables
-            text = re.sub(r"var\(--(\w+)\)", lambda match: THEMES[theme][match[1]], text)
-        return text
+        return text if theme is None else written_out(text, theme)
 
     def html(self) -> str:
         """The picture as an HTML fragment with controls: it needs no kernel and no network, and loops where scripts are stripped."""

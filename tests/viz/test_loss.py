@@ -11,6 +11,7 @@ import pytest
 
 import parallel101.viz.loss as loss
 from parallel101.viz.loss import BOTTOM, LEFT, RIGHT, TOP, LiveLoss, loss_scene
+from parallel101.viz.palette import THEMES
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -58,8 +59,8 @@ def test_a_long_name_does_not_touch_its_value():
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_curves_follow_the_theme(theme):
     scene = loss_scene(SimpleNamespace(steps=[0], losses=[1.0]))
-    assert loss.LINES[theme][0] in scene.svg(theme=theme)
-    assert all(of[0] in scene.svg() for of in loss.LINES.values())
+    assert f".l0{{stroke:{THEMES[theme]['p0']}}}" in scene.svg(theme=theme)
+    assert ".l0{stroke:var(--p0)}" in scene.svg() and f"--p0:{THEMES[theme]['p0']};" in scene.svg()
     ET.fromstring(scene.svg(theme=theme))
 
 

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.viz.plots import SERIES, sweep
+from parallel101.viz.palette import LIGHT, PLOTTED, THEMES
+from parallel101.viz.plots import sweep
 
 SIZES = [2.0**k for k in range(6, 27, 4)]
 MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01e9 for s in SIZES}}
@@ -23,11 +24,11 @@ def test_a_sweep_is_drawn_in_the_pages_colours():
     svg = plot.svg()
     ET.fromstring(svg)
     assert "Time against size" in svg and "points measured" in svg and "4 MiB" in svg and "1 ms" in svg
-    assert not set(re.findall(r"#[0-9a-f]{6}", plot.drawing)) & {c.lower() for c in SERIES["light"]}
+    assert not set(re.findall(r"#[0-9a-f]{6}", plot.drawing)) & {LIGHT[name].lower() for name in PLOTTED}
     assert "var(--p0)" in plot.drawing and "fill: var(--bg)" in plot.drawing
-    assert "prefers-color-scheme:dark" in svg and ".player.dark{--p0" in svg
-    for theme in ("light", "dark"):
-        assert SERIES[theme][1] in plot.svg(theme=theme)
+    for theme, colours in THEMES.items():
+        assert f"--p1:{colours['p1']};" in svg, "alone it follows the reader's theme"
+        assert "var(" not in plot.svg(theme=theme) and f"stroke: {colours['p1']}" in plot.svg(theme=theme)
 
 
 def test_the_same_numbers_give_the_same_picture():
