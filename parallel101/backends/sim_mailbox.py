@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from ctypes import string_at
 
 import torch
 import torch.distributed as dist
 
 from parallel101.backends.sim_clock import World
-from parallel101.backends.sim_messages import WHOLE, RecvWork, SendWork, contents
+from parallel101.backends.sim_messages import WHOLE, RecvWork, SendWork, block, contents
 from parallel101.backends.sim_rank import Rank
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import disagreement
@@ -80,7 +79,7 @@ class Messenger(dist.ProcessGroup):
         work.shape = tensor.shape
         work.dtype = tensor.dtype
         work.pointer = pointer = tensor.data_ptr()
-        work.seen = string_at(pointer, nbytes) if nbytes <= WHOLE else contents(pointer, nbytes)
+        work.seen = block(nbytes).from_address(pointer).raw if nbytes <= WHOLE else contents(pointer, nbytes)
         work.version = None if tensor.is_inference() else tensor._version
         work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
         work.receive = None

@@ -12,7 +12,8 @@ sim_mailbox, is written out without a call more than it needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import memmove, string_at
+from ctypes import Array, c_char
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,12 +40,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _dtypes.get(dtype) or _dtypes.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
+@lru_cache(maxsize=1024)
+def block(nbytes: int) -> type[Array[c_char]]:
+    """So many bytes of memory: `block(n).from_address(pointer).raw` is to be read and written. (Twice as fast as string_at and memmove.)"""
+    return c_char * nbytes
+
+
 def contents(pointer: int, nbytes: int) -> bytes:
     """What the memory holds, whole or in samples: to see later whether it changed."""
     if nbytes <= WHOLE:
-        return string_at(pointer, nbytes)
+        return block(nbytes).from_address(pointer).raw
     step = (nbytes - SAMPLE) // (SAMPLES - 1)
-    return b"".join(string_at(pointer + i * step, SAMPLE) for i in range(SAMPLES))
+    return b"".join(block(SAMPLE).from_address(pointer + i * step).raw for i in range(SAMPLES))
 
 
 class MessageWork(SimWork):
@@ -153,7 +160,7 @@ class SendWork(MessageWork):
         self.started = now
         if self.changed():
             self.misused()
-        self.data = self.seen if self.nbytes <= WHOLE else string_at(self.pointer, self.nbytes)
+        self.data = self.seen if self.nbytes <= WHOLE else block(self.nbytes).from_address(self.pointer).raw
 
     def happen(self) -> None:
         """The message is through: the links are free, and the receiver has it if it has asked for it."""
@@ -165,20 +172,23 @@ class SendWork(MessageWork):
         if self.receive is not None:
             self.deliver(self.receive)
         self.done = True
-        if rank.waiting is self or self.future is not None:
+        if self.future is not None:
             self.finish()
+        elif rank.waiting is self:
+            self.world.wake(rank)
 
     def deliver(self, receive: RecvWork) -> None:
         """The bytes enter the receiver's tensor; the message is written down, both sides in one row (see trace.events)."""
-        if self.nbytes:
-            memmove(receive.pointer, self.data, self.nbytes)  # type: ignore[arg-type]
+        block(self.nbytes).from_address(receive.pointer).raw = self.data  # type: ignore[assignment]
         self.data = None
         src, dst, tag, nbytes, group = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label
         shape, dtype = _shapes.get(self.shape) or plain_shape(self.shape), _dtypes.get(self.dtype) or dtype_name(self.dtype)
         sent = (self.where, self.posted, group, self.seq, shape, dtype, self.payload, None, None)
         self.world.events.append((src, "send", dst, tag, nbytes, self.started, self.world.now, *sent, receive.where, receive.posted))
         receive.done = True
-        if receive.future is None:
-            receive.tensor = None
-        if receive.rank.waiting is receive or receive.future is not None:
+        if receive.future is not None:
             receive.finish()
+            return
+        receive.tensor = None
+        if receive.rank.waiting is receive:
+            self.world.wake(receive.rank)
