@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.report import Report, size_of
+from parallel101.bench.ranks import settle
+from parallel101.bench.report import Report
 from parallel101.bench.spawned import ask, spawned_ranks
+from parallel101.viz.units import human_bytes
 
 SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
 WORLDS = [2, 4]
@@ -125,7 +127,7 @@ def _rows(n: int, backend: str, port: int, sizes: list[int], rounds: int) -> Ite
             ours, torchs, within = (statistics.median(side) for side in zip(*turns))
             algbw, bus = nbytes / ours / 1e9, contest.factor(n)
             yield (
-                f"{name}, {size_of(nbytes)}",
+                f"{name}, {human_bytes(nbytes)}",
                 f"{ours * 1e6:.0f}",
                 f"{algbw:.3f}",
                 f"{algbw * bus:.3f}",
@@ -168,18 +170,12 @@ def _input(name: str, nbytes: int) -> torch.Tensor:
 
 def _timed(side: Callable[[], object], calls: int) -> float:
     """Seconds a call, between two barriers."""
-    _settle()
+    settle()
     began = time.perf_counter()
     for _ in range(calls):
         side()
-    _settle()
+    settle()
     return (time.perf_counter() - began) / calls
-
-
-def _settle() -> None:
-    dist.barrier()
-    if torch.cuda.is_available() and dist.get_backend() == "nccl":
-        torch.cuda.synchronize()
 
 
 def _agreed(seconds: float) -> float:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import parallel101 as p101
+from parallel101.bench.ranks import as_launch_does
 from parallel101.bench.report import Report
 from parallel101.ranks.processes import stop_server
 
@@ -63,10 +64,7 @@ def _spawned(backend: str) -> float:
 
 
 def _spawned_rank(rank: int, backend: str, store: str, queue) -> None:
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device("cuda")
+    as_launch_does(rank, backend)
     dist.init_process_group(backend, store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     queue.put(_sum_of_ranks())
     dist.destroy_process_group()

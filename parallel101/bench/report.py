@@ -60,15 +60,6 @@ class Report:
         print(line, file=self.screen, flush=True)
 
 
-def size_of(nbytes: float) -> str:
-    """A number of bytes as a person writes it: 1 KiB, 64 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
-
-
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

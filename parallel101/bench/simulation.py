@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.bench.ranks import peak_memory
 from parallel101.bench.report import Report
 
 
@@ -33,7 +32,7 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
                 f"{took:.2f}",
                 f"{messages / took:,.0f}",
                 f"{peak:.2f}",
-                f"{_peak() / 2**30:.2f}",
+                f"{peak_memory() / 2**30:.2f}",
             )
         )
         del run
@@ -57,9 +56,4 @@ def round_the_ring(rounds: int) -> int:
         sent: Any = dist.isend(chunks[(rank - step) % n], right)
         dist.irecv(chunks[(rank - step - 1) % n], left).wait()  # type: ignore[union-attr]
         sent.wait()
-    return _peak()
-
-
-def _peak() -> int:
-    """The most memory this process has had so far, in bytes. (The kernel counts it in KiB on Linux and in bytes on macOS.)"""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_memory()

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from parallel101.bench.ranks import as_launch_does
+
 Timed = Callable[..., float]  #  (*what, calls) → seconds a call, called by every spawned rank
 HOUR = timedelta(hours=1)
 
@@ -55,10 +57,7 @@ def ask(port: int, *what: Any, calls: int) -> float:
 
 
 def _serve(rank: int, timed: Timed, ranks: int, backend: str, port: int) -> None:
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device("cuda")
+    as_launch_does(rank, backend)
     store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
     turn = 1

@@ -6,9 +6,7 @@ peak is the highest of all it did. The model is 8 × Linear(1024) + GELU with Ad
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
+from parallel101.bench.ranks import peak_memory, settle
 from parallel101.bench.report import Report
 from parallel101.mesh import split_sizes
 
@@ -79,23 +78,15 @@ def peak_bytes(name: str) -> int:
 
 
 def _timed(step: Step, batch: tuple[Tensor, Tensor]) -> float:
-    _settle()
+    settle()
     began = time.perf_counter()
     step(*batch)
-    _settle()
+    settle()
     return time.perf_counter() - began
 
 
-def _settle() -> None:
-    dist.barrier()
-    if dist.get_backend() == "nccl":
-        torch.cuda.synchronize()
-
-
 def _peak() -> int:
-    if dist.get_backend() == "nccl":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return torch.cuda.max_memory_allocated() if dist.get_backend() == "nccl" else peak_memory()
 
 
 def _model() -> nn.Module:

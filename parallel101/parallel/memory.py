@@ -50,11 +50,10 @@ class Holdings:
     __repr__ = __str__
 
 
-def readable(count: int) -> str:
-    """4194304 → "4.19 MB"."""
-    amount = float(count)
+def readable(count: float) -> str:
+    """18_874_368 → "18.9 MB": powers of 1000, as memory is told in papers."""
     for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} GB"
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from parallel101.parallel.memory import readable
 from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
@@ -72,7 +73,7 @@ def memory_scene(counted: Counted | Mapping[str, Counted], *, title: str = "Memo
                 mine = of.bytes.get(kind, [0] * len(of.ranks))[position]
                 _bar(scene, kind, mine, whole, position / len(of.ranks), lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
-            scene.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
+            scene.add("text", readable(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW
         y += BETWEEN
     return scene
@@ -87,8 +88,8 @@ def _bar(scene: Node, kind: str, mine: int, whole: int, place: float, left: floa
         return
     at = left + (0.0 if passing or mine == whole else min(place * width, width - mine * scale))
     rect = scene.add("rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}")
-    rect.add("title", f"{kind}: {decimal_bytes(mine)}")
-    text = decimal_bytes(mine)
+    rect.add("title", f"{kind}: {readable(mine)}")
+    text = readable(mine)
     if 7 * len(text) + 6 < mine * scale:
         scene.add("text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
 
@@ -109,12 +110,3 @@ def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
     """A colour for each kind: the house's, or one that is left."""
     others = [kind for kind in kinds if kind not in HOUSE_COLOURS]
     return {kind: HOUSE_COLOURS[kind] if kind in HOUSE_COLOURS else FREE_COLOURS[others.index(kind) % len(FREE_COLOURS)] for kind in kinds}
-
-
-def decimal_bytes(count: float) -> str:
-    """18_874_368 → "18.9 MB": powers of 1000, as memory is told in papers."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

@@ -38,7 +38,7 @@ def watch(
     Args:
         fn: takes a tensor, talks to the other ranks, returns a tensor (or several, or none). Sums, copies and moves can be followed.
         world_size: how many ranks; up to 17 have room in an int64.
-        numel: elements of x on each rank; 2·world_size unless said.
+        numel: elements of x on each rank; 2·world_size unless said, or as many as there is room for.
         backend: "gloo", "nccl" or "sim".
         network: on sim, the links between the ranks.
         shape: of x, in place of numel.
@@ -48,16 +48,17 @@ def watch(
         The Run, whose `animate()` shows whose data every rank holds of every chunk.
 
     Raises:
-        ValueError: numel and shape that disagree, or values that do not fit the dtype.
+        ValueError: numel and shape that disagree, a world or dtype that cannot be, or values that do not fit the dtype.
     """
+    origin_tensor(0, world_size, 0, dtype)  # what cannot be is better said here than by every rank
     if numel is None:
-        numel = math.prod(shape) if shape is not None else min(PARTS * world_size, most_elements(world_size, dtype)) or PARTS * world_size
+        numel = math.prod(shape) if shape is not None else max(1, min(PARTS * world_size, most_elements(world_size, dtype)))
     size = tuple(shape) if shape is not None else (numel,)
     if math.prod(size) != numel:
         raise ValueError(
             f"shape={size} has {math.prod(size)} elements and numel={numel} was asked for: give one of them, or let them agree"
         )
-    origin_tensor(0, world_size, numel, dtype)  # what does not fit is better said here than by every rank
+    origin_tensor(0, world_size, numel, dtype)  # nor what does not fit
 
     from parallel101.ranks.launch import launch
 

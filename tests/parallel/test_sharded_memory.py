@@ -15,6 +15,7 @@ from parallel101.parallel.gathered import Gathered, Layer
 from parallel101.parallel.leaving import Leaving
 from parallel101.parallel.lent import Place, lent_weights
 from parallel101.parallel.live import Live
+from parallel101.parallel.memory import readable
 from parallel101.parallel.sharded import ShardedTrainer
 
 WIDTH, DEPTH = 24, 6
@@ -75,34 +76,26 @@ def leaking():
         layer.register_forward_hook(lambda layer, inputs, output: kept.append(layer.weight.data[0]))
         figures.append(step(sharded).bytes["gathered, at most"][0])
         kept.clear()
-    figures.append(step(sharded).bytes["gathered, at most"][0])
-    kept.clear()
     return figures
 
 
 def test_a_leaked_layer_raises_the_figure():
-    def expect(leaked):
-        return (2 + leaked) * LAYER
-
     for figures in p101.launch(leaking, world_size=2).results:
-        assert figures[0] == expect(0)
-        assert figures[1] == expect(1)
-        assert figures[2] == expect(2)
-        assert figures[3] == expect(3)
+        assert figures == [(2 + leaked) * LAYER for leaked in range(4)]
 
 
-def gpt_weights(autocast):
+def gpt_weights():
     model = GPT(GPTConfig(13, context=8, layers=3, heads=2, width=16))
     block = sum(p.nbytes for p in model.blocks[0].parameters())
     tied = model.head.weight.nbytes
-    sharded = ShardedTrainer(model, next_token_loss, lambda p: torch.optim.AdamW(p), autocast=autocast)
+    sharded = ShardedTrainer(model, next_token_loss, lambda p: torch.optim.AdamW(p))
     tokens = torch.randint(13, (4, 9), generator=torch.Generator().manual_seed(0))
     sharded.step(*sharded.share((tokens[:, :-1], tokens[:, 1:])))
     return sharded.describe().bytes["gathered, at most"][0], 2 * block + tied
 
 
 def test_tied_weights_are_whole_beside_two_layers():
-    for most, expected in p101.launch(gpt_weights, None, world_size=2).results:
+    for most, expected in p101.launch(gpt_weights, world_size=2).results:
         assert most == expected
 
 
@@ -122,3 +115,8 @@ def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(dtype):
     assert live.now("weights") == 0
     for place, expected in zip(saved, (weight.to(dtype).t(), bias.to(dtype))):
         torch.testing.assert_close(lent.unpack_hook(place), expected, rtol=0, atol=0)
+
+
+def test_bytes_as_papers_write_them():
+    told = {0: "0 B", 999: "999 B", 1000: "1 kB", 999_600: "1 MB", 18_874_368: "18.9 MB", 9_600_000_000: "9.6 GB"}
+    assert {count: readable(count) for count in told} == told

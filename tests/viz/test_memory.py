@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel101.viz.memory import LEFT, RIGHT, decimal_bytes, memory_scene
+from parallel101.parallel.memory import readable
+from parallel101.viz.memory import LEFT, RIGHT, memory_scene
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -37,7 +38,7 @@ def test_shares_stand_side_by_side_and_fill_the_whole(n):
         assert left == pytest.approx(full[0][0] + i * width, abs=0.1)
     weights = bars(scene, "weights")
     assert weights[0] == weights[-1] and weights[0][1] * 2 == pytest.approx(full[0][1], abs=0.1)
-    assert ">3.6 kB<" in scene.svg() and f">{decimal_bytes(1200 + 2400 // n)}<" in scene.svg()
+    assert ">3.6 kB<" in scene.svg() and f">{readable(1200 + 2400 // n)}<" in scene.svg()
 
 
 def test_uneven_shares_stay_inside_and_a_rank_may_hold_nothing():
@@ -53,11 +54,6 @@ def test_what_is_there_for_a_moment_is_drawn_but_not_as_a_share():
     svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered")
     assert gathered[0][0] == gathered[1][0] > weights[0][0]
     assert svg.count('class="others"') == 2 and ">300 B<" in svg and ">250 B<" in svg
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (18_874_368, "18.9 MB"), (9_6 * 10**8, "9.6 GB")])
-def test_bytes_as_papers_write_them(count, text):
-    assert decimal_bytes(count) == text
 
 
 @pytest.mark.parametrize("theme", ["light", "dark", None])

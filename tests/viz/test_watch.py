@@ -59,6 +59,20 @@ def test_shape_and_dtype():
         watch(ring, 16, numel=1000)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"dtype": torch.float32}, r"dtype=torch\.float32: values that carry their origin need torch\.int64"),
+        ({"world_size": "4"}, "world_size='4': expected a whole number of ranks"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"world_size": 30}, "do not fit into torch.int64, which has room for 0: take fewer ranks"),
+    ],
+)
+def test_what_cannot_be_watched_is_said_before_any_rank_starts(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        watch(ring, **wrong)
+
+
 def test_a_function_that_returns_nothing():
     def silent(x):
         ring(x)
