@@ -278,14 +278,10 @@ def all_to_all(
     return AllToAll.apply(x, group, forward, adjoint)
 
 
-_PUBLIC = (broadcast, scatter, gather, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, barrier)
-
-
 def algorithms(operation: str) -> dict[str, Callable[..., Any]]:
     """The operation once for each of its algorithms, by name: `algorithms("all_reduce")["ring"](x)` is `all_reduce(x, algorithm="ring")`.
 
     Those that serve any flat group of any size; all_reduce's "two_level" and "torus" want a mesh and are not among them.
     `inspect.getsource` of each shows its own few lines. Raises ValueError for an unknown operation.
     """
-    public: dict[str, Callable[..., Any]] = {function.__name__: function for function in _PUBLIC}
-    return raw.fixed(operation, public.get(operation, barrier))
+    return raw.fixed(operation, globals())

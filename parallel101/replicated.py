@@ -44,9 +44,7 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
     Returns x itself, as a view: nothing moved, nothing was copied. Raises ValueError for an unknown algorithm.
     """
     check_algorithm("all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], torus.ALGORITHMS)
-    return CopyToGroup.apply(
-        x, group, lambda x: x.view_as(x), lambda g, shape, p: reduce_from_group(g, group=group, algorithm=algorithm)
-    )
+    return CopyToGroup.apply(x, group, lambda x: x.view_as(x), lambda g, shape, p: reduce_from_group(g, group=group, algorithm=algorithm))
 
 
 class ReduceFromGroup(Collective):
@@ -90,7 +88,6 @@ def scatter_to_group(
 
     Returns a new contiguous tensor. Raises ValueError or TypeError for what does not fit.
     """
-
     check_algorithm("all_gather", algorithm, raw.TEXTBOOK["all_gather"])
 
     def forward(x: Tensor) -> Tensor:
@@ -125,6 +122,4 @@ def gather_from_group(
     def adjoint(g: Tensor, shape: Size, p: int) -> Tensor:
         return scatter_to_group(g, dim, group=group, sizes=sizes or [shape[dim]] * p, algorithm=algorithm)
 
-    return GatherFromGroup.apply(
-        x, group, lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm), adjoint
-    )
+    return GatherFromGroup.apply(x, group, lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm), adjoint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel101.collectives.all_gather import ALGORITHMS as _ALL_GATHER
@@ -48,15 +48,15 @@ TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def fixed(operation: str, function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """`function` (one of that operation, with an `algorithm` argument) once for each of its algorithms, with that one fixed.
+def fixed(operation: str, functions: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """`functions[operation]`, which has an `algorithm` argument, once for each of the operation's algorithms, with that one fixed.
 
-    Each is called as `function` is, and `inspect.getsource` shows the algorithm's own few lines.
+    Each is called as that function is, and `inspect.getsource` shows the algorithm's own few lines.
     Raises ValueError for an unknown operation.
     """
     if operation not in TEXTBOOK:
         raise ValueError(f"operation={operation!r} is unknown: expected one of {', '.join(map(repr, TEXTBOOK))}")
-    return {name: _with_algorithm(function, name, textbook) for name, textbook in TEXTBOOK[operation].items()}
+    return {name: _with_algorithm(functions[operation], name, textbook) for name, textbook in TEXTBOOK[operation].items()}
 
 
 def _with_algorithm(function: Callable[..., Any], name: str, textbook: Callable[..., Any]) -> Callable[..., Any]:

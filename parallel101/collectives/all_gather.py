@@ -1,8 +1,8 @@
 """All-gather: every rank has a shard, and in the end every rank has all of them, in order.
 
-    rank 0  [a . .]        [a b c]
-    rank 1  [. b .]   →    [a b c]       each rank must receive n(p−1)/p bytes, whatever the algorithm:
-    rank 2  [. . c]        [a b c]       they differ in how many steps, and in who talks to whom
+rank 0  [a . .]        [a b c]
+rank 1  [. b .]   →    [a b c]       each rank must receive n(p−1)/p bytes, whatever the algorithm:
+rank 2  [. . c]        [a b c]       they differ in how many steps, and in who talks to whom
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """All-reduce: each rank has an array, in the end every rank has their sum, the same to the last bit.
 
-    rank 0  [a]        [a+b+c]       reduce, then broadcast: one rank's link carries it all;
-    rank 1  [b]   →    [a+b+c]       reduce-scatter, then all-gather: every link carries 2n(p−1)/p, the least there is;
-    rank 2  [c]        [a+b+c]       recursive doubling: all of n at each step, but only lg p steps
+rank 0  [a]        [a+b+c]       reduce, then broadcast: one rank's link carries it all;
+rank 1  [b]   →    [a+b+c]       reduce-scatter, then all-gather: every link carries 2n(p−1)/p, the least there is;
+rank 2  [c]        [a+b+c]       recursive doubling: all of n at each step, but only lg p steps
 """
 
 from __future__ import annotations

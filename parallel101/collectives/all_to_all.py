@@ -1,8 +1,8 @@
 """All-to-all: every rank has a block for every other; a transpose of who has what.
 
-    rank 0  [a0 a1 a2]        [a0 b0 c0]
-    rank 1  [b0 b1 b2]   →    [a1 b1 c1]       direct and pairwise: every block goes straight to its owner;
-    rank 2  [c0 c1 c2]        [a2 b2 c2]       Bruck: lg p steps, but a block travels lg p / 2 times on average
+rank 0  [a0 a1 a2]        [a0 b0 c0]
+rank 1  [b0 b1 b2]   →    [a1 b1 c1]       direct and pairwise: every block goes straight to its owner;
+rank 2  [c0 c1 c2]        [a2 b2 c2]       Bruck: lg p steps, but a block travels lg p / 2 times on average
 """
 
 from __future__ import annotations

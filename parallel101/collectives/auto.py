@@ -41,17 +41,6 @@ AUTO: dict[str, list[Rule]] = {
 }
 
 
-def in_words(operation: str) -> str:
-    """The rule as the operation's docstring states it."""
-    rows = []
-    for rule in AUTO[operation]:
-        row = rule.algorithm
-        if rule.max_bytes < float("inf"):
-            row += f" up to {rule.max_bytes // MiB} MiB" if rule.max_bytes >= MiB else f" up to {rule.max_bytes // KiB} KiB"
-        rows.append(row + (f" on up to {rule.max_ranks} ranks" if rule.max_ranks < float("inf") else ""))
-    return ", else ".join(rows)
-
-
 def check_algorithm(operation: str, algorithm: str, table: Mapping[str, Any], mesh_table: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError for an algorithm that the operation does not have. Asked first: it needs no group."""
     allowed = ["auto", *table, *(mesh_table or ())]

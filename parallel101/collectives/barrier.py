@@ -1,8 +1,8 @@
 """Barrier: nobody goes on before all have arrived. Dissemination: hear from ranks that have heard from others.
 
-    step 1   hear from the rank 1 to my left      I know of 2 ranks
-    step 2   hear from the rank 2 to my left      I know of 4
-    step 3   hear from the rank 4 to my left      I know of 8: ⌈lg p⌉ steps, for any p
+step 1   hear from the rank 1 to my left      I know of 2 ranks
+step 2   hear from the rank 2 to my left      I know of 4
+step 3   hear from the rank 4 to my left      I know of 8: ⌈lg p⌉ steps, for any p
 """
 
 from __future__ import annotations

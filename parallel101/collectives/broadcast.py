@@ -1,8 +1,8 @@
 """Broadcast: one rank has it, in the end all have it.
 
-    rank 0  [a]        [a]
-    rank 1  [ ]   →    [a]       flat: n bytes p − 1 times over one rank's link; a tree shares the work among those who
-    rank 2  [ ]        [a]       already have it; a chain and scatter + all-gather cut the array and keep all links busy
+rank 0  [a]        [a]
+rank 1  [ ]   →    [a]       flat: n bytes p − 1 times over one rank's link; a tree shares the work among those who
+rank 2  [ ]        [a]       already have it; a chain and scatter + all-gather cut the array and keep all links busy
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Halving and doubling want a power of two. Any other number of ranks is folded onto one, before and after.
 
-    p = 6 = 4 + 2        0◀─1   2◀─3   4   5      each odd rank of the first pairs hands its part to its neighbour and sits out
-                         0━━━━━━2━━━━━━4━━━5      the core, a power of two, does the work
-                         0─▶1   2─▶3   4   5      and the neighbour hands back the result: two more steps
+p = 6 = 4 + 2        0◀─1   2◀─3   4   5      each odd rank of the first pairs hands its part to its neighbour and sits out
+                     0━━━━━━2━━━━━━4━━━5      the core, a power of two, does the work
+                     0─▶1   2─▶3   4   5      and the neighbour hands back the result: two more steps
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gather: each rank has a shard, in the end one rank has them all, in order. A scatter backwards.
 
-    rank 0  [a]        [a b c]
-    rank 1  [b]   →    [     ]       flat: every shard straight to the root, no byte sent twice;
-    rank 2  [c]        [     ]       a tree: fewer steps, but a shard is sent once for each level it passes
+rank 0  [a]        [a b c]
+rank 1  [b]   →    [     ]       flat: every shard straight to the root, no byte sent twice;
+rank 2  [c]        [     ]       a tree: fewer steps, but a shard is sent once for each level it passes
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reduce: each rank has an array, in the end one rank has their sum. A broadcast backwards.
 
-    rank 0  [a]        [a+b+c]
-    rank 1  [b]   →    [     ]       flat: n bytes p − 1 times over one rank's link; a tree adds on the way;
-    rank 2  [c]        [     ]       reduce-scatter + gather cuts the array, and all ranks add at once
+rank 0  [a]        [a+b+c]
+rank 1  [b]   →    [     ]       flat: n bytes p − 1 times over one rank's link; a tree adds on the way;
+rank 2  [c]        [     ]       reduce-scatter + gather cuts the array, and all ranks add at once
 """
 
 from __future__ import annotations

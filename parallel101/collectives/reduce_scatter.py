@@ -1,8 +1,8 @@
 """Reduce-scatter: every rank has a whole array; in the end each has its own block of their sum.
 
-    rank 0  [a0 a1 a2]        [a0+b0+c0]
-    rank 1  [b0 b1 b2]   →    [a1+b1+c1]       an all-gather backwards, with a sum wherever it would have copied:
-    rank 2  [c0 c1 c2]        [a2+b2+c2]       each algorithm here is one of all_gather.py, read from the end
+rank 0  [a0 a1 a2]        [a0+b0+c0]
+rank 1  [b0 b1 b2]   →    [a1+b1+c1]       an all-gather backwards, with a sum wherever it would have copied:
+rank 2  [c0 c1 c2]        [a2+b2+c2]       each algorithm here is one of all_gather.py, read from the end
 """
 
 from __future__ import annotations

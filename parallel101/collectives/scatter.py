@@ -1,8 +1,8 @@
 """Scatter: one rank has an array, in the end each has its own block of it.
 
-    rank 0  [a b c]        [a]
-    rank 1  [     ]   →    [b]       flat: every block straight from the root, no byte sent twice;
-    rank 2  [     ]        [c]       a tree: fewer steps, but a block is sent once for each level it passes
+rank 0  [a b c]        [a]
+rank 1  [     ]   →    [b]       flat: every block straight from the root, no byte sent twice;
+rank 2  [     ]        [c]       a tree: fewer steps, but a block is sent once for each level it passes
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def run_all(names: list[tuple[str, str]]) -> None:
     """Each algorithm once for each of a few roots, in a span of its own, all ranks starting at the same time."""
     p = dist.get_world_size()
     for operation, name in names:
-        function = collectives.fixed(operation, getattr(collectives, operation))[name]
+        function = collectives.fixed(operation, vars(collectives))[name]
         shard = operation in ("gather", "all_gather")
         x = torch.ones(array_bytes(name, p) // (p if shard else 1), dtype=torch.uint8)
         for root in roots(operation, p):
@@ -153,7 +153,7 @@ def test_a_rank_with_nothing_to_send_sends_nothing():
         p = dist.get_world_size()
         for operation, table in collectives.TEXTBOOK.items():
             for name in table if operation != "barrier" else ():
-                collectives.fixed(operation, getattr(collectives, operation))[name](torch.empty(0, 3))
+                collectives.fixed(operation, vars(collectives))[name](torch.empty(0, 3))
         collectives.reduce_scatter(torch.ones(2), sizes=[2] + [0] * (p - 1), algorithm="direct")
         return split_sizes(0, p)
 

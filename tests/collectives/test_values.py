@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.collectives import comm
 from tests.collectives.cases import MOVING, OPS, REDUCING, ROOTED, WITH_DIM, answer, arguments, differs, on_backends, transposed, values
 
 GLOO, SIM = (1, 2, 3, 5), (1, 2, 3, 4, 5, 6, 7, 8)
@@ -18,7 +17,7 @@ DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int6
 
 def each_algorithm(operations):
     for operation in operations:
-        for name, function in collectives.fixed(operation, getattr(collectives, operation)).items():
+        for name, function in collectives.fixed(operation, vars(collectives)).items():
             yield operation, name, function
         yield operation, "auto", getattr(collectives, operation)
 
@@ -164,25 +163,6 @@ def test_all_reduce_gives_every_rank_the_same_bits_every_time():
         run = p101.launch(bits_of_awkward_floats, world_size=world_size, backend=backend)
         assert all(bits == run.results[0] for bits in run.results)
         assert "not the same twice" not in run.results[0].values()
-
-
-def in_batches():
-    """What NCCL gets: nothing leaves before the first wait, then all that waits leaves together and is waited for as one."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    comm.in_batches = lambda device: True
-    wrong = []
-    for operation, name, function in each_algorithm(MOVING | REDUCING):
-        xs = [values(r, (2 * p + 1, 3)) for r in range(p)]
-        expected = transposed(xs, rank, 0, 0) if operation == "all_to_all" else answer(operation, xs, rank)
-        fault = differs(expected, function, xs[rank])
-        wrong += [(operation, name, fault)] * bool(fault)
-    collectives.barrier()
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_messages_may_leave_in_batches(world_size):
-    assert p101.launch(in_batches, world_size=world_size, backend="sim").results == [[]] * world_size
 
 
 def test_without_a_process_group_there_is_one_rank():
