@@ -1,8 +1,8 @@
 """Who takes part: groups of ranks in order, the axes of a mesh, and how n things are cut over p ranks.
 
-    world 0 1 2 3 4 5      group=[4, 0, 2]: rank 4 stands at position 0, rank 0 at 1, rank 2 at 2; 1, 3 and 5 are idle
-    mesh [[0, 1, 2],       group=mesh: six positions, row by row; mesh["x"]: the ranks of my own line along axis x
-          [3, 4, 5]]       split_sizes(7, 3) = [3, 2, 2]
+world 0 1 2 3 4 5      group=[4, 0, 2]: rank 4 stands at position 0, rank 0 at 1, rank 2 at 2; 1, 3 and 5 are idle
+mesh [[0, 1, 2],       group=mesh: six positions, row by row; mesh["x"]: the ranks of my own line along axis x
+      [3, 4, 5]]       split_sizes(7, 3) = [3, 2, 2]
 """
 
 from __future__ import annotations

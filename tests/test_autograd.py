@@ -65,9 +65,7 @@ def adjoints_on_a_box():
             if count > 1:
                 for name in ("two_level", "torus"):
                     for op in ("sum", "mean"):
-                        errors[axes, name, op] = adjoint_error(
-                            autograd.all_reduce, random((5, 7), 0), op=op, group=group, algorithm=name
-                        )
+                        errors[axes, name, op] = adjoint_error(autograd.all_reduce, random((5, 7), 0), op=op, group=group, algorithm=name)
     return {key: error for key, error in errors.items() if not error < 1e-12}, len(errors)
 
 

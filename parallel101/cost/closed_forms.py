@@ -49,9 +49,7 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
         "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),  # half of it where links go both ways
         "recursive_doubling": lambda p, n, b: (
-            Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
-            if power_of_two(p)
-            else Cost(lg_down(p) + 2, folded(p) * b + n, b + folded(p) * b + n)
+            Cost(lg_up(p), (p - 1) * b, (p - 1) * b) if power_of_two(p) else Cost(lg_down(p) + 2, folded(p) * b + n, b + folded(p) * b + n)
         ),
         "bruck": lambda p, n, b: Cost(lg_up(p), (p - 1) * b, (p - 1) * b),
     },
