@@ -68,14 +68,15 @@ def agree_that_none(problem: Exception | None, doing: str, group: GroupLike, dev
 
     On the others an OSError or a ValueError, as it was there, that says which rank could not do what, and why.
     """
-    kind = "" if problem is None else "OSError" if isinstance(problem, OSError) else "ValueError"
+    kinds = {"OSError": OSError, "ValueError": ValueError}
+    kind = "OSError" if isinstance(problem, OSError) else "ValueError"
     told = tell(f"{kind} {type(problem).__name__}: {problem}" if problem else "", group, device)
     if problem:
         raise problem
     for rank, text in zip(group_of(group).ranks, told):
         if text:
             kind, _, why = text.partition(" ")
-            raise (OSError if kind == "OSError" else ValueError)(f"rank {rank} could not {doing}: {why}")
+            raise kinds[kind](f"rank {rank} could not {doing}: {why}")
 
 
 def fingerprint(tensor: Tensor) -> str:

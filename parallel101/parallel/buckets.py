@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 MiB = 1024**2
 
@@ -30,9 +30,8 @@ class Bucket:
         gradient, view = p.grad, self.views[p]
         if gradient is None:
             view.zero_()
-        elif gradient.is_sparse:
-            raise TypeError(f"the gradient of {self.names[p]!r} is sparse: expected dense (Embedding(…, sparse=False))")
         else:
+            check_dense(self.names[p], gradient)
             view.copy_(gradient)
         p.grad = view
         self.ready.add(p)
@@ -61,6 +60,12 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
 def part_of(parameters: Mapping[str, nn.Parameter], parts: int) -> int:
     """The bytes of a bucket where nobody said: these parameters' over `parts`, at most 25 MiB (as in torch's DistributedDataParallel)."""
     return min(25 * MiB, math.ceil(sum(p.nbytes for p in parameters.values()) / parts))
+
+
+def check_dense(name: str, gradient: Tensor) -> None:
+    """Raises TypeError for a gradient that has no place in a flat tensor."""
+    if gradient.is_sparse:
+        raise TypeError(f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))")
 
 
 def twice(name: str) -> RuntimeError:

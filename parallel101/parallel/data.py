@@ -9,9 +9,9 @@ Overlapped    ──forward──▶◀──backward──  g₁₀            
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor, nn, zeros_like
+import torch
+from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce, pending
 from parallel101.mesh import GroupLike
@@ -36,7 +36,7 @@ class Naive:
         """Every gradient becomes the sum of all ranks'. Returns the names of those that this rank had none of."""
         unused = [name for name, p in self.parameters.items() if p.grad is None]
         for p in self.parameters.values():
-            gradient = zeros_like(p) if p.grad is None else p.grad
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = all_reduce(gradient, group=self.group, algorithm="direct")
         return unused
 
@@ -138,7 +138,7 @@ class DataParallelTrainer(Trainer):
         bucket_bytes: int | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
-        autocast: Any = None,
+        autocast: torch.dtype | None = None,
         sync: bool = False,
     ):
         check_bucket_bytes(bucket_bytes)

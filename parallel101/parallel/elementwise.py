@@ -37,7 +37,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         except Exception as error:
             raise ValueError(f"{name}.step() failed on a {ROWS} × {COLUMNS} matrix; trainers call it without arguments: {error}") from error
         if not whole.isfinite().all():
-            return  #  as Adam's in float16: nothing to compare
+            continue  #  as Adam's in float16: nothing to compare
         problem: Exception | None = None
         try:
             pieces = updated(built_like(optimizer, group, halves(start)), [halves(g) for g in gradients])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from parallel101.collectives import pending
 from parallel101.mesh import GroupLike, group_of
+from parallel101.parallel.buckets import check_dense
 from parallel101.parallel.live import Live
 
 
@@ -117,8 +118,7 @@ class Flat:
             if p.grad is None:
                 parts.append(self.grad.new_zeros(size))
                 continue
-            if p.grad.is_sparse:
-                raise TypeError(f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))")
+            check_dense(name, p.grad)
             self.reached.add(name)
             self.live.watch("gradients", p.grad)
             parts.append(p.grad.reshape(-1))

@@ -121,8 +121,7 @@ class Gathered:
         self.ahead = deque(plan)
         for flat in self.shared:
             flat.gather()
-        if self.fetch_ahead and self.ahead:
-            self.gather(self.ahead[0])
+        self.gather_next()
         with span("wait for weights", layer="shared"):
             for flat in self.shared:
                 flat.wait()
@@ -139,8 +138,7 @@ class Gathered:
     def visit(self, layer: Layer) -> None:
         self.leave()
         self.gather(layer)
-        if self.fetch_ahead and self.ahead:
-            self.gather(self.ahead[0])
+        self.gather_next()
         with span("wait for weights", layer=layer.name):
             for flat in layer.flats:
                 flat.wait()
@@ -150,6 +148,10 @@ class Gathered:
     def gather(self, layer: Layer) -> None:
         for flat in layer.flats:
             flat.gather()
+
+    def gather_next(self) -> None:
+        if self.fetch_ahead and self.ahead:
+            self.gather(self.ahead[0])
 
     def leave(self) -> None:
         layer, self.current = self.current, None

@@ -26,10 +26,9 @@ class Live:
     def begin(self) -> None:
         self.most = defaultdict(int, {kind: self.now(kind) for kind in self.storages})
 
-    def watch(self, kind: str, *tensors: Tensor) -> None:
-        """From now on these count."""
-        refs = self.storages[kind]
-        refs += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    def watch(self, kind: str, tensor: Tensor) -> None:
+        """From now on it counts."""
+        self.storages[kind].append(weakref.ref(tensor.untyped_storage()))
         self.most[kind] = max(self.most[kind], self.now(kind))
 
     def now(self, kind: str) -> int:
