@@ -24,6 +24,8 @@ from typing import Any
 import cloudpickle
 import torch
 
+from parallel101.trace.collector import collector_paused
+
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")
 PIECE = 4 << 20  #  bytes written at a time, and given back at a time
@@ -99,7 +101,8 @@ def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 def unpack(body: bytes, buffers: list) -> Any:
     """What `pack` packed, its tensors lying in the very memory of `buffers`."""
-    return pickle.loads(body, buffers=buffers)
+    with collector_paused():  #  a record may have millions of events
+        return pickle.loads(body, buffers=buffers)
 
 
 class Wire:

@@ -9,17 +9,17 @@ them, with the counts a lecture asks for. Pictures, grades and predictions read 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import gzip
 import json
 import operator
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from parallel101.trace.collector import collector_paused
 
 P2P = frozenset({"send", "recv"})
 FORMAT = "parallel101 trace 1"
@@ -59,18 +59,6 @@ class Message(NamedTuple):
     recv: Event
 
 
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """Make many objects, none of them garbage: looking through all of them for some, again and again, takes five times as long."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 class Trace:
     """Every event of a run, in order of time.
 
@@ -104,7 +92,7 @@ class Trace:
         rows, self._rows = self._rows[::-1], []
         events: list[Event] = []
         new, fields = tuple.__new__, len(Event._fields)  #  what Event._make does, less its check
-        with _no_collector():
+        with collector_paused():
             while rows:  #  each is let go as its events come
                 row = rows.pop()
                 events.append(new(Event, row[:fields]))
