@@ -13,13 +13,6 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 MOST_RANKS = 5  #  no test of real ranks has more
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if find_chromium() is None:
-        for item in items:
-            if item.get_closest_marker("browser"):
-                item.add_marker(pytest.mark.skip(reason="needs Chromium (Debian: apt-get install chromium)"))
-
-
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of a browser that can be driven over DevTools."""

@@ -13,12 +13,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel101.mesh import Group
 
 Batch = tuple[Tensor, Tensor]
 
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  #  over the batch; nn.SyncBatchNorm asks the other ranks
 EMPTIED: WeakSet[nn.Module] = WeakSet()  #  modules whose weights a trainer has cut up: it alone can make them whole
 
 
@@ -74,9 +74,9 @@ def devices(config: str) -> list[str]:
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raises ValueError for a norm over the batch, of which each rank sees a part. (SyncBatchNorm asks the others.)"""
+    """Raises ValueError for a norm over the batch, of which each rank sees a part."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
+        if isinstance(module, NORMS) and module.training:
             kind = type(module).__name__
             raise ValueError(
                 f"{name!r} is a {kind}, which looks at the whole batch, and each rank has only its share: not what one process does. "

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  #  torch has no public name for it; tests/parallel/test_unusual_models.py needs it
 
 from parallel101.mesh import GroupLike
 from parallel101.parallel.agreement import same_everywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
+from parallel101.parallel.data import DataParallelTrainer
+from parallel101.parallel.sharded import ShardedTrainer
 
 STEPS = 5
 CLOSE = 1e-10
@@ -19,6 +22,23 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
 }
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "naive": partial(DataParallelTrainer, overlap=False, bucket_bytes=0),
+    "bucketed": partial(DataParallelTrainer, overlap=False, bucket_bytes=200),
+    "overlapped": partial(DataParallelTrainer, overlap=True, bucket_bytes=200),
+    "stage 1": partial(ShardedTrainer, stage=1, bucket_bytes=200),
+    "stage 2": partial(ShardedTrainer, stage=2, bucket_bytes=200),
+    "stage 3": partial(ShardedTrainer, stage=3),
+}
+
+
+def adamw_by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups: matrices, whose weights decay, and all else."""
+    parameters = list(parameters)
+    groups = [{"params": [p for p in parameters if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix} for matrix in (True, False)]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 class Sometimes(nn.Module):

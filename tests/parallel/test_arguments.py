@@ -15,6 +15,7 @@ from parallel101.models.mlp import MLP
 from parallel101.parallel.arguments import devices
 from parallel101.parallel.data import DataParallelTrainer
 from parallel101.parallel.sharded import ShardedTrainer
+from tests.parallel.cases import TRAINERS
 
 X, Y = torch.ones(6, 4), torch.ones(6, 4)
 
@@ -62,7 +63,10 @@ CASES = [  # what is done with a trainer, and what the error says
     (optimizer(sgd(model().parameters())), TypeError, "is a SGD that was built already"),
     (optimizer(lambda p: torch.optim.SGD(p, lr=-1.0)), ValueError, "Invalid learning rate: -1.0"),
     (optimizer(torch.optim.LBFGS), ValueError, r"trainers call LBFGS\.step\(\) without arguments, and that fails: .*'closure'"),
+    (option(accumulate=0), ValueError, "accumulate=0: expected"),
     (option(accumulate=True), ValueError, "accumulate=True: expected the number of microbatches"),
+    (option(bucket_bytes=-1), ValueError, "bucket_bytes=-1: expected a number of bytes"),
+    (option(clip_norm=0.0), ValueError, "clip_norm=0.0: expected"),
     (option(clip_norm="1"), ValueError, "clip_norm='1': expected the largest norm"),
     (option(clip_norm=float("nan")), ValueError, "clip_norm=nan"),
     (option(autocast=True), ValueError, r"autocast=True: expected a floating-point dtype such as torch\.bfloat16"),
@@ -75,8 +79,10 @@ CASES = [  # what is done with a trainer, and what the error says
     (fit([(X, Y[:5])]), ValueError, "inputs have 6 samples along dim 0 and targets 5"),
     (fit(lambda step: None, until=3), TypeError, "a batch is None"),
     (fit(None), TypeError, "batches=None: expected batches"),
+    (fit(lambda step: (X, Y)), ValueError, "would never end: say until="),
     (fit(lambda step: (X, Y), until=-1), ValueError, "until=-1: expected the number of steps in all"),
     (fit(lambda step: (X, Y), until="3"), ValueError, "until='3'"),
+    (fit([(X, Y)], save_every=5), ValueError, "save_every=5, save_to=None"),
     (fit([(X, Y)], save_every=0.5, save_to="run.pt"), ValueError, r"save_every=0\.5"),
     (fit([(X, Y)], save_to="no such folder/run.pt"), OSError, "there is no folder no such folder: make it first"),
     (fit([(X, Y)], save_to="."), OSError, r"\. is a folder: expected the name of a file"),
@@ -85,16 +91,10 @@ CASES = [  # what is done with a trainer, and what the error says
 ]
 
 
-def trainers():
-    yield DataParallelTrainer
-    for stage in (1, 2, 3):
-        yield lambda *args, stage=stage, **options: ShardedTrainer(*args, stage=stage, **options)
-
-
 def said():
     """Of every trainer and case."""
     errors = []
-    for build in trainers():
+    for build in TRAINERS.values():
         for call, _, _ in CASES:
             try:
                 call(build)
@@ -108,7 +108,7 @@ def said():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_makes_no_sense_is_an_error_on_every_rank(world_size):
     for errors in p101.launch(said, world_size=world_size).results:
-        for (kinds, message), (_, kind, pattern) in zip(errors, CASES * 4, strict=True):
+        for (kinds, message), (_, kind, pattern) in zip(errors, CASES * len(TRAINERS), strict=True):
             assert kind in kinds, message
             assert re.search(pattern, message)
 
@@ -116,7 +116,7 @@ def test_what_makes_no_sense_is_an_error_on_every_rank(world_size):
 def on_gpus_only():
     """A group that says of itself what NCCL's does."""
     dist.get_backend_config = lambda group=None: "cuda:nccl"
-    return [raised(build) for build in trainers()]
+    return [raised(build) for build in TRAINERS.values()]
 
 
 def raised(build):
@@ -136,7 +136,7 @@ def test_a_model_that_the_group_has_no_messages_for():
 def twice():
     kept = model()
     first = ShardedTrainer(kept, F.mse_loss, sgd, stage=3)
-    for build in trainers():
+    for build in TRAINERS.values():
         for other in (kept, nn.Sequential(kept.layers[0])):
             with pytest.raises(ValueError, match="weights are cut up already, by a trainer that was built before"):
                 build(other, F.mse_loss, sgd)

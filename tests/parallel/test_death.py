@@ -13,17 +13,11 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.parallel.checkpoint import read_checkpoint
-from parallel101.parallel.data import DataParallelTrainer
-from parallel101.parallel.sharded import ShardedTrainer
+from tests.parallel.cases import TRAINERS
 from tests.ranks.test_left_behind import state
 
 STEPS, EVERY, DIES_IN = 8, 2, 5  #  steps in all, between two saves, and the one in which rank 1 dies
-TRAINERS = {
-    "data parallel": lambda *args, **options: DataParallelTrainer(*args, bucket_bytes=200, **options),
-    "stage 1": lambda *args, **options: ShardedTrainer(*args, stage=1, bucket_bytes=200, **options),
-    "stage 2": lambda *args, **options: ShardedTrainer(*args, stage=2, bucket_bytes=200, **options),
-    "stage 3": lambda *args, **options: ShardedTrainer(*args, stage=3, **options),
-}
+KINDS = ("overlapped", "stage 1", "stage 2", "stage 3")
 PLACES = ("between steps", "backward", "save")
 
 
@@ -63,7 +57,7 @@ def run(kind, start=None, death=None, save_to=None):
     return history.losses, history.steps, {name: weight.tolist() for name, weight in trainer.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", list(TRAINERS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_dies_ends_fit_with_its_name_and_the_last_save_continues_the_curve(kind, tmp_path):
     unbroken, steps, weights = run(kind)
     assert steps == list(range(STEPS))

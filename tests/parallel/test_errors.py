@@ -80,7 +80,7 @@ def batches_that_do_not_fit():
     errors = {
         "share": raised(one.share, (x[:2], y[:2])),
         "fit": raised(one.fit, [(x[:2], y[:2])], progress=False),
-        "step": raised(one.step, x[: 1 + rank - 1], y[: 1 + rank - 1]),
+        "step": raised(one.step, x[:rank], y[:rank]),
         "accumulate": raised(two.step, x[: 3 - rank], y[: 3 - rank]),
         "evaluate": raised(one.evaluate, []),
     }
@@ -127,14 +127,11 @@ def test_an_optimizer_over_other_parameters():
         (lambda p: sgd(other.parameters()), r"built over other parameters: 4 of its 4 \(the first of shape \(4, 3\)\)"),
         (lambda p: sgd([*p, *other.parameters()]), r"built over other parameters: 4 of its 8"),
         (lambda p: sgd(p[1:]), r"leaves out 1 of the parameters that it was given, 'layers.0.weight' first"),
-        (sgd(other.parameters()), r"is a SGD that was built already"),
         ("adam", r"optimizer='adam': expected a function"),
         (lambda p: None, r"optimizer gave a NoneType"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             trainer(optimizer=optimizer)
-    with pytest.raises(ValueError, match="nothing to train"):
-        trainer(nn.ReLU())
 
 
 def test_frozen_parameters_are_left_alone():
@@ -146,22 +143,6 @@ def test_frozen_parameters_are_left_alone():
     assert model.layers[0].weight.grad is None
 
 
-def test_options_and_arguments_that_make_no_sense():
-    for options, message in (
-        ({"accumulate": 0}, "accumulate=0: expected"),
-        ({"clip_norm": 0.0}, "clip_norm=0.0: expected"),
-        ({"bucket_bytes": -1}, "bucket_bytes=-1: expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trainer(**options)
-    alone, x, y = trainer(), torch.ones(4, 3), torch.ones(4, 2)
-    with pytest.raises(ValueError, match="4 samples along dim 0 and targets 3"):
-        alone.step(x, y[:3])
-    with pytest.raises(ValueError, match=r"loss_fn gave a tensor of shape \(4, 2\): expected the mean"):
-        trainer(loss_fn=lambda a, b: a - b).step(x, y)
-    with pytest.raises(ValueError, match="would never end: say until="):
-        alone.fit(lambda step: (x, y))
-    with pytest.raises(ValueError, match="save_every=5, save_to=None"):
-        alone.fit([(x, y)], save_every=5)
-    with pytest.raises(TypeError, match="sparse"):
-        trainer(nn.Embedding(5, 2, sparse=True), loss_fn=lambda out, y: out.square().mean()).step(torch.ones(2, 1).long(), x[:2])
+def test_a_sparse_gradient():
+    with pytest.raises(TypeError, match="the gradient of 'weight' is sparse: expected dense"):
+        trainer(nn.Embedding(5, 2, sparse=True), loss_fn=lambda out, y: out.square().mean()).step(torch.ones(2, 1).long(), torch.ones(2, 2))

@@ -15,17 +15,13 @@ from parallel101.models.mlp import MLP
 from parallel101.parallel.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.parallel.data import DataParallelTrainer
 from parallel101.parallel.sharded import ShardedTrainer
+from tests.parallel.cases import adamw_by_shape
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
 
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def by_shape(parameters):
-    parameters = list(parameters)
-    return torch.optim.AdamW([{"params": [p for p in parameters if (p.dim() > 1) == m], "weight_decay": 0.1 * m} for m in (True, False)])
 
 
 def build(stage=None, optimizer=adamw, model=None):
@@ -71,7 +67,7 @@ OTHERS = {  # what was saved, and why it is not for the trainer that `build()` g
     "frozen there": (lambda: build(model=frozen_bias()), r"knows no optimizer state of 'layers\.0\.bias'"),
     "sgd": (lambda: build(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), "has the state of SGD, and this trainer's optimizer is AdamW"),
     "other groups": (
-        lambda: build(optimizer=by_shape),
+        lambda: build(optimizer=adamw_by_shape),
         r"'layers\.0\.weight' and 'layers\.0\.bias' are together in group 0 .* unlike options",
     ),
 }

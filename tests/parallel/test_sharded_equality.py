@@ -14,7 +14,7 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.parallel.sharded import ShardedTrainer
-from tests.parallel.cases import OPTIMIZERS, TASKS, Task, differences, one_process, randn, trained
+from tests.parallel.cases import OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, trained
 
 SETTINGS = (
     ("sgd", {"clip_norm": None, "accumulate": 2, "overlap": True}),
@@ -73,14 +73,8 @@ UNUSUAL = Task(Unusual, F.mse_loss, lambda step: (randn(step, 11, 4), randn(100 
 TINY = Task(lambda: MLP([1, 1], dtype=torch.float64), F.mse_loss, lambda step: (randn(step, 11, 1), randn(9 + step, 11, 1)))  # for 3 ranks
 
 
-def decay_matrices_only(parameters):
-    parameters = list(parameters)
-    groups = [{"params": [p for p in parameters if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix} for matrix in (True, False)]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
 WAYS = {
-    "groups by shape": decay_matrices_only,
+    "groups by shape": adamw_by_shape,
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "state from the start": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),

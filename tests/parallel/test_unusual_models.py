@@ -10,18 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.parallel.data import DataParallelTrainer
 from parallel101.parallel.sharded import ShardedTrainer
-from tests.parallel.cases import CLOSE, OPTIMIZERS, Task, differences, one_process, randn, trained
-
-TRAINERS = {
-    "naive": lambda *args, **options: DataParallelTrainer(*args, overlap=False, bucket_bytes=0, **options),
-    "bucketed": lambda *args, **options: DataParallelTrainer(*args, overlap=False, bucket_bytes=200, **options),
-    "overlapped": lambda *args, **options: DataParallelTrainer(*args, overlap=True, bucket_bytes=200, **options),
-    "stage 1": lambda *args, **options: ShardedTrainer(*args, stage=1, bucket_bytes=200, **options),
-    "stage 2": lambda *args, **options: ShardedTrainer(*args, stage=2, bucket_bytes=200, **options),
-    "stage 3": lambda *args, **options: ShardedTrainer(*args, stage=3, **options),
-}
+from tests.parallel.cases import CLOSE, OPTIMIZERS, TRAINERS, Task, differences, one_process, randn, trained
 
 
 def dense(seed):
