@@ -109,11 +109,11 @@ class MisuseError(RankFailed):
 def _with_cells(message: str) -> str:
     """A rank does not know which of its files are a notebook's cells; the notebook, where its error arrives, does."""
 
-    def named(place: re.Match[str]) -> str:
+    def in_its_cell(place: re.Match[str]) -> str:
         cell = cell_name(place["traced"] or place["file"])
         return place[0] if cell is None else cell if place["traced"] else f"{cell}, line {place['line']}"
 
-    return re.sub(r'File "(?P<traced>[^"]+)"|(?P<file>\S+\.py):(?P<line>\d+)', named, message)
+    return re.sub(r'File "(?P<traced>[^"]+)"|(?P<file>\S+\.py):(?P<line>\d+)', in_its_cell, message)
 
 
 class LaunchTimeout(TimeoutError, _ShownInANotebook):

@@ -60,8 +60,8 @@ def test_doctor_prints_a_row_for_each_check_and_what_to_do(capsys, monkeypatch):
     def broken() -> doctor.Row:
         raise RuntimeError("a check\nthat breaks")
 
-    missing = doctor.Row("", "fails", "not there", "install it")
-    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("", "works", "fine"), "two": lambda: missing, "three": broken})
+    missing = doctor.Row("fails", "not there", "install it")
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine"), "two": lambda: missing, "three": broken})
     assert doctor.main() == 1
     printed = capsys.readouterr().out
     assert "✓ one" in printed

@@ -16,10 +16,10 @@ from parallel101.viz.history import history_of
 from parallel101.viz.matrix import Matrix
 from parallel101.viz.provenance import decode, origin_tensor
 from tests.viz import algorithms as a
+from tests.viz.drawn import SVG
 from tests.viz.virtual_ranks import run
 
 SIZES = [2, 3, 5, 8]
-SVG = "{http://www.w3.org/2000/svg}"
 
 # program, elements a rank for n ranks, steps, operation, layout
 CASES = {

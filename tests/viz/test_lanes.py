@@ -9,12 +9,8 @@ import pytest
 
 from parallel101.trace.events import Event, Trace
 from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, Panel, both, lanes_scene, panels_of, seconds, shares, union
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def span(rank, name, start, end, seq=0, **labels):
-    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, "", seq, (), "", None, name, labels)
+from parallel101.viz.timeline import span_colours, span_entries
+from tests.viz.drawn import SVG, span, titled
 
 
 def message(kind, rank, peer, start, end, nbytes=8, seq=0):
@@ -33,11 +29,6 @@ def step(hidden):
         span(1, "step", 0.0, 7.0),
         message("recv", 1, 0, start, start + 2.0),
     ]
-
-
-def titled(scene, word):
-    root = ET.fromstring(scene.svg())
-    return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.5, 1.0, 2.0])
@@ -98,8 +89,6 @@ def test_any_number_of_ranks_in_any_theme(n, theme):
 
 
 def test_a_name_has_the_same_colour_in_every_picture_and_a_colour_one_name_in_the_legend():
-    from parallel101.viz.timeline import span_colours, span_entries
-
     names = ["layer forward", "forward", "gradient ready", "backward", "layer backward", "optimizer", "mine"]
     drawn = [span_colours([span(0, name, 0.0, 1.0) for name in some]) for some in (names, names[::-1], names[2:5])]
     assert all(colours[name] == drawn[0][name] for colours in drawn for name in colours if name != "mine")

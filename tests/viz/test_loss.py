@@ -12,8 +12,7 @@ import pytest
 import parallel101.viz.loss as loss
 from parallel101.viz.loss import BOTTOM, LEFT, RIGHT, TOP, LiveLoss, loss_scene
 from parallel101.viz.palette import THEMES
-
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.viz.drawn import SVG
 
 
 def lines(scene):

@@ -9,8 +9,7 @@ import pytest
 
 from parallel101.parallel.memory import readable
 from parallel101.viz.memory import LEFT, RIGHT, memory_scene
-
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.viz.drawn import titled
 
 
 def counted(**kinds):
@@ -20,10 +19,7 @@ def counted(**kinds):
 
 def bars(scene, kind):
     """(left, width) of each solid bar of a kind, from the top."""
-    rects = [
-        r for r in ET.fromstring(scene.svg()).iter(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None and t.text.startswith(kind)
-    ]
-    return [(float(r.get("x")), float(r.get("width"))) for r in sorted(rects, key=lambda r: float(r.get("y")))]
+    return [(float(r.get("x")), float(r.get("width"))) for r in sorted(titled(scene, f"{kind}: "), key=lambda r: float(r.get("y")))]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -51,7 +47,7 @@ def test_uneven_shares_stay_inside_and_a_rank_may_hold_nothing():
 def test_what_is_there_for_a_moment_is_drawn_but_not_as_a_share():
     passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered, at most": [100, 50], "weights": [200, 200]})
     scene = memory_scene(passing)
-    svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered")
+    svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered, at most")
     assert gathered[0][0] == gathered[1][0] > weights[0][0]
     assert svg.count('class="others"') == 2 and ">300 B<" in svg and ">250 B<" in svg
 

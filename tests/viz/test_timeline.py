@@ -9,24 +9,14 @@ import pytest
 from parallel101.trace.events import Event, Trace
 from parallel101.viz.timeline import LEFT, RIGHT, timeline_scene
 from tests.viz import algorithms as a
+from tests.viz.drawn import SVG, span, titled
 from tests.viz.virtual_ranks import run
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def span(rank, name, start, end, seq=0, **labels):
-    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, "", seq, (), "", None, name, labels)
-
-
-def bars(scene, word):
-    root = ET.fromstring(scene.svg())
-    return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
 
 
 def test_spans_stand_where_the_record_says():
     trace = Trace([span(0, "forward", 1.0, 3.0, microbatch=2), span(1, "backward", 2.0, 5.0)], 2, "sim")
     scene = timeline_scene(trace)
-    (forward,), (backward,) = bars(scene, "forward"), bars(scene, "backward")
+    (forward,), (backward,) = titled(scene, "forward"), titled(scene, "backward")
     scale = (RIGHT - LEFT) / 4.0
     assert float(forward.get("x")) == pytest.approx(LEFT, abs=0.1)
     assert float(forward.get("width")) == pytest.approx(2 * scale, abs=1)
@@ -39,23 +29,23 @@ def test_spans_stand_where_the_record_says():
 def test_a_span_inside_another_goes_one_down():
     trace = Trace([span(0, "step", 0.0, 4.0), span(0, "forward", 1.0, 2.0, 1), span(0, "backward", 2.0, 4.0, 2)], 1, "sim")
     scene = timeline_scene(trace)
-    step, forward, backward = (float(bars(scene, name)[0].get("y")) for name in ("step", "forward", "backward"))
+    step, forward, backward = (float(titled(scene, name)[0].get("y")) for name in ("step", "forward", "backward"))
     assert step < forward == backward
 
 
 def test_messages_and_arrows():
     trace, _ = run(a.ring_all_reduce, 4, 8, jitter=0.3, backend="gloo")
     scene = timeline_scene(trace)
-    assert len(bars(scene, "send to")) == len(bars(scene, "recv from")) == 24
+    assert len(titled(scene, "send to")) == len(titled(scene, "recv from")) == 24
     (arrows,) = [path for path in ET.fromstring(scene.svg()).iter(f"{SVG}path") if path.get("class") == "arrow"]
     assert arrows.get("d").count("M") == 24
-    assert bars(scene, "send to rank 1: 16 B")[0].find(f"{SVG}title").text.endswith("at algorithm.py:1")
+    assert titled(scene, "send to rank 1: 16 B")[0].find(f"{SVG}title").text.endswith("at algorithm.py:1")
 
 
 def test_collectives_have_their_own_bars():
     event = Event(0, "all_reduce", None, 0, 1024, 0.0, 0.001, "x.py:3", 0.0, "world", 0, (256,), "float32")
     scene = timeline_scene(Trace([event], 1, "gloo"))
-    (bar,) = bars(scene, "all_reduce: 1 KiB, 1 ms at x.py:3")
+    (bar,) = titled(scene, "all_reduce: 1 KiB, 1 ms at x.py:3")
     assert bar.get("class") == "together"
 
 
@@ -63,14 +53,14 @@ def test_what_is_too_narrow_is_drawn_as_one():
     events = [span(0, "tiny", t / 1e6, (t + 0.5) / 1e6, t) for t in range(10_000)] + [span(0, "long", 0.02, 1.0, 10_000)]
     scene = timeline_scene(Trace(events, 1, "gloo"))
     assert len(scene.svg()) < 30_000
-    assert bars(scene, "× tiny")
+    assert titled(scene, "× tiny")
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 33, 128])
 def test_any_number_of_ranks_up_to_the_limit(n):
     scene = timeline_scene(Trace([span(r, "forward", 0.0, 1.0 + r) for r in range(n)], n, "sim"))
     ET.fromstring(scene.svg())
-    assert len(bars(scene, "forward")) == n
+    assert len(titled(scene, "forward")) == n
 
 
 def test_an_empty_record_and_too_many_ranks():

@@ -1,0 +1,20 @@
+"""What the tests of timelines and lanes share: spans to draw, and the bars that were drawn."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+from parallel101.trace.events import Event
+from parallel101.viz.scene import Scene
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def span(rank: int, name: str, start: float, end: float, seq: int = 0, **labels: object) -> Event:
+    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, "", seq, (), "", None, name, labels)
+
+
+def titled(scene: Scene, word: str) -> list[ET.Element]:
+    """The rectangles whose tooltip has this word in it."""
+    root = ET.fromstring(scene.svg())
+    return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
