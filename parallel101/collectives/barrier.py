@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.collectives.auto import check_algorithm, choose
-from parallel101.collectives.comm import Comm, comm_of, wait_all
+from parallel101.collectives.comm import Comm, comm_of, devices_in, wait_all
 from parallel101.mesh import Group, GroupLike, group_of
 
 
@@ -49,5 +49,5 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
 
 def _device(members: Group) -> torch.device:
     """Where the group's backend can send from."""
-    on_gpu = members.size > 1 and dist.get_backend(members.process_group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    on_cpu = members.size == 1 or "cpu" in devices_in(dist.get_backend_config(members.process_group))
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -120,9 +120,19 @@ def wait_all(works: Iterable[Work]) -> None:
 
 
 def comm_of(group: Group, position: int, device: torch.device) -> Comm:
-    """The Comm for tensors of `device`. Raises ValueError where the backend can't send those."""
-    if group.size > 1 and device.type == "cuda" and "gloo" in dist.get_backend(group.process_group):
-        raise ValueError(f"the tensor is on {device}, and gloo cannot send from there: move it with x.cpu(), or run with the nccl backend")
-    if group.size > 1 and device.type == "cpu" and dist.get_backend(group.process_group) == "nccl":
-        raise ValueError("the tensor is on the CPU, and NCCL cannot send from there: move it with x.cuda(), or run with the gloo backend")
+    """The Comm for tensors of `device`. Raises ValueError where the group's backend can't send those."""
+    if group.size > 1:
+        config = dist.get_backend_config(group.process_group)
+        known = devices_in(config)
+        if device.type not in known:
+            raise ValueError(
+                f"a tensor (or model) on {device}, and the group ({config}) sends from {' and '.join(known)} only: move it there, "
+                "or choose the other backend (gloo for the CPU, nccl for GPUs)"
+            )
     return Comm(group, position, device)
+
+
+def devices_in(config: str) -> list[str]:
+    """The types of device between which ranks can send: "cpu:gloo,cuda:nccl" → ["cpu", "cuda"]. On gloo the CPU only."""
+    pairs = [part.split(":") for part in config.split(",")]
+    return [device for device, backend in pairs if device == "cpu" or not backend.endswith("gloo")]

@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel101.mesh import Group
@@ -51,26 +50,8 @@ def check_model(model: Any, group: Group) -> torch.device:
             raise ValueError(f"{name!r} is on the meta device and has no values: give it some, with model.to_empty(device=…) and its init")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if group.size > 1:
-        check_device(device, group)
         check_norms(model)
     return device
-
-
-def check_device(device: torch.device, group: Group) -> None:
-    """Raises ValueError where the group's backend has no messages for this device."""
-    config = dist.get_backend_config(group.process_group)
-    known = devices(config)
-    if device.type not in known:
-        raise ValueError(
-            f"the model is on {device}, and the group ({config}) sends from {' and '.join(known)} only: move the model before you build "
-            "the trainer, or choose the other backend (gloo for the CPU, nccl for GPUs)"
-        )
-
-
-def devices(config: str) -> list[str]:
-    """The types of device between which ranks can send: "cpu:gloo,cuda:nccl" → ["cpu", "cuda"]. On gloo the CPU only."""
-    pairs = [part.split(":") for part in config.split(",")]
-    return [device for device, backend in pairs if device == "cpu" or backend != "gloo"]
 
 
 def check_norms(model: nn.Module) -> None:
