@@ -224,9 +224,7 @@ def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
 
 
 def sent_from(device):
-    with pytest.raises(
-        ValueError, match=r"on cuda:0, and the group \(cpu:.*gloo\) sends from cpu only: move it there"
-    ):
+    with pytest.raises(ValueError, match=r"on cuda:0, and the group \(cpu:.*gloo\) sends from cpu only: move it there"):
         comm_of(group_of(None), dist.get_rank(), torch.device(device))
     comm_of(group_of([dist.get_rank()]), 0, torch.device(device))  # alone there is nothing to send
     return True
