@@ -30,12 +30,16 @@ def serve(fd: int) -> None:
             os.read(woken, 4096)
             _reap(reports)
         if server.fileno() in ready:
-            request, fds, _, _ = socket.recv_fds(server, 4096, 5)
+            try:
+                request, fds, _, _ = socket.recv_fds(server, 4096, 5)
+            except ConnectionResetError:
+                request = b""
             if not request:
                 break
-            if request.startswith(b"import"):
-                server.send(b"in time")  #  whoever asked need not wait for it
-                for name in request.decode().split()[1:]:
+            what, number, *names = request.decode().split()
+            if what == "import":
+                server.send(f"{number} 0\n".encode())  #  whoever asked need not wait for it
+                for name in names:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
                 continue
@@ -48,7 +52,7 @@ def serve(fd: int) -> None:
             *theirs, reports[pid] = fds
             for end in theirs:
                 os.close(end)
-            server.send(str(pid).encode())
+            server.send(f"{number} {pid}\n".encode())
     for pid in reports:
         try:
             os.killpg(pid, signal.SIGKILL)

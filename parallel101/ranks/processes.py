@@ -86,6 +86,7 @@ class _Server:
         self.owner = 0
         self.sock: socket.socket | None = None
         self.process: subprocess.Popen | None = None
+        self.asked = 0
 
     def fork(self, fds: list[int]) -> int:
         with self.lock:
@@ -94,13 +95,11 @@ class _Server:
                     self._start()
                 assert self.sock is not None
                 try:
-                    socket.send_fds(self.sock, [b"f"], fds)
-                    answer = self.sock.recv(64)
+                    self.asked += 1
+                    socket.send_fds(self.sock, [b"fork %d" % self.asked], fds)
+                    return self._answer()
                 except OSError:
-                    answer = b""
-                if answer:
-                    return int(answer)
-                self.stop()
+                    self.stop()
         raise RuntimeError(
             "the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine"
         )
@@ -109,8 +108,18 @@ class _Server:
         with self.lock:
             if self.owner == os.getpid() and self.sock is not None:
                 with contextlib.suppress(OSError):
-                    self.sock.sendall(f"import {' '.join(modules)}".encode())
-                    self.sock.recv(64)
+                    self.asked += 1
+                    self.sock.sendall(f"import {self.asked} {' '.join(modules)}".encode())
+                    self._answer()
+
+    def _answer(self) -> int:
+        """The answer to the newest question. An older one may come first: Ctrl-C can fall between a question and its answer."""
+        assert self.sock is not None
+        while said := self.sock.recv(4096):
+            number, _, answer = said.split(b"\n")[-2].partition(b" ")
+            if int(number) == self.asked:
+                return int(answer)
+        raise ConnectionError("the fork server has ended")
 
     def _start(self) -> None:
         if self.sock is not None:

@@ -67,6 +67,7 @@ class Watcher(Obedient):
     def __init__(self, ledger: Ledger, wire: Wire):
         super().__init__(wire)
         self.ledger = ledger
+        self.apart = "its start, before the program"  #  where it is while that is no line of the program; "": there it is
         self.seen: Posted | None = None
         self.reported: Posted | None = None
 
@@ -85,7 +86,7 @@ class Watcher(Obedient):
         self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), self.ledger.report()))
 
     def places(self) -> list[tuple[int, str]]:
-        return [(self.ledger.rank, self.where())]
+        return [(self.ledger.rank, self.apart or self.where())]
 
     def where(self) -> str:
         return where(sys._current_frames().get(self.ledger.thread))

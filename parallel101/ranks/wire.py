@@ -111,6 +111,7 @@ class Wire:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self._sending = threading.Lock()
+        self._torn = False  #  reading a frame was begun and not ended: by Ctrl-C, what follows is no frame's beginning
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -137,10 +138,15 @@ class Wire:
 
     def receive_packed(self) -> tuple[bytes, bytes, list]:
         """Read one frame and leave it pickled."""
+        if self._torn:
+            raise EOFError
+        self._torn = True
         kind, length, count = HEAD.unpack(self._exactly(HEAD.size))
         lengths = [LENGTH.unpack(self._exactly(LENGTH.size))[0] for _ in range(count)]
         body = self._exactly(length)
-        return kind, body, [self._buffer(n) for n in lengths]
+        buffers = [self._buffer(n) for n in lengths]
+        self._torn = False
+        return kind, body, buffers
 
     def close(self) -> None:
         self.sock.close()

@@ -74,7 +74,9 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
     gc.freeze()  #  what torch's import left is no garbage: looking through it again and again takes longer than a message
     code = 0
     try:
-        _, job = wire.receive()
+        kind, job = wire.receive()
+        if kind != b"j":
+            raise EOFError  #  Ctrl-C, before there was a job
         _settle_in(job)
         if job.backend == "sim":
             from parallel101.ranks.simworker import run_virtual
@@ -116,8 +118,10 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
         real.init(job.backend, ledger, store, job.rank, job.world_size)
         function, args, kwargs = unpack(body, buffers)
         del body, buffers
+        watcher.apart = ""
         with own_setup_accepted():
             value = function(*args, **kwargs)
+        watcher.apart = "its end, handing back what it returned"
         packed = pack_result(value, job.rank)
     except BaseException as error:
         record_into(None)

@@ -171,11 +171,9 @@ def test_a_notebook_shows_its_own_lines_and_none_of_the_librarys():
 
 
 def test_a_place_in_a_cell_is_called_by_the_cells_number():
-    cell = (
-        "import time, parallel101 as p101\ndef program():\n    while 1: time.sleep(0.01)\np101.launch(program, world_size=1, timeout=0.5)"
-    )
+    cell = "import time, parallel101 as p101\ndef program():\n    while 1: time.sleep(.1)\np101.launch(program, world_size=1, timeout=0.5)"
     done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", cell], capture_output=True, text=True, timeout=60)
-    assert "rank 0 was at cell [1], line 3: while 1: time.sleep(0.01)" in done.stdout + done.stderr
+    assert "rank 0 was at cell [1], line 3: while 1: time.sleep(.1)" in done.stdout + done.stderr
 
 
 def test_a_failed_recorded_run_keeps_its_record():

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.ranks import processes
+from parallel101.ranks.wire import Wire
 
 ENDINGS = {
     "result": lambda: torch.ones(3),
@@ -94,6 +96,44 @@ def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
     assert _gone(pids + family)
 
 
+def test_an_interrupt_between_question_and_answer_does_not_confuse_the_next_launch(monkeypatch):
+    """Ctrl-C may fall after the fork server was asked and before its answer was read: the next answer is then not the next rank's."""
+    p101.launch(lambda: None, world_size=1)
+    server = processes._server
+    if server.process is None:
+        pytest.skip("this machine starts ranks by spawn")
+    answer, interrupts = server._answer, iter([KeyboardInterrupt])
+
+    def interrupted():
+        for error in interrupts:
+            raise error
+        return answer()
+
+    monkeypatch.setattr(server, "_answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        p101.launch(lambda: None, world_size=2)
+    pids = []
+    start = processes._fork_one
+    monkeypatch.setattr(processes, "_fork_one", lambda: (rank := start(), pids.append(rank.pid))[0])
+    assert p101.launch(os.getpid, world_size=2).results == pids
+    assert p101.launch(os.getpid, world_size=2).results == pids[2:]
+
+
+def test_an_interrupt_while_a_result_is_read_does_not_hang(monkeypatch):
+    fill, count = Wire._fill, iter(range(3))
+
+    def interrupted(self, view):
+        if next(count, None) == 2:
+            raise KeyboardInterrupt
+        fill(self, view)
+
+    p101.launch(lambda: None, world_size=1)
+    monkeypatch.setattr(Wire, "_fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        p101.launch(lambda: torch.ones(1000), world_size=2)
+    assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
+
+
 def test_a_launching_process_that_is_killed_takes_its_ranks_along(tmp_path):
     process, pids = _started(tmp_path)
     family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
@@ -104,8 +144,6 @@ def test_a_launching_process_that_is_killed_takes_its_ranks_along(tmp_path):
 
 def test_a_lost_fork_server_is_replaced():
     p101.launch(lambda: None, world_size=1)
-    from parallel101.ranks import processes
-
     server = processes._server.process
     if server is None:
         pytest.skip("this machine starts ranks by spawn")
