@@ -10,7 +10,6 @@ import linecache
 import math
 import operator
 import os
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from parallel101.backends.network import Network
 from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.ranks.join import in_a_job, join
+from parallel101.ranks.meeting import MeetingPlace
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.run import Run
@@ -79,7 +79,7 @@ def launch(
     _enough_gpus(backend, size)
     packed = _pack_call(fn, args, kwargs)
     recording = bool(trace) or backend == "sim"
-    store = _store(size) if backend != "sim" else None
+    place = MeetingPlace(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     explained = False
     names = [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)]
@@ -90,7 +90,7 @@ def launch(
                 rank=state.rank,
                 world_size=size,
                 backend=backend,
-                store=None if store is None else (store.host, store.port),
+                meeting=None if place is None else place.address,
                 recording=recording,
                 checked=recording,
                 payload_bytes=payload_bytes,
@@ -118,13 +118,14 @@ def launch(
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt:
         monitor.ask_where(0.3)
-        for rank, place in (pair for state in monitor.states for pair in state.places or []):
-            print(f"interrupted: rank {rank} was at {shown(place)}", file=sys.stderr)
+        for rank, where in (pair for state in monitor.states for pair in state.places or []):
+            print(f"interrupted: rank {rank} was at {shown(where)}", file=sys.stderr)
         __tracebackhide__ = True
         raise
     finally:
         monitor.close(explained)
-        store = None  #  its port closes now, and not when an error's traceback is let go
+        if place is not None:
+            place.close()
     return Run(results[0] if backend == "sim" else results, _trace(monitor, size, backend) if recording else None, backend, size)
 
 
@@ -135,15 +136,6 @@ def _trace(monitor: Monitor, size: int, backend: str) -> Trace:
         groups.update(state.groups)
         rows += state.events or []
     return Trace.from_rows(rows, size, backend, groups)
-
-
-def _store(size: int) -> dist.TCPStore:
-    """Where the ranks meet: held by this process, on a loopback port that the system chose."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(min(size * 2, 4096))
-    host, port = listener.getsockname()
-    return dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _pack_call(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:

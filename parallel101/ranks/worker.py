@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from parallel101.backends import real
 from parallel101.backends.record import Ledger
 from parallel101.errors import named
+from parallel101.ranks.meeting import Address, meet
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import Wire, unpack
@@ -45,7 +45,7 @@ class Job:
     rank: int
     world_size: int
     backend: str
-    store: tuple[str, int] | None
+    meeting: Address | None
     recording: bool
     checked: bool
     payload_bytes: int
@@ -112,8 +112,8 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
     if job.recording:
         record_into(ledger)
     try:
-        assert job.store is not None
-        store = dist.TCPStore(*job.store, job.world_size, is_master=False)
+        assert job.meeting is not None
+        store = meet(job.meeting, job.world_size)
         real.own_device(job.backend, job.local_rank)
         real.init(job.backend, ledger, store, job.rank, job.world_size)
         function, args, kwargs = unpack(body, buffers)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.ranks.meeting import MeetingPlace, meet
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -105,6 +108,28 @@ def test_ranks_see_the_callers_folder_and_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
     program = lambda: (os.getcwd(), os.environ["FROM_THE_CALLER"], os.environ["RANK"], os.environ["WORLD_SIZE"])  # noqa: E731
     assert p101.launch(program, world_size=2).results == [(str(tmp_path), "yes", str(rank), "2") for rank in range(2)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks meet at a port")
+def test_ranks_ask_no_name_server():
+    """A connection to ::ffff:127.0.0.1, as TCPStore's, is one whose name torch looks up: in no /etc/hosts, so in the network."""
+    addresses = lambda: {end.ip for c in psutil.Process().net_connections("inet") for end in (c.laddr, c.raddr) if end}  # noqa: E731
+    before = addresses()
+    assert p101.launch(lambda: dist.barrier() or addresses(), world_size=2).results == [{"127.0.0.1"}] * 2
+    assert addresses() <= before | {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_meeting_place_works_by_file_and_by_port(size, monkeypatch):
+    places = [MeetingPlace(size)]
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    places.append(MeetingPlace(size))
+    for place in places:
+        stores = [meet(place.address, size) for _ in range(size)]
+        stores[0].set("key", "value")
+        assert [store.get("key") for store in stores] == [b"value"] * size
+        del stores
+        place.close()
 
 
 def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch():

@@ -129,9 +129,10 @@ def test_an_interrupt_while_a_result_is_read_is_an_interrupt(monkeypatch):
         fill(self, view)
 
     p101.launch(lambda: None, world_size=1)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Wire, "_fill", interrupted)
+    monkeypatch.setattr(Wire, "_fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         p101.launch(lambda: torch.zeros(10_000), world_size=2)
+    monkeypatch.undo()
     assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
 
 
