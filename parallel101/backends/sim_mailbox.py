@@ -6,7 +6,6 @@ Both sides must agree (this is a checked run), and must be given tensors that ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.number = 0  #  of what was posted last
-        self.channels: dict[tuple, list] = {}  #  by (group, src, dst, tag): how many matched, then who waits (all send or all receive)
+        #  by group, then by (tag * size + src) * size + dst of the world: how many matched, then who waits (all send or all receive)
+        self.channels: dict[str, dict[int, list]] = {}
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  #  by (group, dst, tag)
 
     def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
@@ -37,11 +37,6 @@ class Mailbox:
         send.receive = receive
         receive.source = send.group.position
 
-    def oldest(self, ranks: Sequence[int], label: str, dst: int, tag: int) -> list | None:
-        """The channel with the send to `dst` that was posted first, whoever it comes from."""
-        waiting = [c for src in ranks if (c := self.channels.get((label, src, dst, tag))) and len(c) > 1 and c[1].kind == "send"]
-        return min(waiting, key=lambda channel: channel[1].number, default=None)
-
 
 class Messenger(dist.ProcessGroup):
     """The half of a process group that sends and receives. `member` is the rank whose view of the group it is."""
@@ -50,6 +45,7 @@ class Messenger(dist.ProcessGroup):
         super().__init__(ranks.index(member.number), len(ranks))  # type: ignore[call-arg]
         self.world = world
         self.mailbox = mailbox
+        self.channels = mailbox.channels.setdefault(label, {})
         self.member = member
         self.label = label
         self.ranks = ranks
@@ -88,10 +84,10 @@ class Messenger(dist.ProcessGroup):
         work.order = rank.order = rank.order + 1 if rank.sending else 0
         rank.sending += 1
         mailbox.number = work.number = mailbox.number + 1
-        key = (self.label, rank.number, peer, tag)
-        channel = mailbox.channels.get(key)
+        key = (tag * world.size + rank.number) * world.size + peer
+        channel = self.channels.get(key)
         if channel is None:
-            channel = mailbox.channels[key] = [0]
+            channel = self.channels[key] = [0]
         receive = channel[1] if len(channel) > 1 and channel[1].kind == "recv" else None
         anyone = mailbox.from_anyone.get((self.label, peer, tag)) if mailbox.from_anyone else None
         if anyone and (receive is None or anyone[0].number < receive.number):  #  the receive that was posted first gets it
@@ -136,15 +132,15 @@ class Messenger(dist.ProcessGroup):
         work.pointer = tensor.data_ptr()
         mailbox.number = work.number = mailbox.number + 1
         if peer is None:
-            channel = mailbox.oldest(self.ranks, self.label, rank.number, tag)
+            channel = self._oldest(tag)
             if channel is None:
                 mailbox.from_anyone.setdefault((self.label, rank.number, tag), []).append(work)
                 return work
         else:
-            key = (self.label, peer, rank.number, tag)
-            channel = mailbox.channels.get(key)
+            key = (tag * world.size + peer) * world.size + rank.number
+            channel = self.channels.get(key)
             if channel is None:
-                channel = mailbox.channels[key] = [0]
+                channel = self.channels[key] = [0]
             if len(channel) == 1 or channel[1].kind == "recv":
                 channel.append(work)
                 return work
@@ -155,6 +151,13 @@ class Messenger(dist.ProcessGroup):
         elif send.nbytes > self.eager:
             world.links.ask(now, send.order, send.rank.number, send.number, send)
         return work
+
+    def _oldest(self, tag: int) -> list | None:
+        """The channel with the send to this rank that was posted first, whoever it comes from."""
+        size = self.world.size
+        channels = (self.channels.get((tag * size + src) * size + self.member.number) for src in self.ranks)
+        waiting = [channel for channel in channels if channel is not None and len(channel) > 1 and channel[1].kind == "send"]
+        return min(waiting, key=lambda channel: channel[1].number, default=None)
 
 
 def refuse(tensor: torch.Tensor, kind: str, rank: Rank, where: str) -> None:
