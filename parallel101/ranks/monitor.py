@@ -8,6 +8,8 @@ rank r ──▶ printed lines ─────────▶ this process's out
 from __future__ import annotations
 
 import marshal
+import re
+import select
 import selectors
 import time
 from collections.abc import Sequence
@@ -123,14 +125,20 @@ class Monitor:
 
     def _status(self, end: Any, state: State) -> None:
         data = read_some(end)
-        if data:
-            state.status += data
+        state.status += data
+        told = re.search(rb"(?:\A|\n)(-?\d+)\n\Z", state.status)
+        if data and told is None:
             return
         self.selector.unregister(end)
-        last = state.status.rstrip().rsplit(b"\n", 1)[-1]
-        state.exitcode = int(last) if last.lstrip(b"-").isdigit() else None
-        while state.wire in self.selector.get_map():  #  what it said before it died comes first
+        state.exitcode = None if told is None else int(told[1])
+        kill(state.process)  #  what it started may hold its ends of our pipes
+        state.wire.sock.settimeout(SETTLE)
+        while (
+            state.wire in self.selector.get_map() and select.select([state.wire], [], [], 0)[0]
+        ):  #  what it said before it died comes first
             self._hear(state.wire, state)
+        if state.wire in self.selector.get_map():
+            self.selector.unregister(state.wire)
         state.ended = True
         if state.result is None and state.error is None:
             self._fail_within(SETTLE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import os
+import io
 import re
 import socket
 import sys
@@ -84,9 +84,9 @@ def _write(out, text: str) -> None:
     out.flush()
 
 
-def read_some(end: int | socket.socket) -> bytes:
+def read_some(end: io.FileIO | socket.socket) -> bytes:
     """What can be read now; nothing when the other end is closed."""
     try:
-        return os.read(end, 1 << 16) if isinstance(end, int) else end.recv(1 << 16)
+        return (end.recv(1 << 16) if isinstance(end, socket.socket) else end.read(1 << 16)) or b""
     except OSError:
         return b""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
+End = io.FileIO | socket.socket
 FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -32,16 +34,15 @@ class Rank:
 
     pid: int
     control: socket.socket  #  frames both ways (see wire)
-    out: int | socket.socket  #  what it prints, C code included
-    err: int | socket.socket
-    status: int | socket.socket  #  its exit code, a line of text, once it has ended; closed without one: it was lost
-    calls: int | None  #  in a checked run, what it posts: a pipe nobody is woken by, read now and then; None: they come by control
+    out: End  #  what it prints, C code included
+    err: End
+    status: End  #  its exit code, a line of text, once it has ended; closed without one: it was lost
+    calls: io.FileIO | None  #  in a checked run, what it posts: a pipe nobody is woken by, read now and then; None: they come by control
 
     def close(self) -> None:
-        self.control.close()
-        for end in (self.out, self.err, self.status, self.calls):
+        for end in (self.control, self.out, self.err, self.status, self.calls):
             if end is not None:
-                os.close(end) if isinstance(end, int) else end.close()
+                end.close()
 
 
 def start_ranks(count: int) -> list[Rank]:
@@ -162,30 +163,35 @@ def stop_server() -> None:
 
 def _fork_one() -> Rank:
     control, control_there = socket.socketpair()
-    (out, out_there), (err, err_there), (status, status_there), (calls, calls_there) = os.pipe(), os.pipe(), os.pipe(), _roomy_pipe()
+    (out, out_there), (err, err_there), (status, status_there), (calls, calls_there) = _pipe(), _pipe(), _pipe(), _roomy_pipe()
+    rank = Rank(0, control, out, err, status, calls)
+    there = (control_there, out_there, err_there, calls_there, status_there)
     try:
-        pid = _server.fork([control_there.fileno(), out_there, err_there, calls_there, status_there])
+        rank.pid = _server.fork([end.fileno() for end in there])
     except BaseException:
-        for end in (out, err, status, calls):
-            os.close(end)
-        control.close()
+        rank.close()
         raise
     finally:
-        control_there.close()
-        for end in (out_there, err_there, calls_there, status_there):
-            os.close(end)
-    return Rank(pid, control, out, err, status, calls)
+        for end in there:
+            end.close()
+    return rank
 
 
-def _roomy_pipe() -> tuple[int, int]:
-    """A pipe that takes some thousand calls before its writer must wait, and whose reader never waits."""
+def _pipe() -> tuple[io.FileIO, io.FileIO]:
+    """A pipe, as objects: wherever Ctrl-C falls, what nobody holds any more is closed."""
     ours, theirs = os.pipe()
-    os.set_blocking(ours, False)
+    return io.FileIO(ours, "rb"), io.FileIO(theirs, "wb")
+
+
+def _roomy_pipe() -> tuple[io.FileIO, io.FileIO]:
+    """A pipe that takes some thousand calls before its writer must wait, and whose reader never waits."""
+    ours, theirs = _pipe()
+    os.set_blocking(ours.fileno(), False)
     if sys.platform == "linux":
         import fcntl
 
         try:
-            fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 1 << 20)
+            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
         except OSError:
             pass  #  this user's pipes are at their limit: a smaller one will do
     return ours, theirs
@@ -198,15 +204,16 @@ def _spawn_one() -> Rank:
     control, theirs = socket.socketpair()
     status, reported = socket.socketpair()
     posix = os.name == "posix"
-    calls, calls_there = _roomy_pipe() if posix else (None, -1)
-    ticket = f"{theirs.fileno()},{calls_there},{reported.fileno()}" if posix else "share"
+    calls, calls_there = _roomy_pipe() if posix else (None, None)
+    inherited = [end.fileno() for end in (theirs, calls_there, reported) if end is not None]
+    ticket = ",".join(map(str, inherited)) if posix else "share"
     program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.worker import main; main({ticket!r})"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL if posix else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=[theirs.fileno(), calls_there, reported.fileno()] if posix else [],
+        pass_fds=inherited if posix else [],
         start_new_session=posix,
     )
     if not posix:  #  Windows hands a socket to a process that exists by a message, not by inheritance
@@ -214,8 +221,8 @@ def _spawn_one() -> Rank:
         shared = theirs.share(process.pid)  # type: ignore[attr-defined]
         process.stdin.write(json.dumps(shared.hex()).encode() + b"\n")
         process.stdin.close()
-    else:
-        os.close(calls_there)
+    if calls_there is not None:
+        calls_there.close()
     theirs.close()
 
     def report() -> None:

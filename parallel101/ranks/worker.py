@@ -20,7 +20,7 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -119,7 +119,7 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
         function, args, kwargs = unpack(body, buffers)
         del body, buffers
         watcher.apart = ""
-        with own_setup_accepted():
+        with own_setup_accepted(), no_copy_of_a_rank():
             value = function(*args, **kwargs)
         watcher.apart = "its end, handing back what it returned"
         packed = pack_result(value, job.rank)
@@ -134,6 +134,21 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
         del value
         wire.send_packed(b"r", *packed, give_back=True)
     watcher.finish.wait()
+
+
+@contextlib.contextmanager
+def no_copy_of_a_rank() -> Iterator[None]:
+    """A process that the program forked, and that comes back from it, is no rank: it ends here."""
+    me = os.getpid()
+    try:
+        yield
+    except BaseException:
+        if os.getpid() != me:
+            traceback.print_exc()
+            leave(1)
+        raise
+    if os.getpid() != me:
+        leave(0)
 
 
 def _teller(wire: Wire, calls: int) -> Callable[[Call], None]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.ranks import processes
 from parallel101.ranks.wire import Wire
+from tests.ranks.failing import fails
 
 ENDINGS = {
     "result": lambda: torch.ones(3),
@@ -39,13 +40,15 @@ def state():
         sorted(child.pid for child in me.children(recursive=True)),
         me.num_fds(),
         threading.active_count(),
-        sorted(os.listdir(tempfile.gettempdir() + "/")) if os.environ.get("PYTEST_XDIST_WORKER") is None else None,
+        os.listdir(tempfile.gettempdir()),
     )
 
 
 @pytest.mark.parametrize("ending", list(ENDINGS))
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_nothing_is_left(ending, backend):
+def test_nothing_is_left(ending, backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     if (ending, backend) == ("with a child", "sim"):
         pytest.skip("the same process group as on gloo")
     p101.launch(lambda: None, world_size=2, backend=backend)
@@ -56,6 +59,43 @@ def test_nothing_is_left(ending, backend):
         except RuntimeError:
             pass
     assert state() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can not fork")
+def test_processes_that_a_rank_forks_are_no_ranks_and_hold_nothing_up():
+    """They have its end of every pipe: whether they return or go on, the launch is over when its ranks are."""
+
+    def program(child_returns):
+        rank, mine = dist.get_rank(), os.getpid()
+        if os.fork() == 0 and not child_returns:
+            while True:
+                signal.pause()
+        return rank, os.getpid() == mine
+
+    for child_returns in (True, False):
+        began = time.monotonic()
+        assert p101.launch(program, child_returns, world_size=2).results == [(0, True), (1, True)]
+        assert time.monotonic() - began < 4, "less than what is waited for a rank that does not end"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can not fork")
+def test_a_rank_that_dies_is_heard_of_though_its_children_live():
+    def program():
+        if dist.get_rank() == 1:
+            if os.fork() == 0:
+                signal.pause()
+            os._exit(3)
+        dist.barrier()
+
+    assert fails(p101.RankFailed, program, world_size=2).exitcode == 3
+
+
+def test_loaders_with_workers_run_in_a_rank():
+    def program():
+        data = torch.utils.data.DataLoader(range(8), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        return sum(int(batch.sum()) for batch in data)
+
+    assert p101.launch(program, world_size=2).results == [28, 28]
 
 
 SCRIPT = """
