@@ -1,6 +1,6 @@
 """What torch.distributed sees of the sim: a process group whose messages go through the mailbox and whose collectives are meetings.
 
-    dist.isend(x, 1) ──▶ SimGroup.send ──▶ Mailbox            dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ Meeting
+dist.isend(x, 1) ──▶ SimGroup.send ──▶ Mailbox            dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ Meeting
 """
 
 from __future__ import annotations

@@ -19,8 +19,10 @@ _LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.
 _PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  #  are callers, wherever they lie
 _PLUMBING = {contextlib.__file__, functools.__file__, threading.__file__}  #  `with span(...)` and decorators pass through these
 
-#  by a code object's id (its hash is slow): itself, so that the id stays its own; its places by instruction, None where it is inside
-_known: dict[int, tuple[CodeType, dict[int, str] | None]] = {}
+#  code objects go by their ids here, as their hashes are slow
+_seen: list[CodeType] = []  #  kept, so that no other ever has the id of one
+_inside: set[int] = set()
+_places: dict[int, dict[int, str]] = {}  #  of code that is not inside: "file:line" by instruction
 
 
 def caller() -> str:
@@ -35,16 +37,20 @@ def where(frame: FrameType | None) -> str:
     """
     while frame is not None:
         code = frame.f_code
-        known = _known.get(id(code))
-        if known is None:
-            known = _known[id(code)] = code, None if is_inside(code.co_filename) else {}
-        places = known[1]
-        if places is not None:
-            place = places.get(frame.f_lasti)
-            if place is None:
-                place = places[frame.f_lasti] = f"{code.co_filename}:{frame.f_lineno}"
-            return place
-        frame = frame.f_back
+        if id(code) in _inside:
+            frame = frame.f_back
+            continue
+        places = _places.get(id(code))
+        if places is None:
+            _seen.append(code)
+            if is_inside(code.co_filename):
+                _inside.add(id(code))
+                continue
+            places = _places[id(code)] = {}
+        place = places.get(frame.f_lasti)
+        if place is None:
+            place = places[frame.f_lasti] = f"{code.co_filename}:{frame.f_lineno}"
+        return place
     return "?"
 
 
