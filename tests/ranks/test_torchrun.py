@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 SCRIPT = """
-    import sys, torch, torch.distributed as dist, parallel101 as p101
+    import os, sys, threading, torch, torch.distributed as dist, parallel101 as p101
 
     def total():
         x = torch.tensor([dist.get_rank() + 1.0])
@@ -26,6 +26,19 @@ SCRIPT = """
     if "misuse" in sys.argv:
         op = lambda: (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
         p101.launch(lambda: dist.all_reduce(torch.ones(2), op=op()), world_size=2, trace=True)
+    if "sizes" in sys.argv:  #  gloo waits for ever
+        p101.launch(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), world_size=2, trace=True)
+    if "order" in sys.argv:
+        calls = [dist.barrier, lambda: dist.all_reduce(torch.ones(1))]
+        p101.launch(lambda: [call() for call in calls[:: 1 - 2 * dist.get_rank()]], world_size=2)
+    if "result" in sys.argv:
+        p101.launch(lambda: (i for i in range(3)) if dist.get_rank() == 1 else None, world_size=2)
+    if "absent" in sys.argv and os.environ["RANK"] == "1":
+        p101.launch(total, world_size=2, timeout=1)
+    if "abort" in sys.argv:
+        p101.launch(lambda: os.abort() if dist.get_rank() == 1 else dist.barrier(), world_size=2)
+    watchers = [thread.name for thread in threading.enumerate() if "parallel101" in thread.name]
+    assert not watchers, f"{watchers} would be stopped in the middle of something as Python ends"
     sim = p101.launch(lambda: dist.get_rank(), world_size=3, backend="sim")
     values = [value for value, _ in first.results], [t.tolist() for _, t in first.results]
     line = f"{values} {second.results} {len(first.trace.events)} {sim.results}\\n"
@@ -72,6 +85,11 @@ def test_a_world_size_that_is_not_the_jobs(script):
         ("fail", "rank 1 raised ZeroDivisionError"),
         ("deadlock", "rank 0 waits in recv from rank 1"),
         ("misuse", "different reductions: sum and max"),
+        ("sizes", "different shapes: (2,) and (3,)"),
+        ("order", "all_reduce on rank 1"),
+        ("result", "rank 1 returned a generator that can't be pickled"),
+        ("absent", "rank 0 had not come to this launch"),
+        ("abort", f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>'),
     ],
 )
 def test_failures_end_the_job_with_their_story(script, how, said):
