@@ -6,6 +6,7 @@ The table is the one place that knows how c10d spells its collectives, on gloo, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,19 @@ class Spec(NamedTuple):
             None if op is None else op_name(op),
             getattr(options, "rootRank", None) if self.kind in ROOTED else None,
         )
+
+
+def shares(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Of an all-to-all's arguments: the bytes it gives to each of the group's ranks, and those it expects of each."""
+    outs, ins, *splits = args
+    if not isinstance(ins, torch.Tensor):
+        given, taken = [t.nbytes for t in ins], [t.nbytes for t in outs]
+    else:
+        given, taken = (
+            [n * whole.nbytes // max(1, len(whole)) for n in split] or [whole.nbytes // len(ranks)] * len(ranks)
+            for whole, split in ((ins, splits[1]), (outs, splits[0]))
+        )
+    return dict(zip(ranks, given)), dict(zip(ranks, taken))
 
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})

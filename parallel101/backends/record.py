@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.backends.clocks import CpuClock
-from parallel101.backends.describe import COLLECTIVES, flat
+from parallel101.backends.describe import COLLECTIVES, flat, shares
 from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, agreement, member
@@ -201,6 +201,9 @@ class RecordedGroup(dist.ProcessGroup):
         call = Call(
             self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
         )
+        if spec.kind == "all_to_all":
+            given, taken = shares(args, self.ranks)
+            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), given=given, taken=taken)
         self._check(call, tensors)
         began = self.ledger.now()
         with self.ledger.waits_in(posted):

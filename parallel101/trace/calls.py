@@ -29,6 +29,8 @@ class Call(NamedTuple):
     root: int | None
     where: str
     needs_grad: bool | None = None  #  of a differentiable collective: whether x.requires_grad
+    given: dict[int, int] | None = None  #  of an all-to-all: the bytes for each rank of the group, whose shapes need not agree …
+    taken: dict[int, int] | None = None  #  … and those expected of each
 
     @property
     def part(self) -> str:
@@ -38,7 +40,7 @@ class Call(NamedTuple):
     @property
     def terms(self) -> tuple:
         """What all ranks of a collective must agree on."""
-        return self.kind, self.root, self.op, self.dtype, tuple(self.shape), self.needs_grad
+        return self.kind, self.root, self.op, self.dtype, () if self.given else tuple(self.shape), self.needs_grad
 
     @property
     def brief(self) -> str:
@@ -46,7 +48,7 @@ class Call(NamedTuple):
         what = f"{self.kind}(" + ", ".join(
             part
             for part in (
-                self.dtype and f"shape {tuple(self.shape)}, {self.dtype}",
+                self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.given else self.dtype),
                 self.needs_grad is not None and f"x.requires_grad {self.needs_grad}",
                 self.op and f"op {self.op}",
                 self.root is not None and f"root {self.root}",
@@ -102,7 +104,12 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
         return f"the ranks use different reductions: {ours.op} and {theirs.op}{pair}"
     if ours.dtype != theirs.dtype:
         return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}{pair}"
-    if tuple(ours.shape) != tuple(theirs.shape):
+    if ours.given and theirs.given:
+        for giver, taker in ((ours, theirs), (theirs, ours)):
+            sent, wanted = (giver.given or {})[taker.rank], (taker.taken or {})[giver.rank]
+            if sent != wanted:
+                return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {wanted}{pair}"
+    elif tuple(ours.shape) != tuple(theirs.shape):
         return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}{pair}"
     if ours.needs_grad != theirs.needs_grad:
         return f"requires_grad is not the same on all ranks: {ours.needs_grad} and {theirs.needs_grad}{pair}"

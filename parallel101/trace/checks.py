@@ -37,7 +37,7 @@ class Referee:
         else:
             parts = self.collectives[call.group, call.seq]
             parts.append(call)
-            if disagreement(parts[0], call):
+            if any(disagreement(part, call) for part in (parts[:-1] if call.given else parts[:1])):
                 self.suspects = parts  #  kept as it is: more ranks may still add theirs
             elif len(parts) == len(call.peers) + 1:
                 del self.collectives[call.group, call.seq]
@@ -53,5 +53,7 @@ class Referee:
             return MisuseError(f"{disagreement(send, recv)}", recv.rank)
         alike = Counter(c.terms for c in parts)
         usual = max(parts, key=lambda c: (alike[c.terms], -c.rank))
+        if not any(disagreement(usual, c) for c in parts):  #  of an all-to-all, two others
+            usual = next(a for a in parts if any(disagreement(a, b) for b in parts))
         odd = max((c for c in parts if disagreement(usual, c)), key=lambda c: (-alike[c.terms], c.rank))
         return MisuseError(f"{disagreement(usual, odd)}", odd.rank)

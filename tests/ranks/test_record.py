@@ -170,6 +170,32 @@ def test_a_checked_run_names_misuse(name, backend):
     assert raised.value.rank in (0, 1)
 
 
+UNEVEN = {  #  of three ranks; rank 1 and rank 2 disagree
+    "equal shares": lambda r: (torch.ones(6 if r == 2 else 3), torch.ones(3)),
+    "splits": lambda r: (torch.ones(3), torch.ones(3), [1, 1, 1], [1, 0, 2] if r == 1 else [1, 1, 1]),
+    "rows": lambda r: (torch.ones(6, 2), torch.ones(6, 2), [2, 2, 2], [2, 1, 3] if r == 1 else [2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("case", list(UNEVEN))
+def test_an_all_to_all_in_which_two_disagree(case):
+    with pytest.raises(p101.MisuseError, match=r"rank \d gives rank \d \d+ bytes, and rank \d expects \d+\n") as raised:
+        p101.launch(lambda: dist.all_to_all_single(*UNEVEN[case](dist.get_rank())), world_size=3, trace=True)
+    assert raised.value.rank in (1, 2)
+    assert __file__ in str(raised.value)
+
+
+def test_an_uneven_all_to_all_is_no_misuse():
+    def program():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        take, give = [rank + other for other in range(n)], [rank + other for other in range(n)]
+        out = torch.empty(sum(take), 2)
+        dist.all_to_all_single(out, torch.ones(sum(give), 2) * rank, take, give)
+        return out.sum().item()
+
+    assert p101.launch(program, world_size=3, trace=True).results == [2 * sum(o * (r + o) for o in range(3)) for r in range(3)]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("count", [4, 1 << 20])
 def test_a_tensor_changed_while_it_is_being_sent(backend, count):
