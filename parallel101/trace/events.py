@@ -89,16 +89,15 @@ class Trace:
     @functools.cached_property
     def events(self) -> list[Event]:
         """Every event, in order of start, rank and seq. (Made when first asked for: a run may have millions.)"""
-        rows, self._rows = self._rows[::-1], []
         events: list[Event] = []
         new, fields = tuple.__new__, len(Event._fields)  #  what Event._make does, less its check
         with collector_paused():
-            while rows:  #  each is let go as its events come
-                row = rows.pop()
+            for row in self._rows:
                 events.append(new(Event, row[:fields]))
                 if len(row) > fields:
                     events.append(new(Event, (row[2], "recv", row[0], *row[3:7], *row[fields:], *row[9:fields])))
             events.sort(key=operator.attrgetter("start", "rank", "seq"))
+        self._rows = []
         return events
 
     def __repr__(self) -> str:

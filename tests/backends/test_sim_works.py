@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 
 import pytest
@@ -81,3 +83,20 @@ def test_the_benchmark_is_a_caller():
     events = trace(run(lambda rank: round_the_ring(1), 3)).events
     places = {(event.kind, event.where.rpartition(":")[0]) for event in events}
     assert places == {(kind, round_the_ring.__code__.co_filename) for kind in ("send", "recv")} and len({e.where for e in events}) == 2
+
+
+def test_a_record_is_the_same_whenever_it_is_read():
+    outcome = run(lambda rank: round_the_ring(2), 5)
+    read, unread = trace(outcome), trace(outcome)
+    events = read.events
+    assert pickle.loads(pickle.dumps(unread)).events == copy.copy(unread).events == events == unread.events == read.events
+    assert sorted(events, key=lambda e: (e.start, e.rank, e.seq)) == events and len(events) == 2 * sum(unread.messages_sent)
+    for sent in (e for e in events if e.kind == "send"):
+        assert sent._replace(rank=sent.peer, kind="recv", peer=sent.rank, where=received_at(events), posted=0.0) in [
+            e._replace(posted=0.0) for e in events
+        ]
+
+
+def received_at(events):
+    (place,) = {e.where for e in events if e.kind == "recv"}
+    return place
