@@ -60,8 +60,17 @@ class Ledger:
     @property
     def events(self) -> list[tuple]:
         """What is recorded so far, as fields of Events."""
+        return self._in_seconds(list(self.rows))
+
+    @property
+    def unfinished(self) -> list[tuple]:
+        """What was posted and has not been seen to end, as fields of Events that end now."""
+        now = self.now()
+        return self._in_seconds([work.row(now) for work in list(self.open) if not work.done])
+
+    def _in_seconds(self, rows: list[tuple]) -> list[tuple]:
         seconds = self.clock.seconds
-        return [(*row[:5], seconds(row[5]), seconds(row[6]), row[7], seconds(row[8]), *row[9:]) for row in list(self.rows)]
+        return [(*row[:5], seconds(row[5]), seconds(row[6]), row[7], seconds(row[8]), *row[9:]) for row in rows]
 
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""

@@ -139,6 +139,13 @@ class RecordedWork(WatchedWork):
         self.ended()
         return future.value()
 
+    def row(self, end: Any, source: int | None = None, payload: list | None = None) -> tuple:
+        """The fields of its Event. `source`: whose message a receive from anyone got."""
+        call = self.call
+        peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in ("send", "recv") else self.root
+        who = (call.rank, call.kind, peer, call.tag, call.nbytes)
+        return (*who, self.start, end, call.where, self.start, call.group, call.seq, call.shape, call.dtype, payload, call.op, None)
+
     def ended(self, checked: bool = False) -> None:
         """Write the event, once; in a checked run, see whether what was sent is still what it was."""
         if self.done:
@@ -147,14 +154,8 @@ class RecordedWork(WatchedWork):
         call, ledger = self.call, self.posted.group.ledger
         end = ledger.now()
         ledger.open.discard(self)
-        peer: int | None = self.root
-        if call.kind in ("send", "recv"):
-            peer = call.peers[0] if len(call.peers) == 1 else self.posted.group.ranks[self.inner._source_rank()]
-        payload = self._values() if call.kind == "recv" else self.payload
-        ledger.rows.append(
-            (call.rank, call.kind, peer, call.tag, call.nbytes, self.start, end, call.where, self.start, call.group, call.seq)
-            + (call.shape, call.dtype, payload, call.op, None)
-        )
+        source = self.posted.group.ranks[self.inner._source_rank()] if call.kind == "recv" and len(call.peers) != 1 else None
+        ledger.rows.append(self.row(end, source, self._values() if call.kind == "recv" else self.payload))
         if checked and self.version is not None and self.tensors[0]._version != self.version and not unchanged(self.tensors[0], self.copy):
             raise MisuseError(
                 f"rank {call.rank} changed a tensor that was still being sent to rank {call.peers[0]}, before its wait(): {call.brief}. "

@@ -65,7 +65,7 @@ def launch(
         LaunchTimeout: the time was over.
         TypeError, ValueError, RuntimeError: the launch itself can't be; nothing was started.
 
-    Errors of a recorded run carry what was recorded up to then as `.trace`.
+    Errors of a recorded run carry what was recorded up to then as `.trace`; its `.unfinished` are the calls that had not ended.
     """
     _check(fn, backend, trace, timeout, network)
     payload_bytes = PAYLOAD if trace == "payload" else 0
@@ -132,10 +132,12 @@ def launch(
 def _trace(monitor: Monitor, size: int, backend: str) -> Trace:
     groups: dict[str, list[int]] = {"world": list(range(size))}
     rows: list[tuple] = []
+    unfinished: list[tuple] = []
     for state in monitor.states:
         groups.update(state.groups)
         rows += state.events or []
-    return Trace.from_rows(rows, size, backend, groups)
+        unfinished += state.unfinished
+    return Trace.from_rows(rows, size, backend, groups, unfinished)
 
 
 def _pack_call(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:

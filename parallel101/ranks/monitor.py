@@ -44,6 +44,7 @@ class State:
     result: tuple[bytes, list] | None = None
     error: tuple[BaseException, str, str] | None = None  #  itself, in a line, and its traceback
     events: list[tuple] | None = None
+    unfinished: list[tuple] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)
     places: list[tuple[int, str]] | None = None  #  where it is (each virtual rank, on sim), when it was asked
     status: bytes = b""
@@ -162,7 +163,7 @@ class Monitor:
         elif kind == b"f":
             state.standing.blocked = None
         elif kind == b"e":
-            state.events, state.groups, report = value
+            state.events, state.unfinished, state.groups, report = value
             state.heard(report)
         elif kind == b"p":
             self.imported.update(value)

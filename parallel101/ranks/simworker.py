@@ -51,7 +51,7 @@ def run_virtual(job: Job, wire: Wire) -> None:
     with own_setup_accepted():
         outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
     _speaking.rank = None
-    wire.send(b"e", (outcome.events, outcome.groups, ({}, {}, {}, {}, {})))
+    wire.send(b"e", (outcome.events, [], outcome.groups, ({}, {}, {}, {}, {})))
     if outcome.error is not None:
         report_failure(wire, 0, outcome.error)
     elif outcome.errors:

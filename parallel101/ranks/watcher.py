@@ -83,7 +83,7 @@ class Watcher(Obedient):
         self.seen = waiting
 
     def tell(self) -> None:
-        self.wire.send(b"e", (list(self.ledger.events), dict(self.ledger.groups), self.ledger.report()))
+        self.wire.send(b"e", (self.ledger.events, self.ledger.unfinished, dict(self.ledger.groups), self.ledger.report()))
 
     def places(self) -> list[tuple[int, str]]:
         return [(self.ledger.rank, self.apart or self.where())]

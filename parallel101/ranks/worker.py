@@ -129,7 +129,7 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
     else:
         record_into(None)
         ledger.close()
-        wire.send(b"e", (ledger.events, ledger.groups, ledger.report()))
+        wire.send(b"e", (ledger.events, [], ledger.groups, ledger.report()))
         wire.send(b"p", [name for name in SLOW_IMPORTS if name in sys.modules and name not in loaded])
         del value
         wire.send_packed(b"r", *packed, give_back=True)
@@ -181,17 +181,17 @@ def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger |
     from parallel101.ranks.wire import pack
 
     headline, text = named(error), story(error)
-    #  an exception's frames hold tensors and groups: it travels without them
+    books = None if ledger is None else (ledger.events, ledger.unfinished, ledger.groups, ledger.report())
+    #  an exception's frames hold tensors, works and groups: it travels without them
     error.__traceback__ = None
     try:
         packed = pack((rank, error, headline, text))
         unpack(*packed)
     except Exception:
         packed = pack((rank, RuntimeError(headline), headline, text))
-    if ledger is not None:
-        ledger.close()
+    if books is not None:
         with contextlib.suppress(Exception):
-            wire.send(b"e", (ledger.events, ledger.groups, ledger.report()))
+            wire.send(b"e", books)
     wire.send_packed(b"x", *packed)
 
 

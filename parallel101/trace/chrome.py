@@ -22,10 +22,11 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
     for rank in range(trace.world_size):
         out.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         out.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
-    for rank, thread in sorted({(event.rank, lane[id(event)]) for event in trace.events}):
+    everything = [*trace.events, *trace.unfinished]
+    for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
         out.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
-    for event in trace.events:
-        label = event.name or event.kind if event.kind == "span" else event.kind
+    for number, event in enumerate(everything):
+        label = (event.name or event.kind if event.kind == "span" else event.kind) + " (never ended)" * (number >= len(trace.events))
         about = {
             "where": event.where,
             "bytes": event.nbytes,
@@ -47,7 +48,7 @@ def _lanes(trace: Trace) -> dict[int, int]:
     """For each event, the thread it is drawn on: the first of its row that is free when it starts. Spans nest, and keep one."""
     free: dict[tuple[int, int], list[float]] = {}
     lanes = {}
-    for event in trace.events:
+    for event in [*trace.events, *trace.unfinished]:
         row = _row(event)
         ends = free.setdefault((event.rank, row), [])
         if row == 0:

@@ -46,6 +46,9 @@ class Event(NamedTuple):
     args: dict[str, Any] | None = None  #  of a span: its labels, such as microbatch=3
 
 
+_BY_TIME = operator.attrgetter("start", "rank", "seq")
+
+
 class Message(NamedTuple):
     """One message, both sides of it: what left `src` and what arrived at `dst`."""
 
@@ -67,23 +70,38 @@ class Trace:
         world_size: how many ranks the run had.
         backend: "gloo", "nccl" or "sim".
         groups: for each group's name, its ranks in order.
+        unfinished: of a run that failed, what was posted and had not been seen to end (`end` is when the run did). It is no part of the
+            events, of their counts and of the pictures.
     """
 
-    def __init__(self, events: Iterable[Event], world_size: int, backend: str, groups: dict[str, list[int]] | None = None):
+    def __init__(
+        self,
+        events: Iterable[Event],
+        world_size: int,
+        backend: str,
+        groups: dict[str, list[int]] | None = None,
+        unfinished: Iterable[Event] = (),
+    ):
+        self.unfinished: list[Event] = sorted(unfinished, key=_BY_TIME)
         self._rows: list[tuple] = list(events)
         self.world_size = world_size
         self.backend = backend
         self.groups = groups or {"world": list(range(world_size))}
 
     @classmethod
-    def from_rows(cls, rows: Iterable[tuple], world_size: int, backend: str, groups: dict[str, list[int]]) -> Trace:
+    def from_rows(
+        cls, rows: Iterable[tuple], world_size: int, backend: str, groups: dict[str, list[int]], unfinished: Iterable[tuple] = ()
+    ) -> Trace:
         """A trace from what ranks send: an Event's fields a row, or a message of the sim, which is a row: its send's fields, followed by
         `where` and `posted` of its receive. On real ranks the run's clock is made to start with its first event."""
-        trace = cls((), world_size, backend, groups)
+        trace = cls((), world_size, backend, groups, map(Event._make, unfinished))
         trace._rows = list(rows)
-        if backend != "sim" and trace.events:
-            zero = trace.events[0].start
-            trace.events = [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in trace.events]
+        if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
+            zero = min(event.start for event in first)
+            trace.events, trace.unfinished = (
+                [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in events]
+                for events in (trace.events, trace.unfinished)
+            )
         return trace
 
     @functools.cached_property
@@ -96,13 +114,14 @@ class Trace:
                 events.append(new(Event, row[:fields]))
                 if len(row) > fields:
                     events.append(new(Event, (row[2], "recv", row[0], *row[3:7], *row[fields:], *row[9:fields])))
-            events.sort(key=operator.attrgetter("start", "rank", "seq"))
+            events.sort(key=_BY_TIME)
         self._rows = []
         return events
 
     def __repr__(self) -> str:
         size = f"{self.world_size} ranks on {self.backend}"
-        return f"<Trace of {size}: {len(self.events)} events, {sum(self.messages_sent)} messages, {self.makespan:.3g} s>"
+        open_ = f", {len(self.unfinished)} calls unfinished" if self.unfinished else ""
+        return f"<Trace of {size}: {len(self.events)} events, {sum(self.messages_sent)} messages{open_}, {self.makespan:.3g} s>"
 
     @property
     def bytes_sent(self) -> list[int]:
@@ -148,7 +167,7 @@ class Trace:
     def save(self, path: str | os.PathLike) -> None:
         """Write the trace as JSON (gzipped where the name ends in .gz); `Trace.load` reads it back whole."""
         head = {"format": FORMAT, "world_size": self.world_size, "backend": self.backend, "groups": self.groups, "fields": Event._fields}
-        text = json.dumps({**head, "events": self.events})
+        text = json.dumps({**head, "events": self.events, "unfinished": self.unfinished})
         data = text.encode()
         Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
 
@@ -162,8 +181,11 @@ class Trace:
                 raise ValueError(content["format"])
         except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
             raise ValueError(f"{path} is not a trace that Trace.save wrote ('{FORMAT}' was expected): {error!r}") from error
-        events = [Event(*row)._replace(shape=tuple(row[Event._fields.index("shape")])) for row in content["events"]]
-        return cls(events, content["world_size"], content["backend"], content["groups"])
+        events, unfinished = (
+            [Event(*row)._replace(shape=tuple(row[Event._fields.index("shape")])) for row in content.get(name, ())]
+            for name in ("events", "unfinished")
+        )
+        return cls(events, content["world_size"], content["backend"], content["groups"], unfinished)
 
     def to_chrome(self, path: str | os.PathLike) -> None:
         """Write a Chrome trace: open it at ui.perfetto.dev or chrome://tracing. One process a rank, arrows along messages."""

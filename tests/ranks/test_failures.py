@@ -176,13 +176,42 @@ def test_a_place_in_a_cell_is_called_by_the_cells_number():
     assert "rank 0 was at cell [1], line 3: while 1: time.sleep(.1)" in done.stdout + done.stderr
 
 
-def test_a_failed_recorded_run_keeps_its_record():
+def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path):
     def program():
+        peer = 1 - dist.get_rank()
         dist.all_reduce(torch.ones(2))
-        dist.recv(torch.empty(1), 1 - dist.get_rank())
+        work = dist.isend(torch.ones(3), peer, tag=5)
+        dist.recv(torch.empty(1), peer)
+        work.wait()
 
     error = fails(p101.DeadlockError, program, world_size=2, trace=True)
-    assert [event.kind for event in error.trace.events] == ["all_reduce", "all_reduce"]
+    trace = error.trace
+    assert [event.kind for event in trace.events] == ["all_reduce", "all_reduce"]
+    assert sorted((e.rank, e.kind, e.peer, e.tag, e.nbytes) for e in trace.unfinished) == [
+        (0, "recv", 1, 0, 4),
+        (0, "send", 1, 5, 12),
+        (1, "recv", 0, 0, 4),
+        (1, "send", 0, 5, 12),
+    ]
+    assert {e.where for e in trace.unfinished} == {line_of(program, "isend"), line_of(program, "dist.recv")}
+    assert all(0 <= e.start <= e.end for e in trace.unfinished)
+    assert trace.messages_sent == [0, 0], "what did not end is not counted"
+    trace.save(tmp_path / "trace.json")
+    assert p101.Trace.load(tmp_path / "trace.json").unfinished == trace.unfinished
+    trace.to_chrome(tmp_path / "chrome.json")
+    assert (tmp_path / "chrome.json").read_text().count("never ended") == 4
+
+
+def test_what_a_rank_that_raised_had_posted_is_unfinished():
+    def program():
+        if dist.get_rank() == 0:
+            work = dist.irecv(torch.empty(1), 1)
+            raise ValueError(work.is_completed())
+        dist.barrier()
+
+    error = fails(p101.RankFailed, program, world_size=2, trace=True)
+    assert sorted((e.rank, e.kind) for e in error.trace.unfinished) == [(0, "recv"), (1, "barrier")]
+    assert error.trace.events == []
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
