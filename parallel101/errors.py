@@ -42,7 +42,8 @@ class DeadlockError(RuntimeError, _ShownInANotebook):
             that has already returned.
         returned: ranks that have returned while others wait for them.
         thrown_away: in words, the messages whose work nobody kept, where that may be why.
-        notes: in words, what else may be why: tags or groups that differ, different collectives, messages that the other side never posts.
+        notes: what else may be why, each in words and with its "file:line" ("" where it has none): tags or groups that differ, different
+            collectives in one place, messages that the other side never posts.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class DeadlockError(RuntimeError, _ShownInANotebook):
         cycle: Sequence[int] = (),
         returned: Sequence[int] = (),
         thrown_away: Sequence[str] = (),
-        notes: Sequence[str] = (),
+        notes: Sequence[tuple[str, str]] = (),
     ):
         self.waiting = dict(waiting)
         self.cycle = list(cycle)
@@ -73,7 +74,7 @@ class DeadlockError(RuntimeError, _ShownInANotebook):
         if self.thrown_away:
             lines += [f"  {what}" for what in self.thrown_away[:8]]
             lines += ["  gloo takes a message back when its work is thrown away: keep what isend and irecv return, and wait() for it."]
-        lines += [f"  {note}" for note in self.notes[:8]]
+        lines += [f"  {note}, at {shown(where)}" if where else f"  {note}" for note, where in self.notes[:8]]
         return "\n".join(lines + (_advice(self.waiting) if self.cycle and not self.notes else []))
 
     def picture(self):

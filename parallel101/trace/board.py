@@ -79,7 +79,7 @@ class Board:
                 waiting[rank] = (call.kind, call.peers[0] if len(call.peers) == 1 else call.peers or None, call.where)
         advice = "" if checked else " Run it again with trace=True: a checked run names the calls that do not fit."
         note = "everything they wait for has been posted, and yet nothing moves: the sizes do not fit, most likely." + advice
-        return DeadlockError(waiting, returned=[rank for rank, standing in enumerate(self.ranks) if standing.returned], notes=[note])
+        return DeadlockError(waiting, returned=[rank for rank, standing in enumerate(self.ranks) if standing.returned], notes=[(note, "")])
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """Who has not posted their part of a call yet, as far as the reports tell. (A rank that runs may always still post.)"""
@@ -99,7 +99,7 @@ class Board:
             return [] if came >= wanted else list(call.peers)
         return [peer for peer in call.peers if self.ranks[peer].part(call.group, call.seq) not in (call.part, "")]
 
-    def _different(self, ranks: Iterable[int]) -> list[str]:
+    def _different(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
         """Collectives in which the ranks of a group call different things, in words."""
         notes = []
         calls = [call for rank in ranks if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")]
@@ -110,12 +110,11 @@ class Board:
                     parts.setdefault(part, []).append(rank)
             if len(parts) > 1:
                 said = ", ".join(f"{part} on {ranks_in_words(who)}" for part, who in parts.items())
-                notes.append(
-                    f"in the same place the ranks call different collectives: {said}. All must make the same calls in the same order."
-                )
+                rule = "All must make the same calls in the same order."
+                notes.append((f"in the same place the ranks call different collectives: {said}. {rule}", ""))
         return notes
 
-    def _alone(self, ranks: Sequence[int]) -> list[str]:
+    def _alone(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
         """Messages that one side posted and the other never will, in words; less those that a rank waits for, which are known."""
         notes = []
         for rank in ranks:
@@ -132,11 +131,10 @@ class Board:
                 lost = sum(key == (kind, peer, tag, group) for key, _ in standing.dropped)
                 if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
                     what, to, lacking = ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
-                    notes.append(
-                        f"rank {rank} posted {f'{count} {what}s' if count > 1 else f'a {what}'} {to} rank {peer}"
-                        f"{f' with tag {tag}' if tag else ''}, for which rank {peer} has no {lacking}, "
-                        f"at {shown(standing.places.get((kind, peer, tag, group), '?'))}"
-                    )
+                    posted = f"{count} {what}s" if count > 1 else f"a {what}"
+                    with_tag = f" with tag {tag}" if tag else ""
+                    note = f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, for which rank {peer} has no {lacking}"
+                    notes.append((note, standing.places.get((kind, peer, tag, group), "")))
         return notes
 
     def _thrown_away(self) -> list[str]:

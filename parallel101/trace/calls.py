@@ -150,7 +150,7 @@ def stuck(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]],
     )
 
 
-def _past_each_other(waits: Mapping[int, Call]) -> list[str]:
+def _past_each_other(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
     """Sends and receives of the same two ranks that never meet, in words: their tags or groups differ."""
     notes = []
     for send in waits.values():
@@ -158,10 +158,10 @@ def _past_each_other(waits: Mapping[int, Call]) -> list[str]:
         if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
             pair = f"rank {send.rank} sends to rank {receive.rank}"
             if send.group != receive.group:
-                notes.append(f"{pair} in one group, and rank {receive.rank} receives in another: a message stays in its group")
+                notes.append((f"{pair} in one group, and rank {receive.rank} receives in another: a message stays in its group", ""))
             elif send.tag != receive.tag:
                 theirs = f"rank {receive.rank} receives with tag {receive.tag}"
-                notes.append(f"{pair} with tag {send.tag}, and {theirs}: a message is received by its own tag")
+                notes.append((f"{pair} with tag {send.tag}, and {theirs}: a message is received by its own tag", ""))
     return notes
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import linecache
 import math
+import textwrap
 
 from parallel101.errors import DeadlockError
 from parallel101.viz.scene import Node, Scene
 from parallel101.viz.units import ranks
 
-RADIUS, MOST_ROWS, MOST_RANKS = 108.0, 7, 64
+RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
 STYLE = (
     ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.stuck{stroke:var(--warn);stroke-width:2.5}"
     ".gone{stroke-dasharray:3 4;stroke:var(--mute)}"
@@ -42,9 +43,11 @@ def waiting_scene(error: DeadlockError) -> Scene:
     if len(everyone) > MOST_RANKS:
         raise ValueError(f"{len(everyone)} ranks are more than the {MOST_RANKS} that this picture tells apart: print the error instead")
     centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
-    scene = Scene(960, 404 if len(everyone) > 2 else 238, "Deadlock: who waits for whom", str(error))
+    end = centre[1] + 22.0 * min(len(error.waiting), MOST_ROWS) + 18 * len(_notes(error)) + 24
+    below = 290 if len(everyone) > 2 else 130  # where the rows stand on a narrow screen
+    scene = Scene(960, max(404 if len(everyone) > 2 else 238, math.ceil(end)), "Deadlock: who waits for whom", str(error))
     scene.style += STYLE
-    scene.narrow = (480, scene.height + 300 if len(everyone) > 2 else 360)
+    scene.narrow = (480, max(704 if len(everyone) > 2 else 360, below + math.ceil(end)))
     tip = 6 if len(everyone) <= 8 else 4
     for colour in ("", " stuck"):
         scene.definitions.append(
@@ -56,7 +59,7 @@ def waiting_scene(error: DeadlockError) -> Scene:
     head.add("text", scene.title, x=28, y=40, class_="h")
     head.add("text", _story(error), x=28, y=64, font_size=14, class_="w b")
     _graph(scene.panel(narrow="translate(40,0)"), error, everyone, arrows, centre)
-    _rows(scene.panel(narrow=f"translate(-402,{290 if len(everyone) > 2 else 130})"), error, centre[1])
+    _rows(scene.panel(narrow=f"translate(-402,{below})"), error, centre[1])
     return scene
 
 
@@ -122,6 +125,19 @@ def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
         y += 44
     if len(shown) < len(rows):
         panel.add("text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m")
+        y += 44
+    for text, code in _notes(error):
+        panel.add("text", text, x=430, y=y, font_size=12.5 if code else 13, class_="m code" if code else "m")
+        y += 18
+
+
+def _notes(error: DeadlockError) -> list[tuple[str, bool]]:
+    """What else the error knows, in lines as wide as the panel, and whether each is code."""
+    lines: list[tuple[str, bool]] = []
+    for note, where in error.notes[:MOST_NOTES]:
+        lines += [(line, False) for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
+        lines += [(_line(where), True)] if where else []
+    return lines
 
 
 def _line(where: str) -> str:

@@ -90,8 +90,7 @@ def test_what_one_side_alone_has_posted_is_told_and_what_is_waited_for_is_not_to
     mine = {("send", 1, 5, "world"): 2, ("recv", 1, 0, "world"): 1}
     theirs = {("recv", 0, 5, "world"): 1, ("recv", 0, 0, "world"): 1}
     standings = Standing(call(0, "recv", 1), posted=mine), Standing(call(1, "recv", 0), posted=theirs)
-    (note,) = board(*standings).look().notes
-    assert note.startswith("rank 0 posted a send to rank 1 with tag 5, for which rank 1 has no receive")
+    assert board(*standings).look().notes == [("rank 0 posted a send to rank 1 with tag 5, for which rank 1 has no receive", "")]
     running = Standing(posted=theirs)
     assert board(standings[0], running).look() is None
 

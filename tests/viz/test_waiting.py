@@ -41,3 +41,15 @@ def test_a_rank_that_returned_is_told_from_one_that_waits():
 def test_more_ranks_than_can_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="65 ranks are more than the 64"):
         waiting_scene(ring(65))
+
+
+@pytest.mark.parametrize("n", [2, 7, 16])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_what_else_may_be_why_is_told_below_and_inside_the_picture(n, count):
+    error = DeadlockError(
+        ring(n).waiting, range(n), notes=[(f"rank {k} posted a send that nobody receives", f"a.py:{k}") for k in range(count)]
+    )
+    scene = waiting_scene(error)
+    svg = scene.svg()
+    assert re.findall(r">(a\.py:\d)</text>", svg) == [f"a.py:{k}" for k in range(min(count, 3))]
+    assert max(float(y) for y in re.findall(r'<text[^>]* y="([\d.]+)"', svg)) < scene.height
