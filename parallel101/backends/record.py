@@ -24,7 +24,7 @@ from parallel101.backends.clocks import CpuClock
 from parallel101.backends.describe import COLLECTIVES, flat, shares
 from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, agreement, member
+from parallel101.trace.calls import Call, agreement, member_at
 from parallel101.trace.where import caller
 
 Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
@@ -169,7 +169,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._message("recv", tensors, None, tag, lambda: self.inner.recv_anysource(tensors, tag))
 
     def _message(self, kind: str, tensors: list[torch.Tensor], position: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
-        peer = None if position is None else member(self.ledger.rank, kind, position, self.ranks)
+        peer = None if position is None else member_at(self.ledger.rank, kind, position, self.ranks)
         key = (kind, peer, tag, self.label)
         place = self.ledger.places[key] = caller()
         posted = Posted(self, key, self.ledger.number(key), place)
@@ -206,7 +206,7 @@ class RecordedGroup(dist.ProcessGroup):
                 return WatchedWork(run(*args, **kwargs), posted)
         told = spec.describe(args)
         tensors = flat(args)
-        root = None if told.root is None else member(self.ledger.rank, spec.kind, told.root, self.ranks)
+        root = None if told.root is None else member_at(self.ledger.rank, spec.kind, told.root, self.ranks)
         call = Call(
             self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
         )

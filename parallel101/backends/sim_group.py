@@ -18,7 +18,7 @@ from parallel101.backends.sim_messages import contents
 from parallel101.backends.sim_rank import Rank
 from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, disagreement
+from parallel101.trace.calls import Call, disagreement, member_at
 from parallel101.trace.checks import Referee
 from parallel101.trace.where import caller
 
@@ -103,6 +103,8 @@ class SimGroup(Messenger):
         told = spec.describe(args)
         if told.op is not None:
             check_reduction(told.op, told.tensors)
+        if told.root is not None:
+            member_at(member.number, spec.kind, told.root, self.ranks)
         parts = parts_of(method, args, len(self.ranks))
         self.posted += 1
         key = (self.label, self.posted)

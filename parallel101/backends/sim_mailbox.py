@@ -14,7 +14,7 @@ from parallel101.backends.sim_clock import World
 from parallel101.backends.sim_messages import WHOLE, RecvWork, SendWork, block, contents
 from parallel101.backends.sim_rank import Rank
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import disagreement
+from parallel101.trace.calls import disagreement, member_at
 from parallel101.trace.where import where as where_from
 
 
@@ -50,11 +50,14 @@ class Messenger(dist.ProcessGroup):
         self.label = label
         self.ranks = ranks
         self.position = ranks.index(member.number)
+        self.count = len(ranks)
         self.payload_bytes = payload_bytes
         self.eager = world.network.eager or -1
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
         """Post a send to the position `dst` of the group."""
+        if not 0 <= dst < self.count:
+            member_at(self.member.number, "send", dst, self.ranks)
         world, rank, tensor, mailbox = self.world, self.member, tensors[0], self.mailbox
         if rank.clock > world.now or world.failure is not None:
             world.enter(rank)
@@ -62,7 +65,7 @@ class Messenger(dist.ProcessGroup):
         work.world = world
         work.rank = rank
         work.future = None
-        work.done = work.ended = False
+        work.done = work.ended = work.waited = False
         work.where = where_from(sys._getframe(1))
         if not tensor.is_contiguous() or not tensor.is_cpu:
             refuse(tensor, "send", rank, work.where)
@@ -103,6 +106,8 @@ class Messenger(dist.ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         """Post a receive from the position `src` of the group."""
+        if not 0 <= src < self.count:
+            member_at(self.member.number, "recv", src, self.ranks)
         return self._receive(tensors[0], self.ranks[src], tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:
@@ -117,7 +122,7 @@ class Messenger(dist.ProcessGroup):
         work.world = world
         work.rank = rank
         work.future = None
-        work.done = False
+        work.done = work.waited = False
         work.where = where_from(sys._getframe(2))
         if not tensor.is_contiguous() or not tensor.is_cpu:
             refuse(tensor, "recv", rank, work.where)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel101.backends.sim_work import SimWork
+from parallel101.backends.works import waited_twice
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call
 
@@ -59,7 +60,7 @@ class MessageWork(SimWork):
 
     __slots__ = (
         *("dtype", "done", "future", "group", "nbytes", "number", "peer", "pointer", "posted", "rank", "shape", "tag", "tensor", "where"),
-        *("__weakref__", "world"),
+        *("__weakref__", "waited", "world"),
     )
     kind = ""
     group: Messenger
@@ -73,6 +74,17 @@ class MessageWork(SimWork):
     dtype: torch.dtype
     pointer: int
     number: int  #  of all that is posted in the run
+    waited: bool  #  gloo lets a program wait for a message once
+
+    def wait(self, timeout: object = None) -> bool:
+        if self.waited and self.future is None:
+            error = waited_twice(self.rank.number, self.kind)
+            self.world.fail(error, self.rank)
+            raise error
+        self.waited = True
+        if not self.done:
+            self.world.wait(self.rank, self)
+        return True
 
     def result(self) -> list[torch.Tensor]:
         return [] if self.tensor is None else [self.tensor]
@@ -118,8 +130,7 @@ class SendWork(MessageWork):
     payload: list | None
 
     def wait(self, timeout: object = None) -> bool:
-        if not self.done:
-            SimWork.wait(self)
+        MessageWork.wait(self)
         if self.tensor is not None:
             self.let_go()
         return True

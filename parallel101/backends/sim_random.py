@@ -35,7 +35,7 @@ class RandomStates:
         self.replaced: list[tuple[ModuleType, dict[str, Any]]] = []  #  what was where before
         self._give_each_rank(random, random.random.__self__, [random.Random(rank) for rank in range(size)])  # type: ignore[attr-defined]
         self.mtrand: Any = None
-        if "numpy.random" in sys.modules:
+        if "numpy" in sys.modules:  #  its `random` is imported when first asked for: by a rank, later, it would be beyond our reach
             import numpy as np
 
             self.mtrand = np.random.mtrand  #  its `_rand` is the global generator; SciPy, scikit-learn and NumPy's own seed() look there

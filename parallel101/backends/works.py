@@ -39,12 +39,11 @@ class Posted:
         return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
 
 
-def waited_twice(posted: Posted) -> MisuseError:
-    call = posted.call(caller())
+def waited_twice(rank: int, kind: str) -> MisuseError:
     return MisuseError(
-        f"rank {call.rank} waits a second time for one {call.kind}, at {shown(call.where)}: gloo would wait there for ever, "
+        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}: gloo would wait there for ever, "
         "for another message. Keep the work until its wait(), and drop it then.",
-        call.rank,
+        rank,
     )
 
 
@@ -64,7 +63,7 @@ class WatchedWork(dist.Work):
 
     def wait(self, *timeout: Any) -> bool:
         if self.over and self.posted.once:
-            raise waited_twice(self.posted)
+            raise waited_twice(self.posted.group.ledger.rank, self.posted.key[0])
         self.kept = True
         ledger = self.posted.group.ledger
         if threading.get_ident() != ledger.thread:

@@ -1,6 +1,6 @@
 """Where ranks come from: a fork server that has imported torch and done nothing else, or a fresh interpreter each.
 
-    this process ──▶ fork server ──▶ rank 0, rank 1, …      5 ms a rank (Linux, macOS)
+    this process ──▶ fork server ──▶ rank 0, rank 1, …      2 to 6 ms a rank (Linux, macOS)
     this process ──▶ python …    ×  world size               1 s a rank (elsewhere, or PARALLEL101_START=spawn)
 
 A process that only imported torch can be forked safely: no op has run, so there are no OpenMP or autograd threads to lose, and CUDA is

@@ -17,7 +17,7 @@ from parallel101.backends.sim import simulate
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Obedient
 from parallel101.ranks.wire import Wire, unpack
-from parallel101.ranks.worker import Job, pack_result, report_failure
+from parallel101.ranks.worker import Job, pack_result, report_failure, worth_preloading
 from parallel101.trace.where import where
 
 
@@ -29,7 +29,7 @@ class Ended(BaseException):
         self.code = code
 
 
-def run_virtual(job: Job, wire: Wire) -> None:
+def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
     """All the ranks of a job on the virtual clock."""
     _, body, buffers = wire.receive_packed()
     threads: dict[int, int] = {}
@@ -51,6 +51,7 @@ def run_virtual(job: Job, wire: Wire) -> None:
     with own_setup_accepted():
         outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
     _speaking.rank = None
+    wire.send(b"p", worth_preloading(loaded))
     wire.send(b"e", (outcome.events, [], outcome.groups, ({}, {}, {}, {}, {})))
     if outcome.error is not None:
         report_failure(wire, 0, outcome.error)

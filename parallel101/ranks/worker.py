@@ -57,7 +57,7 @@ class Job:
     sources: dict[str, tuple] = field(default_factory=dict)  #  linecache's entries for code that is in no file: a notebook's cells
 
 
-#  what torch imports when an optimizer, a DTensor or FSDP2 is first used, a second each: the fork server does it once ranks have needed it
+#  what torch imports when an optimizer, a DTensor or FSDP2 is first used, a second each
 SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 leave = os._exit  #  kept: on sim a program's own os._exit means its virtual rank
 
@@ -74,6 +74,7 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
     gc.freeze()  #  what torch's import left is no garbage: looking through it again and again takes longer than a message
     code = 0
     try:
+        loaded = set(sys.modules)
         kind, job = wire.receive()
         if kind != b"j":
             raise EOFError  #  Ctrl-C, before there was a job
@@ -81,9 +82,9 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
         if job.backend == "sim":
             from parallel101.ranks.simworker import run_virtual
 
-            run_virtual(job, wire)
+            run_virtual(job, wire, loaded)
         else:
-            run_rank(job, wire, calls)
+            run_rank(job, wire, calls, loaded)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 1  #  the launching process is gone, or has had enough
     except BaseException:
@@ -97,10 +98,9 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
         leave(code)
 
 
-def run_rank(job: Job, wire: Wire, calls: int) -> None:
+def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
     """One real rank."""
     _, body, buffers = wire.receive_packed()
-    loaded = set(sys.modules)
     ledger = Ledger(
         job.rank,
         recording=job.recording,
@@ -130,10 +130,15 @@ def run_rank(job: Job, wire: Wire, calls: int) -> None:
         record_into(None)
         ledger.close()
         wire.send(b"e", (ledger.events, [], ledger.groups, ledger.report()))
-        wire.send(b"p", [name for name in SLOW_IMPORTS if name in sys.modules and name not in loaded])
+        wire.send(b"p", worth_preloading(loaded))
         del value
         wire.send_packed(b"r", *packed, give_back=True)
     watcher.finish.wait()
+
+
+def worth_preloading(loaded: set[str]) -> list[str]:
+    """What the fork server had better import too, now that a rank did: not the program's own modules, which may change between launches."""
+    return [name for name in sys.modules.keys() - loaded if name in SLOW_IMPORTS or name.startswith("parallel101.")]
 
 
 @contextlib.contextmanager
@@ -266,8 +271,8 @@ def _settle_in(job: Job) -> None:
     os.environ.update(job.environ)
     #  forked ranks share what the fork server drew: each starts afresh, as a new process would (torch's own seed is the same for all)
     random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:  #  asking for it would import it, which takes longer than all the rest here
+        sys.modules["numpy.random"].seed()
     if job.backend == "gloo":
         share_cores_calmly()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())

@@ -63,7 +63,7 @@ def part_in(kind: str, members: Sequence[int]) -> str:
     return f"new_group({sorted(members)})" if kind == "new_group" else kind
 
 
-def member(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
+def member_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
     """The rank at a position of its group, which a rank's call names. Raises ValueError where there is none, or none to send to."""
     what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
     if not 0 <= position < len(ranks):

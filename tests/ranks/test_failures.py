@@ -131,19 +131,30 @@ def test_a_crash_is_placed_in_the_program_and_not_in_the_library_it_called():
     assert "gloo" not in str(error)
 
 
-@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("how", [{}, {"trace": True}, {"backend": "sim"}])
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: dist.send(torch.ones(1), dist.get_rank() + 1), "rank 1 sends to 2, and its group of 2 has ranks 0 to 1"),
         (lambda: dist.recv(torch.ones(1), dist.get_rank() - 1), "rank 0 receives from -1"),
-        (lambda: dist.recv(torch.ones(1), dist.get_rank()), "receives from itself"),
     ],
 )
-def test_a_rank_that_is_not_there(call, said, trace):
-    error = fails(p101.RankFailed, call, world_size=2, trace=trace)
+def test_a_rank_that_is_not_there(call, said, how):
+    error = fails(p101.RankFailed, call, world_size=2, **how)
     assert isinstance(error.__cause__, ValueError)
     assert said in str(error)
+
+
+@pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
+def test_a_root_that_is_not_there(how):
+    error = fails(p101.RankFailed, lambda: dist.broadcast(torch.ones(1), 2), world_size=2, **how)
+    assert "rank 0 calls broadcast with root 2, and its group of 2 has ranks 0 to 1" in str(error)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_message_to_oneself_is_none_on_gloo(trace):
+    error = fails(p101.RankFailed, lambda: dist.recv(torch.ones(1), dist.get_rank()), world_size=2, trace=trace)
+    assert "receives from itself" in str(error)
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
@@ -233,7 +244,7 @@ def waits_twice():
     work.wait()
 
 
-@pytest.mark.parametrize("trace", [False, True])
-def test_a_message_waited_for_twice_is_named_where_gloo_would_hang(trace):
+@pytest.mark.parametrize("how", [{}, {"trace": True}, {"backend": "sim"}])
+def test_a_message_waited_for_twice_is_named_where_gloo_would_hang(how):
     with pytest.raises(p101.MisuseError, match=r"waits a second time for one (send|recv), at .*test_failures.py:\d+"):
-        p101.launch(waits_twice, world_size=2, trace=trace)
+        p101.launch(waits_twice, world_size=2, **how)

@@ -1,0 +1,63 @@
+"""The fork server: what it imports once, and ranks then have; what its forks cost; whose random numbers they draw."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parallel101 as p101
+from parallel101.ranks.processes import start_method, stop_server
+
+pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
+
+
+def can_collapse() -> bool:
+    """Whether this kernel puts memory into large pages when asked to (Linux 6.1 and later, if it was built with them)."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        return False
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(minor)) >= (6, 1)
+
+
+def test_what_ranks_import_of_this_package_and_torch_the_next_ones_have():
+    def program(*names):
+        had = [name in sys.modules for name in names]
+        return had, [importlib.import_module(name) is None for name in names]
+
+    names = "parallel101.bench.report", "torch.distributed.tensor", "tabnanny"
+    stop_server()
+    runs = [p101.launch(program, *names, world_size=1).results[0][0] for _ in range(2)]
+    assert runs == [[False, False, False], [True, True, False]], "a module of the program's own may change between launches"
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+@pytest.mark.parametrize("before", [False, True])
+def test_numpys_random_numbers_are_each_ranks_own_whoever_imported_them(world, before):
+    stop_server()
+    if before:  #  torch._dynamo imports them, and the fork server imports it
+        p101.launch(lambda: importlib.import_module("torch._dynamo") and None, world_size=1)
+    first, second = (p101.launch(lambda: importlib.import_module("numpy.random").random(), world_size=3, backend=world) for _ in range(2))
+    assert len(set(first.results)) == 3
+    assert (first.results == second.results) == (world == "sim")
+
+
+@pytest.mark.skipif(not can_collapse(), reason="this system has no large pages to give")
+def test_memory_comes_to_lie_in_large_pages():
+    program = """
+import re, torch
+from parallel101.ranks.forkserver import PIECE, memory, use_large_pages
+large = lambda: int(re.search("AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1])
+before, pieces = large(), memory()
+for start, stop in pieces:
+    assert 0 < stop - start <= PIECE
+    use_large_pages(start, stop)
+print(before, large())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after > before + 16 * 1024, "KiB"
