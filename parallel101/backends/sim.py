@@ -37,6 +37,7 @@ class Outcome:
     errors: dict[int, BaseException]  #  the exception of the rank that failed first, in virtual time
     events: list[tuple]  #  as Trace.from_rows takes them
     groups: dict[str, list[int]]  #  the ranks of each group the events name
+    unfinished: list[tuple]  #  of a run that failed: what was posted and had not ended
     error: DeadlockError | MisuseError | None = field(default=None)
 
 
@@ -94,7 +95,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
         gc.set_threshold(*collector)
         torch.set_num_threads(threads)
         threading.stack_size(stack)
-    outcome = Outcome(results, {}, world.events, traffic.groups)
+    outcome = Outcome(results, {}, world.events, traffic.groups, traffic.unfinished() if world.failure is not None else [])
     if isinstance(world.failure, DeadlockError | MisuseError):
         outcome.error = world.failure
     elif world.failure is not None:

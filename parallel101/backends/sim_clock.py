@@ -104,6 +104,10 @@ class World:
         else:
             items.append(item)
 
+    def under_way(self) -> list[Happening]:
+        """What waits for links, or has a time at which it will end."""
+        return [*self.links.waiting(), *(item for items in self._agenda.values() for item in items)]
+
     def wake(self, rank: Rank) -> None:
         """Let a rank run at the present time."""
         if not rank.queued and not rank.finished:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parallel101.backends.describe import COLLECTIVES, Told, flat
 from parallel101.backends.sim_collectives import Part, carry_out, check_reduction, duration, parts_of, plan
 from parallel101.backends.sim_mailbox import Mailbox, Messenger, refuse
-from parallel101.backends.sim_messages import contents
+from parallel101.backends.sim_messages import SendWork, contents
 from parallel101.backends.sim_rank import Rank
 from parallel101.backends.sim_work import SimWork
 from parallel101.errors import MisuseError
@@ -40,6 +40,15 @@ class Traffic:
     def misused(self) -> MisuseError | None:
         """Nothing goes on any more: is it because the ranks of a collective do not agree?"""
         return next((verdict for meeting in self.meetings.values() if (verdict := meeting.verdict())), None)
+
+    def unfinished(self) -> list[tuple]:
+        """What was posted and has not ended, as fields of Events that end now."""
+        under_way = self.world.under_way()
+        matched = [send for send in under_way if isinstance(send, SendWork) and send.receive is not None]
+        rows = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
+        meetings = [*self.meetings.values(), *(item for item in under_way if isinstance(item, Meeting))]
+        parts = [part for meeting in meetings for part in meeting.present.values()]
+        return self.mailbox.unfinished() + rows + [part.row(part.posted) for part in parts]
 
     def label(self, name: str, ranks: list[int]) -> str:
         """A group's name in the record: torch's, unless other ranks have it already."""
@@ -149,6 +158,12 @@ class CollectiveWork(SimWork, dist.Work):
         what = (told.nbytes, told.shape, told.dtype, told.op, self.root)
         return Call(me, self.kind, others, 0, group.label, self.seq, *what, self.where)
 
+    def row(self, started: float) -> tuple:
+        """The fields of its Event, if it ended now."""
+        told, now = self.told, self.world.now
+        about = (self.where, self.posted, self.group.label, self.seq, told.shape, told.dtype, self.payload, told.op, None)
+        return (self.rank.number, self.kind, self.root, 0, told.nbytes, started, now, *about)
+
     def changed(self) -> bool:
         """Whether what the rank put in is no longer what it was when it did."""
         return any(_version(t) != version and contents(t.data_ptr(), t.nbytes) != seen for t, version, seen in self.given)
@@ -203,11 +218,7 @@ class Meeting:
         if world.failure is not None:
             return
         for work in members:
-            told, rank = work.told, work.rank.number
-            world.events.append(
-                (rank, work.kind, work.root, 0, told.nbytes, self.started, world.now, work.where, work.posted, self.group.label, work.seq)
-                + (told.shape, told.dtype, work.payload, told.op, None)
-            )
+            world.events.append(work.row(self.started))
             work.finish()
 
     @torch.no_grad()

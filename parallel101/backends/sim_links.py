@@ -45,6 +45,10 @@ class Links:
         """A message is ready to start: it asks for the links of its first stage."""
         self.asking.append((now, order, sender, number, message, 0, -1))
 
+    def waiting(self) -> list[Transfer]:
+        """The messages that have not got all of their links yet."""
+        return [request[4] for requests in (self.asking, *self.parked.values()) for request in requests]
+
     def free(self, stage: tuple[int, ...]) -> None:
         """The links of a stage have been held for as long as they had to be."""
         for link in stage:

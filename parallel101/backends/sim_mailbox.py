@@ -27,6 +27,12 @@ class Mailbox:
         self.channels: dict[str, dict[int, list]] = {}
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  #  by (group, dst, tag)
 
+    def unfinished(self) -> list[tuple]:
+        """What has not found its other side, as fields of Events that end now."""
+        channels = [channel for group in self.channels.values() for channel in group.values()]
+        rows = [work.row(channel[0] + i) for channel in channels for i, work in enumerate(channel[1:], start=1)]
+        return rows + [work.row(i) for works in self.from_anyone.values() for i, work in enumerate(works, start=1)]
+
     def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send and a receive belong together: they must agree."""
         if send.nbytes != receive.nbytes or send.dtype != receive.dtype or send.shape != receive.shape:

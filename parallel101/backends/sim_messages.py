@@ -98,6 +98,12 @@ class MessageWork(SimWork):
     def missing(self) -> set[int]:
         return set(self.call().peers)
 
+    def row(self, seq: int) -> tuple:
+        """The fields of its Event, if it ended now."""
+        call = self.call()
+        about = (self.where, self.posted, call.group, seq, call.shape, call.dtype, None, None, None)
+        return (call.rank, self.kind, self.peer, self.tag, self.nbytes, self.posted, self.world.now, *about)
+
 
 class RecvWork(MessageWork):
     """A receive. `source`: who sent it, as a position in the group."""

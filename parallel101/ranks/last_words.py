@@ -17,6 +17,14 @@ TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  #
 LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+class Ended(BaseException):
+    """A virtual rank ended its process, as it believed: os._exit, or a signal it sent itself."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
 def died(rank: int, code: int | None, dump: str = "", stderr: str = "", checked: bool = False) -> RankFailed:
     """The error for a rank that ended before it returned. `dump` is what faulthandler wrote of its last place, if anything."""
     if code is None:

@@ -24,7 +24,7 @@ from parallel101.ranks.meeting import MeetingPlace
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.run import Run
-from parallel101.ranks.wire import pack, unpack
+from parallel101.ranks.wire import JOB, PROGRAM, pack, unpack
 from parallel101.ranks.worker import Job
 from parallel101.trace.events import Trace
 from parallel101.trace.where import shown
@@ -102,8 +102,8 @@ def launch(
                 sources={name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
             )
             try:
-                state.wire.send(b"j", job)
-                state.wire.send_packed(b"f", *packed)
+                state.wire.send(JOB, job)
+                state.wire.send_packed(PROGRAM, *packed)
             except OSError:
                 pass  #  it died already: the monitor will say how
         monitor.watch()

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection
-from parallel101.ranks.last_words import died
+from parallel101.ranks.last_words import Ended, died
 from parallel101.ranks.output import Lines, Screen, read_some
 from parallel101.ranks.processes import Rank, kill
 from parallel101.ranks.stillness import Stillness
-from parallel101.ranks.wire import Wire, unpack
+from parallel101.ranks.wire import BLOCKED, BOOKS, CALL, ERROR, FREE, IMPORTED, LEAVE, PLACES, RESULT, TELL, WHERE, Wire, unpack
 from parallel101.trace.board import Board, Standing
 from parallel101.trace.calls import Call
 from parallel101.trace.checks import Referee
@@ -150,26 +150,26 @@ class Monitor:
         except (EOFError, OSError):
             self.selector.unregister(wire)
             return
-        if kind == b"r":
+        if kind == RESULT:
             state.result, state.standing.returned = (body, buffers), True
             return
         value = unpack(body, buffers)
-        if kind == b"c":
+        if kind == CALL:
             self._judge(Call(*value))
-        elif kind == b"b":
+        elif kind == BLOCKED:
             call, report = value
             state.heard(report)
             state.standing.blocked = Call(*call)
-        elif kind == b"f":
+        elif kind == FREE:
             state.standing.blocked = None
-        elif kind == b"e":
+        elif kind == BOOKS:
             state.events, state.unfinished, state.groups, report = value
             state.heard(report)
-        elif kind == b"p":
+        elif kind == IMPORTED:
             self.imported.update(value)
-        elif kind == b"w":
+        elif kind == PLACES:
             state.places = value
-        elif kind == b"x":
+        elif kind == ERROR:
             rank, error, headline, text = value
             state.error, state.standing.blocked = (error, headline, text), None
             state.rank = rank
@@ -215,8 +215,8 @@ class Monitor:
         error, headline, text = state.error
         if isinstance(error, DeadlockError | MisuseError):
             return error
-        if type(error).__name__ == "Ended":  #  a virtual rank's death
-            return died(state.rank, error.args[0])
+        if isinstance(error, Ended):  #  a virtual rank's death
+            return died(state.rank, error.code)
         failure = RankFailed(f"rank {state.rank} raised {headline}\n\n{text}".rstrip(), state.rank)
         failure.__cause__ = error
         return failure
@@ -241,18 +241,18 @@ class Monitor:
 
     def ask_where(self, seconds: float = 0.5) -> None:
         """Ask each rank that still runs where it is; one that does not answer in time keeps `places` None."""
-        asked = [state for state in self.states if not state.ended and state.result is None and _tell(state, b"w")]
+        asked = [state for state in self.states if not state.ended and state.result is None and _tell(state, WHERE)]
         self._until(lambda: all(state.places is not None or state.ended for state in asked), seconds)
 
     def collect_events(self, seconds: float = 0.5) -> None:
         """Ask for what was recorded up to now by ranks that have not said."""
-        asked = [state for state in self.states if not state.ended and state.events is None and _tell(state, b"t")]
+        asked = [state for state in self.states if not state.ended and state.events is None and _tell(state, TELL)]
         self._until(lambda: all(state.events is not None or state.ended for state in asked), seconds)
 
     def dismiss(self) -> None:
         """All is well: let the ranks go, and see them out."""
         for state in self.states:
-            _tell(state, b"q")
+            _tell(state, LEAVE)
         self._until(lambda: all(state.ended for state in self.states), 5.0)
 
     def close(self, explained: bool = False) -> None:

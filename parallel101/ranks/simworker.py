@@ -14,19 +14,12 @@ import threading
 from typing import Any, NoReturn
 
 from parallel101.backends.sim import simulate
+from parallel101.ranks.last_words import Ended
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Obedient
-from parallel101.ranks.wire import Wire, unpack
+from parallel101.ranks.wire import BOOKS, IMPORTED, RESULT, Wire, unpack
 from parallel101.ranks.worker import Job, pack_result, report_failure, worth_preloading
 from parallel101.trace.where import where
-
-
-class Ended(BaseException):
-    """A virtual rank ended its process, as it believed: os._exit, or a signal it sent itself."""
-
-    def __init__(self, code: int):
-        super().__init__(code)
-        self.code = code
 
 
 def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
@@ -51,8 +44,8 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
     with own_setup_accepted():
         outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
     _speaking.rank = None
-    wire.send(b"p", worth_preloading(loaded))
-    wire.send(b"e", (outcome.events, [], outcome.groups, ({}, {}, {}, {}, {})))
+    wire.send(IMPORTED, worth_preloading(loaded))
+    wire.send(BOOKS, (outcome.events, outcome.unfinished, outcome.groups, ({}, {}, {}, {}, {})))
     if outcome.error is not None:
         report_failure(wire, 0, outcome.error)
     elif outcome.errors:
@@ -66,7 +59,7 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
         except TypeError as error:
             report_failure(wire, rank, error)
         else:
-            wire.send_packed(b"r", *packed, give_back=True)
+            wire.send_packed(RESULT, *packed, give_back=True)
     watcher.finish.wait()
 
 

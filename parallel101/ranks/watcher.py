@@ -16,7 +16,7 @@ import sys
 import threading
 
 from parallel101.backends.record import Ledger, Posted
-from parallel101.ranks.wire import Wire
+from parallel101.ranks.wire import BLOCKED, BOOKS, FREE, LEAVE, PLACES, TELL, WHERE, Wire
 from parallel101.trace.where import where
 
 TICK = 0.1  #  seconds
@@ -43,11 +43,11 @@ class Obedient(threading.Thread):
             kind, _ = self.wire.receive()
         except (EOFError, OSError):
             _leave(1)
-        if kind == b"q":
+        if kind == LEAVE:
             self.finish.set()
-        elif kind == b"w":
-            self.wire.send(b"w", self.places())
-        elif kind == b"t":
+        elif kind == WHERE:
+            self.wire.send(PLACES, self.places())
+        elif kind == TELL:
             self.tell()
 
     def look(self) -> None:
@@ -74,16 +74,16 @@ class Watcher(Obedient):
     def look(self) -> None:
         waiting = self.ledger.waiting
         if self.reported is not None and waiting is not self.reported:
-            self.wire.send(b"f")
+            self.wire.send(FREE)
             self.reported = None
         if waiting is not None and waiting is self.seen and self.reported is None:
             with contextlib.suppress(RuntimeError):  #  another thread posted while the counts were copied: at the next look then
-                self.wire.send(b"b", (tuple(waiting.call(self.where())), self.ledger.report()))
+                self.wire.send(BLOCKED, (tuple(waiting.call(self.where())), self.ledger.report()))
                 self.reported = waiting
         self.seen = waiting
 
     def tell(self) -> None:
-        self.wire.send(b"e", (self.ledger.events, self.ledger.unfinished, dict(self.ledger.groups), self.ledger.report()))
+        self.wire.send(BOOKS, (self.ledger.events, self.ledger.unfinished, dict(self.ledger.groups), self.ledger.report()))
 
     def places(self) -> list[tuple[int, str]]:
         return [(self.ledger.rank, self.apart or self.where())]

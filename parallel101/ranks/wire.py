@@ -28,6 +28,10 @@ from parallel101.trace.collector import collector_paused
 
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")
+#  kinds of frames to a rank: its Job; the packed program; where is it? what has it recorded? it may go
+JOB, PROGRAM, WHERE, TELL, LEAVE = b"j", b"f", b"w", b"t", b"q"
+#  and from a rank: a call as it is posted; it waits in a call; no longer; its record; what it imported; where it is; what came of it
+CALL, BLOCKED, FREE, BOOKS, IMPORTED, PLACES, RESULT, ERROR = b"c", b"b", b"f", b"e", b"p", b"w", b"r", b"x"
 PIECE = 4 << 20  #  bytes written at a time, and given back at a time
 SMALL = 1 << 16  #  bytes of a storage that travels whole, however little of it is asked for: views of it stay views of it
 GIVE_BACK = 32 << 20  #  only buffers at least this large are worth a system call a piece

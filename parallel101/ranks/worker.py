@@ -32,7 +32,7 @@ from parallel101.errors import named
 from parallel101.ranks.meeting import Address, meet
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Watcher
-from parallel101.ranks.wire import Wire, unpack
+from parallel101.ranks.wire import BOOKS, CALL, ERROR, IMPORTED, JOB, RESULT, Wire, pack, unpack
 from parallel101.trace.calls import Call
 from parallel101.trace.spans import record_into
 from parallel101.trace.where import is_inside
@@ -76,7 +76,7 @@ def main(ticket: str = "", *, control: int = -1, calls: int = -1, status: int = 
     try:
         loaded = set(sys.modules)
         kind, job = wire.receive()
-        if kind != b"j":
+        if kind != JOB:
             raise EOFError  #  Ctrl-C, before there was a job
         _settle_in(job)
         if job.backend == "sim":
@@ -129,10 +129,10 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
     else:
         record_into(None)
         ledger.close()
-        wire.send(b"e", (ledger.events, [], ledger.groups, ledger.report()))
-        wire.send(b"p", worth_preloading(loaded))
+        wire.send(BOOKS, (ledger.events, [], ledger.groups, ledger.report()))
+        wire.send(IMPORTED, worth_preloading(loaded))
         del value
-        wire.send_packed(b"r", *packed, give_back=True)
+        wire.send_packed(RESULT, *packed, give_back=True)
     watcher.finish.wait()
 
 
@@ -159,7 +159,7 @@ def no_copy_of_a_rank() -> Iterator[None]:
 def _teller(wire: Wire, calls: int) -> Callable[[Call], None]:
     """How a checked run's calls go out: at once, since the call may end this process, but waking nobody."""
     if calls < 0:
-        return lambda call: wire.send(b"c", tuple(call))
+        return lambda call: wire.send(CALL, tuple(call))
 
     def tell(call: Call) -> None:
         data = marshal.dumps(tuple(call))
@@ -170,8 +170,6 @@ def _teller(wire: Wire, calls: int) -> Callable[[Call], None]:
 
 def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
     """Pickle what a rank returned; a value that can't be pickled is an error that says so."""
-    from parallel101.ranks.wire import pack
-
     try:
         return pack(value)
     except Exception as error:
@@ -183,8 +181,6 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
 
 def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger | None = None) -> None:
     """Send an exception with its traceback; one that can't be pickled goes as its text."""
-    from parallel101.ranks.wire import pack
-
     headline, text = named(error), story(error)
     books = None if ledger is None else (ledger.events, ledger.unfinished, ledger.groups, ledger.report())
     #  an exception's frames hold tensors, works and groups: it travels without them
@@ -196,8 +192,8 @@ def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger |
         packed = pack((rank, RuntimeError(headline), headline, text))
     if books is not None:
         with contextlib.suppress(Exception):
-            wire.send(b"e", books)
-    wire.send_packed(b"x", *packed)
+            wire.send(BOOKS, books)
+    wire.send_packed(ERROR, *packed)
 
 
 def story(error: BaseException) -> str:

@@ -187,7 +187,8 @@ def test_a_place_in_a_cell_is_called_by_the_cells_number():
     assert "rank 0 was at cell [1], line 3: while 1: time.sleep(.1)" in done.stdout + done.stderr
 
 
-def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path):
+@pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
+def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path, how):
     def program():
         peer = 1 - dist.get_rank()
         dist.all_reduce(torch.ones(2))
@@ -195,7 +196,7 @@ def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path)
         dist.recv(torch.empty(1), peer)
         work.wait()
 
-    error = fails(p101.DeadlockError, program, world_size=2, trace=True)
+    error = fails(p101.DeadlockError, program, world_size=2, **how)
     trace = error.trace
     assert [event.kind for event in trace.events] == ["all_reduce", "all_reduce"]
     assert sorted((e.rank, e.kind, e.peer, e.tag, e.nbytes) for e in trace.unfinished) == [
@@ -213,16 +214,36 @@ def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path)
     assert (tmp_path / "chrome.json").read_text().count("never ended") == 4
 
 
-def test_what_a_rank_that_raised_had_posted_is_unfinished():
+@pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
+def test_what_a_rank_that_raised_had_posted_is_unfinished(how):
     def program():
-        if dist.get_rank() == 0:
-            work = dist.irecv(torch.empty(1), 1)
+        if dist.get_rank() == 1:
+            work = dist.irecv(torch.empty(1), 0)
             raise ValueError(work.is_completed())
         dist.barrier()
 
-    error = fails(p101.RankFailed, program, world_size=2, trace=True)
-    assert sorted((e.rank, e.kind) for e in error.trace.unfinished) == [(0, "recv"), (1, "barrier")]
+    error = fails(p101.RankFailed, program, world_size=2, **how)
+    assert sorted((e.rank, e.kind) for e in error.trace.unfinished) == [(0, "barrier"), (1, "recv")]
     assert error.trace.events == []
+
+
+def test_what_was_on_its_way_on_sim_is_unfinished():
+    def program():
+        rank, x = dist.get_rank(), torch.ones(2)
+        if rank < 4:  #  two pairs
+            (dist.send if rank % 2 == 0 else dist.recv)(x, rank ^ 1)
+        elif rank < 7:  #  two messages for one link
+            (dist.send if rank < 6 else lambda x, _: [dist.recv(x, 4), dist.recv(x, 5)])(x, 6)
+        else:
+            p101.compute(0.5)
+            raise ValueError(rank)
+
+    network = p101.Network(latency=1.0)
+    error = fails(p101.RankFailed, program, world_size=8, backend="sim", network=network)
+    unfinished = sorted((e.rank, e.kind, e.peer) for e in error.trace.unfinished)
+    sends = [(0, "send", 1), (2, "send", 3), (4, "send", 6), (5, "send", 6)]
+    assert unfinished == sorted([*sends, (1, "recv", 0), (3, "recv", 2), (6, "recv", 4)])
+    assert all((e.start, e.end) == (0.0, 0.5) for e in error.trace.unfinished)
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
