@@ -112,6 +112,15 @@ def batches_on_nccl() -> Iterator[None]:
         dist.batch_isend_irecv = original
 
 
+def start_together() -> None:
+    """Wait for the other ranks, unrecorded: one may have found the group, or read the program, 20 ms before another, and a run of
+    microseconds would show little else. (On NCCL a first barrier takes a second; there torch's own start has to do.)"""
+    world = dist.group.WORLD
+    assert isinstance(world, RecordedGroup)
+    if world.backend == "gloo":
+        world.inner.barrier().wait()
+
+
 def own_device(backend: str, local_rank: int) -> None:
     """Give a rank its device: on NCCL the GPU with its number, as torch's default; on gloo one thread, or ranks fight over cores."""
     if backend == "nccl":

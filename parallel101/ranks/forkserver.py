@@ -24,6 +24,8 @@ def serve(fd: int) -> None:
     """The fork server's loop: fork a rank for each request, report each rank's exit code, end with the launching process."""
     import parallel101.ranks.worker as worker  #  with all that a rank needs, so that a fork has it at once
 
+    importlib.import_module("parallel101.autograd")  #  and the collectives, which most programs call
+
     server = socket.socket(fileno=fd)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

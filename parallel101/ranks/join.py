@@ -71,6 +71,7 @@ def join(
             sys.excepthook = hook  #  torch puts "[rank0]:" before a traceback's lines, once more at every init
         try:
             with own_setup_accepted(), no_copy_of_a_rank(), _told_when_killed():
+                real.start_together()
                 value = fn(*args, **kwargs)
             body, buffers = pack_result(value, rank)
         except BaseException as error:

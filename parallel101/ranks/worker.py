@@ -118,6 +118,7 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
         real.init(job.backend, ledger, store, job.rank, job.world_size)
         function, args, kwargs = unpack(body, buffers)
         del body, buffers
+        real.start_together()
         watcher.apart = ""
         with own_setup_accepted(), no_copy_of_a_rank():
             value = function(*args, **kwargs)

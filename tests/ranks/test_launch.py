@@ -138,6 +138,26 @@ def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch()
     assert torch.equal(first[1], second[1]), "as in two fresh processes: torch's default seed is fixed"
 
 
+class Read:
+    """Leaves a file when a rank reads it as an argument of its program, the higher ranks later."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        for _ in range(dist.get_rank() * 100):
+            torch.rand(100, 100).sum()
+        (self.folder / str(dist.get_rank())).touch()
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_no_rank_begins_before_all_have_read_the_program(tmp_path, trace):
+    run = p101.launch(lambda read: sorted(os.listdir(read.folder)), Read(tmp_path), world_size=4, trace=trace)
+    assert run.results == [["0", "1", "2", "3"]] * 4
+    assert not trace or run.trace.events == [], "that they wait for each other is no part of the record"
+
+
 def test_a_program_may_make_and_leave_subgroups():
     def program():
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
