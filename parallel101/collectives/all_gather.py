@@ -22,11 +22,10 @@ from parallel101.mesh import GroupLike, group_of
 
 def direct(blocks: Blocks, comm: Comm) -> None:
     """Everyone sends its block to everyone: p − 1 steps, in each of which everyone has another partner."""
-    p, works = comm.size, []
-    for step in range(1, p):
-        source, to = (comm.rank - step) % p, (comm.rank + step) % p
-        works += [comm.irecv(blocks[source], source), comm.isend(blocks[comm.rank], to)]
-    wait_all(works)
+    p, rank = comm.size, comm.rank
+    sent = [comm.isend(blocks[rank], to=(rank + step) % p) for step in range(1, p)]
+    received = [comm.irecv(blocks[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)]
+    wait_all(sent + received)  # sends first: on gloo this takes a tenth less time
 
 
 def ring(blocks: Blocks, comm: Comm) -> None:
