@@ -238,36 +238,6 @@ def test_the_ring_of_steps_has_the_colours_of_the_sends_below(program):
     assert bars == {"sum" if arc == "var(--ink)" else "copy" for arc in arcs}
 
 
-@pytest.mark.parametrize("n", [17, 32, 64])
-def test_many_ranks_are_drawn_as_bytes_or_small(n):
-    trace, results = run(a.binomial_broadcast, n, 1, payload=n < 20) if n < 20 else run_without_origin(n)
-    scene = collective_scene(trace, results)
-    ET.fromstring(scene.svg())
-    assert len(scene.steps) == math.ceil(math.log2(n))
-
-
-def run_without_origin(n):
-    """More ranks than an int64 can tell apart: plain numbers."""
-    return run(lambda rank, n, x: a.binomial_broadcast(rank, n, [1]), n, 0, payload=False)
-
-
-def test_too_much_is_refused_with_advice():
-    trace, _ = run_without_origin(65)
-    with pytest.raises(ValueError, match=r"65 ranks.*run\.timeline\(\)"):
-        collective_scene(trace)
-
-    def chatter(rank, n, x):
-        for _ in range(1001):
-            yield a.Exchange([(1 - rank, [1])], [1 - rank])
-        return []
-
-    trace, _ = run(chatter, 2, 1, payload=False)
-    with pytest.raises(ValueError, match="2002 messages"):
-        collective_scene(trace)
-    with pytest.raises(ValueError, match="results has 1 entries for 2 ranks"):
-        collective_scene(trace, [None])
-
-
 def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded():
     data = [torch.ones(4)] * 2
     event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, "world", 0, (4,), "int64")
@@ -278,13 +248,6 @@ def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded()
     assert scene.title == "All-reduce"
     _, drawn = stripes_at_the_end(scene, Trace([event], 2, "gloo"), [summed, summed])
     assert drawn == {(0, 0): (0, 1), (1, 0): (0, 1)}
-
-
-def test_more_chunks_than_letters_are_drawn_as_bytes():
-    trace, results = run(a.direct_all_to_all, 9, 18)
-    assert "chunk" in collective_scene(trace, results).svg()
-    halves = run(a.bidirectional_all_gather, 9, 2)
-    assert "More ranks or chunks than can be drawn" in collective_scene(*halves).svg()
 
 
 def test_the_sentences_of_a_ring():
