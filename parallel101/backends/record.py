@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from parallel101.backends.clocks import CpuClock
 from parallel101.backends.describe import COLLECTIVES, flat, shares
-from parallel101.backends.works import Key, Posted, RecordedWork, WatchedWork
+from parallel101.backends.works import Posted, RecordedWork, WatchedWork
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, agreement, member_at
+from parallel101.trace.calls import Call, Key, agreement, member_at
 from parallel101.trace.where import caller
 
 Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]

@@ -10,13 +10,11 @@ import torch.distributed as dist
 
 from parallel101.backends.describe import snapshot, unchanged
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call
+from parallel101.trace.calls import Call, Key
 from parallel101.trace.where import caller, shown
 
 if TYPE_CHECKING:
     from parallel101.backends.record import RecordedGroup
-
-Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
 
 
 class Posted:

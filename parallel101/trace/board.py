@@ -10,13 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel101.errors import DeadlockError, ranks_in_words
-from parallel101.trace.calls import Call, stuck
+from parallel101.trace.calls import Call, Key, stuck
 from parallel101.trace.where import shown
 
 SURE = 0.15  #  seconds a deadlock must stand before it is believed: more than a watcher's tick
 LIKELY = 0.8  #  the same, where a message was thrown away: whether it had gone out before, nobody can tell
-
-Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group
 
 
 @dataclass

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from parallel101.errors import DeadlockError
 from parallel101.trace.where import caller, shown
 
+Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
+
 
 class Call(NamedTuple):
     """One rank's call. Ranks are ranks of the world."""
