@@ -54,6 +54,15 @@ class Spec(NamedTuple):
             getattr(options, "rootRank", None) if self.kind in ROOTED else None,
         )
 
+    def kept(self, args: tuple, at_root: bool) -> list[torch.Tensor]:
+        """The tensors that an asynchronous call reads and does not write: what another tensor of the call shares memory with may change."""
+        if self.inputs is None or not getattr(args[-1], "asyncOp", True):
+            return []
+        if self.outputs is None:
+            return flat(args[self.inputs]) if self.kind == "broadcast" and at_root else []
+        written = {tensor.untyped_storage().data_ptr() for tensor in flat(args[self.outputs])}
+        return [tensor for tensor in flat(args[self.inputs]) if tensor.untyped_storage().data_ptr() not in written]
+
 
 def shares(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
     """Of an all-to-all's arguments: the bytes it gives to each of the group's ranks, and those it expects of each."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from parallel101.backends.clocks import CpuClock
 from parallel101.backends.describe import COLLECTIVES, flat, shares
-from parallel101.backends.works import Posted, RecordedWork, WatchedWork
+from parallel101.backends.works import Given, Posted, RecordedWork, WatchedWork, values
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, Key, agreement, member_at
 from parallel101.trace.where import caller
@@ -45,6 +45,8 @@ class Ledger:
         self.clock: Any = CpuClock()
         self.rows: list[tuple] = []  #  an Event's fields each, with moments of the clock where it has seconds
         self.open: weakref.WeakSet[RecordedWork] = weakref.WeakSet()  #  posted, and not seen to end
+        self.left: list[tuple[dist.Work | None, tuple]] = []  #  whose work was thrown away: torch's own, for a collective, and the row
+        self.taken: collections.deque[tuple[dist.Work, Posted]] = collections.deque()  #  works whose future torch or the program has
         self.places: dict[Key, str] = {}  #  where the newest was posted
         self.dropped: dict[tuple[Key, int], str] = {}  #  messages whose work was thrown away unwaited, and where: gloo takes them back
         self.groups: dict[str, list[int]] = {}
@@ -60,13 +62,23 @@ class Ledger:
     @property
     def events(self) -> list[tuple]:
         """What is recorded so far, as fields of Events."""
+        self._look_after(over=False)
         return self._in_seconds(list(self.rows))
 
     @property
     def unfinished(self) -> list[tuple]:
         """What was posted and has not been seen to end, as fields of Events that end now."""
         now = self.now()
-        return self._in_seconds([work.row(now) for work in list(self.open) if not work.done])
+        self._look_after(over=False)
+        lost = [(*row[:6], now, *row[7:]) for _, row in self.left]
+        return self._in_seconds([work.row(now) for work in list(self.open) if not work.done] + lost)
+
+    def _look_after(self, over: bool) -> None:
+        """Write the events of collectives whose work was thrown away and that have ended since; when the run is over, all have."""
+        now, left = self.now(), self.left
+        ended = [work is not None and (over or (work.is_completed() and work.is_success())) for work, _ in left]
+        self.rows += [(*row[:6], now, *row[7:]) for (_, row), done in zip(left, ended) if done]
+        self.left = [entry for entry, done in zip(left, ended) if not done]
 
     def _in_seconds(self, rows: list[tuple]) -> list[tuple]:
         seconds = self.clock.seconds
@@ -112,6 +124,7 @@ class Ledger:
         """The run is over: what was never waited for ended, as far as is known, now."""
         for work in list(self.open):
             work.ended()
+        self._look_after(over=True)
         if self.recording:
             self.clock.catch_up()
 
@@ -180,8 +193,10 @@ class RecordedGroup(dist.ProcessGroup):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, place)
         self._check(call, tensors)
+        small = tensor.nbytes <= self.ledger.payload_bytes
+        given = Given([tensor], values([tensor]) if small else None) if kind == "send" else Given([])
         began = self.ledger.now()
-        return RecordedWork(start(), posted, call, began, [tensor], None)
+        return RecordedWork(start(), posted, call, began, given, tensor if kind == "recv" and small else None, None)
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
@@ -211,13 +226,14 @@ class RecordedGroup(dist.ProcessGroup):
             self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
         )
         if spec.kind == "all_to_all":
-            given, taken = shares(args, self.ranks)
-            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), given=given, taken=taken)
+            gives, takes = shares(args, self.ranks)
+            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), given=gives, taken=takes)
         self._check(call, tensors)
+        given = Given(spec.kept(args, self.ledger.rank == root), values(told.tensors) if told.nbytes <= self.ledger.payload_bytes else None)
         began = self.ledger.now()
         with self.ledger.waits_in(posted):
             inner = run(*args, **kwargs)
-        return RecordedWork(inner, posted, call, began, told.tensors, root)
+        return RecordedWork(inner, posted, call, began, given, None, root)
 
     def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:
         if self.ledger.tell is not None:

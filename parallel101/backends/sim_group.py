@@ -142,7 +142,7 @@ class CollectiveWork(SimWork, dist.Work):
         self.payload: list | None = None
         if told.nbytes <= group.payload_bytes:
             self.payload = [value for tensor in told.tensors for value in tensor.detach().reshape(-1).tolist()]
-        self.given = [(tensor, _version(tensor), contents(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
+        self.given = [(tensor, contents(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
 
     def result(self) -> list[torch.Tensor]:
         outputs = COLLECTIVES_OUTPUT.get(self.kind, 0)
@@ -166,7 +166,7 @@ class CollectiveWork(SimWork, dist.Work):
 
     def changed(self) -> bool:
         """Whether what the rank put in is no longer what it was when it did."""
-        return any(_version(t) != version and contents(t.data_ptr(), t.nbytes) != seen for t, version, seen in self.given)
+        return any(contents(t.data_ptr(), t.nbytes) != seen for t, seen in self.given)
 
     def missing(self) -> set[int]:
         return set(self.group.ranks) - set(self.meeting.present)
@@ -245,11 +245,6 @@ class Meeting:
                     )
                     return
             carry_out(moves, first.told.op)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor, or any view of its memory, was written. An inference tensor does not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _passing(method: str) -> Callable[..., dist.Work]:

@@ -97,26 +97,58 @@ class WatchedWork(dist.Work):
     source_rank = _source_rank
 
     def get_future(self) -> Any:
+        self.posted.group.ledger.taken.append((self.inner, self.posted))
         return self.inner.get_future()
 
 
-class RecordedWork(WatchedWork):
-    """The same, whose end is an event."""
+class Given:
+    """What a rank put into a call, seen before torch had it: `watched` are the tensors that must stay what they are until its wait()."""
 
-    def __init__(self, inner: dist.Work, posted: Posted, call: Call, start: Any, tensors: list[torch.Tensor], root: int | None):
+    __slots__ = ("payload", "watched")
+
+    def __init__(self, watched: list[torch.Tensor], payload: list | None = None):
+        self.payload = payload
+        self.watched = [(tensor, _version(tensor), snapshot(tensor)) for tensor in watched]
+
+    def changed(self) -> bool:
+        #  to compare what lies on a GPU would wait for it, so there only a tensor that was written to is compared
+        return any((t.is_cpu or _version(t) != version) and not unchanged(t, copy) for t, version, copy in self.watched)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often torch wrote to the tensor, or to another view of its memory; it does not count what goes by x.data or NumPy."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def values(tensors: list[torch.Tensor]) -> list:
+    return [value for tensor in tensors for value in tensor.detach().reshape(-1).tolist()]
+
+
+class RecordedWork(WatchedWork):
+    """The same, whose end is an event. `received`: the tensor of a receive, whose values the record is to have."""
+
+    done = True  #  until it is made
+
+    def __init__(
+        self, inner: dist.Work, posted: Posted, call: Call, start: Any, given: Given, received: torch.Tensor | None, root: int | None
+    ):
         super().__init__(inner, posted)
         self.call, self.start, self.root = call, start, root
-        self.tensors = tensors
-        self.copy = snapshot(tensors[0]) if call.kind == "send" else None
-        self.payload = None if call.kind == "recv" else self._values()
-        self.version = tensors[0]._version if call.kind == "send" and not tensors[0].is_inference() else None
+        self.given: Given | None = given
+        self.received = received
         self.done = False
         posted.group.ledger.open.add(self)
 
-    def _values(self) -> list | None:
-        if self.call.nbytes > self.posted.group.ledger.payload_bytes:
-            return None
-        return [value for tensor in self.tensors for value in tensor.detach().reshape(-1).tolist()]
+    def __del__(self) -> None:
+        if not self.done:
+            self._thrown_away()
+        super().__del__()
+
+    def _thrown_away(self) -> None:
+        """Nobody will see it end: a collective ends all the same, of a message that is not known."""
+        message = self.call.kind in ("send", "recv")
+        payload = None if self.given is None else self.given.payload
+        self.posted.group.ledger.left.append((None if message else self.inner, self.row(self.start, payload=payload)))
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)
@@ -130,7 +162,7 @@ class RecordedWork(WatchedWork):
         return done
 
     def get_future(self) -> Any:
-        return self.inner.get_future().then(self._passed_on)
+        return super().get_future().then(self._passed_on)
 
     def _passed_on(self, future: Any) -> Any:
         self.ended()
@@ -152,11 +184,10 @@ class RecordedWork(WatchedWork):
         end = ledger.now()
         ledger.open.discard(self)
         source = self.posted.group.ranks[self.inner._source_rank()] if call.kind == "recv" and len(call.peers) != 1 else None
-        ledger.rows.append(self.row(end, source, self._values() if call.kind == "recv" else self.payload))
-        if checked and self.version is not None and self.tensors[0]._version != self.version and not unchanged(self.tensors[0], self.copy):
-            raise MisuseError(
-                f"rank {call.rank} changed a tensor that was still being sent to rank {call.peers[0]}, before its wait(): {call.brief}. "
-                "Wait for the send first, or send a clone.",
-                call.rank,
-            )
-        self.tensors, self.copy = [], None
+        given, received, self.given, self.received = self.given, self.received, None, None
+        assert given is not None
+        ledger.rows.append(self.row(end, source, given.payload if received is None else values([received])))
+        if checked and given.changed():
+            what = f"that was still being sent to rank {call.peers[0]}" if call.kind == "send" else f"that it gave to its {call.kind}"
+            advice = "Wait for the send first, or send a clone." if call.kind == "send" else "Wait first, or give it a clone."
+            raise MisuseError(f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}", call.rank)

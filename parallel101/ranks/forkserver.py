@@ -59,8 +59,9 @@ def serve(fd: int) -> None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setsid()
                 worker.main(**_stdio(*fds))
+            with contextlib.suppress(OSError):  #  it has ended already
+                os.setpgid(pid, pid)  #  a group of its own, which whoever asked can kill as soon as it knows of the rank
             *theirs, reports[pid] = fds
             for end in theirs:
                 os.close(end)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parallel101.backends.record import Ledger, Posted
 from parallel101.errors import LaunchTimeout, named
+from parallel101.ranks.blocked import Gaze
 from parallel101.trace.board import Board, Standing
 from parallel101.trace.calls import Call
 from parallel101.trace.checks import Referee
@@ -40,6 +41,7 @@ class JobWatcher(threading.Thread):
     def __init__(self, ledger: Ledger, store: dist.Store, size: int, timeout: float, calls: list[Call]):
         super().__init__(daemon=True, name="parallel101 job watcher")
         self.ledger, self.store, self.size, self.timeout, self.calls = ledger, store, size, timeout, calls
+        self.gaze = Gaze(ledger)
         #  any rank can tell when the time is over: rank 0 may not have come to this launch at all
         self.deadline = time.monotonic() + timeout + (0.0 if ledger.rank == 0 else GRACE)
         self.done = threading.Event()  #  this rank's function has returned
@@ -56,7 +58,7 @@ class JobWatcher(threading.Thread):
         reported: Posted | None = None
         while not self.over.wait(TICK):
             try:
-                waiting = self.ledger.waiting
+                waiting = self.gaze.blocked_in()
                 if not self.done.is_set() and waiting is not reported and (waiting is None or waiting is seen):
                     self._publish(self._standing(waiting))
                     reported = waiting

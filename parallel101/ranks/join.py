@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from parallel101.backends import real
 from parallel101.backends.record import Ledger
-from parallel101.errors import RankFailed, broken_connection, named
+from parallel101.errors import DeadlockError, MisuseError, RankFailed, broken_connection, named
 from parallel101.ranks.jobwatcher import GRACE, JobWatcher
 from parallel101.ranks.run import Run
 from parallel101.ranks.setup import own_setup_accepted
@@ -77,13 +77,16 @@ def join(
         except BaseException as error:
             if broken_connection(error) and (cause := watcher.verdict(within=GRACE)) is not None:
                 raise cause from None  #  another rank is gone, and said why
+            if isinstance(error, DeadlockError | MisuseError):
+                watcher.announce(error)
+                raise
             failure = RankFailed(f"rank {rank} raised {named(error)}\n\n{story(error)}".rstrip(), rank)
             watcher.announce(failure)
             raise failure from error
         ledger.close()
         watcher.returned()
         gathered: list[Any] = [None] * size
-        about = pickle.dumps((calls, ledger.events, ledger.groups))
+        about = pickle.dumps((calls, ledger.events, ledger.unfinished, ledger.groups))
         dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers], about))
     finally:
         record_into(None)
@@ -91,7 +94,7 @@ def join(
         if dist.is_initialized():
             dist.destroy_process_group()
     parts = [pickle.loads(about) for _, _, about in gathered]
-    _see_misuse([call for calls, _, _ in parts for call in calls])
+    _see_misuse([call for calls, *_ in parts for call in calls])
     results = [unpack(body, [bytearray(buffer) for buffer in buffers]) for body, buffers, _ in gathered]
     return Run(results, _trace(parts, size, backend) if trace else None, backend, size)
 
@@ -127,6 +130,7 @@ def _see_misuse(calls: list[Call]) -> None:
 
 def _trace(parts: list, size: int, backend: str) -> Trace:
     groups: dict[str, list[int]] = {"world": list(range(size))}
-    for _, _, own in parts:
+    for *_, own in parts:
         groups.update(own)
-    return Trace.from_rows([row for _, events, _ in parts for row in events], size, backend, groups)
+    events, unfinished = ([row for part in parts for row in part[kind]] for kind in (1, 2))
+    return Trace.from_rows(events, size, backend, groups, unfinished)

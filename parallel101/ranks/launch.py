@@ -7,7 +7,6 @@ launch ──▶ ranks (processes) ──▶ each: join the group, run fn ──
 from __future__ import annotations
 
 import linecache
-import math
 import operator
 import os
 import sys
@@ -32,6 +31,7 @@ from parallel101.trace.where import shown
 BACKENDS = ("gloo", "nccl", "sim")
 PAYLOAD = 4096  #  bytes: messages up to this size keep their values when trace="payload"
 DEFAULT_WORLD_SIZE = 4
+LONGEST = 1e9  #  seconds: what C++ and select() still take for a number
 
 
 def launch(
@@ -68,6 +68,7 @@ def launch(
     Errors of a recorded run carry what was recorded up to then as `.trace`; its `.unfinished` are the calls that had not ended.
     """
     _check(fn, backend, trace, timeout, network)
+    timeout = min(timeout, LONGEST)
     payload_bytes = PAYLOAD if trace == "payload" else 0
     if in_a_job() and backend != "sim":  #  virtual ranks are nobody's processes: each of the job's runs the whole simulation
         return join(fn, args, kwargs, world_size=world_size, backend=backend, trace=trace, timeout=timeout, payload_bytes=payload_bytes)
@@ -116,12 +117,12 @@ def launch(
         error.trace = _trace(monitor, size, backend)  # type: ignore[union-attr]
         explained = __tracebackhide__ = True  #  how it came to be known here is nothing to read about (IPython, pytest)
         raise error.with_traceback(None) from error.__cause__
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         monitor.ask_where(0.3)
         for rank, where in (pair for state in monitor.states for pair in state.places or []):
             print(f"interrupted: rank {rank} was at {shown(where)}", file=sys.stderr)
         __tracebackhide__ = True
-        raise
+        raise interrupt.with_traceback(None) from None
     finally:
         monitor.close(explained)
         if place is not None:
@@ -167,7 +168,7 @@ def _check(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> Non
         raise ValueError(f"backend is {backend!r}; it may be one of {', '.join(map(repr, BACKENDS))}")
     if trace not in (True, False, "payload"):
         raise ValueError(f"trace is {trace!r}; it may be True, False or 'payload' (which keeps small messages' values too)")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0 or math.isnan(timeout):
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above zero")
     if network is not None and not isinstance(network, Network):
         raise TypeError(f"network is a {type(network).__name__}; it is made by parallel101.Network(latency=…, bandwidth=…)")

@@ -7,6 +7,7 @@ rank r ──▶ printed lines ─────────▶ this process's out
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import re
 import select
@@ -112,7 +113,7 @@ class Monitor:
             raise self.referee.verdict()  # type: ignore[misc]
 
     def _listen(self, seconds: float) -> None:
-        for key, _ in self.selector.select(max(0.0, seconds)):
+        for key, _ in self.selector.select(min(max(0.0, seconds), 3600.0)):
             if key.fileobj in self.selector.get_map():  #  an earlier one of this round may have ended it
                 handle, about = key.data
                 handle(key.fileobj, about)
@@ -257,16 +258,16 @@ class Monitor:
 
     def close(self, explained: bool = False) -> None:
         """Leave nothing behind: no process, no socket, no unread line. `explained`: an error is about to say why the run failed."""
-        for state in self.states:
-            kill(state.process)
-        self._until(lambda: all(state.ended for state in self.states), 5.0)
-        self._until(lambda: False, 0.0)
-        for state in self.states:
-            for lines in state.lines:
-                lines.close(explained)
-        self.selector.close()
-        for state in self.states:
-            state.process.close()
+        with contextlib.ExitStack() as at_last:
+            for close in (self.selector.close, *(state.process.close for state in self.states)):
+                at_last.callback(close)
+            for state in self.states:
+                kill(state.process)
+            self._until(lambda: all(state.ended for state in self.states), 5.0)
+            self._until(lambda: False, 0.0)
+            for state in self.states:
+                for lines in state.lines:
+                    lines.close(explained)
 
     def _until(self, done: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds

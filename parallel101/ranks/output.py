@@ -20,23 +20,33 @@ class Screen:
 
     def __init__(self) -> None:
         self.widths: dict[str, int] = {}
+        self.gone = False  #  nobody reads what is written any more (`| head`): that is an error, once
 
     def lines(self, stream: str, lines: list[str]) -> None:
         """Write whole lines, the first one over a bar that stands there."""
         out, place, width = self._at(stream)
         self.widths[place] = 0
-        _write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
+        self._write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
 
     def bar(self, stream: str, text: str) -> None:
         """Draw a bar over the one that stands there, whichever rank's it is."""
         out, place, width = self._at(stream)
         self.widths[place] = len(text)
-        _write(out, "\r" + text.ljust(width))
+        self._write(out, "\r" + text.ljust(width))
 
     def _at(self, stream: str):
         out = getattr(sys, stream)
         place = "terminal" if getattr(out, "isatty", bool)() else stream
         return out, place, self.widths.get(place, 0)
+
+    def _write(self, out, text: str) -> None:
+        if self.gone:
+            return
+        try:
+            _write(out, text)
+        except (OSError, ValueError):
+            self.gone = True
+            raise
 
 
 class Lines:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import json
 import os
@@ -52,12 +53,20 @@ def start_ranks(count: int) -> list[Rank]:
     try:
         for _ in range(count):
             ranks.append(one())
-    except BaseException:
+    except BaseException as error:
         for rank in ranks:
             kill(rank)
             rank.close()
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            advice = "take fewer ranks, or raise the limit (`ulimit -n`)"
+            raise OSError(error.errno, f"too many open files for {count} ranks, which take about 10 each: {advice}") from None
         raise
     return ranks
+
+
+def _program(what: str) -> str:
+    """Python that does something with this process's own path. (What is no str there, Python passes over.)"""
+    return f"import sys; sys.path[:] = {[place for place in sys.path if isinstance(place, str)]!r}; {what}"
 
 
 def start_method() -> str:
@@ -128,7 +137,7 @@ class _Server:
         self.sock, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform.startswith("linux") else socket.SOCK_STREAM
         )
-        program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.forkserver import serve; serve({theirs.fileno()})"
+        program = _program(f"from parallel101.ranks.forkserver import serve; serve({theirs.fileno()})")
         #  a session of its own: Ctrl-C at the terminal is for the launching process, which then ends its ranks itself
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -207,7 +216,7 @@ def _spawn_one() -> Rank:
     calls, calls_there = _roomy_pipe() if posix else (None, None)
     inherited = [end.fileno() for end in (theirs, calls_there, reported) if end is not None]
     ticket = ",".join(map(str, inherited)) if posix else "share"
-    program = f"import sys; sys.path[:] = {sys.path!r}; from parallel101.ranks.worker import main; main({ticket!r})"
+    program = _program(f"from parallel101.ranks.worker import main; main({ticket!r})")
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL if posix else subprocess.PIPE,

@@ -16,6 +16,7 @@ import sys
 import threading
 
 from parallel101.backends.record import Ledger, Posted
+from parallel101.ranks.blocked import Gaze
 from parallel101.ranks.wire import BLOCKED, BOOKS, FREE, LEAVE, PLACES, TELL, WHERE, Wire
 from parallel101.trace.where import where
 
@@ -67,12 +68,13 @@ class Watcher(Obedient):
     def __init__(self, ledger: Ledger, wire: Wire):
         super().__init__(wire)
         self.ledger = ledger
+        self.gaze = Gaze(ledger)
         self.apart = "its start, before the program"  #  where it is while that is no line of the program; "": there it is
         self.seen: Posted | None = None
         self.reported: Posted | None = None
 
     def look(self) -> None:
-        waiting = self.ledger.waiting
+        waiting = self.gaze.blocked_in()
         if self.reported is not None and waiting is not self.reported:
             self.wire.send(FREE)
             self.reported = None

@@ -130,7 +130,7 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
     else:
         record_into(None)
         ledger.close()
-        wire.send(BOOKS, (ledger.events, [], ledger.groups, ledger.report()))
+        wire.send(BOOKS, (ledger.events, ledger.unfinished, ledger.groups, ledger.report()))
         wire.send(IMPORTED, worth_preloading(loaded))
         del value
         wire.send_packed(RESULT, *packed, give_back=True)

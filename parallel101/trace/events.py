@@ -70,8 +70,8 @@ class Trace:
         world_size: how many ranks the run had.
         backend: "gloo", "nccl" or "sim".
         groups: for each group's name, its ranks in order.
-        unfinished: of a run that failed, what was posted and had not been seen to end (`end` is when the run did). It is no part of the
-            events, of their counts and of the pictures.
+        unfinished: what was posted and not seen to end (`end` is when the run did), in a run that failed or where nobody waited. It is
+            no part of the events, of their counts and of the pictures.
     """
 
     def __init__(
@@ -96,6 +96,8 @@ class Trace:
         `where` and `posted` of its receive. On real ranks the run's clock is made to start with its first event."""
         trace = cls((), world_size, backend, groups, map(Event._make, unfinished))
         trace._rows = list(rows)
+        if backend != "sim" and trace.unfinished:
+            trace._learn_from_receives()
         if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
             zero = min(event.start for event in first)
             trace.events, trace.unfinished = (
@@ -103,6 +105,13 @@ class Trace:
                 for events in (trace.events, trace.unfinished)
             )
         return trace
+
+    def _learn_from_receives(self) -> None:
+        """A send for which nobody waited has ended where its receive has."""
+        ends: dict[tuple, float] = {(e.peer, e.rank, e.tag, e.group, e.seq): e.end for e in self.events if e.kind == "recv"}
+        known = [(e, ends.get((e.rank, e.peer, e.tag, e.group, e.seq)) if e.kind == "send" else None) for e in self.unfinished]
+        self.unfinished = [e for e, end in known if end is None]
+        self.events = sorted([*self.events, *(e._replace(end=max(e.start, end)) for e, end in known if end is not None)], key=_BY_TIME)
 
     @functools.cached_property
     def events(self) -> list[Event]:

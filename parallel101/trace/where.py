@@ -5,19 +5,17 @@ lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…      
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import linecache
 import os
 import sys
-import threading
 from types import CodeType, FrameType
 
 import torch
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, os.path.dirname(__file__)))
 _PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  #  are callers, wherever they lie
-_PLUMBING = {contextlib.__file__, functools.__file__, threading.__file__}  #  `with span(...)` and decorators pass through these
+#  `with span(...)` and decorators pass through these: torch marks calls as deprecated by one of the last two
+_PLUMBING = {sys.modules[name].__file__ for name in ("contextlib", "functools", "threading", "typing_extensions", "warnings")}
 
 #  code objects go by their ids here, as their hashes are slow
 _seen: list[CodeType] = []  #  kept, so that no other ever has the id of one

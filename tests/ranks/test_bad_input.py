@@ -60,3 +60,9 @@ def test_nccl_without_enough_gpus():
 def test_a_rank_cannot_launch():
     with pytest.raises(p101.RankFailed, match="inside rank 0"):
         p101.launch(lambda: p101.launch(lambda: None), world_size=1)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10**400])
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_no_time_limit(timeout, backend):
+    assert p101.launch(ok, world_size=2, backend=backend, timeout=timeout).results == [1, 1]

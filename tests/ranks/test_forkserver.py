@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import parallel101 as p101
-from parallel101.ranks.processes import start_method, stop_server
+from parallel101.ranks.processes import kill, start_method, start_ranks, stop_server
 
 pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
 
@@ -61,3 +61,17 @@ print(before, large())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert after > before + 16 * 1024, "KiB"
+
+
+def test_a_rank_can_be_killed_as_soon_as_it_is_known():
+    for _ in range(10):
+        (rank,) = start_ranks(1)
+        assert os.getpgid(rank.pid) == rank.pid
+        kill(rank)
+        rank.close()
+
+
+def test_what_is_no_string_in_the_path_does_no_harm(monkeypatch, tmp_path):
+    stop_server()
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert p101.launch(lambda: 1, world_size=2).results == [1, 1]

@@ -142,3 +142,19 @@ def test_a_misuse_that_aborts_a_rank_is_told_without_its_last_words(capsys):
         with pytest.raises(error):
             p101.launch(program, world_size=2, trace=trace)
         assert sorted(capsys.readouterr().err.splitlines()) == ["[rank 0] about to", "[rank 1] about to"]
+
+
+class _Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError("nobody reads")
+
+
+def test_an_output_that_nobody_reads_is_an_error_once_and_leaves_nothing_open(monkeypatch):
+    p101.launch(lambda: None, world_size=2)
+    before = len(os.listdir("/dev/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", _Gone())
+        with pytest.raises(BrokenPipeError) as raised:
+            p101.launch(lambda: print("a line"), world_size=2)
+    assert raised.value.__context__ is None
+    assert len(os.listdir("/dev/fd")) == before

@@ -26,6 +26,16 @@ SCRIPT = """
     if "misuse" in sys.argv:
         op = lambda: (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
         p101.launch(lambda: dist.all_reduce(torch.ones(2), op=op()), world_size=2, trace=True)
+    if "changed" in sys.argv:
+        def change():
+            x = torch.ones(4)
+            work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
+            x.mul_(2)
+            work.wait()
+        try:
+            p101.launch(change, world_size=2, trace=True)
+        except p101.MisuseError as error:
+            sys.exit(f"caught: {error}")
     if "sizes" in sys.argv:  #  gloo waits for ever
         p101.launch(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), world_size=2, trace=True)
     if "order" in sys.argv:
@@ -85,6 +95,7 @@ def test_a_world_size_that_is_not_the_jobs(script):
         ("fail", "rank 1 raised ZeroDivisionError"),
         ("deadlock", "rank 0 waits in recv from rank 1"),
         ("misuse", "different reductions: sum and max"),
+        ("changed", "caught: rank 0 changed a tensor"),
         ("sizes", "different shapes: (2,) and (3,)"),
         ("order", "all_reduce on rank 1"),
         ("result", "rank 1 returned a generator that can't be pickled"),

@@ -1,0 +1,88 @@
+"""What a rank is blocked in where Python does not see it wait: in C++, in torch's DDP; and where another thread may still post."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import parallel101 as p101
+from tests.ranks.failing import fails, line_of
+
+
+def train(steps):
+    net = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for _ in range(steps):
+        net(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_step_of_ddp_that_one_rank_makes_and_the_other_does_not(trace):
+    def program():
+        train(2 + dist.get_rank())
+
+    for _ in range(2):  #  what DDP's first use imports takes longer than the deadlock may; the next launch waits for the fork server to have it
+        p101.launch(train, 1, world_size=2)
+    error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
+    assert error.waiting == {1: ("all_reduce", 0, line_of(train, "backward()"))} and error.returned == [0]
+
+
+def test_futures_that_are_waited_for_in_torch():
+    def program():
+        if dist.get_rank() == 1:
+            torch.futures.wait_all([dist.all_reduce(torch.ones(1), async_op=True).get_future()])
+
+    assert fails(p101.DeadlockError, program, world_size=2).waiting == {1: ("all_reduce", 0, line_of(program, "wait_all"))}
+
+
+def test_a_slow_rank_of_ddp_is_no_deadlock():
+    def program():
+        net = DistributedDataParallel(torch.nn.Linear(2, 2))
+        if dist.get_rank() == 0:
+            until = time.monotonic() + 1.5  #  longer than a deadlock must stand
+            while time.monotonic() < until:
+                torch.ones(100).sum()
+        net(torch.ones(1, 2)).sum().backward()
+        return True
+
+    assert p101.launch(program, world_size=2).results == [True, True]
+
+
+@pytest.mark.parametrize("how", ["thread", "timer"])
+def test_another_thread_of_the_program_may_still_post(how):
+    def program():
+        x = torch.zeros(1)
+        if dist.get_rank() == 0:
+            dist.recv(x, 1)
+            dist.send(x, 1)
+            return x.item()
+
+        def post():
+            dist.send(torch.ones(1), 0)
+
+        def wait_and_post():
+            threading.Event().wait(1.5)
+            post()
+
+        other = threading.Timer(1.5, post) if how == "timer" else threading.Thread(target=wait_and_post)
+        other.start()
+        dist.recv(x, 0)
+        other.join()
+        return x.item()
+
+    assert p101.launch(program, world_size=2).results == [1.0, 1.0]
+
+
+def test_a_librarys_own_thread_hides_no_deadlock():
+    def program():
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = ThreadPoolExecutor()
+        pool.submit(abs, -1).result()  #  its thread stays, and waits for more to do
+        dist.recv(torch.empty(1), 1 - dist.get_rank())
+
+    assert fails(p101.DeadlockError, program, world_size=2).cycle == [0, 1]

@@ -1,0 +1,155 @@
+"""A checked run names what gloo lets pass in silence: calls that do not fit each other, and tensors changed too early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+
+MISUSES = {
+    "different op": (lambda r: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM), "different reductions"),
+    "different collective": (lambda r: dist.all_reduce(torch.ones(2)) if r else dist.broadcast(torch.ones(2), 0), "different operations"),
+    "different dtype": (lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int32 if r else torch.float32)), "different dtypes"),
+    "different shape": (lambda r: dist.all_reduce(torch.ones((2, 3) if r else (3, 2))), "different shapes"),
+    "different root": (lambda r: dist.broadcast(torch.ones(2), r), "different roots"),
+    "short send": (lambda r: dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(4), 0), "shorter than the receive"),
+    "long send": (lambda r: dist.send(torch.ones(4), 1) if r == 0 else dist.recv(torch.ones(2), 0), "longer than the receive"),
+    "message dtype": (
+        lambda r: dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(2, dtype=torch.int32), 0),
+        "different dtypes",
+    ),
+    "message shape": (lambda r: dist.send(torch.ones(6), 1) if r == 0 else dist.recv(torch.ones(2, 3), 0), "different shapes"),
+    "strided collective": (lambda r: dist.all_reduce(torch.ones(4, 4)[:, r]), "strided"),
+    "strided message": (lambda r: dist.send(torch.ones(4, 4)[:, 0], 1) if r == 0 else dist.recv(torch.ones(4), 0), "strided"),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("name", list(MISUSES))
+def test_a_checked_run_names_misuse(name, backend):
+    call, said = MISUSES[name]
+    with pytest.raises(p101.MisuseError, match=said) as raised:
+        p101.launch(lambda: call(dist.get_rank()) if dist.get_rank() < 2 else None, world_size=2, backend=backend, trace=True)
+    assert __file__ in str(raised.value)
+    assert raised.value.rank in (0, 1)
+
+
+UNEVEN = {  #  of three ranks; rank 1 and rank 2 disagree
+    "equal shares": lambda r: (torch.ones(6 if r == 2 else 3), torch.ones(3)),
+    "splits": lambda r: (torch.ones(3), torch.ones(3), [1, 1, 1], [1, 0, 2] if r == 1 else [1, 1, 1]),
+    "rows": lambda r: (torch.ones(6, 2), torch.ones(6, 2), [2, 2, 2], [2, 1, 3] if r == 1 else [2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("case", list(UNEVEN))
+def test_an_all_to_all_in_which_two_disagree(case):
+    with pytest.raises(p101.MisuseError, match=r"rank \d gives rank \d \d+ bytes, and rank \d expects \d+\n") as raised:
+        p101.launch(lambda: dist.all_to_all_single(*UNEVEN[case](dist.get_rank())), world_size=3, trace=True)
+    assert raised.value.rank in (1, 2)
+    assert __file__ in str(raised.value)
+
+
+def test_an_uneven_all_to_all_is_no_misuse():
+    def program():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        take, give = [rank + other for other in range(n)], [rank + other for other in range(n)]
+        out = torch.empty(sum(take), 2)
+        dist.all_to_all_single(out, torch.ones(sum(give), 2) * rank, take, give)
+        return out.sum().item()
+
+    assert p101.launch(program, world_size=3, trace=True).results == [2 * sum(o * (r + o) for o in range(3)) for r in range(3)]
+
+
+def double(x: torch.Tensor, how: str) -> None:
+    if how == "in place":
+        x.mul_(2)
+    else:  #  which torch does not count as a change
+        x.numpy()[:] *= 2
+
+
+@pytest.mark.parametrize("how", ["in place", "by NumPy"])
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("count", [4, 1 << 20])
+def test_a_tensor_changed_while_it_is_being_sent(backend, count, how):
+    def program():
+        x = torch.ones(count)
+        if dist.get_rank() == 0:
+            work = dist.isend(x, 1)
+            double(x, how)
+            work.wait()
+        else:
+            dist.recv(x, 0)
+
+    with pytest.raises(p101.MisuseError, match="rank 0 changed a tensor") as raised:
+        p101.launch(program, world_size=2, backend=backend, trace=True)
+    assert raised.value.rank == 0
+
+
+GIVEN = {  #  what a collective reads and does not write; by rank 1, except where only the root gives anything
+    "all_gather": lambda x: dist.all_gather([torch.empty_like(x) for _ in range(2)], x, async_op=True),
+    "reduce_scatter": lambda x: dist.reduce_scatter(torch.empty_like(x), [x, torch.ones_like(x)], async_op=True),
+    "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x, async_op=True),
+    "gather": lambda x: dist.gather(x, [torch.empty_like(x) for _ in range(2)] if dist.get_rank() == 0 else None, async_op=True),
+    "broadcast": lambda x: dist.broadcast(x, 1, async_op=True),
+}
+
+
+@pytest.mark.parametrize("how", ["in place", "by NumPy"])
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("name", list(GIVEN))
+def test_a_tensor_changed_before_its_collective_has_ended(name, backend, how):
+    def program():
+        x = torch.ones(4)
+        work = GIVEN[name](x)
+        if dist.get_rank() == 1:
+            double(x, how)
+        work.wait()
+
+    with pytest.raises(p101.MisuseError, match="rank 1 changed a tensor") as raised:
+        p101.launch(program, world_size=2, backend=backend, trace=True)
+    assert raised.value.rank == 1 and name in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_another_part_of_the_same_memory_may_change(backend):
+    def program():
+        whole = torch.arange(8.0)
+        mine, theirs = whole.chunk(2)
+        work = dist.isend(mine, 1 - dist.get_rank())
+        inbox = torch.empty(4)
+        dist.recv(inbox, 1 - dist.get_rank())
+        theirs.add_(inbox)
+        work.wait()
+        return whole.tolist()
+
+    run = p101.launch(program, world_size=2, backend=backend, trace=True)
+    assert run.results == [[0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_requires_grad_that_differs_is_named(backend, odd):
+    """Its backward would wait for ever for the ranks that have none."""
+
+    def program():
+        x = torch.ones(2, requires_grad=dist.get_rank() != odd)
+        p101.all_reduce(p101.all_gather(torch.ones(2)))  #  the same on all: agreed
+        y = p101.all_reduce(x)
+        if y.requires_grad:
+            y.sum().backward()
+
+    with pytest.raises(p101.MisuseError, match="requires_grad is not the same") as raised:
+        p101.launch(program, world_size=3, backend=backend, trace=True)
+    assert raised.value.rank == odd
+    assert "all_reduce" in str(raised.value)
+
+
+def test_the_odd_one_out_is_named():
+    def program():
+        dist.all_reduce(torch.ones(3 if dist.get_rank() == 1 else 2))
+
+    with pytest.raises(p101.MisuseError) as raised:
+        p101.launch(program, world_size=4, trace=True)
+    assert raised.value.rank == 1
