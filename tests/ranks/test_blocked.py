@@ -25,7 +25,8 @@ def test_a_step_of_ddp_that_one_rank_makes_and_the_other_does_not(trace):
     def program():
         train(2 + dist.get_rank())
 
-    for _ in range(2):  #  what DDP's first use imports takes longer than the deadlock may; the next launch waits for the fork server to have it
+    #  what DDP's first use imports takes longer than the deadlock may, and the next launch waits until the fork server has it
+    for _ in range(2):
         p101.launch(train, 1, world_size=2)
     error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
     assert error.waiting == {1: ("all_reduce", 0, line_of(train, "backward()"))} and error.returned == [0]
