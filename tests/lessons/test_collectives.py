@@ -1,18 +1,87 @@
-"""Lesson 01: what it writes by hand is right on any number of ranks, and so are the answers to its exercises."""
+"""Lesson 01: each operation is predicted, seen, written by hand and counted, in this order; what is written is right on any number
+of ranks, and so are the answers to the exercises."""
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from tests.lessons.lesson import definitions
+from tests.lessons.lesson import definitions, read
 
 LESSON = definitions("01_collectives", "STEPS", "BYTES")
 RANKS = [1, 2, 3, 5, 8]
+
+# What the lesson writes out: the package's own that is seen before, and the cells that predict, show, write and count it.
+CELLS = {
+    "flat_broadcast": ("broadcast", "flat", ["flat-guess", "flat-broadcast-watch", "flat-broadcast", "flat-count"]),
+    "tree_broadcast": ("broadcast", "binomial", ["tree-guess", "tree-watch", "tree-broadcast", "tree-count"]),
+    "scatter": ("scatter", "flat", ["scatter-guess", "scatter-run", "scatter-code", "scatter-count"]),
+    "gather": ("gather", "flat", ["gather-guess", "gather-run", "gather-code", "gather-count"]),
+    "tree_reduce": ("reduce", "binomial", ["reduce-guess", "reduce-watch", "reduce-run", "reduce-count"]),
+    "ring_all_gather": ("all_gather", "ring", ["all-gather-guess", "all-gather-watch", "all-gather-code", "all-gather-count"]),
+    "ring_reduce_scatter": (
+        "reduce_scatter",
+        "ring",
+        ["reduce-scatter-guess", "reduce-scatter-run", "reduce-scatter-code", "reduce-scatter-count"],
+    ),
+    "reduce_broadcast": ("all_reduce", "reduce_broadcast", ["naive-guess", "hot-root", "naive-code", "naive-count"]),
+    "ring_all_reduce": ("all_reduce", "ring", ["ring-guess", "ring-all-reduce-run", "ring-all-reduce-code", "ring-count"]),
+    "all_to_all": ("all_to_all", "pairwise", ["all-to-all-guess", "all-to-all-run", "all-to-all-code", "all-to-all-count"]),
+    "barrier": ("barrier", "", ["barrier-guess", "barrier-watch", "barrier-run", "barrier-count"]),
+    "two_way_all_gather": ("all_gather", "bidirectional_ring", ["both-ways-guess", "both-ways-watch", "both-ways-code", "both-ways-run"]),
+    "doubling_all_reduce": ("all_reduce", "recursive_doubling", ["doubling-guess", "doubling-watch", "doubling-code", "doubling-count"]),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_each_operation_is_predicted_then_seen_then_written_then_counted(name):
+    operation, algorithm, ids = CELLS[name]
+    cells = read("01_collectives").cells
+    order = [cell.id for cell in cells]
+    at = [order.index(i) for i in ids]
+    assert at == sorted(at)
+    guess, watch, code, counted = (cells[i].source for i in at)
+    assert "> **Predict.**" in cells[at[0] - 1].source
+    assert set(ast.literal_eval(guess.removeprefix("predicted = ")).values()) == {"?"}
+    call = f'p101.{operation}(x, algorithm="{algorithm}")' if algorithm else f"p101.{operation}()"
+    assert call in watch and watch.endswith("seen.animate()")
+    assert f"def {name}(" in code
+    assert re.search(rf"count\([^)]*\b{name}\b", counted) and re.search(rf"same_messages\([^)]*\b{name}\b.*, seen\)", counted)
+    assert "beside(predicted, " in counted
+    for cell in cells[: at[0]]:  # nothing of it has been run, drawn or written before it was predicted
+        assert cell.cell_type == "markdown" or not (call in cell.source or re.search(rf"(?<!\.)\b{name}\b", cell.source)), cell.id
+
+
+def test_every_prediction_is_answered_before_the_next_one():
+    sources = [cell.source for cell in read("01_collectives").cells if cell.cell_type == "code"]
+    turns = [word for s in sources for word in ("predicted = {", "beside(predicted, ") if word in s and "def beside" not in s]
+    assert turns == ["predicted = {", "beside(predicted, "] * len(CELLS)
+
+
+def taking_an_array(name):
+    return (lambda x: LESSON["barrier"]()) if name == "barrier" else LESSON[name]
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_what_is_written_by_hand_sends_what_was_seen(p):
+    for name, (operation, algorithm, _) in CELLS.items():
+        packaged = partial(getattr(p101, operation), algorithm=algorithm) if algorithm else lambda x: p101.barrier()
+        seen = p101.watch(packaged, world_size=p, backend="sim")
+        assert LESSON["same_messages"](taking_an_array(name), seen), name
+
+
+def test_the_lesson_tells_other_messages_from_the_same():
+    seen = p101.watch(LESSON["flat_broadcast"], world_size=4, backend="sim")
+    assert LESSON["same_messages"](LESSON["flat_broadcast"], seen)
+    assert not LESSON["same_messages"](LESSON["tree_broadcast"], seen)  # to others
+    assert not LESSON["same_messages"](lambda x: LESSON["flat_broadcast"](x + 1), seen)  # other numbers
 
 
 def results(fn, p, numbers):
@@ -48,9 +117,23 @@ def test_what_the_lesson_writes_by_hand_is_right(p):
     same(results(LESSON["reduce_broadcast"], p, n), [total] * p)
     same(results(LESSON["ring_all_reduce"], p, n), [total] * p)
     same(results(LESSON["all_to_all"], p, n), [torch.cat([a.chunk(p)[r] for a in x]) for r in range(p)])
+    same(results(LESSON["two_way_all_gather"], p, n), [torch.cat(x)] * p)
+    if p in (1, 2, 8):  # the lesson says that it wants a power of two
+        same(results(LESSON["doubling_all_reduce"], p, n), [total] * p)
 
 
-@pytest.mark.parametrize("name", ["tree_reduce", "ring_all_gather", "ring_reduce_scatter", "ring_all_reduce", "all_to_all"])
+ADDS_OR_GATHERS = [
+    "tree_reduce",
+    "ring_all_gather",
+    "two_way_all_gather",
+    "ring_reduce_scatter",
+    "ring_all_reduce",
+    "doubling_all_reduce",
+    "all_to_all",
+]
+
+
+@pytest.mark.parametrize("name", ADDS_OR_GATHERS)
 def test_what_adds_or_gathers_leaves_its_input_alone(name):
     def program(x):
         LESSON[name](x)
@@ -71,13 +154,15 @@ def test_the_bug_is_one():
 def test_exercise_1_a_tree_from_any_root():
     def broadcast_from(root):
         def fn(x):
-            rank, p, distance = (dist.get_rank() - root) % dist.get_world_size(), dist.get_world_size(), 1
-            while distance < p:
-                if rank < distance and rank + distance < p:
+            rank, p = dist.get_rank(), dist.get_world_size()
+            rank = (rank - root) % p
+            distance = 2 ** (p - 1).bit_length() // 2
+            while distance > 0:
+                if rank % (2 * distance) == 0 and rank + distance < p:
                     dist.send(x, dst=(rank + distance + root) % p)
-                elif distance <= rank < 2 * distance:
+                elif rank % (2 * distance) == distance:
                     dist.recv(x, src=(rank - distance + root) % p)
-                distance *= 2
+                distance //= 2
             return x
 
         return fn

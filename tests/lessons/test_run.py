@@ -30,7 +30,6 @@ SAID = {
     },
     "01_collectives": {
         "flat-count": [r"steps +you: +\? +the run: +7\n"],
-        "both-ways-run": [r"\nbidirectional_ring +2048 bytes in a row, 3584 sent"],
         "auto-rule": ["algorithm='recursive_doubling'", "to choose from: .*ring"],
     },
     "04_data_parallel": {
@@ -69,7 +68,9 @@ SHOWN = {  # in the text of a picture
         "ring-all-reduce-run": ["Ring all-reduce"],
         "bug-run": ["Step 3 of 6", "On rank 0, chunk d now has rank 0's data more than once", "On rank 1, chunk a has rank 1's data twice"],
         "all-to-all-run": ["all-to-all"],
+        "barrier-watch": ["Step 3 of 3", "Each rank sends 1 B to another rank"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
+        "doubling-watch": ["Recursive-doubling all-reduce"],
         "explorer-run": ["Ring all-reduce"],
     },
     "04_data_parallel": {
