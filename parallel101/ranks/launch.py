@@ -47,7 +47,8 @@ def launch(
     """Run `fn(*args, **kwargs)` once a rank, with torch.distributed initialised, and wait for all of them.
 
     Args:
-        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy.
+        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy, and imports anew the
+            modules it comes from: what was assigned to a module's variables since its import is not seen there.
         world_size: how many ranks, 4 unless said. Under torchrun it is the job's: leave it out, or let it agree.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks on a virtual clock).
         trace: record every message and check the calls against each other; "payload" also keeps the values of messages of up to 4 KiB.
@@ -60,7 +61,8 @@ def launch(
 
     Raises:
         RankFailed: a rank raised (its exception is the cause) or died.
-        DeadlockError: ranks wait for each other, or for one that has returned.
+        DeadlockError: ranks wait for each other, or for one that has returned. (While a thread that the program started is at work on one
+            of them, it may still post what the others wait for: then only the time limit ends the run.)
         MisuseError: a checked run saw calls that do not fit together.
         LaunchTimeout: the time was over.
         TypeError, ValueError, RuntimeError: the launch itself can't be; nothing was started.

@@ -17,8 +17,8 @@ from parallel101.backends.sim import simulate
 from parallel101.ranks.last_words import Ended
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Obedient
-from parallel101.ranks.wire import BOOKS, IMPORTED, RESULT, Wire, unpack
-from parallel101.ranks.worker import Job, pack_result, report_failure, worth_preloading
+from parallel101.ranks.wire import BOOKS, IMPORTED, RESULT, Wire
+from parallel101.ranks.worker import Job, pack_result, report_failure, unpack_program, worth_preloading
 from parallel101.trace.where import where
 
 
@@ -34,7 +34,7 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
     def rank_main(rank: int) -> Any:
         threads[rank] = threading.get_ident()
         _speaking.rank = rank
-        function, args, kwargs = unpack(body, [bytearray(buffer) for buffer in buffers])
+        function, args, kwargs = unpack_program(body, [bytearray(buffer) for buffer in buffers])
         try:
             return function(*args, **kwargs)
         finally:

@@ -116,7 +116,7 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
         store = meet(job.meeting, job.world_size)
         real.own_device(job.backend, job.local_rank)
         real.init(job.backend, ledger, store, job.rank, job.world_size)
-        function, args, kwargs = unpack(body, buffers)
+        function, args, kwargs = unpack_program(body, buffers)
         del body, buffers
         real.start_together()
         watcher.apart = ""
@@ -135,6 +135,18 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
         del value
         wire.send_packed(RESULT, *packed, give_back=True)
     watcher.finish.wait()
+
+
+def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
+    """The function and its arguments. What can't be read here, though it could be packed there, is an error that says so."""
+    try:
+        return unpack(body, buffers)
+    except ImportError as error:
+        advice = "The ranks import it by its name, as a script would: put its folder on sys.path before the launch."
+        raise ImportError(f"the function or an argument comes from a module that the ranks can't import: {error}. {advice}") from error
+    except Exception as error:
+        advice = "Make it inside the function, or pass what it is made from."
+        raise TypeError(f"the function or an argument was pickled and can't be read back on the ranks: {named(error)}. {advice}") from error
 
 
 def worth_preloading(loaded: set[str]) -> list[str]:

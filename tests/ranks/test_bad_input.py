@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 
@@ -66,3 +69,24 @@ def test_a_rank_cannot_launch():
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_no_time_limit(timeout, backend):
     assert p101.launch(ok, world_size=2, backend=backend, timeout=timeout).results == [1, 1]
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_what_the_ranks_cannot_read_is_said_so(backend, tmp_path):
+    (tmp_path / "plugin.py").write_text("def f():\n    return 1\n")
+    spec = importlib.util.spec_from_file_location("plugin", tmp_path / "plugin.py")
+    plugin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plugin)
+    sys.modules["plugin"] = plugin
+    try:
+        with pytest.raises(p101.RankFailed, match=r"a module that the ranks can't import: No module named 'plugin'.*sys\.path"):
+            p101.launch(plugin.f, world_size=2, backend=backend)
+    finally:
+        del sys.modules["plugin"]
+    with pytest.raises(p101.RankFailed, match="an argument was pickled and can't be read back on the ranks: ValueError"):
+        p101.launch(print, Unreadable(), world_size=2, backend=backend)
