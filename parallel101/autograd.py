@@ -48,14 +48,14 @@ class Linear(Function):
     """x ── forward ──▶ y        and back: ∂y ── adjoint ──▶ ∂x, zeros on a rank whose x no rank received."""
 
     @classmethod
-    def apply(cls, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+    def apply(cls, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict | None = None) -> Tensor:
         wanted = not isinstance(x, Tensor) or (x.requires_grad and is_grad_enabled())
         if not wanted and recorder() is None:
             return forward(x)  # no graph, and nobody who compares: the messages alone
-        return super().apply(x, group, forward, adjoint)
+        return super().apply(x, group, forward, adjoint, alike or {})
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict) -> Tensor:
         ctx.shape, ctx.members, ctx.adjoint = tensor_of(x).shape, group_of(group), adjoint
         return forward(x)
 
@@ -63,18 +63,29 @@ class Linear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = gradients
         gradient = g if ctx.members.position is None else ctx.adjoint(g, ctx.shape, ctx.members.size)
-        return gradient if gradient.numel() else g.new_zeros(ctx.shape), None, None, None
+        return gradient if gradient.numel() else g.new_zeros(ctx.shape), None, None, None, None
 
 
 class Collective(Linear):
-    """The same, called by every rank of the group alike: a checked run sees whether they all want a gradient or none does."""
+    """The same, called by every rank of the group with the same arguments, which a checked run compares; so all want a gradient or none.
+
+    `alike` are those arguments, by name; and "uneven": the dim along which x may have another extent on each rank.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict) -> Tensor:
         members = group_of(group)
-        if members.position is not None:
-            agree(_operation(ctx), members.ranks, ctx.needs_input_grad[0])
-        return Linear.forward(ctx, x, group, forward, adjoint)
+        if members.position is not None and recorder() is not None:
+            agree(_operation(ctx), members.ranks, **_terms(tensor_of(x), **alike), requires_grad=ctx.needs_input_grad[0])
+        return Linear.forward(ctx, x, group, forward, adjoint, alike)
+
+
+def _terms(x: Tensor, uneven: int | None = None, **alike: Any) -> dict[str, Any]:
+    """What must be the same on all ranks; dims counted from the front."""
+    dims = max(1, x.dim())
+    alike = {name: value % dims if name.endswith("dim") and isinstance(value, int) else value for name, value in alike.items()}
+    shape = [extent for dim, extent in enumerate(x.shape) if not isinstance(uneven, int) or dim != uneven % dims]
+    return {**alike, "dtype": x.dtype, "shape" if uneven is None else "shape in the other dims": tuple(shape)}
 
 
 def _operation(ctx: Any) -> str:
@@ -125,6 +136,7 @@ def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: st
         group,
         lambda x: raw.broadcast(x, src, group=group, algorithm=algorithm),
         lambda g, shape, p: reduce(g, src, group=group, algorithm=mirrored(algorithm)),
+        {"src": src, "algorithm": algorithm},
     )
 
 
@@ -143,6 +155,7 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
         group,
         lambda x: raw.reduce(x, dst, op, group=group, algorithm=algorithm),
         reduction_adjoint("reduce", op, lambda g, shape, p: broadcast(stand_in(g, shape), dst, group=group, algorithm=mirrored(algorithm))),
+        {"dst": dst, "op": op, "algorithm": algorithm},
     )
 
 
@@ -163,6 +176,7 @@ def scatter(
         group,
         lambda x: raw.scatter(x, src, dim, group=group, sizes=sizes, algorithm=algorithm),
         lambda g, shape, p: gather(g, src, dim, group=group, sizes=sizes or balanced(shape[dim], p), algorithm=algorithm),
+        {"src": src, "dim": dim, "algorithm": algorithm},
     )
 
 
@@ -184,7 +198,13 @@ def gather(
         whole[dim] = sum(shards)
         return scatter(stand_in(g, whole), dst, dim, group=group, sizes=shards, algorithm=algorithm)
 
-    return Gather.apply(x, group, lambda x: raw.gather(x, dst, dim, group=group, sizes=sizes, algorithm=algorithm), adjoint)
+    return Gather.apply(
+        x,
+        group,
+        lambda x: raw.gather(x, dst, dim, group=group, sizes=sizes, algorithm=algorithm),
+        adjoint,
+        {"dst": dst, "dim": dim, "algorithm": algorithm, "uneven": dim},
+    )
 
 
 class AllGather(Collective):
@@ -202,6 +222,7 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
         group,
         lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm),
         lambda g, shape, p: reduce_scatter(g, dim, group=group, sizes=sizes, algorithm=mirrored(algorithm)),
+        {"dim": dim, "algorithm": algorithm, "uneven": dim},
     )
 
 
@@ -224,6 +245,7 @@ def reduce_scatter(
         group,
         lambda x: raw.reduce_scatter(x, dim, op, group=group, sizes=sizes, algorithm=algorithm),
         reduction_adjoint("reduce_scatter", op, adjoint),
+        {"dim": dim, "op": op, "algorithm": algorithm},
     )
 
 
@@ -242,6 +264,7 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
         group,
         lambda x: raw.all_reduce(x, op, group=group, algorithm=algorithm),
         reduction_adjoint("all_reduce", op, lambda g, shape, p: all_reduce(g, group=group, algorithm=algorithm)),
+        {"op": op, "algorithm": algorithm},
     )
 
 
@@ -275,7 +298,9 @@ def all_to_all(
             x, split_dim, concat_dim, group=group, split_sizes=split_sizes, concat_sizes=concat_sizes, algorithm=algorithm
         )
 
-    return AllToAll.apply(x, group, forward, adjoint)
+    return AllToAll.apply(
+        x, group, forward, adjoint, {"split_dim": split_dim, "concat_dim": concat_dim, "algorithm": algorithm, "uneven": concat_dim}
+    )
 
 
 def algorithms(operation: str) -> dict[str, Callable[..., Any]]:

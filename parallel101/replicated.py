@@ -44,7 +44,13 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
     Returns x itself, as a view: nothing moved, nothing was copied. Raises ValueError for an unknown algorithm.
     """
     check_algorithm("all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], torus.ALGORITHMS)
-    return CopyToGroup.apply(x, group, lambda x: x.view_as(x), lambda g, shape, p: reduce_from_group(g, group=group, algorithm=algorithm))
+    return CopyToGroup.apply(
+        x,
+        group,
+        lambda x: x.view_as(x),
+        lambda g, shape, p: reduce_from_group(g, group=group, algorithm=algorithm),
+        {"algorithm": algorithm},
+    )
 
 
 class ReduceFromGroup(Collective):
@@ -64,6 +70,7 @@ def reduce_from_group(x: Tensor, op: str = "sum", *, group: GroupLike = None, al
         group,
         lambda x: raw.all_reduce(x, op, group=group, algorithm=algorithm),
         reduction_adjoint("reduce_from_group", op, lambda g, shape, p: copy_to_group(g, group=group, algorithm=algorithm)),
+        {"op": op, "algorithm": algorithm},
     )
 
 
@@ -101,7 +108,7 @@ def scatter_to_group(
     def adjoint(g: Tensor, shape: Size, p: int) -> Tensor:
         return gather_from_group(g, dim, group=group, sizes=sizes or split_sizes(shape[dim], p), algorithm=algorithm)
 
-    return ScatterToGroup.apply(x, group, forward, adjoint)
+    return ScatterToGroup.apply(x, group, forward, adjoint, {"dim": dim, "algorithm": algorithm})
 
 
 class GatherFromGroup(Collective):
@@ -122,4 +129,10 @@ def gather_from_group(
     def adjoint(g: Tensor, shape: Size, p: int) -> Tensor:
         return scatter_to_group(g, dim, group=group, sizes=sizes or [shape[dim]] * p, algorithm=algorithm)
 
-    return GatherFromGroup.apply(x, group, lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm), adjoint)
+    return GatherFromGroup.apply(
+        x,
+        group,
+        lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm),
+        adjoint,
+        {"dim": dim, "algorithm": algorithm, "uneven": dim},
+    )

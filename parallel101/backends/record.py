@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,12 +87,9 @@ class Ledger:
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""
 
-    def agree(self, kind: str, ranks: Sequence[int], needs_grad: bool) -> None:
-        if self.tell is None:
-            return
-        label = f"{kind} of {ranks}"
-        seq = self.collectives[label] = self.collectives.get(label, 0) + 1
-        self.tell(agreement(self.rank, kind, ranks, label, seq, needs_grad))
+    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> None:
+        if self.tell is not None:
+            self.tell(agreement(self.rank, kind, ranks, alike, self.collectives))
 
     def number(self, key: Key) -> int:
         count = self.posted[key] = self.posted.get(key, 0) + 1

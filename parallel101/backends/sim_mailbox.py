@@ -36,7 +36,8 @@ class Mailbox:
     def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send and a receive belong together: they must agree."""
         if send.nbytes != receive.nbytes or send.dtype != receive.dtype or send.shape != receive.shape:
-            error = MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
+            #  where their collectives do not agree, that is why
+            error = send.world.referee.verdict() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
             send.world.fail(error, receive.rank)
             raise error
         send.seq = channel[0] = channel[0] + 1

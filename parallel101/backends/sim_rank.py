@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import LockType, allocate_lock
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from parallel101.trace.calls import Call, agreement
@@ -61,10 +61,8 @@ class Rank:
     def compute(self, seconds: float) -> None:
         self.clock = self.now() + seconds
 
-    def agree(self, kind: str, ranks: Sequence[int], needs_grad: bool) -> None:
-        label = f"{kind} of {ranks}"
-        seq = self.agreed[label] = self.agreed.get(label, 0) + 1
-        self.world.judge(agreement(self.number, kind, ranks, label, seq, needs_grad))
+    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> None:
+        self.world.judge(agreement(self.number, kind, ranks, alike, self.agreed))
 
     def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
         self.world.events.append((self.number, "span", None, 0, 0, start, end, caller(), start, "", self.spans, (), "", None, name, args))

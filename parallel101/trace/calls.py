@@ -7,7 +7,7 @@ can everybody still go on?     `stuck`          (who waits for whom, and the cir
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel101.errors import DeadlockError
 from parallel101.trace.where import caller, shown
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     op: str | None  #  the reduction ("sum", …) of a reducing collective
     root: int | None
     where: str
-    needs_grad: bool | None = None  #  of a differentiable collective: whether x.requires_grad
+    alike: tuple[tuple[str, str], ...] = ()  #  of a collective of parallel101's own: what else must be the same on all ranks, in words
     given: dict[int, int] | None = None  #  of an all-to-all: the bytes for each rank of the group, whose shapes need not agree …
     taken: dict[int, int] | None = None  #  … and those expected of each
 
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     @property
     def terms(self) -> tuple:
         """What all ranks of a collective must agree on."""
-        return self.kind, self.root, self.op, self.dtype, () if self.given else tuple(self.shape), self.needs_grad
+        return self.kind, self.root, self.op, self.dtype, () if self.given else tuple(self.shape), self.alike
 
     @property
     def brief(self) -> str:
@@ -51,7 +51,7 @@ class Call(NamedTuple):
             part
             for part in (
                 self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.given else self.dtype),
-                self.needs_grad is not None and f"x.requires_grad {self.needs_grad}",
+                ", ".join(f"{name} {value}" for name, value in self.alike),
                 self.op and f"op {self.op}",
                 self.root is not None and f"root {self.root}",
             )
@@ -76,10 +76,11 @@ def member_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
     return ranks[position]
 
 
-def agreement(rank: int, kind: str, ranks: Sequence[int], label: str, seq: int, needs_grad: bool) -> Call:
-    """A rank's word on a differentiable collective of parallel101's own, before its messages: to be compared, never waited for."""
-    others = tuple(r for r in ranks if r != rank)
-    return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), needs_grad)
+def agreement(rank: int, kind: str, ranks: Sequence[int], alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
+    """A rank's word on a collective of parallel101's own, before its messages: to be compared, never waited for. It is counted."""
+    others, label = tuple(r for r in ranks if r != rank), f"{kind} of {ranks}"
+    seq = counts[label] = counts.get(label, 0) + 1
+    return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), tuple((k, repr(v)) for k, v in alike.items()))
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
@@ -113,8 +114,9 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
                 return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {wanted}{pair}"
     elif tuple(ours.shape) != tuple(theirs.shape):
         return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}{pair}"
-    if ours.needs_grad != theirs.needs_grad:
-        return f"requires_grad is not the same on all ranks: {ours.needs_grad} and {theirs.needs_grad}{pair}"
+    for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
+        if our_value != their_value:
+            return f"{name} is not the same on all ranks: {our_value} and {their_value}{pair}"
     return None
 
 

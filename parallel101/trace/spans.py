@@ -6,7 +6,7 @@ Outside a recorded run both do nothing, so that library code can carry them for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ class Recorder(Protocol):
     def now(self) -> Any: ...
     def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any]) -> None: ...
     def compute(self, seconds: float) -> None: ...
-    def agree(self, kind: str, ranks: Sequence[int], needs_grad: bool) -> None: ...
+    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> None: ...
 
 
 _thread = threading.local()
@@ -51,11 +51,12 @@ def span(name: str, **labels: Any) -> Iterator[None]:
         target.add_span(name, start, target.now(), labels)
 
 
-def agree(kind: str, ranks: Sequence[int], needs_grad: bool) -> None:
-    """Let a checked run see that all `ranks` call the differentiable `kind` alike: a backward that some lack would wait for ever."""
+def agree(kind: str, ranks: Sequence[int], **alike: Any) -> None:
+    """Let a checked run see that all `ranks` call `kind` with the same arguments: a sum on one and a maximum on the other are neither, and
+    a backward that some of them lack would wait for ever."""
     target = recorder()
     if target is not None:
-        target.agree(kind, ranks, needs_grad)
+        target.agree(kind, ranks, alike)
 
 
 def compute(seconds: float) -> None:

@@ -128,6 +128,39 @@ def test_another_part_of_the_same_memory_may_change(backend):
     assert run.results == [[0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]] * 2
 
 
+UNALIKE = {  #  of parallel101's own collectives: what rank 1 says otherwise, and the word for it
+    "op": lambda r: p101.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
+    "dim": lambda r: p101.all_gather(torch.ones(2, 3), int(r == 1)),
+    "split_dim": lambda r: p101.all_to_all(torch.ones(3, 3), int(r == 1)),
+    "src": lambda r: p101.broadcast(torch.ones(2), int(r == 1)),
+    "dst": lambda r: p101.gather(torch.ones(2), int(r == 1)),
+    "algorithm": lambda r: p101.all_reduce(torch.ones(2), algorithm="rabenseifner" if r == 1 else "ring"),
+    "dtype": lambda r: p101.reduce_scatter(torch.ones(6, dtype=torch.int32 if r == 1 else torch.float32)),
+    "shape": lambda r: p101.all_reduce(torch.ones((3, 2) if r == 1 else (2, 3))),
+    "shape in the other dims": lambda r: p101.all_gather(torch.ones(2, 2 + (r == 1))),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("what", list(UNALIKE))
+def test_arguments_that_differ_between_ranks_are_named(what, backend):
+    with pytest.raises(p101.MisuseError, match=f"^{what} is not the same on all ranks: ") as raised:
+        p101.launch(lambda: UNALIKE[what](dist.get_rank()), world_size=3, backend=backend, trace=True)
+    assert raised.value.rank == 1 and __file__ in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_what_may_differ_between_ranks_is_no_misuse(backend):
+    def program():
+        rank, sizes = dist.get_rank(), [3, 0, 2]
+        shard = torch.full((2, sizes[rank]), float(rank))
+        assert p101.all_gather(shard, -1 if rank == 1 else 1, sizes=sizes).shape == (2, 5)  #  the same dim, counted from either end
+        assert p101.gather(shard, 2, 1, sizes=sizes).numel() == (10 if rank == 2 else 0)
+        assert p101.all_to_all(shard.expand(2, sizes[rank]), 0, 1, split_sizes=[1, 1, 0], concat_sizes=sizes).shape[0] == [1, 1, 0][rank]
+
+    p101.launch(program, world_size=3, backend=backend, trace=True)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("odd", [0, 2])
 def test_requires_grad_that_differs_is_named(backend, odd):
