@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  #  now: its functions' default is the default group at its import, and no rank's is right for the others
 
 from parallel101.backends import torch_private
 from parallel101.backends.network import Network
