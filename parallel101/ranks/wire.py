@@ -81,7 +81,13 @@ class _Pickler(cloudpickle.Pickler):
         self.memories: dict[int, _Memory] = {}
 
     def reducer_override(self, obj):
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_meta and not obj.is_quantized and not obj.is_conj():
+        if (
+            type(obj) is torch.Tensor
+            and obj.layout is torch.strided
+            and not (
+                obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg()  #  there is more to these than their memory: torch knows
+            )
+        ):
             wants_grad = obj.requires_grad and obj.is_leaf
             tensor = obj.detach().cpu()  #  a GPU tensor comes back on the CPU: the launching process may have none
             if tensor.untyped_storage().nbytes() > max(2 * tensor.nbytes, SMALL):

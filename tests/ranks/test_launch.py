@@ -67,6 +67,8 @@ def test_tensors_come_back_as_they_were():
             "graph": leaf * 2,
             "parameter": torch.nn.Parameter(torch.zeros(2)),
             "slice": torch.zeros(100_000)[3:5],
+            "conjugate": torch.tensor([1 + 2j]).conj(),
+            "negative": torch.tensor([1 + 2j]).conj().imag,
         }
 
     for rank, result in enumerate(p101.launch(program, world_size=2).results):
@@ -78,6 +80,7 @@ def test_tensors_come_back_as_they_were():
         assert result["empty"].shape == (0, 3)
         assert result["scalar"].dtype == torch.bool
         assert torch.equal(result["half"], torch.ones(3, dtype=torch.bfloat16))
+        assert result["conjugate"].tolist() == [1 - 2j] and result["negative"].tolist() == [-2]
         assert result["leaf"].requires_grad
         assert result["leaf"].is_leaf
         assert not result["graph"].requires_grad, "the graph stayed on its rank"
