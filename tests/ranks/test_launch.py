@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -139,6 +140,34 @@ def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch()
     first, second = p101.launch(lambda: (torch.get_num_threads(), torch.rand(3)), world_size=2).results
     assert first[0] == second[0] == 1
     assert torch.equal(first[1], second[1]), "as in two fresh processes: torch's default seed is fixed"
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_functions_taken_from_the_random_modules_draw_from_each_ranks_own_generators(world):
+    from random import Random, random, seed, shuffle
+
+    from torch import default_generator
+
+    rand, numpy_seed, hidden = np.random.rand, np.random.seed, np.random.mtrand._rand
+    mine = Random(3)
+
+    def program():
+        deck = list(range(30))
+        shuffle(deck)
+        first = random(), float(rand()), float(hidden.rand()), tuple(deck)
+        draws = []
+        for number in (random, rand, np.random.rand, sys.modules["random"].random, lambda: torch.rand((), generator=default_generator)):
+            seed(dist.get_rank()), numpy_seed(dist.get_rank()), torch.manual_seed(dist.get_rank())
+            dist.barrier()  #  the others seed theirs
+            draws.append(float(number()))
+        return first, mine.random(), draws[0] == draws[3], draws[1] == draws[2], draws[4]
+
+    once, again = (p101.launch(program, world_size=3, backend=world).results for _ in range(2))
+    first, own, python, numpy, of_torch = zip(*once, strict=True)
+    assert all(len(set(draws)) == 3 for draws in zip(*first, strict=True)) and len(set(of_torch)) == 3
+    assert own == (Random(3).random(),) * 3, "a generator of the program's own travels as it is"
+    assert all(python) and all(numpy)
+    assert (once == again) == (world == "sim")
 
 
 class Read:
