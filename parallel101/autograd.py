@@ -52,25 +52,31 @@ class Linear(Function):
         wanted = not isinstance(x, Tensor) or (x.requires_grad and is_grad_enabled())
         if not wanted and recorder() is None:
             return forward(x)  # no graph, and nobody who compares: the messages alone
-        return super().apply(x, group, forward, adjoint)
+        return super().apply(x, group, forward, adjoint)[0]
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> tuple[Tensor, Tensor]:
         ctx.shape, ctx.members, ctx.adjoint = tensor_of(x).shape, group_of(group), adjoint
-        return forward(x)
+        result, tie = forward(x), x.new_empty(0)  # tie: a second result, of nothing, that hangs on x as the first does
+        ctx.save_for_backward(tie)
+        return result, tie
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = gradients
+        g = gradients[0]
+        if is_grad_enabled():  # create_graph: ∂y hangs on x whatever the rank made of y, so that every rank's has a backward
+            g = g + ctx.saved_tensors[0].sum()
         gradient = g if ctx.members.position is None else ctx.adjoint(g, ctx.shape, ctx.members.size)
-        return gradient if gradient.numel() else g.new_zeros(ctx.shape), None, None, None
+        if not gradient.numel():  # zeros, but of the graph: their backward takes part in the messages
+            gradient = g.new_zeros(ctx.shape).add_(gradient.sum())
+        return gradient, None, None, None
 
 
 class Collective(Linear):
     """The same, called by every rank of the group alike: a checked run sees whether they all want a gradient or none does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint) -> tuple[Tensor, Tensor]:
         members = group_of(group)
         if members.position is not None:
             agree(_operation(ctx), members.ranks, ctx.needs_input_grad[0])
@@ -96,8 +102,8 @@ def reduction_adjoint(operation: str, op: str, adjoint: Adjoint) -> Adjoint:
 
 
 def stand_in(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """g at the root; on the others, where g is empty, what gives shape and dtype only and takes no memory."""
-    return g if g.shape == Size(shape) else g.new_empty(()).expand(shape)
+    """g at the root; on the others, where g is empty, what gives shape, dtype and graph only and takes no memory."""
+    return g if g.shape == Size(shape) else g.sum().expand(shape)
 
 
 def documented(raw_function: Public, backward: str) -> Callable[[Public], Public]:
