@@ -9,116 +9,19 @@ Beside this file: `point_to_point` (send ↔ receive), and `replicated` (gradien
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Size, Tensor, is_grad_enabled
-from torch.autograd import Function
+from torch import Size, Tensor
 
 from parallel101 import collectives as raw
+from parallel101.adjoint import Collective, documented, mirrored, reduction_adjoint, stand_in
 from parallel101.collectives import barrier
-from parallel101.collectives.checks import tensor_of
 from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
-from parallel101.trace.spans import agree, recorder
 
 __all__ = ["algorithms", "barrier"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
-
-Adjoint = Callable[[Tensor, Size, int], Tensor]  # (gradient of the result, shape of x, ranks in the group) → gradient of x
-Public = TypeVar("Public", bound=Callable[..., Any])
-
-# Backward an algorithm runs as its mirror image; this is its name there, where it is another.
-MIRRORED = {
-    "recursive_doubling": "recursive_halving",
-    "recursive_halving": "recursive_doubling",
-    "bruck": "recursive_halving",
-    "scatter_all_gather": "reduce_scatter_gather",
-    "reduce_scatter_gather": "scatter_all_gather",
-    "chain": "auto",
-}
-
-
-def mirrored(algorithm: str) -> str:
-    return MIRRORED.get(algorithm, algorithm)
-
-
-class Linear(Function):
-    """x ── forward ──▶ y        and back: ∂y ── adjoint ──▶ ∂x, zeros on a rank whose x no rank received."""
-
-    @classmethod
-    def apply(cls, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict | None = None) -> Tensor:
-        wanted = not isinstance(x, Tensor) or (x.requires_grad and is_grad_enabled())
-        if not wanted and recorder() is None:
-            return forward(x)  # no graph, and nobody who compares: the messages alone
-        return super().apply(x, group, forward, adjoint, alike or {})
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict) -> Tensor:
-        ctx.shape, ctx.members, ctx.adjoint = tensor_of(x).shape, group_of(group), adjoint
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = gradients
-        gradient = g if ctx.members.position is None else ctx.adjoint(g, ctx.shape, ctx.members.size)
-        return gradient if gradient.numel() else g.new_zeros(ctx.shape), None, None, None, None
-
-
-class Collective(Linear):
-    """The same, called by every rank of the group with the same arguments, which a checked run compares; so all want a gradient or none.
-
-    `alike` are those arguments, by name; and "uneven": the dim along which x may have another extent on each rank.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict) -> Tensor:
-        members = group_of(group)
-        if members.position is not None and recorder() is not None:
-            agree(_operation(ctx), members.ranks, **_terms(tensor_of(x), **alike), requires_grad=ctx.needs_input_grad[0])
-        return Linear.forward(ctx, x, group, forward, adjoint, alike)
-
-
-def _terms(x: Tensor, uneven: int | None = None, **alike: Any) -> dict[str, Any]:
-    """What must be the same on all ranks; dims counted from the front."""
-    dims = max(1, x.dim())
-    alike = {name: value % dims if name.endswith("dim") and isinstance(value, int) else value for name, value in alike.items()}
-    shape = [extent for dim, extent in enumerate(x.shape) if not isinstance(uneven, int) or dim != uneven % dims]
-    return {**alike, "dtype": x.dtype, "shape" if uneven is None else "shape in the other dims": tuple(shape)}
-
-
-def _operation(ctx: Any) -> str:
-    """ "AllReduceBackward", as torch calls the node, is an all_reduce."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(ctx).__name__.removesuffix("Backward")).lower()
-
-
-def reduction_adjoint(operation: str, op: str, adjoint: Adjoint) -> Adjoint:
-    """`adjoint`, where the reduction has one; a mean's is the sum's, over the number of ranks."""
-    if op == "sum":
-        return adjoint
-    if op == "mean":
-        return lambda g, shape, p: adjoint(g / p, shape, p)
-
-    def refuse(g: Tensor, shape: Size, p: int) -> Tensor:
-        raise NotImplementedError(f"{operation}(op={op!r}) has no backward here, only 'sum' and 'mean' have: call it on x.detach()")
-
-    return refuse
-
-
-def stand_in(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """g at the root; on the others, where g is empty, what gives shape and dtype only and takes no memory."""
-    return g if g.shape == Size(shape) else g.new_empty(()).expand(shape)
-
-
-def documented(raw_function: Public, backward: str) -> Callable[[Public], Public]:
-    """The public function says what its namesake without gradients says, and what its backward is."""
-
-    def document(function: Public) -> Public:
-        function.__doc__ = (raw_function.__doc__ or "").replace("no part of the graph", f"differentiable: backward is {backward}")
-        return function
-
-    return document
 
 
 class Broadcast(Collective):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallel101.autograd import Linear, stand_in
+from parallel101.adjoint import Linear, stand_in
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import nothing, root_of, tensor_of
 from parallel101.collectives.comm import Comm, comm_of

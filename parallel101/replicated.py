@@ -17,7 +17,7 @@ import torch
 from torch import Size, Tensor
 
 from parallel101 import collectives as raw
-from parallel101.autograd import Collective, reduction_adjoint
+from parallel101.adjoint import Collective, reduction_adjoint
 from parallel101.collectives import torus
 from parallel101.collectives.auto import check_algorithm
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of

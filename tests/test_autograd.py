@@ -135,18 +135,6 @@ def test_gradients_are_those_of_one_process():
             torch.testing.assert_close(grad, w.grad, rtol=1e-12, atol=1e-12)
 
 
-def second_derivative():
-    x = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad((autograd.all_reduce(x) ** 3).sum(), x, create_graph=True)
-    (again,) = torch.autograd.grad(grad.sum(), x)
-    return grad.item(), again.item()
-
-
-def test_a_backward_has_a_backward():
-    # the objective is p s³ with s = 1 + 2 + 3, its gradient by each x 3p s²; the sum of these over ranks has the gradient 6 p² s
-    assert p101.launch(second_derivative, world_size=3).results == [(3 * 3 * 36.0, 6 * 9 * 6.0)] * 3
-
-
 def backward_of_nothing():
     """A rank that got nothing calls backward too, and its x gets the gradient that is its due, zeros where none is."""
     x = torch.full((2, 2), 1.0, requires_grad=True)

@@ -126,6 +126,21 @@ def flat(tensors: Any) -> list[torch.Tensor]:
     return []
 
 
+def unfit(tensor: torch.Tensor, what: str) -> str | None:
+    """Why a tensor must not be passed to `what`, which reads and writes its memory as it lies, in words; None where it may."""
+    if not tensor.is_contiguous():
+        return (
+            f"a strided tensor to {what}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes "
+            "its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        return (
+            f"a lazily conjugated or negated tensor to {what}: gloo reads and writes its memory, which holds the conjugate or the negative "
+            "of its values. Send x.resolve_conj().resolve_neg(), and receive into a tensor of your own"
+        )
+    return None
+
+
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor holds now: all of it if it is small, else a sample spread over it, enough to see most changes."""
     return tensor.detach().clone() if tensor.nbytes <= WHOLE else _sample(tensor).clone()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.backends.clocks import CpuClock
-from parallel101.backends.describe import COLLECTIVES, flat, shares
+from parallel101.backends.describe import COLLECTIVES, flat, shares, unfit
 from parallel101.backends.works import Given, Posted, RecordedWork, WatchedWork, values
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import Call, Key, agreement, member_at
@@ -236,12 +236,8 @@ class RecordedGroup(dist.ProcessGroup):
         if self.ledger.tell is not None:
             self.ledger.tell(call)
         for tensor in tensors:
-            if not tensor.is_contiguous():
-                raise MisuseError(
-                    f"rank {call.rank} passes a strided tensor to {call.brief}: its strides are {tensor.stride()}, and gloo reads and "
-                    "writes its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is.",
-                    call.rank,
-                )
+            if problem := unfit(tensor, call.brief):
+                raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         self._collective("monitored_barrier", *args, **kwargs)

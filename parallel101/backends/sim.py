@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  #  now: its functions' default is the default group at its import, and no rank's is right for the others
 
 from parallel101.backends import torch_private
 from parallel101.backends.network import Network
@@ -24,6 +25,7 @@ from parallel101.backends.sim_clock import World
 from parallel101.backends.sim_core import on_one_core
 from parallel101.backends.sim_group import SimGroup, Traffic
 from parallel101.backends.sim_random import RandomStates
+from parallel101.backends.sim_work import meanwhile, until
 from parallel101.errors import DeadlockError, MisuseError
 
 STACK = 2 << 20  #  bytes of stack a rank's thread may use; what it does not touch costs nothing
@@ -86,7 +88,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
     before = torch_private.use_world(views[0])
     torch_private.name_groups_by_thread(True)
     try:
-        with on_one_core():
+        with on_one_core(), torch_private.ahead_of_futures(until, meanwhile):
             results = world.run(main)
     finally:
         torch_private.name_groups_by_thread(False)

@@ -58,6 +58,7 @@ class World:
         self._fruitless = 0
         self._agenda: dict[float, list[Happening]] = {}
         self._times: list[float] = []
+        self._threads: set[threading.Thread] = set()
         self._main = allocate_lock()
         self._job: Callable[[], None] | None = None
         self._job_done = allocate_lock()
@@ -67,13 +68,14 @@ class World:
         results: list[Any] = [None] * self.size
         self._main.acquire()
         self._job_done.acquire()
-        threads = []
+        threads: list[threading.Thread] = []
         for rank in self.ranks:
             arguments = (rank, rank_main, results)
             threads.append(threading.Thread(target=self._live, args=arguments, name=f"rank {rank.number}", daemon=True))
         try:
             for thread in threads:
                 thread.start()
+            self._threads = set(threading.enumerate())
             for rank in self.ranks:
                 self.wake(rank)
             self._ready, self._woken = self._woken[::-1], []
@@ -168,6 +170,10 @@ class World:
             self.block(rank)
         rank.asked_at = self.now
         rank.waiting = outer
+
+    def alone(self) -> bool:
+        """Whether no rank has started a thread that is still there."""
+        return set(threading.enumerate()) <= self._threads
 
     def on_main_thread(self, job: Callable[[], None]) -> None:
         """Do something on the thread that called `run`, where no rank's own modes (no_grad, default device, …) are in force."""

@@ -107,7 +107,7 @@ class SimGroup(Messenger):
         where = caller()
         spec = COLLECTIVES[method]
         for tensor in flat(args):
-            if not tensor.is_contiguous() or not tensor.is_cpu:
+            if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
                 refuse(tensor, spec.kind, member, where)
         told = spec.describe(args)
         if told.op is not None:

@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from parallel101.backends.describe import unfit
 from parallel101.backends.sim_clock import World
 from parallel101.backends.sim_messages import WHOLE, RecvWork, SendWork, block, contents
 from parallel101.backends.sim_rank import Rank
@@ -74,7 +75,7 @@ class Messenger(dist.ProcessGroup):
         work.future = None
         work.done = work.ended = work.waited = False
         work.where = where_from(sys._getframe(1))
-        if not tensor.is_contiguous() or not tensor.is_cpu:
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             refuse(tensor, "send", rank, work.where)
         work.group = self
         work.tensor = tensor
@@ -86,7 +87,10 @@ class Messenger(dist.ProcessGroup):
         work.dtype = tensor.dtype
         work.pointer = pointer = tensor.data_ptr()
         work.seen = block(nbytes).from_address(pointer).raw if nbytes <= WHOLE else contents(pointer, nbytes)
-        work.version = None if tensor.is_inference() else tensor._version
+        try:
+            work.version = tensor._version
+        except RuntimeError:  #  an inference tensor has none
+            work.version = None
         work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
         work.receive = None
         latency, bandwidth, work.stages = world.route(rank.number, peer)
@@ -131,7 +135,7 @@ class Messenger(dist.ProcessGroup):
         work.future = None
         work.done = work.waited = False
         work.where = where_from(sys._getframe(2))
-        if not tensor.is_contiguous() or not tensor.is_cpu:
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():  #  a complex one comes as pairs of real numbers
             refuse(tensor, "recv", rank, work.where)
         work.group = self
         work.tensor = tensor
@@ -175,10 +179,7 @@ class Messenger(dist.ProcessGroup):
 def refuse(tensor: torch.Tensor, kind: str, rank: Rank, where: str) -> None:
     """Say what is wrong with a tensor that must not be sent or received."""
     if tensor.is_cpu:
-        problem = (
-            f"a strided tensor to {kind}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes "
-            "its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is"
-        )
+        problem = unfit(tensor, kind)
     else:
         problem = f"a tensor on {tensor.device} to {kind}; virtual ranks have the CPU only: leave out the device, or take backend='nccl'"
     error = MisuseError(f"rank {rank.number} passes {problem}. At {where}", rank.number)

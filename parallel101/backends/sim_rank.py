@@ -30,8 +30,8 @@ class Rank:
     """A virtual rank: its thread's turn, its own clock (ahead of the world's while it computes), what it waits for."""
 
     __slots__ = (
-        *("agreed", "asked_at", "clock", "finished", "futures", "lock", "number", "order", "queued", "sending", "spans", "thread"),
-        *("waiting", "world"),
+        *("agreed", "asked_at", "clock", "finished", "futures", "lock", "number", "order", "promised", "queued", "sending", "spans"),
+        *("thread", "waiting", "world"),
     )
 
     def __init__(self, number: int, world: World):
@@ -49,6 +49,7 @@ class Rank:
         self.spans = 0
         self.agreed: dict[str, int] = {}
         self.asked_at = -1.0  #  when it last asked in vain whether a work is done
+        self.promised: list[Any] = []  #  works with a torch future that have not ended
         self.futures: list[Any] = []  #  works with a torch future that have ended, to be told so in the rank's own thread
 
     def happen(self) -> None:

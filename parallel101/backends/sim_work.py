@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from parallel101.backends import torch_private
 from parallel101.backends.sim_clock import World
 from parallel101.backends.sim_rank import Rank
 from parallel101.trace.calls import Call
+from parallel101.trace.spans import recorder
 
 if TYPE_CHECKING:
     _Work = dist.Work
@@ -65,6 +67,7 @@ class SimWork(_Work):
             if self.done:
                 self.settle()
             else:
+                self.rank.promised.append(self)
                 torch_private.after_backward(self.wait)
         return self.future
 
@@ -73,6 +76,7 @@ class SimWork(_Work):
         self.done = True
         rank = self.rank
         if self.future is not None:
+            rank.promised.remove(self)
             rank.futures.append(self)
             self.world.wake(rank)
         elif rank.waiting is self:
@@ -95,7 +99,8 @@ class SimFuture(torch.futures.Future):
     """The torch future of a work, or of what follows from it.
 
     C++ knows nothing of virtual time: where it waits for an unfinished future (as torch's DDP does at the end of its backward), it would
-    wait for ever. So a work whose future is taken during a backward is waited for at the end of it, before what C++ puts there.
+    wait for ever. So a work whose future is taken during a backward is waited for at the end of it, before what C++ puts there; and a
+    program that waits for a future of its own, or for several, waits for the works that may finish it first (below).
     """
 
     def __init__(self, work: SimWork):
@@ -120,3 +125,31 @@ class SimFuture(torch.futures.Future):
 
         self.add_done_callback(follow)
         return following
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Let virtual time pass until a future is done that the callbacks of this rank's works will set."""
+    rank = recorder()
+    if not isinstance(rank, Rank):  #  a thread that the program started: it may wait
+        return
+    while not done():
+        if rank.futures:  #  a callback waits for what the next one sets
+            rank.futures.pop(0).settle()
+        elif rank.promised:
+            outer, rank.waiting = rank.waiting, rank.promised[0]
+            rank.world.block(rank)
+            rank.waiting = outer
+        elif rank.world.alone() and not done():
+            raise RuntimeError(
+                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: it has no unfinished call whose get_future() "
+                "was taken. Set it, or take the future that then() returns"
+            )
+        else:
+            return  #  to another thread
+
+
+def meanwhile() -> None:
+    """A rank asked in vain whether a future is done: see World.poll."""
+    rank = recorder()
+    if isinstance(rank, Rank) and rank.promised:
+        rank.world.poll(rank, rank.promised[0])

@@ -5,12 +5,13 @@ Each function says what it relies on. tests/backends/test_torch_private.py fails
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from ctypes import string_at
 from typing import Any
@@ -95,6 +96,32 @@ def after_backward(callback: Callable[[], Any]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]) -> Iterator[None]:
+    """Before Python waits for an unfinished torch future, `waits(done)` is called; before it hears that one is unfinished, `asks()`.
+
+    Relies on Python's waiting for any future, torch.futures.wait_all and collect_all included, being a call of `torch._C.Future.wait`.
+    """
+    future: Any = torch._C.Future
+    wait, done = future.wait, future.done
+
+    def wait_first(self: Any) -> Any:
+        if not done(self):
+            waits(lambda: done(self))
+        return wait(self)
+
+    def ask_first(self: Any) -> bool:
+        if not done(self):
+            asks()
+        return done(self)
+
+    future.wait, future.done = wait_first, ask_first
+    try:
+        yield
+    finally:
+        future.wait, future.done = wait, done
 
 
 def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None, bool], AbstractContextManager[object]]) -> None:

@@ -21,7 +21,7 @@ def tensor_of(x: Tensor) -> Tensor:
         raise TypeError(f"x is a {type(x).__name__}: expected a tensor, the same shape and dtype as the other ranks'")
     if x.layout != torch.strided:
         raise TypeError(f"x has layout {x.layout}: expected a dense tensor; x.to_dense() makes one")
-    return x.detach()
+    return x.detach().resolve_conj().resolve_neg()  # z.conj() is a mark on z's memory, which a message would not carry
 
 
 def dim_of(x: Tensor, dim: int, name: str = "dim") -> int:

@@ -150,17 +150,25 @@ def all_gather(x: Tensor, *, group: GroupLike = None, sizes: Sequence[int] | Non
 
 def packed(x: Tensor) -> Tensor:
     """x without its graph, if it can be sent as it lies. Raises ValueError otherwise: a copy would hide what x becomes meanwhile."""
-    x = tensor_of(x)
+    x = as_it_lies(x, "x")
     if x.dim() == 0 or not x.is_contiguous():
         raise ValueError(f"x has shape {tuple(x.shape)} and strides {x.stride()}: expected a contiguous tensor of one dim or more")
     return x
+
+
+def as_it_lies(x: Tensor, name: str) -> Tensor:
+    """x without its graph. Raises ValueError where that is a copy, because its memory holds the conjugate or the negative of its values."""
+    values = tensor_of(x)
+    if values.data_ptr() != x.data_ptr():
+        raise ValueError(f"{name} is lazily conjugated or negated: expected what {name}.resolve_conj().resolve_neg() gives")
+    return values
 
 
 def room(out: Tensor | None, x: Tensor, shape: Sequence[int]) -> Tensor:
     """`out` if a result of this shape fits into it, or fresh memory."""
     if out is None:
         return x.new_empty(shape)
-    out = tensor_of(out)
+    out = as_it_lies(out, "out")
     if out.shape != torch.Size(shape) or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
         raise ValueError(
             f"out is {out.dtype} of shape {tuple(out.shape)}, strides {out.stride()}, on {out.device}: "

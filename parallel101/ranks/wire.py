@@ -14,11 +14,12 @@ import importlib
 import io
 import mmap
 import pickle
+import random
 import socket
 import struct
 import sys
 import threading
-from types import ModuleType
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -75,13 +76,29 @@ def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseExcept
     return error
 
 
+def _home(obj: Any) -> tuple[Any, str] | None:
+    """Where to find what each process has one of: a global random generator, or (`from random import shuffle`) a method of one.
+
+    By value all ranks would draw the same numbers. On sim a module's functions are those of the rank that runs.
+    """
+    generators = [(random, random._inst)]
+    if numpy := sys.modules.get("numpy.random"):
+        generators.append((numpy, numpy.mtrand._rand))
+        if obj is numpy.mtrand._rand:
+            return numpy.mtrand, "_rand"
+    if isinstance(obj, MethodType | BuiltinMethodType):
+        return next(((m, obj.__name__) for m, generator in generators if obj.__self__ is generator and hasattr(m, obj.__name__)), None)
+    return (torch, "default_generator") if obj is torch.default_generator else None
+
+
 class _Pickler(cloudpickle.Pickler):
     def __init__(self, file, buffers):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self.memories: dict[int, _Memory] = {}
 
     def reducer_override(self, obj):
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_meta and not obj.is_quantized and not obj.is_conj():
+        dense = type(obj) is torch.Tensor and obj.layout is torch.strided
+        if dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg()):  #  these are not what their memory holds
             wants_grad = obj.requires_grad and obj.is_leaf
             tensor = obj.detach().cpu()  #  a GPU tensor comes back on the CPU: the launching process may have none
             if tensor.untyped_storage().nbytes() > max(2 * tensor.nbytes, SMALL):
@@ -91,6 +108,8 @@ class _Pickler(cloudpickle.Pickler):
             return _tensor, (memory, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), wants_grad)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)  #  torch's config modules: cloudpickle knows modules of the plain type only
+        if home := _home(obj):
+            return getattr, home
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _exception, (type(obj), obj.args, obj.__dict__)
         return super().reducer_override(obj)

@@ -5,9 +5,10 @@ Outside a recorded run both do nothing, so that library code can carry them for 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 
@@ -37,18 +38,40 @@ def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> N
         _process[0] = target
 
 
-@contextmanager
+@contextlib.contextmanager
 def span(name: str, **labels: Any) -> Iterator[None]:
-    """Name what happens inside in the record, with labels such as `microbatch=3`."""
+    """Name what happens inside in the record, with labels such as `microbatch=3`, which it keeps as they are now: see `plain`."""
     target = recorder()
     if target is None:
         yield
         return
+    labels = {key: plain(value) for key, value in labels.items()}
     start = target.now()
     try:
         yield
     finally:
-        target.add_span(name, start, target.now(), labels)
+        target.add_span(str(name), start, target.now(), labels)
+
+
+def plain(value: Any) -> Any:
+    """A label as JSON can hold it, so that no record is lost for one: numbers, strings, None, lists and dicts of such stay what they are.
+
+    A tensor or NumPy array of 0 dims is its number, a tuple a list; of anything else, NaN and infinity too, the record has the text.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        with contextlib.suppress(Exception):  # a tensor on the meta device has no number
+            return plain(value.item())
+    return str(value)
 
 
 def agree(kind: str, ranks: Sequence[int], **alike: Any) -> None:

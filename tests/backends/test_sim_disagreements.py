@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.errors import MisuseError
+from tests.collectives.cases import negative
 
 from .programs import simulate
 
@@ -20,6 +21,8 @@ from .programs import simulate
         (lambda r: dist.broadcast(torch.ones(2), 1 if r == 2 else 0), 2, "roots.*0.*1"),
         (lambda r: dist.barrier() if r == 1 else dist.all_reduce(torch.ones(1)), 1, "different operations: all_reduce and barrier"),
         (lambda r: dist.all_reduce(torch.ones(4, 4).t()[:2] if r == 1 else torch.ones(2, 4)), 1, "strided"),
+        (lambda r: dist.all_reduce(negative(torch.ones(2)) if r == 1 else torch.ones(2)), 1, "lazily conjugated or negated"),
+        (lambda r: dist.reduce(torch.ones(2).cfloat().conj() if r == 1 else torch.ones(2).cfloat(), 0), 1, "lazily conjugated or negated"),
         (lambda r: dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 1, 1], [1, 1, 1] if r else [2, 1, 0]), 0, "expects 4 bytes"),
     ],
 )

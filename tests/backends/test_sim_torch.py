@@ -1,4 +1,4 @@
-"""Torch's own DDP, FSDP2 and DTensor run unchanged on the sim, and give what one process does."""
+"""Torch's own DDP, FSDP2, DTensor and differentiable collectives run unchanged on the sim, and give what one process or gloo does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
 
 from .programs import run, trace
 
@@ -87,3 +89,44 @@ def test_torchs_dtensor(n):
         torch.testing.assert_close(rows.full_tensor(), a @ b)
 
     assert {"reduce_scatter", "all_gather"} <= {e.kind for e in trace(run(program, n)).events}
+
+
+def differentiable_collectives():
+    """Each of torch.distributed.nn's functions: what it gives, and the gradients of what is put in."""
+    import warnings
+
+    import torch.distributed.nn.functional as functional  #  by each rank, as programs do
+
+    warnings.simplefilter("ignore", FutureWarning)  #  torch is about to rename them
+    p, rank = dist.get_world_size(), dist.get_rank()
+
+    def given(salt: int) -> torch.Tensor:
+        return torch.randn(p, generator=torch.Generator().manual_seed(10 * rank + salt), dtype=torch.float64)
+
+    def room() -> list[torch.Tensor]:
+        return [torch.zeros(p, dtype=torch.float64) for _ in range(p)]
+
+    calls = {
+        "broadcast": lambda *x: functional.broadcast(x[0], 1),
+        "gather": lambda *x: functional.gather(x[0], 1),
+        "scatter": lambda *x: functional.scatter(list(x), 1),
+        "reduce": lambda *x: functional.reduce(x[0], 1) * (rank == 1),  #  elsewhere it is anything
+        "reduce_scatter": lambda *x: functional.reduce_scatter(room()[0], list(x)),
+        "all_gather": lambda *x: functional.all_gather(x[0]),
+        "all_to_all": lambda *x: functional.all_to_all(room(), list(x)),
+        "all_to_all_single": lambda *x: functional.all_to_all_single(room()[0], x[0]),
+        "all_reduce": lambda *x: functional.all_reduce(x[0]),
+    }
+    found = {}
+    for name, call in calls.items():
+        x = [given(i).requires_grad_() for i in range(p)]
+        results = call(*x)
+        results = results if isinstance(results, tuple) else (results,)
+        sum((y * given(i)).sin().sum() for i, y in enumerate(results)).backward()
+        found[name] = [t.tolist() for t in results], [None if t.grad is None else t.grad.tolist() for t in x]
+    return found
+
+
+def test_torchs_differentiable_collectives_give_what_they_do_on_gloo():
+    gloo, sim = (p101.launch(differentiable_collectives, world_size=2, backend=backend).results for backend in ("gloo", "sim"))
+    assert sim == gloo  #  two values have one sum: to the last bit

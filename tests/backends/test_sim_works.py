@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from parallel101.backends.network import Network
 from parallel101.bench.simulation import round_the_ring
+from parallel101.errors import DeadlockError
 
-from .programs import run, trace
+from .programs import run, simulate, trace
 
 
 @pytest.mark.parametrize("eager", [0, 1 << 20])
@@ -54,6 +56,63 @@ def test_a_future_brings_the_tensor():
         return work.get_future().then(lambda future: future.value()[0] + 1).wait().tolist()
 
     assert run(program, 2).results == [[1.0, 1.0]] * 2
+
+
+def summed(amount: float) -> torch.futures.Future:
+    return dist.all_reduce(torch.full((2,), amount), async_op=True).get_future()
+
+
+def set_by(future: torch.futures.Future) -> torch.futures.Future:
+    """A future of the program's own, which the first one's callback sets."""
+    own: torch.futures.Future = torch.futures.Future()
+    future.add_done_callback(lambda done: own.set_result(done.value()[0]))
+    return own
+
+
+def asked_until_done(future: torch.futures.Future) -> torch.Tensor:
+    while not future.done():
+        pass
+    return future.value()
+
+
+FUTURES = {  # each gives the sum of two ranks' 1, from futures in the ways a program may wait for them
+    "wait_all": lambda: torch.futures.wait_all([summed(2.0), summed(1.0)])[1][0],
+    "collect_all": lambda: torch.futures.collect_all([summed(2.0), summed(1.0)]).wait()[1].value()[0],
+    "collect_all, asked": lambda: asked_until_done(torch.futures.collect_all([summed(2.0), summed(1.0)]))[1].value()[0],
+    "one's own": lambda: set_by(summed(1.0)).wait(),
+    "one's own, asked": lambda: asked_until_done(set_by(summed(1.0))),
+    "one's own, then": lambda: set_by(summed(0.5)).then(lambda done: done.value() * 2).wait(),
+    "one's own among others": lambda: torch.futures.wait_all([summed(2.0), set_by(summed(1.0))])[1],
+    "in a callback": lambda: summed(2.0).then(lambda _: set_by(summed(1.0)).wait()).wait(),
+    "set before": lambda: (summed(1.0).wait(), set_by(summed(1.0)).wait())[1],
+}
+
+
+@pytest.mark.parametrize("way", FUTURES)
+def test_whichever_way_a_program_waits_for_futures_virtual_time_passes(way):
+    assert run(lambda rank: FUTURES[way]().tolist(), 2, Network(latency=1.0)).results == [[2.0, 2.0]] * 2
+
+
+def test_a_future_that_nothing_will_set_is_an_error_at_once():
+    outcome = simulate(lambda rank: torch.futures.Future().wait(), 2)
+    with pytest.raises(RuntimeError, match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future"):
+        raise outcome.errors[0]
+
+
+def test_a_deadlock_in_a_future_of_ones_own_names_the_call_that_does_not_end():
+    error = simulate(lambda rank: set_by(summed(1.0)).wait() if rank == 0 else dist.recv(torch.ones(1), 0), 2).error
+    with pytest.raises(DeadlockError, match=r"rank 0 waits in all_reduce(.|\n)*rank 1 waits in recv"):
+        raise error
+
+
+def test_a_thread_of_the_programs_own_may_set_a_future():
+    def program(rank):
+        future: torch.futures.Future = torch.futures.Future()
+        thread = threading.Thread(target=future.set_result, args=(rank,))
+        thread.start()
+        return future.wait()
+
+    assert run(program, 2).results == [0, 1]
 
 
 def test_who_asked_whether_a_send_is_over_may_write():

@@ -50,6 +50,23 @@ def test_torch_reads_its_world_at_each_use():
         assert torch_private.use_world(before) is world
 
 
+def test_python_hears_of_every_wait_for_an_unfinished_future():
+    heard: list[str] = []
+    future: torch.futures.Future = torch.futures.Future()
+
+    def set_it(done) -> None:
+        heard.append("wait")
+        assert not done()
+        future.set_result(1)
+        assert done()
+
+    with torch_private.ahead_of_futures(set_it, lambda: heard.append("ask")):
+        both = torch.futures.collect_all([future, future.then(lambda f: f.value() + 1)])
+        seen = both.done(), [f.wait() for f in both.wait()], future.wait()
+    assert seen == (False, [1, 2], 1) and heard == ["ask", "wait"], moved("torch._C.Future, or how torch.futures waits", "sim")
+    assert not torch.futures.Future().done() and heard == ["ask", "wait"]
+
+
 def test_something_can_be_called_at_the_end_of_a_backward():
     called: list[str] = []
 

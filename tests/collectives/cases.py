@@ -42,6 +42,11 @@ def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) 
     return ((count * 5 + rank * 3) % 13 + 1).to(dtype)
 
 
+def negative(x: Tensor) -> Tensor:
+    """−x as a mark on the memory of x (contiguous, an even number of floats), as torch makes it of the imaginary part of a conjugate."""
+    return torch.view_as_complex(x.view(x.numel() // 2, 2)).conj().imag.as_strided(x.shape, x.stride(), 0)
+
+
 def combined(xs: Sequence[Tensor], op: str) -> Tensor:
     stacked = torch.stack(list(xs))
     if op == "sum":

@@ -13,7 +13,7 @@ from parallel101 import collectives
 from parallel101.backends.network import Network
 from parallel101.collectives import pending
 from parallel101.mesh import group_of, split_sizes
-from tests.collectives.cases import OPS, answer, on_backends, values
+from tests.collectives.cases import OPS, answer, negative, on_backends, values
 
 SHAPES = [(1,), (7,), (12,), (5, 3), (0, 2)]
 GROUPS = {"all": lambda p: None, "turned": lambda p: list(reversed(range(p)))[: max(1, p - 1)]}
@@ -119,6 +119,8 @@ def test_what_does_not_fit_is_an_error_before_any_message():
         (lambda: pending.all_reduce(x, out=torch.ones(3, 4)), r"expected contiguous torch.float32 of shape \(4, 3\)"),
         (lambda: pending.reduce_scatter(x, sizes=[3]), "sum to 3"),
         (lambda: pending.all_gather(x, out=x.double()), "out is torch.float64"),
+        (lambda: pending.all_reduce(negative(x)), "x is lazily conjugated or negated"),
+        (lambda: pending.all_reduce(x, out=negative(x)), "out is lazily conjugated or negated"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -7,7 +7,20 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from tests.collectives.cases import MOVING, OPS, REDUCING, ROOTED, WITH_DIM, answer, arguments, differs, on_backends, transposed, values
+from tests.collectives.cases import (
+    MOVING,
+    OPS,
+    REDUCING,
+    ROOTED,
+    WITH_DIM,
+    answer,
+    arguments,
+    differs,
+    negative,
+    on_backends,
+    transposed,
+    values,
+)
 
 GLOO, SIM = (1, 2, 3, 5), (1, 2, 3, 4, 5, 6, 7, 8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -83,6 +96,32 @@ def roots_ops_strides_and_dtypes():
 @on_backends(gloo=GLOO, sim=SIM)
 def test_any_root_op_stride_and_dtype(backend, world_size):
     assert p101.launch(roots_ops_strides_and_dtypes, world_size=world_size, backend=backend).results == [[]] * world_size
+
+
+def conjugate(x):
+    return torch.complex(x, 3 * x).conj()
+
+
+def conjugates_and_negatives():
+    """Each operation of a marked tensor, and its backward with a marked gradient: what is wrong."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for mark in (negative, conjugate):
+        x = mark(values(rank, (2 * p, 2 * p)))
+        plain = x.resolve_conj().resolve_neg().requires_grad_()
+        assert plain.data_ptr() != x.data_ptr()
+        for operation, name, function in each_algorithm(MOVING | REDUCING):
+            fault = differs(function(plain), function, x)
+            y = getattr(p101, operation)(plain, algorithm=name)
+            g = mark(values(rank, y.shape))
+            (one,), (other,) = (torch.autograd.grad(y, plain, h, retain_graph=True) for h in (g, g.resolve_conj().resolve_neg()))
+            wrong += [(operation, name, mark.__name__, fault)] * (bool(fault) or not torch.equal(one, other))
+    return wrong
+
+
+@on_backends(gloo=[2], sim=[1, 3])
+def test_a_conjugate_or_negative_that_is_but_a_mark_on_memory(backend, world_size):
+    assert p101.launch(conjugates_and_negatives, world_size=world_size, backend=backend).results == [[]] * world_size
 
 
 def uneven_shards():

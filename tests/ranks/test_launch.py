@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -67,6 +68,8 @@ def test_tensors_come_back_as_they_were():
             "graph": leaf * 2,
             "parameter": torch.nn.Parameter(torch.zeros(2)),
             "slice": torch.zeros(100_000)[3:5],
+            "conjugate": torch.tensor([1 + 2j]).conj(),
+            "negative": torch.tensor([1 + 2j]).conj().imag,
         }
 
     for rank, result in enumerate(p101.launch(program, world_size=2).results):
@@ -78,6 +81,7 @@ def test_tensors_come_back_as_they_were():
         assert result["empty"].shape == (0, 3)
         assert result["scalar"].dtype == torch.bool
         assert torch.equal(result["half"], torch.ones(3, dtype=torch.bfloat16))
+        assert result["conjugate"].tolist() == [1 - 2j] and result["negative"].tolist() == [-2]
         assert result["leaf"].requires_grad
         assert result["leaf"].is_leaf
         assert not result["graph"].requires_grad, "the graph stayed on its rank"
@@ -136,6 +140,34 @@ def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch()
     first, second = p101.launch(lambda: (torch.get_num_threads(), torch.rand(3)), world_size=2).results
     assert first[0] == second[0] == 1
     assert torch.equal(first[1], second[1]), "as in two fresh processes: torch's default seed is fixed"
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_functions_taken_from_the_random_modules_draw_from_each_ranks_own_generators(world):
+    from random import Random, random, seed, shuffle
+
+    from torch import default_generator
+
+    rand, numpy_seed, hidden = np.random.rand, np.random.seed, np.random.mtrand._rand
+    mine = Random(3)
+
+    def program():
+        deck = list(range(30))
+        shuffle(deck)
+        first = random(), float(rand()), float(hidden.rand()), tuple(deck)
+        draws = []
+        for number in (random, rand, np.random.rand, sys.modules["random"].random, lambda: torch.rand((), generator=default_generator)):
+            seed(dist.get_rank()), numpy_seed(dist.get_rank()), torch.manual_seed(dist.get_rank())
+            dist.barrier()  #  the others seed theirs
+            draws.append(float(number()))
+        return first, mine.random(), draws[0] == draws[3], draws[1] == draws[2], draws[4]
+
+    once, again = (p101.launch(program, world_size=3, backend=world).results for _ in range(2))
+    first, own, python, numpy, of_torch = zip(*once, strict=True)
+    assert all(len(set(draws)) == 3 for draws in zip(*first, strict=True)) and len(set(of_torch)) == 3
+    assert own == (Random(3).random(),) * 3, "a generator of the program's own travels as it is"
+    assert all(python) and all(numpy)
+    assert (once == again) == (world == "sim")
 
 
 class Read:

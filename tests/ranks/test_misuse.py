@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from tests.collectives.cases import negative
 
 MISUSES = {
     "different op": (lambda r: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM), "different reductions"),
@@ -23,6 +24,11 @@ MISUSES = {
     "message shape": (lambda r: dist.send(torch.ones(6), 1) if r == 0 else dist.recv(torch.ones(2, 3), 0), "different shapes"),
     "strided collective": (lambda r: dist.all_reduce(torch.ones(4, 4)[:, r]), "strided"),
     "strided message": (lambda r: dist.send(torch.ones(4, 4)[:, 0], 1) if r == 0 else dist.recv(torch.ones(4), 0), "strided"),
+    "negated collective": (lambda r: dist.all_reduce(negative(torch.ones(2)) if r else torch.ones(2)), "lazily conjugated or negated"),
+    "negated message": (
+        lambda r: dist.send(negative(torch.ones(2)), 1) if r == 0 else dist.recv(torch.ones(2), 0),
+        "lazily conjugated or negated",
+    ),
 }
 
 

@@ -1,0 +1,64 @@
+"""Spans: whatever a program labels them with, the record can be kept."""
+
+from __future__ import annotations
+
+import enum
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import parallel101 as p101
+
+COLOUR = enum.IntEnum("COLOUR", "RED")
+LABELS = {  # what is given: what the record has
+    "number": (3, 3),
+    "text": ("ring", "ring"),
+    "nothing": (None, None),
+    "yes": (True, True),
+    "nested": ({"a": [1, 2.5, {"b": None}]}, {"a": [1, 2.5, {"b": None}]}),
+    "tuple": ((1, (2, "x")), [1, [2, "x"]]),
+    "shape": (torch.Size([2, 3]), [2, 3]),
+    "keys": ({1: 2, (3, 4): 5}, {"1": 2, "(3, 4)": 5}),
+    "enum": (COLOUR.RED, 1),
+    "loss": (torch.tensor(1.5, requires_grad=True), 1.5),
+    "losses": ([torch.tensor(1), np.float32(0.5)], [1, 0.5]),
+    "wide": (np.float64(0.25), 0.25),
+    "array": (np.array(7), 7),
+    "half": (torch.tensor(2.0, dtype=torch.bfloat16), 2.0),
+    "matrix": (torch.ones(2), "tensor([1., 1.])"),
+    "meta": (torch.ones((), device="meta"), "tensor(..., device='meta', size=())"),
+    "complex": (torch.tensor(1 + 2j), "(1+2j)"),
+    "nan": (torch.tensor(float("nan")), "nan"),
+    "infinite": (-float("inf"), "-inf"),
+    "dtype": (torch.float32, "torch.float32"),
+    "set": ({1}, "{1}"),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_labels_of_any_kind_are_kept_as_json_can_hold_them(backend, tmp_path):
+    def program():
+        with p101.span("labelled", **{name: given for name, (given, _) in LABELS.items()}):
+            pass
+
+    trace = p101.launch(program, world_size=1, backend=backend, trace=True).trace
+    (span,) = trace.spans("labelled")
+    expected = {name: kept for name, (_, kept) in LABELS.items()}
+    assert span.args == expected
+    assert {name: type(value) for name, value in span.args.items()} == {name: type(kept) for name, kept in expected.items()}
+    trace.save(tmp_path / "trace.json")
+    assert p101.Trace.load(tmp_path / "trace.json").events == trace.events
+    trace.to_chrome(tmp_path / "chrome.json")
+    json.loads((tmp_path / "chrome.json").read_text(), parse_constant=pytest.fail)  # NaN is none of JSON's numbers
+
+
+def test_a_label_is_what_it_was_when_the_span_began():
+    def program():
+        steps, loss = [1], torch.tensor(1.0)
+        with p101.span("step", steps=steps, loss=loss):
+            steps.append(2), loss.add_(1)
+
+    (span,) = p101.launch(program, world_size=1, backend="sim").trace.spans("step")
+    assert span.args == {"steps": [1], "loss": 1.0}
