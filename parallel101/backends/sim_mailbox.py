@@ -87,10 +87,6 @@ class Messenger(dist.ProcessGroup):
         work.dtype = tensor.dtype
         work.pointer = pointer = tensor.data_ptr()
         work.seen = block(nbytes).from_address(pointer).raw if nbytes <= WHOLE else contents(pointer, nbytes)
-        try:
-            work.version = tensor._version
-        except RuntimeError:  #  an inference tensor has none
-            work.version = None
         work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
         work.receive = None
         latency, bandwidth, work.stages = world.route(rank.number, peer)

@@ -121,7 +121,7 @@ class RecvWork(MessageWork):
 class SendWork(MessageWork):
     """A send, and the message itself on its way through the links."""
 
-    __slots__ = ("data", "duration", "ended", "order", "payload", "receive", "seen", "seq", "stages", "started", "version")
+    __slots__ = ("data", "duration", "ended", "order", "payload", "receive", "seen", "seq", "stages", "started")
     kind = "send"
     receive: RecvWork | None
     stages: tuple[tuple[int, ...], ...]
@@ -130,9 +130,8 @@ class SendWork(MessageWork):
     seq: int  #  among what was sent on this channel
     started: float
     ended: bool
-    seen: bytes  #  what the tensor held when it was sent, whole or in samples
+    seen: bytes | None  #  what the tensor held when it was sent, whole or in samples; None: the sender may change it
     data: bytes | None  #  what is on its way
-    version: int | None  #  the tensor's, when last looked at; None: nothing more to look at
     payload: list | None
 
     def wait(self, timeout: object = None) -> bool:
@@ -148,19 +147,12 @@ class SendWork(MessageWork):
         return done
 
     def let_go(self) -> None:
-        """From now on the sender may write to its tensor. Did it so before? (Also by x.data or NumPy, which no version counts.)"""
-        if self.version is not None and contents(self.pointer, self.nbytes) != self.seen:
+        """From now on the sender may write to its tensor. Did it so before?"""
+        seen, self.seen = self.seen, None
+        if seen is not None and contents(self.pointer, self.nbytes) != seen:
             raise self.misused()
-        self.version = None
         if self.future is None:
-            self.tensor, self.seen = None, b""
-
-    def changed(self) -> bool:
-        """Whether the tensor is no longer what was sent. (Its version counts what is written to other views of its memory as well.)"""
-        if self.version is None or self.tensor._version == self.version:  # type: ignore[union-attr]
-            return False
-        self.version = self.tensor._version  # type: ignore[union-attr]
-        return contents(self.pointer, self.nbytes) != self.seen
+            self.tensor = None
 
     def misused(self) -> MisuseError:
         me = self.rank
@@ -175,8 +167,6 @@ class SendWork(MessageWork):
     def start(self, now: float) -> None:
         """The links are there: the bytes leave."""
         self.started = now
-        if self.changed():
-            self.misused()
         self.data = self.seen if self.nbytes <= WHOLE else block(self.nbytes).from_address(self.pointer).raw
 
     def happen(self) -> None:
