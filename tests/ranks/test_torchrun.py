@@ -19,30 +19,34 @@ SCRIPT = """
 
     first = p101.launch(total, world_size=int(sys.argv[1]), trace=True)
     second = p101.launch(lambda k: k + dist.get_rank(), 10, world_size=int(sys.argv[1]))
-    if "fail" in sys.argv:
-        p101.launch(lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(), world_size=2)
+    def change():
+        x = torch.ones(4)
+        work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
+        x.mul_(2)
+        work.wait()
+
+    def op():
+        return (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
+
+    wrong = [  #  after each of these the job goes on
+        (lambda: None, {"world_size": 3}),
+        (lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(), {}),
+        (lambda: dist.all_reduce(torch.ones(2), op=op()), {"trace": True}),
+        (change, {"trace": True}),
+        (lambda: (i for i in range(3)) if dist.get_rank() == 1 else None, {}),
+    ]
+    for function, options in wrong if "caught" in sys.argv else []:
+        try:
+            p101.launch(function, **options)
+        except Exception as error:
+            sys.stderr.write(f"caught {type(error).__name__}: {error}\\n")
     if "deadlock" in sys.argv:
         p101.launch(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), world_size=2)
-    if "misuse" in sys.argv:
-        op = lambda: (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
-        p101.launch(lambda: dist.all_reduce(torch.ones(2), op=op()), world_size=2, trace=True)
-    if "changed" in sys.argv:
-        def change():
-            x = torch.ones(4)
-            work = dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0)
-            x.mul_(2)
-            work.wait()
-        try:
-            p101.launch(change, world_size=2, trace=True)
-        except p101.MisuseError as error:
-            sys.exit(f"caught: {error}")
     if "sizes" in sys.argv:  #  gloo waits for ever
         p101.launch(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), world_size=2, trace=True)
     if "order" in sys.argv:
         calls = [dist.barrier, lambda: dist.all_reduce(torch.ones(1))]
         p101.launch(lambda: [call() for call in calls[:: 1 - 2 * dist.get_rank()]], world_size=2)
-    if "result" in sys.argv:
-        p101.launch(lambda: (i for i in range(3)) if dist.get_rank() == 1 else None, world_size=2)
     if "absent" in sys.argv and os.environ["RANK"] == "1":
         p101.launch(total, world_size=2, timeout=1)
     if "abort" in sys.argv:
@@ -83,22 +87,26 @@ def test_by_torchrun(script):
     assert done.stdout.splitlines() == [SAID, SAID], done.stderr
 
 
-def test_a_world_size_that_is_not_the_jobs(script):
-    done = _torchrun(script, "3")
-    assert done.returncode
-    assert "world_size is 3, but this job has 2 ranks" in done.stderr
+def test_errors_that_leave_the_job_alive_can_be_caught_and_are_what_python_raises(script):
+    done = _torchrun(script, "2", "caught")
+    assert done.returncode == 0 and done.stdout.splitlines() == [SAID, SAID], done.stderr
+    caught = [line.removeprefix("caught ") for line in done.stderr.splitlines() if line.startswith("caught ")]
+    for said, ranks in [
+        ("ValueError: world_size is 3, but this job has 2 ranks", 2),
+        ("RankFailed: rank 1 raised ZeroDivisionError", 2),
+        ("MisuseError: the ranks use different reductions: sum and max", 2),
+        ("MisuseError: rank 0 changed a tensor", 1),
+        ("RankFailed: rank 1 returned a generator that can't be pickled", 1),
+    ]:
+        assert sum(said.split(": ", 1)[0] in line and said.split(": ", 1)[1] in line for line in caught) >= ranks, (said, caught)
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("fail", "rank 1 raised ZeroDivisionError"),
         ("deadlock", "rank 0 waits in recv from rank 1"),
-        ("misuse", "different reductions: sum and max"),
-        ("changed", "caught: rank 0 changed a tensor"),
         ("sizes", "different shapes: (2,) and (3,)"),
         ("order", "all_reduce on rank 1"),
-        ("result", "rank 1 returned a generator that can't be pickled"),
         ("absent", "rank 0 had not come to this launch"),
         ("abort", f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>'),
     ],
