@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ def copied(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if g is None else g.detach().clone() for name, g in gradients.items()}
 
 
+@cache  #  virtual ranks share it, as they share all modules
 def one_process(task: Task, optimizer: str, clip_norm: float | None, steps: int = STEPS) -> Outcome:
     """The whole batch at once, in plain torch."""
     model = task.build()
