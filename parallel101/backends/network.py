@@ -128,22 +128,23 @@ class Network:
         _check_bandwidth("bandwidth", self.bandwidth)
         if not _is_number(self.eager) or not self.eager >= 0:
             raise ValueError(f"eager is the size in bytes up to which messages go ahead of their receive, 0 or more; got {self.eager!r}")
-        if not hasattr(self.topology, "router"):
-            raise ValueError(f"topology is made by Network.ring, Network.torus or Network.two_level; got {self.topology!r}")
+        topology: object = self.topology
+        if isinstance(topology, Network) or not hasattr(topology, "router"):
+            raise ValueError(f"another topology is Network.ring(…), Network.torus(…) or Network.two_level(…); got {self.topology!r}")
 
     @classmethod
     def ring(cls, *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0) -> Network:
         """Every rank has a link to its right neighbour and, where bidirectional, one to its left neighbour as well."""
-        return cls(latency, bandwidth, eager, Torus(None, bool(bidirectional)))
+        return cls(latency, bandwidth, eager, Torus(None, _checked_flag(bidirectional)))
 
     @classmethod
     def torus(
         cls, shape: Sequence[int], *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0
     ) -> Network:
         """A ring along each axis of `shape`, whose product is the world size; the last axis runs fastest, as in a DeviceMesh."""
-        if not shape or not all(isinstance(n, int) and n >= 1 for n in shape):
+        if not isinstance(shape, Sequence) or not shape or not all(type(n) is int and n >= 1 for n in shape):
             raise ValueError(f"the shape of a torus is a tuple of axis lengths, each an int of 1 or more, such as (4, 4); got {shape!r}")
-        return cls(latency, bandwidth, eager, Torus(tuple(shape), bool(bidirectional)))
+        return cls(latency, bandwidth, eager, Torus(tuple(shape), _checked_flag(bidirectional)))
 
     @classmethod
     def two_level(
@@ -158,7 +159,7 @@ class Network:
     ) -> Network:
         """Nodes of `ranks_per_node` ranks. `latency` and `bandwidth` are those between nodes (all ranks of a node share them), the
         others those inside a node, by default about NVLink's of 450 GB/s each way."""
-        if not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+        if type(ranks_per_node) is not int or ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is an int of 1 or more; got {ranks_per_node!r}")
         _check_latency("inside_latency", inside_latency)
         _check_bandwidth("inside_bandwidth", inside_bandwidth)
@@ -173,6 +174,12 @@ class Network:
             return between(src, dst) if src != dst else Route(0.0, math.inf, ())
 
         return route
+
+
+def _checked_flag(bidirectional: object) -> bool:
+    if not isinstance(bidirectional, bool):
+        raise ValueError(f"bidirectional is True or False; got {bidirectional!r}")
+    return bidirectional
 
 
 def _is_number(value: object) -> bool:

@@ -43,7 +43,14 @@ class Outcome:
     error: DeadlockError | MisuseError | None = field(default=None)
 
 
-def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None, *, payload_bytes: int = 0) -> Outcome:
+def simulate(
+    rank_main: Callable[[int], Any],
+    world_size: int,
+    network: Network | None = None,
+    *,
+    payload_bytes: int = 0,
+    watched_by: Callable[[Traffic], None] = lambda _: None,
+) -> Outcome:
     """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised, and say what happened.
 
     Args:
@@ -52,6 +59,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
         world_size: how many virtual ranks.
         network: what lies between them; None: `Network()`.
         payload_bytes: events keep the values of messages of up to so many bytes.
+        watched_by: is given the run's traffic before it begins, to look at it meanwhile from another thread.
 
     While it runs, torch.distributed, the random generators and the default dtype of this process are the ranks'; they are given back
     at the end. Other settings that torch keeps a process (such as use_deterministic_algorithms) are common to all ranks.
@@ -69,6 +77,7 @@ def simulate(rank_main: Callable[[int], Any], world_size: int, network: Network 
 
     world = World(world_size, network, switch)
     traffic = Traffic(world, payload_bytes)
+    watched_by(traffic)
     store = dist.HashStore()
 
     def main(number: int) -> Any:

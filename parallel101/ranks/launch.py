@@ -80,6 +80,8 @@ def launch(
         )
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
     _enough_gpus(backend, size)
+    if network is not None:
+        network.router(size)  #  says at once if its topology is for another number of ranks
     packed = _pack_call(fn, args, kwargs)
     recording = bool(trace) or backend == "sim"
     place = MeetingPlace(size) if backend != "sim" else None
@@ -114,7 +116,7 @@ def launch(
         monitor.dismiss()
         preload(monitor.imported)
     except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
-        if recording and backend != "sim":
+        if recording:
             monitor.collect_events()
         error.trace = _trace(monitor, size, backend)  # type: ignore[union-attr]
         explained = __tracebackhide__ = True  #  how it came to be known here is nothing to read about (IPython, pytest)

@@ -7,19 +7,24 @@ Each virtual rank unpickles its own copy of the program, as a process would have
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import threading
 from typing import Any, NoReturn
 
+from parallel101.backends.record import Report
 from parallel101.backends.sim import simulate
+from parallel101.backends.sim_group import Traffic
 from parallel101.ranks.last_words import Ended
 from parallel101.ranks.setup import own_setup_accepted
 from parallel101.ranks.watcher import Obedient
 from parallel101.ranks.wire import BOOKS, IMPORTED, RESULT, Wire
 from parallel101.ranks.worker import Job, pack_result, report_failure, unpack_program, worth_preloading
 from parallel101.trace.where import where
+
+NOT_POSTED: Report = ({}, {}, {}, {}, {})  #  who waits for whom is known here, and nothing to be found out by counting
 
 
 def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
@@ -42,10 +47,10 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
                 stream.end_line()  # type: ignore[union-attr]
 
     with own_setup_accepted():
-        outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes)
+        outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes, watched_by=watcher.watch)
     _speaking.rank = None
     wire.send(IMPORTED, worth_preloading(loaded))
-    wire.send(BOOKS, (outcome.events, outcome.unfinished, outcome.groups, ({}, {}, {}, {}, {})))
+    wire.send(BOOKS, (outcome.events, outcome.unfinished, outcome.groups, NOT_POSTED))
     if outcome.error is not None:
         report_failure(wire, 0, outcome.error)
     elif outcome.errors:
@@ -64,11 +69,22 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
 
 
 class _SimWatcher(Obedient):
-    """Says where every virtual rank is, when asked."""
+    """Says where every virtual rank is, and what was recorded so far, when asked."""
 
     def __init__(self, threads: dict[int, int], wire: Wire):
         super().__init__(wire)
         self.threads = threads
+        self.traffic: Traffic | None = None
+
+    def watch(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+
+    def tell(self) -> None:
+        if (traffic := self.traffic) is not None:
+            unfinished: list[tuple] = []
+            with contextlib.suppress(RuntimeError):  #  the ranks go on meanwhile, and may change what is being read
+                unfinished = traffic.unfinished()
+            self.wire.send(BOOKS, (list(traffic.world.events), unfinished, dict(traffic.groups), NOT_POSTED))
 
     def places(self) -> list[tuple[int, str]]:
         frames = sys._current_frames()

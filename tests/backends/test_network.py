@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import re
 
 import pytest
 
+import parallel101 as p101
 from parallel101.backends.network import Network
 
 
@@ -92,10 +94,11 @@ def test_to_oneself_takes_no_link_and_no_time():
         ({"eager": -1}, "eager"),
         ({"eager": math.nan}, "eager"),
         ({"topology": "ring"}, "topology"),
+        ({"topology": Network.ring()}, "topology"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_given(arguments, word):
-    with pytest.raises(ValueError, match=f"{word}.*got {next(iter(arguments.values()))!r}"):
+    with pytest.raises(ValueError, match=f"{word}.*got {re.escape(repr(next(iter(arguments.values()))))}"):
         Network(**arguments)
 
 
@@ -104,10 +107,16 @@ def test_bad_topologies_are_named():
         Network.torus(())
     with pytest.raises(ValueError, match="shape"):
         Network.torus((2, 0))
+    with pytest.raises(ValueError, match=r"shape.*got 4"):
+        Network.torus(4)
+    with pytest.raises(ValueError, match="bidirectional is True or False; got 'no'"):
+        Network.ring(bidirectional="no")
     with pytest.raises(ValueError, match="16 ranks, and this run has 8"):
         Network.torus((4, 4)).router(8)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network.two_level(0)
+    with pytest.raises(ValueError, match="6 ranks, and this run has 4"):  # by the launch, before there are ranks
+        p101.launch(int, world_size=4, backend="sim", network=Network.torus((2, 3)))
     with pytest.raises(ValueError, match="inside_bandwidth"):
         Network.two_level(2, inside_bandwidth=-1.0)
 
