@@ -8,7 +8,7 @@ mesh [[0, 1, 2],       group=mesh: six positions, row by row; mesh["x"]: the ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def group_of(group: GroupLike = None) -> Group:
     me, world_size = dist.get_rank(), dist.get_world_size()
     if group is None:
         return Group(tuple(range(world_size)), me, (world_size,), None)
-    if group == OUTSIDE:
+    if isinstance(group, int) and group == OUTSIDE:
         return Group((), None, (0,), None)
     if isinstance(group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -65,8 +65,8 @@ def group_of(group: GroupLike = None) -> Group:
     return Group(ranks, ranks.index(me) if me in ranks else None, (len(ranks),), None)
 
 
-def _ranks_in_order(group: Iterable[int], world_size: int) -> tuple[int, ...]:
-    ranks = tuple(group) if isinstance(group, Iterable) else ()
+def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
+    ranks = tuple(group) if isinstance(group, Sequence) else ()  # a set has no order, a generator ends
     if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
         raise TypeError(f"group={group!r}: expected None (all ranks), ranks in order such as [0, 2, 3], a ProcessGroup or a DeviceMesh")
     if len(set(ranks)) < len(ranks):
@@ -93,6 +93,6 @@ def split_sizes(n: int, p: int) -> list[int]:
 
     So rank i starts at (n // p) * i + min(i, n % p). Raises ValueError for n < 0 or p < 1.
     """
-    if n < 0 or p < 1:
+    if type(n) is not int or type(p) is not int or n < 0 or p < 1:
         raise ValueError(f"split_sizes({n}, {p}): expected n >= 0 things over p >= 1 ranks")
     return [n // p + (i < n % p) for i in range(p)]

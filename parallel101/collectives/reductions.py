@@ -51,7 +51,7 @@ def reduction_of(op: str, x: Tensor) -> Reduction:
         raise TypeError(f"op='mean' of {x.dtype} would not be a {x.dtype}: use x.float(), or op='sum' and divide as you want it rounded")
     try:  # torch itself knows best which dtypes it can combine; asked now, before any message, and not by one rank in the middle
         nothing = x.detach().new_empty(0)
-        reduction(nothing, nothing, out=nothing)
+        reduction.finish(reduction(nothing, nothing, out=nothing), 2)
     except RuntimeError as error:
         raise TypeError(f"op={op!r} has no meaning for {x.dtype}: {error}") from error
     return reduction

@@ -96,18 +96,20 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int) -> Cost:
     if algorithm not in FORMS.get(operation, {}):
         known = ", ".join(f"{op} by {name}" for op, forms in FORMS.items() for name in forms)
         raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: there are {known}")
-    if p < 1 or nbytes < 0 or nbytes % p:
+    if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:
         raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that p ranks cut into equal blocks")
-    return FORMS[operation][algorithm](p, nbytes, nbytes // p) if p > 1 else Cost(0, 0, 0)
+    if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
+        return Cost(0, 0, 0)
+    return FORMS[operation][algorithm](p, nbytes, nbytes // p)
 
 
 def torus_all_reduce(shape: Sequence[int], nbytes: int) -> Cost:
     """All-reduce along the axes of a mesh, "torus" as well as "two_level" (of a mesh of two axes): 2 Σ (pᵢ − 1) steps, 2n(p−1)/p bytes."""
     p = math.prod(shape)
-    if nbytes % p:
+    if p < 1 or nbytes < 0 or nbytes % p:
         raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected an array that {p} ranks cut into equal blocks")
     moved = 2 * nbytes // p * (p - 1)
-    return Cost(2 * sum(extent - 1 for extent in shape), moved, moved)
+    return Cost(2 * sum(extent - 1 for extent in shape) if nbytes else 0, moved, moved)
 
 
 def lg_up(p: int) -> int:

@@ -79,6 +79,17 @@ def mismatches(p: int, names: list[tuple[str, str]]) -> list:
     return wrong
 
 
+def with_nothing_in_it(names: list[tuple[str, str]]) -> None:
+    for operation, name in names:
+        collectives.fixed(operation, vars(collectives))[name](torch.empty(0))
+
+
+def test_an_empty_array_costs_nothing():
+    names = [(operation, name) for operation, name in ALL if operation != "barrier"]
+    assert p101.launch(with_nothing_in_it, names, world_size=5, backend="sim").trace.events == []
+    assert {closed_form(operation, name, 5, 0) for operation, name in names} == {torus_all_reduce((2, 3), 0)} == {Cost(0, 0, 0)}
+
+
 ALL = [(operation, name) for operation, forms in FORMS.items() for name in forms]
 
 
@@ -109,8 +120,12 @@ def test_the_textbooks_own_numbers():
     assert closed_form("all_reduce", "ring", 16, n) == Cost(30, 3000, 3000)
     assert closed_form("all_to_all", "bruck", 16, n) == Cost(4, n // 2 * 4, n // 2 * 4)
     assert closed_form("all_reduce", "ring", 1, n) == Cost(0, 0, 0)
-    with pytest.raises(ValueError, match="equal blocks"):
-        closed_form("all_reduce", "ring", 3, 1600)
+    for wrong in ((3, 1600), (2.0, 8), (2, -8)):
+        with pytest.raises(ValueError, match="equal blocks"):
+            closed_form("all_reduce", "ring", *wrong)
+    for shape, nbytes in (((2, 2), -4), ((0, 2), 8)):
+        with pytest.raises(ValueError, match="equal blocks"):
+            torus_all_reduce(shape, nbytes)
     with pytest.raises(ValueError, match="no closed form for 'all_reduce' by 'brukc'"):
         closed_form("all_reduce", "brukc", 4, 1600)
 
