@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Size, Tensor, is_grad_enabled
 from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
 
 from parallel101.collectives.checks import tensor_of
 from parallel101.mesh import GroupLike, group_of
@@ -39,18 +41,24 @@ class Linear(Function):
     """x ── forward ──▶ y        and back: ∂y ── adjoint ──▶ ∂x, zeros on a rank whose x no rank received."""
 
     @classmethod
-    def apply(cls, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict | None = None) -> Tensor:
+    def of(cls, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict | None = None) -> Tensor:
+        if torch.compiler.is_compiling():  # messages are nothing to compile: the graph breaks here
+            return torch.compiler.disable(cls.of)(x, group, forward, adjoint, alike)
         wanted = not isinstance(x, Tensor) or (x.requires_grad and is_grad_enabled())
+        if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:
+            raise NotImplementedError("x carries a tangent (forward-mode AD), and collectives have a backward only: use requires_grad")
         if not wanted and recorder() is None:
             return forward(x)  # no graph, and nobody who compares: the messages alone
-        return super().apply(x, group, forward, adjoint, alike or {})[0]
+        return cls.apply(x, group, forward, adjoint, alike or {})[0]
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict
     ) -> tuple[Tensor, Tensor]:
         ctx.shape, ctx.members, ctx.adjoint = tensor_of(x).shape, group_of(group), adjoint
-        result, tie = forward(x), x.new_empty(0)  # tie: a second result, of nothing, that hangs on x as the first does
+        # the same memory, but no view: where there are two results, torch lets none that is a view be written to
+        result = x.new_empty(0).set_(forward(x))  # type: ignore[call-overload]  # torch's stub lacks this form
+        tie = x.new_empty(0)  # the second, of nothing, hangs on x as the first does
         ctx.save_for_backward(tie)
         return result, tie
 
@@ -75,10 +83,17 @@ class Collective(Linear):
     def forward(
         ctx: Any, x: Tensor, group: GroupLike, forward: Callable[[Tensor], Tensor], adjoint: Adjoint, alike: dict
     ) -> tuple[Tensor, Tensor]:
-        members = group_of(group)
+        members, ctx.number = group_of(group), 0
         if members.position is not None and recorder() is not None:
-            agree(_operation(ctx), members.ranks, **_terms(tensor_of(x), **alike), requires_grad=ctx.needs_input_grad[0])
+            terms = _terms(tensor_of(x), **alike)
+            ctx.number = agree(_operation(ctx), members.ranks, **terms, requires_grad=ctx.needs_input_grad[0])
         return Linear.forward(ctx, x, group, forward, adjoint, alike)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.number:  # a rank that leaves one result out of its loss would answer the others' backward of it with that of another
+            agree("backward", ctx.members.ranks, call=f"{_operation(ctx)} number {ctx.number}")
+        return Linear.backward(ctx, *gradients)
 
 
 def _terms(x: Tensor, uneven: int | None = None, **alike: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Broadcast(Collective):
 
 @documented(raw.broadcast, backward="reduce(sum) to the root, zeros elsewhere")
 def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    return Broadcast.apply(
+    return Broadcast.of(
         x,
         group,
         lambda x: raw.broadcast(x, src, group=group, algorithm=algorithm),
@@ -53,7 +53,7 @@ class Reduce(Collective):
 
 @documented(raw.reduce, backward="broadcast from the root")
 def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    return Reduce.apply(
+    return Reduce.of(
         x,
         group,
         lambda x: raw.reduce(x, dst, op, group=group, algorithm=algorithm),
@@ -74,7 +74,7 @@ class Scatter(Collective):
 def scatter(
     x: Tensor, src: int = 0, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
 ) -> Tensor:
-    return Scatter.apply(
+    return Scatter.of(
         x,
         group,
         lambda x: raw.scatter(x, src, dim, group=group, sizes=sizes, algorithm=algorithm),
@@ -101,7 +101,7 @@ def gather(
         whole[dim] = sum(shards)
         return scatter(stand_in(g, whole), dst, dim, group=group, sizes=shards, algorithm=algorithm)
 
-    return Gather.apply(
+    return Gather.of(
         x,
         group,
         lambda x: raw.gather(x, dst, dim, group=group, sizes=sizes, algorithm=algorithm),
@@ -120,7 +120,7 @@ class AllGather(Collective):
 
 @documented(raw.all_gather, backward="reduce_scatter(sum)")
 def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto") -> Tensor:
-    return AllGather.apply(
+    return AllGather.of(
         x,
         group,
         lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm),
@@ -143,7 +143,7 @@ def reduce_scatter(
     def adjoint(g: Tensor, shape: Size, p: int) -> Tensor:
         return all_gather(g, dim, group=group, sizes=sizes or balanced(shape[dim], p), algorithm=mirrored(algorithm))
 
-    return ReduceScatter.apply(
+    return ReduceScatter.of(
         x,
         group,
         lambda x: raw.reduce_scatter(x, dim, op, group=group, sizes=sizes, algorithm=algorithm),
@@ -162,7 +162,7 @@ class AllReduce(Collective):
 
 @documented(raw.all_reduce, backward="all_reduce again")
 def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    return AllReduce.apply(
+    return AllReduce.of(
         x,
         group,
         lambda x: raw.all_reduce(x, op, group=group, algorithm=algorithm),
@@ -201,7 +201,7 @@ def all_to_all(
             x, split_dim, concat_dim, group=group, split_sizes=split_sizes, concat_sizes=concat_sizes, algorithm=algorithm
         )
 
-    return AllToAll.apply(
+    return AllToAll.of(
         x, group, forward, adjoint, {"split_dim": split_dim, "concat_dim": concat_dim, "algorithm": algorithm, "uneven": concat_dim}
     )
 

@@ -39,7 +39,7 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
             comm.isend(flat_of(x), to=dst).wait()
         return nothing(x)
 
-    return Send.apply(x, group, forward, lambda g, shape, p: receive(stand_in(g, shape), dst, group=group))
+    return Send.of(x, group, forward, lambda g, shape, p: receive(stand_in(g, shape), dst, group=group))
 
 
 class Receive(Linear):
@@ -63,12 +63,12 @@ def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
         comm.irecv(result.view(-1), source=src).wait()
         return result
 
-    return Receive.apply(x, group, forward, lambda g, shape, p: send(g, src, group=group))
+    return Receive.of(x, group, forward, lambda g, shape, p: send(g, src, group=group))
 
 
 def _with_peer(x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
-    """The Comm to talk to `peer`; None on an idle rank."""
+    """The Comm to talk to `peer`, who may also use dist.send or dist.recv; None on an idle rank."""
     members = group_of(group)
     if root_of(members, peer, name) == members.position:
         raise ValueError(f"{name}={peer} is this rank's own position: a message goes to another rank")
-    return None if members.position is None else comm_of(members, members.position, x.device)
+    return None if members.position is None else comm_of(members, members.position, x.device, tag=0)

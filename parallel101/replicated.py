@@ -21,6 +21,7 @@ from parallel101.adjoint import Collective, reduction_adjoint
 from parallel101.collectives import torus
 from parallel101.collectives.auto import check_algorithm
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
+from parallel101.collectives.comm import comm_of
 from parallel101.mesh import GroupLike, group_of, split_sizes
 
 __all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_to_group"]
@@ -41,13 +42,21 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
         group: see `group_of`. On an idle rank x goes through, backward too, without a message.
         algorithm: of the all-reduce; see `all_reduce`.
 
-    Returns x itself, as a view: nothing moved, nothing was copied. Raises ValueError for an unknown algorithm.
+    Returns a new contiguous tensor like x: what is done to it is not done to x. Raises ValueError or TypeError for what does not fit.
     """
     check_algorithm("all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], torus.ALGORITHMS)
-    return CopyToGroup.apply(
+
+    def forward(x: Tensor) -> Tensor:
+        x, members = tensor_of(x), group_of(group)
+        torus.check_axes(algorithm, members)  # now, not in backward
+        if members.position is not None:
+            comm_of(members, members.position, x.device)
+        return x.clone(memory_format=torch.contiguous_format)
+
+    return CopyToGroup.of(
         x,
         group,
-        lambda x: x.view_as(x),
+        forward,
         lambda g, shape, p: reduce_from_group(g, group=group, algorithm=algorithm),
         {"algorithm": algorithm},
     )
@@ -65,7 +74,7 @@ def reduce_from_group(x: Tensor, op: str = "sum", *, group: GroupLike = None, al
 
     Arguments, result and errors are those of `all_reduce`; "sum" and "mean" have a backward.
     """
-    return ReduceFromGroup.apply(
+    return ReduceFromGroup.of(
         x,
         group,
         lambda x: raw.all_reduce(x, op, group=group, algorithm=algorithm),
@@ -108,7 +117,7 @@ def scatter_to_group(
     def adjoint(g: Tensor, shape: Size, p: int) -> Tensor:
         return gather_from_group(g, dim, group=group, sizes=sizes or split_sizes(shape[dim], p), algorithm=algorithm)
 
-    return ScatterToGroup.apply(x, group, forward, adjoint, {"dim": dim, "algorithm": algorithm})
+    return ScatterToGroup.of(x, group, forward, adjoint, {"dim": dim, "algorithm": algorithm})
 
 
 class GatherFromGroup(Collective):
@@ -129,7 +138,7 @@ def gather_from_group(
     def adjoint(g: Tensor, shape: Size, p: int) -> Tensor:
         return scatter_to_group(g, dim, group=group, sizes=sizes or [shape[dim]] * p, algorithm=algorithm)
 
-    return GatherFromGroup.apply(
+    return GatherFromGroup.of(
         x,
         group,
         lambda x: raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm),

@@ -152,9 +152,14 @@ def unchanged(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
         return True
     if tensor.nbytes > WHOLE:
         return torch.equal(_sample(tensor), before)
-    return torch.equal(tensor.detach().reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
+    return torch.equal(in_bytes(tensor), in_bytes(before))
+
+
+def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in a row, without a copy where it is contiguous. (One element is, whatever stride it has, which view minds.)"""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().reshape(-1).view(torch.uint8)
+    values = in_bytes(tensor)
     return values[:: values.nbytes // SAMPLE | 1]  #  odd: every byte of an element gets its turn

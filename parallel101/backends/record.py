@@ -87,9 +87,12 @@ class Ledger:
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""
 
-    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> None:
-        if self.tell is not None:
-            self.tell(agreement(self.rank, kind, ranks, alike, self.collectives))
+    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> int:
+        if self.tell is None:
+            return 0
+        call = agreement(self.rank, kind, ranks, alike, self.collectives)
+        self.tell(call)
+        return call.seq
 
     def number(self, key: Key) -> int:
         count = self.posted[key] = self.posted.get(key, 0) + 1
@@ -176,7 +179,8 @@ class RecordedGroup(dist.ProcessGroup):
         return self._message("recv", tensors, src, tag, lambda: self.inner.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        return self._message("recv", tensors, None, tag, lambda: self.inner.recv_anysource(tensors, tag))
+        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None  #  of two, anyone is the other
+        return self._message("recv", tensors, position, tag, lambda: self.inner.recv_anysource(tensors, tag))
 
     def _message(self, kind: str, tensors: list[torch.Tensor], position: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
         peer = None if position is None else member_at(self.ledger.rank, kind, position, self.ranks)
@@ -240,7 +244,9 @@ class RecordedGroup(dist.ProcessGroup):
                 raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._collective("monitored_barrier", *args, **kwargs)
+        work = self._collective("monitored_barrier", *args, **kwargs)
+        if isinstance(work, RecordedWork):  #  it has no work of torch's: it returns when it is over
+            work.ended()
 
 
 def _passing(method: str) -> Callable[..., dist.Work]:

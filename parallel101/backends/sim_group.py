@@ -161,7 +161,9 @@ class CollectiveWork(SimWork, dist.Work):
     def row(self, started: float) -> tuple:
         """The fields of its Event, if it ended now."""
         told, now = self.told, self.world.now
-        about = (self.where, self.posted, self.group.label, self.seq, told.shape, told.dtype, self.payload, told.op, None)
+        one = self.kind == "all_to_all" and len(told.tensors) == 1  #  its shape need not be the other ranks', and is not compared
+        shape = tuple(told.tensors[0].shape) if one else told.shape
+        about = (self.where, self.posted, self.group.label, self.seq, shape, told.dtype, self.payload, told.op, None)
         return (self.rank.number, self.kind, self.root, 0, told.nbytes, started, now, *about)
 
     def changed(self) -> bool:

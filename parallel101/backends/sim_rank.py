@@ -62,8 +62,10 @@ class Rank:
     def compute(self, seconds: float) -> None:
         self.clock = self.now() + seconds
 
-    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> None:
-        self.world.judge(agreement(self.number, kind, ranks, alike, self.agreed))
+    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> int:
+        call = agreement(self.number, kind, ranks, alike, self.agreed)
+        self.world.judge(call)
+        return call.seq
 
     def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
         self.world.events.append((self.number, "span", None, 0, 0, start, end, caller(), start, "", self.spans, (), "", None, name, args))

@@ -169,11 +169,12 @@ class RecordedWork(WatchedWork):
         return future.value()
 
     def row(self, end: Any, source: int | None = None, payload: list | None = None) -> tuple:
-        """The fields of its Event. `source`: whose message a receive from anyone got."""
+        """The fields of its Event. `source`: whose message a receive from anyone got; its number is among its like, and so negative."""
         call = self.call
+        seq = call.seq if source is None else -call.seq
         peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in ("send", "recv") else self.root
         who = (call.rank, call.kind, peer, call.tag, call.nbytes)
-        return (*who, self.start, end, call.where, self.start, call.group, call.seq, call.shape, call.dtype, payload, call.op, None)
+        return (*who, self.start, end, call.where, self.start, call.group, seq, call.shape, call.dtype, payload, call.op, None)
 
     def ended(self, checked: bool = False) -> None:
         """Write the event, once; in a checked run, see whether what was sent is still what it was."""

@@ -54,7 +54,7 @@ def fixed(operation: str, functions: Mapping[str, Any]) -> dict[str, Callable[..
     Each is called as that function is, and `inspect.getsource` shows the algorithm's own few lines.
     Raises ValueError for an unknown operation.
     """
-    if operation not in TEXTBOOK:
+    if not isinstance(operation, str) or operation not in TEXTBOOK:
         raise ValueError(f"operation={operation!r} is unknown: expected one of {', '.join(map(repr, TEXTBOOK))}")
     return {name: _with_algorithm(functions[operation], name, textbook) for name, textbook in TEXTBOOK[operation].items()}
 

@@ -112,7 +112,8 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
     Returns:
         A new contiguous tensor of x's shape with sum(sizes) along `dim`, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes the result.
+    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes the result
+    (by recursive_doubling more, where p is no power of two).
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1.
     """
     check_algorithm("all_gather", algorithm, ALGORITHMS)

@@ -121,9 +121,8 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
     x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
     if members.position is None:
         return nothing(x)
+    torus.check_axes(algorithm, members)
     comm = comm_of(members, members.position, x.device)
-    if algorithm in torus.ALGORITHMS and len(comm.shape) < 2:
-        raise ValueError(f"algorithm={algorithm!r} wants a DeviceMesh of two axes or more as its group; this group has shape {comm.shape}")
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     run = choose("all_reduce", algorithm, ALGORITHMS | torus.ALGORITHMS, x.nbytes, comm.size)

@@ -86,13 +86,14 @@ def all_to_all(
         concat_sizes: the extent along `concat_dim` of the block that comes from each rank. Default: all as mine. Where the two dims
             differ, both lists are the same on every rank; where they are one, each rank has its own two (MPI's alltoallv).
         algorithm: "auto" or one of `algorithms("all_to_all")`. "auto" takes, by the bytes of x: direct on up to 8 ranks, else
-            bruck up to 4 KiB, else pairwise (see auto.py). Bruck must know the blocks that only pass through, so it refuses
-            `concat_sizes` where the two dims are one.
+            bruck up to 4 KiB, else pairwise (see auto.py); where the ranks' x differ, by their mean. Bruck must know the blocks that
+            only pass through, so it refuses `concat_sizes` where the two dims are one.
 
     Returns:
         A new contiguous tensor, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes of x.
+    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes of x
+    (by bruck about n lg p / 2).
     Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing
     systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
     """
@@ -118,7 +119,8 @@ def all_to_all(
     def count(source: int, to: int) -> int:
         return row * cut[to] * (1 if one_dim else joined[source])
 
-    choose("all_to_all", algorithm, ALGORITHMS, x.nbytes, p)(outgoing, incoming, count, comm)
+    mean = x.nbytes if one_dim else row * sum(cut) * sum(joined) // p * x.element_size()  # all ranks must choose alike
+    choose("all_to_all", algorithm, ALGORITHMS, mean, p)(outgoing, incoming, count, comm)
     shape = list(x.shape)
     shape[split_dim] = cut[rank]
     if concat_dim == 0:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from parallel101.mesh import Group
 
+_PLAIN = "x.to_local() of a DTensor, x.wait() of what functional collectives return, x.unbind() of a nested tensor are plain"
+
 
 def tensor_of(x: Tensor) -> Tensor:
     """x without its graph: the collectives here move values; `parallel101.autograd` gives them their gradients."""
@@ -21,12 +23,18 @@ def tensor_of(x: Tensor) -> Tensor:
         raise TypeError(f"x is a {type(x).__name__}: expected a tensor, the same shape and dtype as the other ranks'")
     if x.layout != torch.strided:
         raise TypeError(f"x has layout {x.layout}: expected a dense tensor; x.to_dense() makes one")
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.is_nested:
+        raise TypeError(f"x is a {'nested tensor' if x.is_nested else type(x).__name__}: expected a plain tensor. {_PLAIN}")
+    try:
+        x.data_ptr()
+    except RuntimeError as error:
+        raise TypeError(f"x has no memory of its own, as inside torch.vmap: expected a plain tensor. {_PLAIN}") from error
     return x.detach().resolve_conj().resolve_neg()  # z.conj() is a mark on z's memory, which a message would not carry
 
 
 def dim_of(x: Tensor, dim: int, name: str = "dim") -> int:
     """`dim` counted from the front. Raises ValueError where x has no such dim."""
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"{name}={dim!r}: expected an int")
     if x.dim() == 0:
         raise ValueError(f"{name}={dim}: a 0-dim tensor has no dim to cut or join along; x.reshape(1) has one")
@@ -46,7 +54,7 @@ def root_of(group: Group, root: int, name: str) -> int:
 
 def sizes_of(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
     """`sizes` as a list with one size a rank."""
-    if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+    if not isinstance(sizes, list | tuple) or not all(type(size) is int and size >= 0 for size in sizes):
         raise TypeError(f"{name}={sizes!r}: expected a list of sizes, one a rank, each 0 or more")
     if group.ranks and len(sizes) != group.size:
         raise ValueError(f"{name}={list(sizes)} has {len(sizes)} sizes: expected one for each of the group's {group.size} ranks")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101.mesh import Group, along
+from parallel101.trace.calls import COLLECTIVE_TAG
 
 
 class Work(Protocol):
@@ -26,14 +27,15 @@ class Work(Protocol):
 
 
 class Comm:
-    """One rank's view of its group: `rank` is its position, `size` how many they are, `shape` the mesh's."""
+    """One rank's view of its group: `rank` is its position, `size` how many they are, `shape` the mesh's, `tag` its messages'."""
 
-    def __init__(self, group: Group, position: int, device: torch.device, batch: Batch | None = None):
+    def __init__(self, group: Group, position: int, device: torch.device, tag: int = COLLECTIVE_TAG, batch: Batch | None = None):
         self.group = group
         self.rank = position
         self.size = group.size
         self.shape = group.shape
         self.device = device
+        self.tag = tag
         self.batch = batch or Batch()
         self.batched = in_batches(device)
 
@@ -55,14 +57,14 @@ class Comm:
 
     def _of(self, positions: Sequence[int]) -> Comm:
         ranks, place = tuple(self.group.ranks[position] for position in positions), positions.index(self.rank)
-        return Comm(Group(ranks, place, (len(ranks),), self.group.process_group), place, self.device, self.batch)
+        return Comm(Group(ranks, place, (len(ranks),), self.group.process_group), place, self.device, self.tag, self.batch)
 
     def _post(self, direction, tensor: Tensor, peer: int) -> Work:
         if tensor.numel() == 0:
             return Nothing()
         rank, process_group = self.group.ranks[peer], self.group.process_group
         if not self.batched:
-            return direction(tensor, rank, process_group)
+            return direction(tensor, rank, process_group, self.tag)
         return self.batch.add(dist.P2POp(direction, tensor, rank, process_group), self.group.ranks[self.rank])
 
 
@@ -119,8 +121,11 @@ def wait_all(works: Iterable[Work]) -> None:
         work.wait()
 
 
-def comm_of(group: Group, position: int, device: torch.device) -> Comm:
-    """The Comm for tensors of `device`. Raises ValueError where the group's backend can't send those."""
+def comm_of(group: Group, position: int, device: torch.device, tag: int = COLLECTIVE_TAG) -> Comm:
+    """The Comm for tensors of `device`. Raises ValueError where the group's backend can't send those.
+
+    (NCCL knows no tags: there all messages of two ranks meet in the order of posting.)
+    """
     if group.size > 1:
         config = dist.get_backend_config(group.process_group)
         known = devices_in(config)
@@ -129,7 +134,7 @@ def comm_of(group: Group, position: int, device: torch.device) -> Comm:
                 f"a tensor (or model) on {device}, and the group ({config}) sends from {' and '.join(known)} only: move it there, "
                 "or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
-    return Comm(group, position, device)
+    return Comm(group, position, device, tag)
 
 
 def devices_in(config: str) -> list[str]:

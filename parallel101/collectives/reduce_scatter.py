@@ -125,7 +125,8 @@ def reduce_scatter(
     Returns:
         A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes of x.
+    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes of x
+    (by recursive_halving up to n, where p is no power of two).
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.3.
     """
     check_algorithm("reduce_scatter", algorithm, ALGORITHMS)

@@ -15,6 +15,7 @@ from parallel101.collectives.blocks import Blocks, even_blocks
 from parallel101.collectives.comm import Comm
 from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
 from parallel101.collectives.reductions import Reduction
+from parallel101.mesh import Group
 
 
 def two_level(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
@@ -42,6 +43,12 @@ def along_lines(x: Tensor, op: Reduction, lines: list[Comm], ranks: int) -> Tens
     for whole, line in reversed(levels):
         ring_all_gather(whole, line)
     return result
+
+
+def check_axes(algorithm: str, group: Group) -> None:
+    """Raises ValueError where `algorithm` is one of these and the group has no axes for it."""
+    if algorithm in ALGORITHMS and group.position is not None and len(group.shape) < 2:
+        raise ValueError(f"algorithm={algorithm!r} wants a DeviceMesh of two axes or more as its group; this group has shape {group.shape}")
 
 
 ALGORITHMS = {f.__name__: f for f in (two_level, torus)}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from parallel101.backends.describe import in_bytes
 from parallel101.collectives import all_gather, broadcast
 from parallel101.mesh import GroupLike, group_of
 
@@ -81,8 +82,7 @@ def agree_that_none(problem: Exception | None, doing: str, group: GroupLike, dev
 
 def fingerprint(tensor: Tensor) -> str:
     """A hash of the values, bit by bit: the same for the same numbers on any rank of the same kind of machine."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST).hexdigest()
+    return hashlib.blake2b(in_bytes(tensor.cpu()).numpy().data, digest_size=DIGEST).hexdigest()
 
 
 def difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel101.errors import DeadlockError, ranks_in_words
-from parallel101.trace.calls import Call, Key, stuck
+from parallel101.trace.calls import Call, Key, stuck, tag_named
 from parallel101.trace.where import shown
 
 SURE = 0.15  #  seconds a deadlock must stand before it is believed: more than a watcher's tick
@@ -130,7 +130,7 @@ class Board:
                 if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
                     what, to, lacking = ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
                     posted = f"{count} {what}s" if count > 1 else f"a {what}"
-                    with_tag = f" with tag {tag}" if tag else ""
+                    with_tag = f" with {tag_named(tag)}" if tag else ""
                     note = f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, for which rank {peer} has no {lacking}"
                     notes.append((note, standing.places.get((kind, peer, tag, group), "")))
         return notes

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from parallel101.errors import DeadlockError
 from parallel101.trace.where import caller, shown
 
+COLLECTIVE_TAG = 101_101  #  of the messages of parallel101's own collectives, which so never meet those that the program sends itself
 Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
 
 
@@ -51,13 +52,17 @@ class Call(NamedTuple):
             part
             for part in (
                 self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.given else self.dtype),
-                ", ".join(f"{name} {value}" for name, value in self.alike),
+                ", ".join(f"{name} {value}" for name, value in self.alike if name != "group"),
                 self.op and f"op {self.op}",
                 self.root is not None and f"root {self.root}",
             )
             if part
         )
         return f"{what}) at {shown(self.where)}"
+
+
+def tag_named(tag: int) -> str:
+    return "the tag of parallel101's collectives" if tag == COLLECTIVE_TAG else f"tag {tag}"
 
 
 def part_in(kind: str, members: Sequence[int]) -> str:
@@ -78,9 +83,10 @@ def member_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
 
 def agreement(rank: int, kind: str, ranks: Sequence[int], alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
     """A rank's word on a collective of parallel101's own, before its messages: to be compared, never waited for. It is counted."""
-    others, label = tuple(r for r in ranks if r != rank), f"{kind} of {ranks}"
+    others, label = tuple(r for r in ranks if r != rank), f"{kind} of {sorted(ranks)}"
     seq = counts[label] = counts.get(label, 0) + 1
-    return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), tuple((k, repr(v)) for k, v in alike.items()))
+    terms = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
+    return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), terms)
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
@@ -164,8 +170,8 @@ def _past_each_other(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
             if send.group != receive.group:
                 notes.append((f"{pair} in one group, and rank {receive.rank} receives in another: a message stays in its group", ""))
             elif send.tag != receive.tag:
-                theirs = f"rank {receive.rank} receives with tag {receive.tag}"
-                notes.append((f"{pair} with tag {send.tag}, and {theirs}: a message is received by its own tag", ""))
+                theirs = f"rank {receive.rank} receives with {tag_named(receive.tag)}"
+                notes.append((f"{pair} with {tag_named(send.tag)}, and {theirs}: a message is received by its own tag", ""))
     return notes
 
 

@@ -16,6 +16,7 @@ class Referee:
 
     def __init__(self) -> None:
         self.messages: dict[tuple, Call] = {}
+        self.from_anyone: set[tuple[int, int, str]] = set()  #  rank, tag, group that received from anyone: who knows whose message?
         self.collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)
         self.suspects: list[Call] = []
 
@@ -27,8 +28,11 @@ class Referee:
             return False
         if call.kind in ("send", "recv"):
             if len(call.peers) != 1:
-                return False  #  a receive from anyone: whose message it got is not known
+                self.from_anyone.add((call.rank, call.tag, call.group))
+                return False
             src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
+            if (dst, call.tag, call.group) in self.from_anyone:
+                return False  #  nor, from then on, which message another receive got
             other = self.messages.pop((src, dst, call.tag, call.group, call.seq), None)
             if other is None or other.kind == call.kind:
                 self.messages[src, dst, call.tag, call.group, call.seq] = call

@@ -96,6 +96,8 @@ class Trace:
         `where` and `posted` of its receive. On real ranks the run's clock is made to start with its first event."""
         trace = cls((), world_size, backend, groups, map(Event._make, unfinished))
         trace._rows = list(rows)
+        if backend != "sim":
+            trace._number_receives()
         if backend != "sim" and trace.unfinished:
             trace._learn_from_receives()
         if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
@@ -105,6 +107,18 @@ class Trace:
                 for events in (trace.events, trace.unfinished)
             )
         return trace
+
+    def _number_receives(self) -> None:
+        """A receive from anyone was numbered among its like (and negative); now that its sender is known, it is among all from that one."""
+        mixed = {(e.peer, e.rank, e.tag, e.group) for e in self.events if e.kind == "recv" and e.seq < 0}
+        if not mixed:
+            return
+        counts: dict[tuple, int] = defaultdict(int)
+        for place, e in sorted(enumerate(self.events), key=lambda entry: (entry[1].posted, abs(entry[1].seq))):
+            key = (e.peer, e.rank, e.tag, e.group)
+            if e.kind == "recv" and key in mixed:
+                counts[key] += 1
+                self.events[place] = e._replace(seq=counts[key])
 
     def _learn_from_receives(self) -> None:
         """A send for which nobody waited has ended where its receive has."""

@@ -18,7 +18,7 @@ class Recorder(Protocol):
     def now(self) -> Any: ...
     def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any]) -> None: ...
     def compute(self, seconds: float) -> None: ...
-    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> None: ...
+    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> int: ...
 
 
 _thread = threading.local()
@@ -74,12 +74,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def agree(kind: str, ranks: Sequence[int], **alike: Any) -> None:
+def agree(kind: str, ranks: Sequence[int], **alike: Any) -> int:
     """Let a checked run see that all `ranks` call `kind` with the same arguments: a sum on one and a maximum on the other are neither, and
-    a backward that some of them lack would wait for ever."""
+    a backward that some of them lack would wait for ever. Returns the how-manieth such call of theirs it is; 0 where nobody compares."""
     target = recorder()
-    if target is not None:
-        target.agree(kind, ranks, alike)
+    return 0 if target is None else target.agree(kind, ranks, alike)
 
 
 def compute(seconds: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from parallel101.mesh import group_of
 from tests.collectives.cases import MOVING, REDUCING, WITH_DIM, answer, arguments, differs, transposed, values
 
 X = torch.ones(4, 6)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # experimental, says torch
+    HALF = torch.zeros(4, dtype=torch.complex32)
 WRONG = [  # call, error, what its message must say
     (lambda c, g: c.all_gather(X, algorithm="rign", group=g), ValueError, "'rign'.*'auto', 'direct', 'ring'"),
     (lambda c, g: c.all_reduce(X, algorithm="flat", group=g), ValueError, "all_reduce has 'auto'.*'torus'"),
@@ -26,9 +31,11 @@ WRONG = [  # call, error, what its message must say
     (lambda c, g: c.all_reduce(X.long(), "mean", group=g), TypeError, "mean.*int64"),
     (lambda c, g: c.reduce_scatter(X.bool(), group=g), TypeError, "'sum' has no meaning for bool.*'max'"),
     (lambda c, g: c.all_reduce(X.cfloat(), "max", group=g), TypeError, "'max' has no meaning for torch.complex64"),
+    (lambda c, g: c.all_reduce(HALF, "mean", group=g), TypeError, "'mean' has no meaning for torch.complex32"),
     (lambda c, g: c.all_gather(X, 2, group=g), ValueError, r"dim=2.*shape \(4, 6\).*-2 to 1"),
     (lambda c, g: c.all_gather(X[0, 0], group=g), ValueError, "0-dim.*reshape"),
     (lambda c, g: c.scatter(X, dim="rows", group=g), TypeError, "dim='rows'"),
+    (lambda c, g: c.all_gather(X, dim=True, group=g), TypeError, "dim=True"),
     (lambda c, g: c.all_to_all(X, 0, -3, group=g), ValueError, "concat_dim=-3"),
     (lambda c, g: c.broadcast(X, 3, group=g), ValueError, "src=3.*0 to 2"),
     (lambda c, g: c.gather(X, -1, group=g), ValueError, "dst=-1"),
@@ -38,6 +45,7 @@ WRONG = [  # call, error, what its message must say
     (lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g), TypeError, "each 0 or more"),
     (lambda c, g: c.all_gather(X, sizes=[7, 7, 7], group=g), ValueError, r"sizes=\[7, 7, 7\].*shape \(4, 6\)"),
     (lambda c, g: c.all_gather(X, sizes=4, group=g), TypeError, "sizes=4: expected a list"),
+    (lambda c, g: c.gather(X[:1], sizes=[True] * 3, group=g), TypeError, "expected a list of sizes"),
     (lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g), ValueError, "keeps"),
     (lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"), ValueError, "'bruck' hands on blocks"),
     (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' wants a DeviceMesh of two axes"),
@@ -45,6 +53,11 @@ WRONG = [  # call, error, what its message must say
     (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
     (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
     (lambda c, g: c.all_reduce(X, group=3), TypeError, "group=3: expected"),
+    (lambda c, g: c.all_reduce(X, group={0, 1, 2}), TypeError, "ranks in order"),
+    (lambda c, g: c.all_reduce(X, group=np.array([0, 1, 2])), TypeError, "ranks in order"),
+    (lambda c, g: c.all_reduce(X, group=torch.tensor([0, 1, 2])), TypeError, "ranks in order"),
+    (lambda c, g: p101.copy_to_group(X, group=[0, 0]), ValueError, "twice"),
+    (lambda c, g: p101.copy_to_group(X, algorithm="two_level"), ValueError, "'two_level' wants a DeviceMesh"),
     (lambda c, g: c.all_reduce(X, group=[]), TypeError, r"group=\[\]"),
     (lambda c, g: c.all_reduce(X, group=[0, 1, 1]), ValueError, "twice"),
     (lambda c, g: c.all_reduce(X, group=[0, 3]), ValueError, "ranks 0 to 2"),

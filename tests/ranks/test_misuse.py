@@ -143,6 +143,7 @@ UNALIKE = {  #  of parallel101's own collectives: what rank 1 says otherwise, an
     "algorithm": lambda r: p101.all_reduce(torch.ones(2), algorithm="rabenseifner" if r == 1 else "ring"),
     "dtype": lambda r: p101.reduce_scatter(torch.ones(6, dtype=torch.int32 if r == 1 else torch.float32)),
     "shape": lambda r: p101.all_reduce(torch.ones((3, 2) if r == 1 else (2, 3))),
+    "group": lambda r: p101.all_gather(torch.ones(2), group=[0, 2, 1] if r == 1 else [0, 1, 2]),
     "shape in the other dims": lambda r: p101.all_gather(torch.ones(2, 2 + (r == 1))),
 }
 
@@ -183,6 +184,41 @@ def test_requires_grad_that_differs_is_named(backend, odd):
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == odd
     assert "all_reduce" in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_result_that_some_leave_out_of_their_loss_is_named(backend):
+    """The backward of one would be answered by that of another, and both be wrong."""
+
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        results = p101.all_reduce(x), p101.all_reduce(10 * x)
+        results[dist.get_rank() == 1].sum().backward()
+
+    with pytest.raises(p101.MisuseError, match="'all_reduce number 1' and 'all_reduce number 2'\n") as raised:
+        p101.launch(program, world_size=3, backend=backend, trace=True)
+    assert raised.value.rank == 1 and str(raised.value).count("backward()") == 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_receives_from_anyone_and_from_one_may_take_turns(backend, world_size):
+    def program():
+        rank, go = dist.get_rank(), torch.zeros(1)
+        if rank == 0:
+            first, second = torch.zeros(8), torch.zeros(2)
+            dist.recv(first)  # rank 1's: nobody else sends
+            dist.send(go, 1)
+            dist.recv(second, 1)
+            return first.tolist() + second.tolist()
+        if rank == 1:
+            dist.send(torch.full((8,), 1.0), 0)
+            dist.recv(go, 0)
+            dist.send(torch.full((2,), 2.0), 0)
+
+    run = p101.launch(program, world_size=world_size, backend=backend, trace="payload")
+    assert run.results[0] == [1.0] * 8 + [2.0] * 2
+    assert all(m.send.payload == m.recv.payload and m.send.seq == m.recv.seq for m in run.trace.messages())
 
 
 def test_the_odd_one_out_is_named():

@@ -200,3 +200,33 @@ def test_a_call_that_torch_marks_as_deprecated_is_placed_where_it_stands():
     lines, first = inspect.getsourcelines(program)
     events = p101.launch(program, world_size=2, trace=True).trace.events
     assert {e.where for e in events} == {f"{__file__}:{first + len(lines) - 1}"}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_run_whose_time_is_over_has_its_record(backend):
+    def program():
+        with p101.span("inner"):
+            dist.barrier()
+        if dist.get_rank() == 1:
+            sent = dist.isend(torch.ones(1), 0)
+            while sent:
+                pass
+
+    with pytest.raises(p101.LaunchTimeout) as raised:
+        p101.launch(program, world_size=2, backend=backend, trace=True, timeout=1)
+    trace = raised.value.trace
+    assert sorted((e.rank, e.kind) for e in trace.events) == [(0, "barrier"), (0, "span"), (1, "barrier"), (1, "span")]
+    assert [(e.rank, e.kind, e.peer) for e in trace.unfinished] == [(1, "send", 0)]
+
+
+def test_a_monitored_barrier_has_an_end():
+    trace = p101.launch(dist.monitored_barrier, world_size=2, trace=True).trace
+    assert [e.kind for e in trace.events] == ["barrier"] * 2 and not trace.unfinished
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_an_exchange_has_the_shape_of_what_goes_in(backend):
+    trace = p101.launch(
+        lambda: dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3)), world_size=2, backend=backend, trace=True
+    ).trace
+    assert [e.shape for e in trace.events] == [(2, 3)] * 2
