@@ -17,7 +17,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from parallel101.collectives.checks import tensor_of
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trace.spans import agree, recorder
+from parallel101.trace.spans import agree, part_of, recorder
 
 Adjoint = Callable[[Tensor, Size, int], Tensor]  # (gradient of the result, shape of x, ranks in the group) → gradient of x
 Public = TypeVar("Public", bound=Callable[..., Any])
@@ -87,7 +87,8 @@ class Collective(Linear):
         if members.position is not None and recorder() is not None:
             terms = _terms(tensor_of(x), **alike)
             ctx.number = agree(_operation(ctx), members.ranks, **terms, requires_grad=ctx.needs_input_grad[0])
-        return Linear.forward(ctx, x, group, forward, adjoint, alike)
+        with part_of(f"{_operation(ctx)} on ranks {list(members.ranks)}"):
+            return Linear.forward(ctx, x, group, forward, adjoint, alike)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from parallel101.backends.sim_messages import WHOLE, RecvWork, SendWork, block, 
 from parallel101.backends.sim_rank import Rank
 from parallel101.errors import MisuseError
 from parallel101.trace.calls import disagreement, member_at
+from parallel101.trace.spans import part
 from parallel101.trace.where import where as where_from
 
 
@@ -36,7 +37,8 @@ class Mailbox:
 
     def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send and a receive belong together: they must agree."""
-        if send.nbytes != receive.nbytes or send.dtype != receive.dtype or send.shape != receive.shape:
+        fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype and send.shape == receive.shape
+        if not fit or (send.part != receive.part and send.part and receive.part):
             #  where their collectives do not agree, that is why
             error = send.world.referee.verdict() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
             send.world.fail(error, receive.rank)
@@ -81,6 +83,7 @@ class Messenger(dist.ProcessGroup):
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
         work.tag = tag
+        work.part = part()
         work.posted = now = world.now
         work.nbytes = nbytes = tensor.nbytes
         work.shape = tensor.shape
@@ -137,6 +140,7 @@ class Messenger(dist.ProcessGroup):
         work.tensor = tensor
         work.peer = peer
         work.tag = tag
+        work.part = part()
         work.posted = now = world.now
         work.nbytes = tensor.nbytes
         work.shape = tensor.shape

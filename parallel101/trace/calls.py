@@ -65,6 +65,23 @@ def tag_named(tag: int) -> str:
     return "the tag of parallel101's collectives" if tag == COLLECTIVE_TAG else f"tag {tag}"
 
 
+def message(
+    rank: int,
+    kind: str,
+    peers: tuple[int, ...],
+    tag: int,
+    group: str,
+    seq: int,
+    nbytes: int,
+    shape: tuple,
+    dtype: str,
+    where: str,
+    part: str,
+) -> Call:
+    """One side of a message; `part`: of which collective of parallel101's own, in words."""
+    return Call(rank, kind, peers, tag, group, seq, nbytes, shape, dtype, None, None, where, (("in", part),) if part else ())
+
+
 def part_in(kind: str, members: Sequence[int]) -> str:
     """A collective as the ranks must agree on it: its name, and of a group that is being made its members."""
     return f"new_group({sorted(members)})" if kind == "new_group" else kind
@@ -97,6 +114,10 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
     pair = f"\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
+        if send.alike != recv.alike and send.alike and recv.alike:
+            return (
+                f"a message of {send.alike[0][1]} is received in {recv.alike[0][1]}: all must make the same calls on the same ranks{pair}"
+            )
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
             return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected{pair}"

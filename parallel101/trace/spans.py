@@ -81,6 +81,21 @@ def agree(kind: str, ranks: Sequence[int], **alike: Any) -> int:
     return 0 if target is None else target.agree(kind, ranks, alike)
 
 
+@contextlib.contextmanager
+def part_of(collective: str) -> Iterator[None]:
+    """Messages that this thread posts inside belong to `collective`: the same must be said on the other side (see `disagreement`)."""
+    before, _thread.part = part(), collective
+    try:
+        yield
+    finally:
+        _thread.part = before
+
+
+def part() -> str:
+    """Which collective of parallel101's own this thread is in, in words; "": none, or one that nobody named."""
+    return getattr(_thread, "part", "")
+
+
 def compute(seconds: float) -> None:
     """Let a rank of the sim backend compute for `seconds` of virtual time. On real ranks it does nothing: their time is real."""
     if not seconds >= 0:

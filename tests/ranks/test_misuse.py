@@ -156,6 +156,22 @@ def test_arguments_that_differ_between_ranks_are_named(what, backend):
     assert raised.value.rank == 1 and __file__ in str(raised.value)
 
 
+CROSSED = {  #  what rank 2 calls otherwise; gloo would take one's messages for the other's
+    "other ranks": lambda r: p101.all_reduce(torch.ones(1), group=[0, 2] if r == 2 else [0, 1, 2]),
+    "another operation": lambda r: (
+        p101.all_to_all(torch.ones(3), algorithm="direct") if r == 2 else p101.all_gather(torch.ones(1), algorithm="direct")
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("how", list(CROSSED))
+def test_a_message_of_one_collective_received_in_another_is_named(how, backend):
+    with pytest.raises(p101.MisuseError, match=r"^a message of \w+ on ranks \[0.* is received in \w+ on ranks \[0") as raised:
+        p101.launch(lambda: CROSSED[how](dist.get_rank()) and None, world_size=3, backend=backend, trace=True)
+    assert __file__ in str(raised.value)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_what_may_differ_between_ranks_is_no_misuse(backend):
     def program():
