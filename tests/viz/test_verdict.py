@@ -54,3 +54,35 @@ def test_a_part_is_a_ranks_own_only_where_the_parts_are_in_the_order_of_the_rank
     assert operation not in shifted.title.lower() and "its own part" not in shifted.steps[-1].label
     told = ", ".join(f"rank {rank} ends with {'abcdef'[(rank + 1) % n]}" for rank in range(n))
     assert shifted.steps[-1].label.endswith(f" {told[0].upper()}{told[1:]}." if n <= 4 else " This is what each rank ends with.")
+
+
+def exchange_with_all(rank, n, x):
+    others = [r for r in range(n) if r != rank]
+    got = dict(zip(others, (yield a.Exchange([(r, x) for r in others], others)), strict=True))
+    return sum((got.get(r, x) for r in range(n)), [])
+
+
+def there_and_back(rank, n, x):
+    """A sum in rank 0, which sends it back."""
+    if rank:
+        yield a.Exchange([(0, x)], [])
+        (x,) = yield a.Exchange([], [0])
+        return x
+    for got in (yield a.Exchange([], list(range(1, n)))):
+        x = a.add(x, got)
+    yield a.Exchange([(peer, x) for peer in range(1, n)], [])
+    return x
+
+
+@pytest.mark.parametrize(
+    ("program", "numel", "three", "five"),
+    [
+        (a.ring_all_reduce, 2, "Ring all-reduce", "Ring all-reduce"),
+        (a.bidirectional_all_gather, 2, "All-gather", "Bidirectional ring all-gather"),
+        (exchange_with_all, 2, "Direct all-gather", "Direct all-gather"),
+        (a.direct_all_to_all, 15, "Direct all-to-all", "Direct all-to-all"),
+        (there_and_back, 2, "Flat all-reduce", "Flat all-reduce"),
+    ],
+)
+def test_three_ranks_are_a_ring_in_both_directions_by_nature_and_are_not_called_so(program, numel, three, five):
+    assert [collective_scene(*run(program, n, numel)).title for n in (3, 5)] == [three, five]
