@@ -7,6 +7,7 @@ Each command is a few lines around the part of the house that does the work, imp
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,10 +67,11 @@ def _lab(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _lessons(args: argparse.Namespace, rest: list[str]) -> int:
-    from parallel101.publish import publish, select
+    from parallel101.publish import make_folder, publish, select
 
     try:
         notebooks = select(_folder(args), args.names)
+        make_folder(args.out)
     except ValueError as error:
         args.parser.error(str(error))
     print(f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: {', '.join(n.stem for n in notebooks)}", flush=True)
@@ -93,9 +95,12 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time; give seconds, more than 0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a time; give a finite number of seconds, more than 0")
     return seconds
 
 

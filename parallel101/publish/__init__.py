@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.page import Lesson, index_page, lesson_body, lesson_page
 
-__all__ = ["LessonFailed", "Published", "find_lessons", "publish", "select"]
+__all__ = ["LessonFailed", "Published", "find_lessons", "make_folder", "publish", "select"]
 
 
 class Published(NamedTuple):
@@ -63,6 +64,19 @@ def select(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     return sorted(set(chosen)) or notebooks
 
 
+def make_folder(out: Path) -> None:
+    """Make `out` where it is missing, and see that it can be written to, before any lesson runs.
+
+    Raises:
+        ValueError: it cannot; the message says why.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ValueError(f"pages can't be written to {out} ({error.strerror}); give a folder, e.g. --out site") from error
+
+
 def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say: Callable[[str], None] = print) -> Published:
     """Run each notebook from top to bottom and write it as a page; a lesson that fails is told and does not stop the others.
 
@@ -71,8 +85,11 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say
         out: the folder for the pages and `index.html`; made when missing. A failed lesson's old page is removed.
         timeout: seconds for one cell.
         say: where a line of progress goes; bars go to standard error when that is a terminal.
+
+    Raises:
+        ValueError: `out` is no folder that can be written to.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
     for path in notebooks:

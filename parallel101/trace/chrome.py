@@ -1,6 +1,7 @@
 """A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing draw: a process a rank, rows of slices, arrows along messages.
 
 Slices of one row may not overlap there unless one holds the other, and sends do overlap: so each row is as many threads as it needs.
+An arrow ends at the slice that is open at its moment: it is drawn to within the receive, since at its end the next one may have begun.
 (Format: "Trace Event Format", Google, 2016.)
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel101.trace.events import Event, Trace
+    from parallel101.trace.events import Event, Message, Trace
 
 ROWS = ("compute", "send", "receive", "collective")
 MICRO = 1e6  #  its unit of time is the microsecond
+SHORTEST = 1e-9  #  seconds, its resolution: what takes no time is drawn this long, for no arrow could end inside it
 
 
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
@@ -20,11 +22,11 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     lane = _lanes(trace)
     for rank in range(trace.world_size):
-        out.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        out.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        out.append({"ph": "M", "pid": _process(rank), "name": "process_name", "args": {"name": f"rank {rank}"}})
+        out.append({"ph": "M", "pid": _process(rank), "name": "process_sort_index", "args": {"sort_index": rank}})
     everything = [*trace.events, *trace.unfinished]
     for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
-        out.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
+        out.append({"ph": "M", "pid": _process(rank), "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
     for number, event in enumerate(everything):
         label = (event.name or event.kind if event.kind == "span" else event.kind) + " (never ended)" * (number >= len(trace.events))
         about = {
@@ -35,13 +37,32 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
             "peer": event.peer,
             "tag": event.tag,
         }
-        slice_ = {"ph": "X", "pid": event.rank, "tid": lane[id(event)], "ts": event.start * MICRO, "dur": (event.end - event.start) * MICRO}
-        out.append({**slice_, "name": label, "cat": event.kind, "args": event.args or about})
+        place = {"pid": _process(event.rank), "tid": lane[id(event)]}
+        time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
+        out.append({"ph": "X", **place, **time, "name": label, "cat": event.kind, "args": event.args or about})
     for number, message in enumerate(trace.messages()):
         arrow = {"name": "message", "cat": "message", "id": number}
-        out.append({**arrow, "ph": "s", "pid": message.src, "tid": lane[id(message.send)], "ts": message.send.start * MICRO})
-        out.append({**arrow, "ph": "f", "bp": "e", "pid": message.dst, "tid": lane[id(message.recv)], "ts": message.recv.end * MICRO})
+        send, recv = ({"pid": _process(event.rank), "tid": lane[id(event)]} for event in (message.send, message.recv))
+        out.append({**arrow, "ph": "s", **send, "ts": message.send.start * MICRO})
+        out.append({**arrow, "ph": "f", "bp": "e", **recv, "ts": _arrival(message) * MICRO})
     return out
+
+
+def _process(rank: int) -> int:
+    """Numbers of processes, and of threads, begin at 1: to Perfetto 0 is the idle one."""
+    return rank + 1
+
+
+def _end(event: Event) -> float:
+    """Where a slice ends. Spans keep to their times, as they nest."""
+    return event.end if event.kind == "span" else max(event.end, event.start + SHORTEST)
+
+
+def _arrival(message: Message) -> float:
+    """A moment strictly within the receive's slice: halfway of the message's flight, or of the receive where two clocks disagree."""
+    recv = message.recv
+    begin = message.start if message.start < _end(recv) else recv.start
+    return (begin + _end(recv)) / 2
 
 
 def _lanes(trace: Trace) -> dict[int, int]:
@@ -52,11 +73,11 @@ def _lanes(trace: Trace) -> dict[int, int]:
         row = _row(event)
         ends = free.setdefault((event.rank, row), [])
         if row == 0:
-            lanes[id(event)] = 0
+            lanes[id(event)] = 1
             continue
         number = next((i for i, end in enumerate(ends) if end <= event.start), len(ends))
-        ends[number : number + 1] = [event.end]
-        lanes[id(event)] = 1000 * row + number
+        ends[number : number + 1] = [_end(event)]
+        lanes[id(event)] = 1000 * row + number + 1
     return lanes
 
 

@@ -14,6 +14,7 @@ import gzip
 import json
 import operator
 import os
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -196,19 +197,20 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
-        """Read what `save` wrote. Raises ValueError for a file that is not such a trace."""
+        """Read what `save` wrote. Raises ValueError for a file that is not such a trace, or not a whole one."""
+        from parallel101.trace.saved import trace_in
+
         data = Path(path).read_bytes()
         try:
             content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             if content["format"] != FORMAT:
                 raise ValueError(content["format"])
-        except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is not a trace that Trace.save wrote ('{FORMAT}' was expected): {error!r}") from error
-        events, unfinished = (
-            [Event(*row)._replace(shape=tuple(row[Event._fields.index("shape")])) for row in content.get(name, ())]
-            for name in ("events", "unfinished")
-        )
-        return cls(events, content["world_size"], content["backend"], content["groups"], unfinished)
+        try:
+            return trace_in(content)
+        except ValueError as error:
+            raise ValueError(f"{path} is not as Trace.save wrote it: {error}") from error
 
     def to_chrome(self, path: str | os.PathLike) -> None:
         """Write a Chrome trace: open it at ui.perfetto.dev or chrome://tracing. One process a rank, arrows along messages."""

@@ -39,8 +39,11 @@ def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> N
 
 
 @contextlib.contextmanager
-def span(name: str, **labels: Any) -> Iterator[None]:
-    """Name what happens inside in the record, with labels such as `microbatch=3`, which it keeps as they are now: see `plain`."""
+def span(name: str, /, **labels: Any) -> Iterator[None]:
+    """Name what happens inside in the record, with labels such as `microbatch=3`, which it keeps as they are now: see `plain`.
+
+    A label may have any name, `name` too: the span's own comes first, without a keyword.
+    """
     target = recorder()
     if target is None:
         yield
@@ -98,7 +101,11 @@ def part() -> str:
 
 def compute(seconds: float) -> None:
     """Let a rank of the sim backend compute for `seconds` of virtual time. On real ranks it does nothing: their time is real."""
-    if not seconds >= 0:
+    try:
+        fits = seconds >= 0
+    except TypeError:  #  no number
+        fits = False
+    if not fits:
         raise ValueError(f"compute() takes the seconds to pass on a virtual rank's clock, zero or more; got {seconds!r}")
     target = recorder()
     if target is not None:

@@ -62,7 +62,7 @@ def collective_scene(
     tempo, words = Tempo(history), Words(history)
     scene = Scene(960, 500, title or words.title, f"{words.size}. {words.intro}")
     scene.duration = tempo.duration
-    scene.narrow = (480, 828)
+    scene.narrow = (480, 842)
     scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
     scene.panel(narrow="none").add("text", words.size, x=932, y=40, font_size=13, class_="m e")
     _captions(scene, tempo, words)

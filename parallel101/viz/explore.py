@@ -33,13 +33,18 @@ LINKS: dict[str, Callable[[], Network]] = {
 }
 
 
+def most_numbers(ranks: int) -> int:
+    """Elements a rank, as many as the slider offers and as can be traced back to their ranks."""
+    return min(MOST_NUMBERS, most_elements(ranks, torch.int64))
+
+
 class Explorer(ipywidgets.VBox):
     """Controls, and under them the animation of the run they ask for. Display it as the last expression of a cell.
 
     Args:
         operation, algorithm, ranks, numbers, root, backend, links: what it starts with; `numbers` is the elements of each rank's tensor.
 
-    Raises ValueError for an operation, algorithm, backend or link that there is not.
+    Raises ValueError for an operation, algorithm, backend or link that there is not, and for numbers past a slider's ends.
     """
 
     def __init__(
@@ -66,7 +71,8 @@ class Explorer(ipywidgets.VBox):
             return ipywidgets.Dropdown(description=name, options=tuple(options), value=value, layout={"width": "260px"})
 
         def slider(name: str, low: int, high: int, value: int) -> Any:
-            value = min(max(value, low), high)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r}: expected a whole number from {low} to {high}")
             layout = {"width": "260px"}
             return ipywidgets.IntSlider(description=name, min=low, max=high, value=value, continuous_update=False, layout=layout)
 
@@ -74,8 +80,8 @@ class Explorer(ipywidgets.VBox):
         self.algorithm = menu("algorithm", autograd.algorithms(operation), algorithm)
         self.backend = menu("world", MOST_RANKS, backend)
         self.ranks = slider("ranks", 1, MOST_RANKS[backend], ranks)
-        self.numbers = slider("numbers", 1, MOST_NUMBERS, numbers)
-        self.root = slider("root", 0, self.ranks.value - 1, root)
+        self.numbers = slider("numbers", 1, most_numbers(ranks), numbers)
+        self.root = slider("root", 0, ranks - 1, root)
         self.links = menu("links", LINKS, links)
         self.picture = ipywidgets.Output()
         self.html = ""
@@ -105,6 +111,7 @@ class Explorer(ipywidgets.VBox):
                 kept = self.algorithm.value if self.algorithm.value in algorithms else algorithms[0]
                 self.algorithm.options, self.algorithm.value = algorithms, kept
             self.ranks.max = MOST_RANKS[self.backend.value]
+            self.numbers.max = most_numbers(self.ranks.value)
             self.root.max = self.ranks.value - 1
             self.root.disabled = self.operation.value not in ROOT
             self.links.disabled = self.backend.value != "sim"
@@ -114,10 +121,9 @@ class Explorer(ipywidgets.VBox):
 
     def _show(self) -> None:
         n = self.ranks.value
-        numel = min(self.numbers.value, most_elements(n, torch.int64))
         network = LINKS[self.links.value]() if self.backend.value == "sim" else None
         try:
-            run = watch(self.program(), n, numel=numel, backend=self.backend.value, network=network)
+            run = watch(self.program(), n, numel=self.numbers.value, backend=self.backend.value, network=network)
             self.html, plain = run.animate().html(), repr(run.trace)
         except (RuntimeError, ValueError, TimeoutError) as error:  #  shown where the picture would be, not lost in a log
             self.html, plain = f"<pre>{escape(str(error))}</pre>", str(error)

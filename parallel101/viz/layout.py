@@ -118,11 +118,11 @@ def _ring_order(order: list[int], links: list[tuple[int, int]]) -> list[int] | N
             turned.append(after[turned[-1]])
         return turned if len(turned) == n else None
     # both ways, along the ranks' own order
-    steps = {(order.index(dst) - order.index(src)) % n for src, dst in links}
+    steps = {abs(order.index(dst) - order.index(src)) for src, dst in links}
     near = _neighbours(links)
-    closed = all(len(near[r]) == 2 for r in order)
+    closed = n > 3 and all(len(near[r]) == 2 for r in order)  # three ranks are all neighbours, whatever they do
     line = sum(map(len, near.values())) == 2 * (n - 1) and all((dst, src) in links for src, dst in links)
-    return order if steps <= {1, n - 1} and (closed or line) else None
+    return order if (closed and steps <= {1, n - 1}) or (line and steps == {1}) else None
 
 
 def _root(order: list[int], links: list[tuple[int, int]]) -> int:

@@ -21,7 +21,7 @@ STYLE = (
     ".gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;stroke-dasharray:3 2}"
     ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}"
 )
-NARROW = "translate(-458,344)"
+NARROW = "translate(-408,352) scale(.94)"  #  room for the words at its left, and for those below it
 
 
 class Matrix:

@@ -41,9 +41,9 @@ def draw_strip(scene: Scene, history: History, tempo: Tempo) -> None:
     cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(real), 0.0)) for t, real in tempo.cursor())])
     clock = "every send, " + ("on the virtual clock" if history.trace.backend == "sim" else "as recorded")
     legend = clock + "; grey is added on arrival, blue is not" if all(paths.values()) else clock
-    for text, place, anchor, shift in (
-        ("0", LEFT, "", 0),
-        (legend, LEFT + WIDTH / 2, " c", -240),
-        (human_seconds(span), LEFT + WIDTH, " e", -480),
+    for text, place, anchor, narrow in (
+        ("0", LEFT, "", "translate(0,334)"),
+        (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  #  on a phone a line further down
+        (human_seconds(span), LEFT + WIDTH, " e", "translate(-480,334)"),
     ):
-        scene.panel(narrow=f"translate({shift},334)").add("text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor)
+        scene.panel(narrow=narrow).add("text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor)

@@ -19,7 +19,7 @@ class Tempo:
         self.steps = history.steps
         self.step = min(1.5, max(0.8, 26.0 / max(self.steps, 1)))
         self.reveal = self.land(self.steps - 1) + 0.7  #  from here on: what every rank returned, and the verdict
-        self.duration = self.reveal + 2.2 if self.steps else 0.0
+        self.duration = math.ceil(100 * (self.reveal + 2.2)) / 100 if self.steps else 0.0  #  in hundredths: an SVG says no more of it
         self._real = [self._interval(s) for s in range(self.steps)]
 
     def start(self, step: int) -> float:

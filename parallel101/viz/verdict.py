@@ -46,7 +46,8 @@ class Outcome:
         everyone = all(held[rank] == whole for rank in history.ranks)
         holders = [rank for rank in history.ranks if held[rank]]
         alone = len(holders) == 1 and held[holders[0]] == whole
-        parted = len(holders) > 1 and sum(map(len, held.values())) == len(whole) and set().union(*held.values()) == whole
+        in_turn = [column for rank in history.ranks for column in sorted(held[rank])]  # parts in the ranks' order are the ranks' own
+        parted = len(holders) > 1 and in_turn == sorted(whole)
         origins = {stripe for column in history.columns for stripe in column.stripes}
         if history.sums:
             return "all-reduce" if everyone else "reduce" if alone else "reduce-scatter" if parted else None

@@ -37,7 +37,7 @@ def watch(
 
     Args:
         fn: takes a tensor, talks to the other ranks, returns a tensor (or several, or none). Sums, copies and moves can be followed.
-        world_size: how many ranks; up to 17 have room in an int64.
+        world_size: how many ranks; up to 18 have room in an int64.
         numel: elements of x on each rank; 2·world_size unless said, or as many as there is room for.
         backend: "gloo", "nccl" or "sim".
         network: on sim, the links between the ranks.
@@ -48,9 +48,14 @@ def watch(
         The Run, whose `animate()` shows whose data every rank holds of every chunk.
 
     Raises:
-        ValueError: numel and shape that disagree, a world or dtype that cannot be, or values that do not fit the dtype.
+        TypeError: fn is nothing that can be called.
+        ValueError: numel and shape that disagree, a world, shape or dtype that cannot be, or values that do not fit the dtype.
     """
+    if not callable(fn):
+        raise TypeError(f"watch() takes a function of a tensor, to run on each rank; got a {type(fn).__name__}: {fn!r}")
     origin_tensor(0, world_size, 0, dtype)  # what cannot be is better said here than by every rank
+    if shape is not None and not (isinstance(shape, Sequence) and all(isinstance(n, int) and n >= 0 for n in shape)):
+        raise ValueError(f"shape={shape!r}: expected a whole number for each dim, such as (2, 3)")
     if numel is None:
         numel = math.prod(shape) if shape is not None else max(1, min(PARTS * world_size, most_elements(world_size, dtype)))
     size = tuple(shape) if shape is not None else (numel,)

@@ -125,7 +125,8 @@ class Words:
         n, links = len(history.ranks), history.layout.links
         if history.layout.bent:
             return "Torus"
-        if len(links) == n * (n - 1) and len(history.messages) % len(links) == 0:
+        rounds = (1, 2) if self.op == "all-reduce" else (1,)  #  more of them pass on what others sent
+        if len(links) == n * (n - 1) and len(history.messages) in [len(links) * k for k in rounds]:
             return "Direct"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""

@@ -117,7 +117,7 @@ def test_less_motion_jumps_from_step_to_step(player):
 
 def test_a_phone_gets_the_panels_under_each_other(player):
     player.resize(390)
-    player.until(f"{ROOT}.querySelector('.stage svg').getAttribute('viewBox') == '0 0 480 828'")
+    player.until(f"{ROOT}.querySelector('.stage svg').getAttribute('viewBox') == '0 0 480 842'")
     assert player.js("document.documentElement.scrollWidth") <= 390
     assert player.js(f"getComputedStyle({ROOT}.querySelector('.caption')).display") == "block"
     player.resize(1000)

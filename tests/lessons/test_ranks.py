@@ -44,6 +44,22 @@ def test_a_clone_installs_nothing():
     exec(TransformerManager().transform_cell(cell.source), {"get_ipython": lambda: pytest.fail("it would install")})
 
 
+EXPECTED = ("deadlock-run", "isend-changed", "dies-run", "dies-killed", "sizes-run", "sizes-checked")  #  the errors that cells show
+
+
+@pytest.mark.parametrize("cell_id", EXPECTED)
+def test_a_corrected_cell_says_that_it_went_through_and_the_next_ones_run(cell_id, capsys):
+    """In a fresh kernel, where nothing stands in for the error that did not come."""
+    cells = {cell.id: cell.source for cell in read("00_ranks").cells}
+    assert [i for i, source in cells.items() if "as error:" in source] == [*EXPECTED[:1], "deadlock-eager", *EXPECTED[1:]]
+    errors = {name: getattr(p101, name) for name in ("DeadlockError", "MisuseError", "RankFailed")}
+    names = {**definitions("00_ranks"), "p101": types.SimpleNamespace(launch=lambda *_, **__: None, **errors)}
+    exec(cells[cell_id], names)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    if cell_id == "deadlock-run":
+        exec(cells["deadlock-picture"], names)
+
+
 def test_exercise_1_taking_turns_takes_two_steps():
     def in_turn():
         rank, other = dist.get_rank(), 1 - dist.get_rank()

@@ -24,9 +24,13 @@ def test_wrong_questions_are_told_with_what_was_expected(capsys, tmp_path):
     assert "unrecognized arguments: --fast" in asked_wrongly(capsys, "lessons", "--fast")
     assert "nowhere is not a folder" in asked_wrongly(capsys, "lessons", "--lessons", "nowhere")
     assert "no notebook" in asked_wrongly(capsys, "lessons", "--lessons", str(tmp_path))
-    for seconds in ("0", "-1", "nan", "soon"):
-        assert "--timeout" in asked_wrongly(capsys, "lessons", "--timeout", seconds)
+    for seconds in ("0", "-1", "nan", "inf", "soon"):
+        told = f"argument --timeout: {seconds} is not a time; give a finite number of seconds, more than 0"
+        assert told in asked_wrongly(capsys, "lessons", f"--timeout={seconds}")
     (tmp_path / "00_ranks.ipynb").touch()
+    for out in (tmp_path / "00_ranks.ipynb", tmp_path / "00_ranks.ipynb" / "site", "/dev/null/site"):
+        told = asked_wrongly(capsys, "lessons", "--lessons", str(tmp_path), "--out", str(out)).splitlines()[-1]
+        assert f"pages can't be written to {out} (" in told and told.endswith("give a folder, e.g. --out site")
     assert "'07' is not a lesson; there are: 00_ranks" in asked_wrongly(capsys, "lessons", "07", "--lessons", str(tmp_path))
 
 

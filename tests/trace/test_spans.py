@@ -62,3 +62,18 @@ def test_a_label_is_what_it_was_when_the_span_began():
 
     (span,) = p101.launch(program, world_size=1, backend="sim").trace.spans("step")
     assert span.args == {"steps": [1], "loss": 1.0}
+
+
+def test_a_label_may_be_called_name():
+    def program():
+        with p101.span("a", name="x", start=1, self=2):
+            pass
+
+    (span,) = p101.launch(program, world_size=1, backend="sim").trace.spans()
+    assert (span.name, span.args) == ("a", {"name": "x", "start": 1, "self": 2})
+
+
+@pytest.mark.parametrize("seconds", ["x", None, [1], -1, float("nan"), 1j])
+def test_what_is_no_time_to_compute_is_told(seconds):
+    with pytest.raises(ValueError, match=r"compute\(\) takes the seconds to pass .* zero or more; got"):
+        p101.compute(seconds)

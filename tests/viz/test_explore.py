@@ -46,6 +46,18 @@ def test_ranks_root_size_and_links_change_the_run(explorer):
     assert "<figure" in explorer.html
 
 
+def test_what_the_slider_says_is_what_runs(explorer):
+    explorer.operation.value, explorer.ranks.value = "all_gather", 2
+    explorer.numbers.value = 48
+    assert f"{2 * 48 * 8} B" in explorer.html
+    explorer.ranks.value = 16  # with room for 40 numbers each
+    assert explorer.numbers.max == explorer.numbers.value == 40
+    assert " 5 KiB" in explorer.html and 16 * 40 * 8 == 5 * 1024
+    explorer.ranks.value = 2
+    assert explorer.numbers.max == 48
+    explorer.numbers.value = 8
+
+
 def test_going_back_to_processes_takes_no_more_of_them_than_a_laptop_has_room_for(explorer):
     explorer.operation.value, explorer.ranks.value = "barrier", MOST_RANKS["sim"]
     explorer.ranks.value = 2
@@ -73,6 +85,13 @@ def test_a_page_without_a_kernel_gets_the_picture(explorer):
         ({"operation": "allreduce"}, "operation='allreduce' is unknown: expected one of 'broadcast'"),
         ({"algorithm": "star"}, "algorithm='star' is unknown: expected one of 'reduce_broadcast'"),
         ({"backend": "mpi"}, "backend='mpi' is unknown: expected one of 'gloo', 'sim'"),
+        ({"ranks": 99}, "ranks=99: expected a whole number from 1 to 8"),
+        ({"ranks": 0}, "ranks=0: expected a whole number from 1 to 8"),
+        ({"ranks": 17, "backend": "sim"}, "ranks=17: expected a whole number from 1 to 16"),
+        ({"ranks": 2.5}, r"ranks=2\.5: expected a whole number"),
+        ({"numbers": 49}, "numbers=49: expected a whole number from 1 to 48"),
+        ({"numbers": 48, "ranks": 16, "backend": "sim"}, "numbers=48: expected a whole number from 1 to 40"),
+        ({"root": 4}, "root=4: expected a whole number from 0 to 3"),
         ({"links": "mesh"}, f"links='mesh' is unknown: expected one of {', '.join(map(repr, LINKS))}"),
     ],
 )

@@ -44,6 +44,10 @@ CASES = [
     (12, torus(3, 4), "grid"),
     (6, [(a, b) for a in range(6) for b in range(6) if a != b], "circle"),
     (6, [(0, 1), (2, 3), (4, 5)], "circle"),
+    (3, [(a, b) for a in range(3) for b in range(3) if a != b], "circle"),
+    (3, [(0, 1), (1, 0), (0, 2), (2, 0)], "star"),
+    (3, [(0, 1), (1, 0), (1, 2), (2, 1)], "chain"),
+    (5, [(a, b) for x, y in ((3, 4), (4, 0), (0, 1), (1, 2)) for a, b in ((x, y), (y, x))], "tree"),
     (2, [(0, 1)], "pair"),
     (1, [], "pair"),
 ]

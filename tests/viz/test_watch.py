@@ -65,12 +65,25 @@ def test_shape_and_dtype():
         ({"dtype": torch.float32}, r"dtype=torch\.float32: values that carry their origin need torch\.int64"),
         ({"world_size": "4"}, "world_size='4': expected a whole number of ranks"),
         ({"world_size": 0}, "world_size=0"),
-        ({"world_size": 30}, "do not fit into torch.int64, which has room for 0: take fewer ranks"),
+        ({"world_size": 19}, "do not fit into torch.int64, which has room for 0: take fewer ranks"),
+        ({"shape": 4}, "shape=4: expected a whole number for each dim, such as"),
+        ({"shape": (2, 2.5)}, r"shape=\(2, 2\.5\): expected a whole number"),
+        ({"shape": [-1]}, r"shape=\[-1\]: expected"),
+        ({"shape": "ab"}, "shape='ab': expected"),
     ],
 )
 def test_what_cannot_be_watched_is_said_before_any_rank_starts(wrong, told):
     with pytest.raises(ValueError, match=told):
         watch(ring, **wrong)
+
+
+def test_what_is_no_function_is_refused_before_any_rank_starts():
+    with pytest.raises(TypeError, match=r"watch\(\) takes a function of a tensor, to run on each rank; got a int: 3"):
+        watch(3)
+
+
+def test_the_largest_world_has_room_in_an_int64():
+    assert len(watch(ring, 18, numel=1, backend="sim").results) == 18
 
 
 def test_a_function_that_returns_nothing():

@@ -1,0 +1,66 @@
+"""On a phone the panels stand under each other: no words run into others, into the strip, or over the edge of the card."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from parallel101.viz.collective import collective_scene
+from tests.viz import algorithms as a
+from tests.viz.drawn import SVG
+from tests.viz.virtual_ranks import run
+
+Box = tuple[float, float, float, float]  #  left, top, right, bottom
+
+
+def placed(transform: str, box: Box) -> Box:
+    """Where a panel's `data-narrow` puts a box."""
+    dx, dy = map(float, re.match(r"translate\((.*?),(.*?)\)", transform).groups())
+    scale = [float(s) for s in re.findall(r"[\d.]+", transform.partition("scale")[2])] or [1.0]
+    sx, sy = scale[0], scale[-1]
+    return box[0] * sx + dx, box[1] * sy + dy, box[2] * sx + dx, box[3] * sy + dy
+
+
+def extent(text: ET.Element) -> Box:
+    """Of a text in DejaVu Sans, the widest of the usual fonts: 0.52 of its size a letter."""
+    x, y, size = (float(text.get(name, default)) for name, default in (("x", 0), ("y", 0), ("font-size", 14)))
+    width, classes = 0.52 * size * len(text.text), text.get("class", "").split()
+    left = x - (width / 2 if "c" in classes else width if "e" in classes else 0)
+    return left, y - 0.75 * size, left + width, y + 0.25 * size
+
+
+def words_and_strip(scene, t: float) -> list[tuple[str, Box]]:
+    """Every text of a moment that does not stand in a circle or a cell, and the strip of sends, as a phone shows them."""
+    found = []
+    for panel in ET.fromstring(scene.svg(t)):
+        where = panel.get("data-narrow", "none")
+        if where != "none":
+            found += [(text.text, placed(where, extent(text))) for text in panel.iter(f"{SVG}text") if "m" in text.get("class", "").split()]
+            for cursor in (path for path in panel.iter(f"{SVG}path") if path.get("class") == "now"):
+                top, bottom = map(float, re.findall(r"[\d.]+", cursor.get("d"))[1:])
+                found.append(("the strip", placed(where, (28, top, 932, bottom))))
+    return found
+
+
+def told_of_nothing(rank, n, x):
+    """An exchange of bytes that do not tell whose data they are, with two ranks."""
+    others = [(rank + 1) % n, (rank - 1) % n]
+    yield a.Exchange([(r, [1.5]) for r in others], others)
+    return []
+
+
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+@pytest.mark.parametrize("n", [3, 4, 8, 16])
+@pytest.mark.parametrize("program", [a.ring_all_reduce, a.binomial_broadcast, told_of_nothing])
+def test_words_have_their_room_on_a_phone(program, n, backend):
+    scene = collective_scene(*run(program, n, 1 if n > 8 else n, backend=backend))
+    for t in (0.0, scene.duration):
+        boxes = words_and_strip(scene, t)
+        assert "the strip" in [words for words, _ in boxes]
+        width, height = scene.narrow
+        for i, (words, (left, top, right, bottom)) in enumerate(boxes):
+            assert left > 8 and top > 8 and right < width - 8 and bottom < height - 8, words
+            for others, (left_, top_, right_, bottom_) in boxes[:i]:
+                assert left > right_ or left_ > right or top > bottom_ or top_ > bottom, (words, others)
