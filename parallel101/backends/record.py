@@ -24,7 +24,7 @@ from parallel101.backends.clocks import CpuClock
 from parallel101.backends.describe import COLLECTIVES, flat, shares, unfit
 from parallel101.backends.works import Given, Posted, RecordedWork, WatchedWork, values
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, Key, agreement, member_at, message
+from parallel101.trace.calls import Call, Key, agreement, member_at
 from parallel101.trace.spans import part
 from parallel101.trace.where import caller
 
@@ -193,7 +193,7 @@ class RecordedGroup(dist.ProcessGroup):
         tensor = tensors[0]
         peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        call = message(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, place, part())
+        call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, place, part())
         self._check(call, tensors)
         small = tensor.nbytes <= self.ledger.payload_bytes
         given = Given([tensor], values([tensor]) if small else None) if kind == "send" else Given([])

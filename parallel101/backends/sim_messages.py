@@ -21,7 +21,7 @@ import torch
 from parallel101.backends.sim_work import SimWork
 from parallel101.backends.works import waited_twice
 from parallel101.errors import MisuseError
-from parallel101.trace.calls import Call, message
+from parallel101.trace.calls import Call
 
 if TYPE_CHECKING:
     from parallel101.backends.sim_mailbox import Messenger
@@ -74,7 +74,7 @@ class MessageWork(SimWork):
     dtype: torch.dtype
     pointer: int
     number: int  #  of all that is posted in the run
-    part: str  #  of which collective it is, in words (see trace.spans.part)
+    part: tuple[tuple[str, str], ...]  #  of which collective it is (see trace.spans)
     waited: bool  #  gloo lets a program wait for a message once
 
     def wait(self, timeout: object = None) -> bool:
@@ -94,7 +94,7 @@ class MessageWork(SimWork):
         group, me = self.group, self.rank.number
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
         shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
-        return message(me, self.kind, peers, self.tag, group.label, 0, self.nbytes, shape, dtype, self.where, self.part)
+        return Call(me, self.kind, peers, self.tag, group.label, 0, self.nbytes, shape, dtype, None, None, self.where, self.part)
 
     def missing(self) -> set[int]:
         return set(self.call().peers)

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     op: str | None  #  the reduction ("sum", …) of a reducing collective
     root: int | None
     where: str
-    alike: tuple[tuple[str, str], ...] = ()  #  of a collective of parallel101's own: what else must be the same on all ranks, in words
+    alike: tuple[tuple[str, str], ...] = ()  #  of a collective of parallel101's own, and of its messages: what else must be the same
     given: dict[int, int] | None = None  #  of an all-to-all: the bytes for each rank of the group, whose shapes need not agree …
     taken: dict[int, int] | None = None  #  … and those expected of each
 
@@ -63,23 +63,6 @@ class Call(NamedTuple):
 
 def tag_named(tag: int) -> str:
     return "the tag of parallel101's collectives" if tag == COLLECTIVE_TAG else f"tag {tag}"
-
-
-def message(
-    rank: int,
-    kind: str,
-    peers: tuple[int, ...],
-    tag: int,
-    group: str,
-    seq: int,
-    nbytes: int,
-    shape: tuple,
-    dtype: str,
-    where: str,
-    part: str,
-) -> Call:
-    """One side of a message; `part`: of which collective of parallel101's own, in words."""
-    return Call(rank, kind, peers, tag, group, seq, nbytes, shape, dtype, None, None, where, (("in", part),) if part else ())
 
 
 def part_in(kind: str, members: Sequence[int]) -> str:

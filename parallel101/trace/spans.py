@@ -87,16 +87,16 @@ def agree(kind: str, ranks: Sequence[int], **alike: Any) -> int:
 @contextlib.contextmanager
 def part_of(collective: str) -> Iterator[None]:
     """Messages that this thread posts inside belong to `collective`: the same must be said on the other side (see `disagreement`)."""
-    before, _thread.part = part(), collective
+    before, _thread.part = part(), (("in", collective),)
     try:
         yield
     finally:
         _thread.part = before
 
 
-def part() -> str:
-    """Which collective of parallel101's own this thread is in, in words; "": none, or one that nobody named."""
-    return getattr(_thread, "part", "")
+def part() -> tuple[tuple[str, str], ...]:
+    """Which collective of parallel101's own this thread is in, as a Call says it; (): none, or one that nobody named."""
+    return getattr(_thread, "part", ())
 
 
 def compute(seconds: float) -> None:
