@@ -86,14 +86,14 @@ class Collective(Linear):
         members, ctx.number = group_of(group), 0
         if members.position is not None and recorder() is not None:
             terms = _terms(tensor_of(x), **alike)
-            ctx.number = agree(_operation(ctx), members.ranks, **terms, requires_grad=ctx.needs_input_grad[0])
+            ctx.number = agree(_operation(ctx), members, **terms, requires_grad=ctx.needs_input_grad[0])
         with part_of(f"{_operation(ctx)} on ranks {list(members.ranks)}"):
             return Linear.forward(ctx, x, group, forward, adjoint, alike)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.number:  # a rank that leaves one result out of its loss would answer the others' backward of it with that of another
-            agree("backward", ctx.members.ranks, call=f"{_operation(ctx)} number {ctx.number}")
+            agree("backward", ctx.members, call=f"{_operation(ctx)} number {ctx.number}")
         return Linear.backward(ctx, *gradients)
 
 
@@ -131,8 +131,10 @@ def stand_in(g: Tensor, shape: Sequence[int]) -> Tensor:
 def documented(raw_function: Public, backward: str) -> Callable[[Public], Public]:
     """The public function says what its namesake without gradients says, and what its backward is."""
 
+    backward_is = f"backward is {backward}, called by every rank, so that x requires a gradient on all of them or on none"
+
     def document(function: Public) -> Public:
-        function.__doc__ = (raw_function.__doc__ or "").replace("no part of the graph", f"differentiable: backward is {backward}")
+        function.__doc__ = (raw_function.__doc__ or "").replace("no part of the graph", f"differentiable: {backward_is}")
         return function
 
     return document

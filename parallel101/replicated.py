@@ -17,7 +17,7 @@ import torch
 from torch import Size, Tensor
 
 from parallel101 import collectives as raw
-from parallel101.adjoint import Collective, reduction_adjoint
+from parallel101.adjoint import Collective, Linear, reduction_adjoint
 from parallel101.collectives import torus
 from parallel101.collectives.auto import check_algorithm
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
@@ -67,6 +67,8 @@ class ReduceFromGroup(Collective):
     rank 0  a ──▶ a+b        ∂a = g
     rank 1  b ──▶ a+b        ∂b = g        the same g on both (of a mean: g / 2)
     """
+
+    backward = Linear.backward  # sends nothing, and so may come in any order
 
 
 def reduce_from_group(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
@@ -125,6 +127,8 @@ class GatherFromGroup(Collective):
     rank 0  a ──▶ [a b]        ∂a = the first block of g
     rank 1  b ──▶ [a b]        ∂b = the second        the same g on both
     """
+
+    backward = Linear.backward  # sends nothing
 
 
 def gather_from_group(

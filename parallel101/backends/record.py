@@ -88,10 +88,10 @@ class Ledger:
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""
 
-    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> int:
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
         if self.tell is None:
             return 0
-        call = agreement(self.rank, kind, ranks, alike, self.collectives)
+        call = agreement(self.rank, kind, ranks, within, alike, self.collectives)
         self.tell(call)
         return call.seq
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from parallel101.backends.describe import COLLECTIVES, Told, flat
 from parallel101.backends.sim_collectives import Part, carry_out, check_reduction, duration, parts_of, plan
+from parallel101.backends.sim_founding import Founding
 from parallel101.backends.sim_mailbox import Mailbox, Messenger, refuse
 from parallel101.backends.sim_messages import SendWork, contents
 from parallel101.backends.sim_rank import Rank
@@ -35,6 +36,8 @@ class Traffic:
         self.mailbox = Mailbox()
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self.groups: dict[str, list[int]] = {}
+        self.busy: dict[str, float] = {}  #  until when a group's collectives keep it
+        self.founded: dict[tuple[str, tuple[int, ...]], list[Founding]] = {}
         world.last_word = self.misused
 
     def misused(self) -> MisuseError | None:
@@ -84,7 +87,11 @@ class SimGroup(Messenger):
 
     def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any) -> SimGroup | None:
         """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
-        return self.part(ranks, group_name) if self.member.number in ranks else None
+        if self.member.number not in ranks:
+            return None
+        group = self.part(ranks, group_name)
+        Founding(group).wait()
+        return group
 
     def part(self, ranks: Sequence[int], name: str) -> SimGroup:
         """A group of some of the ranks, this one among them."""
@@ -199,9 +206,13 @@ class Meeting:
                 assert error is not None
                 world.fail(error)
                 raise error
-            self.started = world.now
+            busy, label = self.group.traffic.busy, self.group.label
+            self.started = max(
+                world.now, busy.get(label, 0.0)
+            )  #  a group's collectives end in order, as on NCCL's stream and gloo's threads
             nbytes = max(member.told.nbytes for member in self.present.values())
-            world.at(world.now + duration(work.kind, self.group.ranks, nbytes, world.route), self)
+            busy[label] = self.started + duration(work.kind, self.group.ranks, nbytes, world.route)
+            world.at(busy[label], self)
         return work
 
     def verdict(self) -> MisuseError | None:

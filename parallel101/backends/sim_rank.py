@@ -62,8 +62,8 @@ class Rank:
     def compute(self, seconds: float) -> None:
         self.clock = self.now() + seconds
 
-    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> int:
-        call = agreement(self.number, kind, ranks, alike, self.agreed)
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
+        call = agreement(self.number, kind, ranks, within, alike, self.agreed)
         self.world.judge(call)
         return call.seq
 

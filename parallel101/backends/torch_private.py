@@ -87,14 +87,17 @@ def forget_groups() -> None:
 
 
 def after_backward(callback: Callable[[], Any]) -> bool:
-    """Call `callback` at the end of the backward that runs on this thread, in order of asking. False when none runs.
+    """Call `callback` at the end of the backward that runs on this thread, in order of asking; at once where that end has come already
+    (as in DDP with a static graph, which talks in a callback of its own, and waits there). False when no backward runs.
 
-    Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do.
+    Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do, and on `_current_autograd_node`.
     """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
     except RuntimeError:
         return False
+    if torch._C._current_autograd_node() is None:
+        callback()
     return True
 
 

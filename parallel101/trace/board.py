@@ -77,7 +77,8 @@ class Board:
                 waiting[rank] = (call.kind, call.peers[0] if len(call.peers) == 1 else call.peers or None, call.where)
         advice = "" if checked else " Run it again with trace=True: a checked run names the calls that do not fit."
         note = "everything they wait for has been posted, and yet nothing moves: the sizes do not fit, most likely." + advice
-        return DeadlockError(waiting, returned=[rank for rank, standing in enumerate(self.ranks) if standing.returned], notes=[(note, "")])
+        notes = self._different(range(len(self.ranks))) or [(note, "")]
+        return DeadlockError(waiting, returned=[rank for rank, standing in enumerate(self.ranks) if standing.returned], notes=notes)
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """Who has not posted their part of a call yet, as far as the reports tell. (A rank that runs may always still post.)"""
@@ -101,7 +102,9 @@ class Board:
         """Collectives in which the ranks of a group call different things, in words."""
         notes = []
         calls = [call for rank in ranks if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")]
-        for group, seq in sorted({(call.group, call.seq) for call in calls}):
+        made = max((standing.collectives.get("new_group", 0) for standing in self.ranks), default=0)
+        groups = {("new_group", seq) for seq in range(1, made + 1)}  # what is wrong with a group may show in its use only
+        for group, seq in sorted({(call.group, call.seq) for call in calls} | groups):
             parts: dict[str, list[int]] = {}
             for rank, standing in enumerate(self.ranks):
                 if part := standing.part(group, seq):

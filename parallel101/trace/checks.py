@@ -23,7 +23,7 @@ class Referee:
     def hear(self, call: Call) -> bool:
         """Take note of a call. True when it shows the first disagreement."""
         if self.suspects:  #  one more rank of the same collective may tell which is the odd one out
-            if self.suspects is self.collectives.get((call.group, call.seq)):
+            if call.kind not in ("send", "recv") and self.suspects is self.collectives.get((call.group, call.seq)):
                 self.suspects.append(call)
             return False
         if call.kind in ("send", "recv"):

@@ -9,7 +9,10 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from parallel101.mesh import Group
 
 
 class Recorder(Protocol):
@@ -18,7 +21,7 @@ class Recorder(Protocol):
     def now(self) -> Any: ...
     def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any]) -> None: ...
     def compute(self, seconds: float) -> None: ...
-    def agree(self, kind: str, ranks: Sequence[int], alike: Mapping[str, Any]) -> int: ...
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int: ...
 
 
 _thread = threading.local()
@@ -77,11 +80,15 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def agree(kind: str, ranks: Sequence[int], **alike: Any) -> int:
-    """Let a checked run see that all `ranks` call `kind` with the same arguments: a sum on one and a maximum on the other are neither, and
-    a backward that some of them lack would wait for ever. Returns the how-manieth such call of theirs it is; 0 where nobody compares."""
+def agree(kind: str, members: Group, **alike: Any) -> int:
+    """Let a checked run see that all members of a group call `kind` with the same arguments: a sum on one and a maximum on the other are
+    neither, and a backward that some of them lack would wait for ever. Returns the how-manieth such call of theirs it is; 0 where nobody
+    compares."""
     target = recorder()
-    return 0 if target is None else target.agree(kind, ranks, alike)
+    if target is None:
+        return 0
+    within = "" if members.process_group is None else members.process_group.group_name
+    return target.agree(kind, members.ranks, within, alike)
 
 
 @contextlib.contextmanager

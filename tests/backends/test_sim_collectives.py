@@ -256,6 +256,20 @@ def test_async_works_and_futures():
     assert run(program, 3).results == [([float(r)] * 2, [30.0, 30.0], True, [3.0, 3.0]) for r in range(3)]
 
 
+def test_the_collectives_of_a_group_end_in_their_order():
+    def program(rank):
+        alone = dist.new_group(range(3))
+        first = dist.all_reduce(torch.ones(1000), async_op=True)
+        other = dist.all_reduce(torch.ones(1), group=alone, async_op=True)
+        dist.barrier()
+        return first.is_completed(), other.is_completed()
+
+    outcome = run(program, 3)
+    assert outcome.results == [(True, True)] * 3
+    ends = {(e.kind, e.group): e.end for e in trace(outcome).events}
+    assert ends["all_reduce", "1"] < ends["all_reduce", "world"] < ends["barrier", "world"], "another group need not wait"
+
+
 def test_a_futures_callback_may_start_the_next_collective():
     """As torch's PowerSGD hook does. It runs while its rank is blocked in something else."""
 

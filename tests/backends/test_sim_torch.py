@@ -38,11 +38,11 @@ def one_process(n: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("hook", [False, True])
-def test_torchs_data_parallel_gives_what_one_process_does(n, hook):
+@pytest.mark.parametrize("way", ["plain", "hook", "static graph"])
+def test_torchs_data_parallel_gives_what_one_process_does(n, way):
     def program(rank):
-        net = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001)
-        if hook:  #  a communication hook of the program's own, in Python
+        net = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001, static_graph=way == "static graph")
+        if way == "hook":  #  a communication hook of the program's own, in Python
             net.register_comm_hook(
                 None, lambda _, bucket: dist.all_reduce(bucket.buffer().div_(n), async_op=True).get_future().then(lambda f: f.value()[0])
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -214,6 +216,34 @@ def test_a_result_that_some_leave_out_of_their_loss_is_named(backend):
     with pytest.raises(p101.MisuseError, match="'all_reduce number 1' and 'all_reduce number 2'\n") as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 1 and str(raised.value).count("backward()") == 2
+
+
+def test_threads_may_each_have_a_group_of_their_own():
+    def program():
+        groups, found = [dist.new_group([0, 1]) for _ in range(2)], []
+
+        def other():
+            found.extend(p101.all_reduce(torch.ones(i + 1), group=groups[1]).sum().item() for i in range(20))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        found.extend(p101.all_reduce(torch.ones(3), "max", group=groups[0]).sum().item() for _ in range(20))
+        thread.join()
+        return sum(found)
+
+    assert p101.launch(program, world_size=2, trace=True).results == [480.0, 480.0]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_backward_that_sends_nothing_may_come_in_any_order(backend):
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        results = [p101.reduce_from_group(x), p101.gather_from_group(2 * x), p101.reduce_from_group(3 * x)]
+        for y in results[:: 1 if dist.get_rank() else -1]:
+            y.sum().backward()
+        return x.grad.tolist()
+
+    assert p101.launch(program, world_size=2, backend=backend, trace=True).results == [[6.0, 6.0]] * 2
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])

@@ -125,6 +125,13 @@ def test_agreement():
     assert disagreement(call(0, "all_reduce", 1, op="sum"), call(1, "all_reduce", 0, op="sum")) is None
 
 
+def test_a_message_is_no_part_of_a_collective_with_its_number():
+    referee = Referee()
+    said = (call(0, "all_reduce", 1, 2), call(1, "all_reduce", 0, 2, dtype="int64"), call(2, "send", 0), call(0, "recv", 2))
+    assert [referee.hear(one) for one in said] == [False, True, False, False]
+    assert "dtypes: float32 and int64" in str(referee.verdict())
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_referee_names_the_same_rank_whoever_comes_first(order):
     calls = [call(r, "all_reduce", *({0, 1, 2} - {r}), shape=(3,) if r == 1 else (2,)) for r in range(3)]
