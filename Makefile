@@ -39,20 +39,22 @@ test: $(READY)
 
 setup: $(READY)
 
-# The stamp is written last: an interrupted installation is taken up again by the next make.
+# The stamp is written last: an interrupted installation is taken up again by the next make. So is an interrupted venv, which
+# has a Python and no pip: the same command adds it. A venv that fails is removed, but never a folder that was there before.
 $(READY): pyproject.toml constraints.txt
 	@set -e; \
-	if [ ! -x $(BIN)/python ]; then \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  was=$$(ls -d $(VENV) 2>/dev/null || true); \
 	  for python in $(PYTHON); do \
 	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
 	      echo "Creating $(VENV) with $$($$python --version)"; \
-	      $$python -m venv $(VENV) || { rm -rf $(VENV); \
+	      $$python -m venv $(VENV) || { [ "$$was" ] || rm -rf $(VENV); \
 	        echo "make: could not create a virtual environment (see above). On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }; \
 	      break; \
 	    fi; \
 	  done; \
 	fi; \
-	if [ ! -x $(BIN)/python ]; then \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  echo "make: parallel101 needs Python 3.10 or newer, and none of these is: $(PYTHON)." >&2; \
 	  echo "      Install one from https://www.python.org/downloads/, or name yours: make PYTHON=/path/to/python3" >&2; exit 1; \
 	fi; \

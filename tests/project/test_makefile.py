@@ -1,0 +1,76 @@
+"""What the Makefile's set-up does where a machine or a checkout is not as it should be. A few lines of shell stand in for Python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+
+#  Makes a venv whose Python is a copy of itself, and whose pip writes down what it is asked; `broken` has no ensurepip.
+PYTHON = """#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" && [ "${0%broken}" = "$0" ] && touch "$3/bin/pip" ;;
+  "-m pip install "*) echo "$PWD" >>installed ;;
+  "-m pip "*) [ -e "$here/pip" ] ;;
+esac
+"""
+
+
+def write_python(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PYTHON)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone as far as `make setup` can tell, and a Python beside it."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    shutil.copy(ROOT / "Makefile", folder)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (folder / name).touch()
+    write_python(tmp_path / "python3")
+    return folder
+
+
+def make(folder: Path, *words: str, python: str = "../python3", **kwargs) -> subprocess.CompletedProcess[str]:
+    command = ["make", "setup", f"PYTHON={python}", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def installed(folder: Path) -> int:
+    """How often pip has installed here."""
+    return (folder / "installed").read_text().count("\n") if (folder / "installed").exists() else 0
+
+
+def test_set_up_is_done_once(clone):
+    for _ in range(2):
+        assert make(clone).returncode == 0
+    assert installed(clone) == 1
+
+
+def test_a_venv_that_was_interrupted_before_it_had_pip_is_completed(clone):
+    write_python(clone / ".venv/bin/python")
+    made = make(clone)
+    assert (made.returncode, installed(clone)) == (0, 1), made.stderr
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_venv_that_fails_leaves_what_was_there_before_and_nothing_else(clone, there):
+    if there:
+        (clone / "mine").mkdir()
+        (clone / "mine/thesis.txt").touch()
+    write_python(clone.parent / "broken")
+    made = make(clone, "VENV=mine", python="../broken")
+    assert made.returncode != 0
+    assert "python3-venv" in made.stderr
+    assert (clone / "mine/thesis.txt").exists() == (clone / "mine").exists() == there
+    assert make(clone, "VENV=mine").returncode == 0
