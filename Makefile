@@ -9,8 +9,10 @@ PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
 TESTS ?= -n 2
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
+# The stamp says where it was made: a venv holds absolute paths, and in a copied or moved clone it would run another's code.
+STALE := $(shell [ ! -e $(READY) ] || { [ "$$(cat $(READY))" = "$(CURDIR)" ] && $(BIN)/python -c ''; } 2>/dev/null || echo stale)
 
-.PHONY: help lessons test lab doctor picture setup constraints clean
+.PHONY: help lessons test lab doctor picture setup constraints clean stale
 help:
 	@echo "make lessons   run every lesson on real ranks and write it to site/ as HTML that plays offline"
 	@echo "make test      ruff, mypy and the tests"
@@ -41,8 +43,16 @@ setup: $(READY)
 
 # The stamp is written last: an interrupted installation is taken up again by the next make. So is an interrupted venv, which
 # has a Python and no pip: the same command adds it. A venv that fails is removed, but never a folder that was there before.
-$(READY): pyproject.toml constraints.txt
+# One that came here with its clone, or whose Python is gone, is made anew; one that lies elsewhere is only installed into.
+$(READY): pyproject.toml constraints.txt $(STALE)
 	@set -e; \
+	made=$$(cat $(READY) 2>/dev/null || true); \
+	case "$(abspath $(VENV))" in "$(CURDIR)"/*) ;; *) made=;; esac; \
+	if [ "$${made:-$(CURDIR)}" != "$(CURDIR)" ]; then \
+	  echo "Making $(VENV) anew: it was made in $$made"; rm -rf $(VENV); \
+	elif [ -e $(VENV)/pyvenv.cfg ] && ! $(BIN)/python -c '' 2>/dev/null; then \
+	  echo "Making $(VENV) anew: its Python is gone"; rm -rf $(VENV); \
+	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  was=$$(ls -d $(VENV) 2>/dev/null || true); \
 	  for python in $(PYTHON); do \
@@ -59,7 +69,7 @@ $(READY): pyproject.toml constraints.txt
 	  echo "      Install one from https://www.python.org/downloads/, or name yours: make PYTHON=/path/to/python3" >&2; exit 1; \
 	fi; \
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	@touch $@
+	@echo "$(CURDIR)" >$@
 
 # uv resolves for every Python and platform at once, which pip cannot. torch pins its own CUDA packages, another set for
 # each of its builds, so that they are left out here.

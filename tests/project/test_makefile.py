@@ -74,3 +74,32 @@ def test_a_venv_that_fails_leaves_what_was_there_before_and_nothing_else(clone, 
     assert "python3-venv" in made.stderr
     assert (clone / "mine/thesis.txt").exists() == (clone / "mine").exists() == there
     assert make(clone, "VENV=mine").returncode == 0
+
+
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
+def test_a_copied_or_moved_clone_makes_its_own_venv_and_no_other_one(clone, how):
+    assert make(clone).returncode == 0
+    there = clone.parent / "my other clone"
+    how(clone, there)
+    (there / ".venv/old").touch()
+    made = make(there)
+    assert f"Making .venv anew: it was made in {clone}\n" in made.stdout, made.stderr
+    assert (installed(there), (there / ".venv/old").exists()) == (2, False)
+    assert "Making" not in make(there).stdout
+    assert installed(there) == 2
+
+
+def test_a_venv_whose_python_is_gone_is_made_anew(clone):
+    assert make(clone).returncode == 0
+    (clone / ".venv/bin/python").unlink()
+    (clone / ".venv/bin/python").symlink_to("/nowhere/python3")
+    assert "Making .venv anew: its Python is gone" in make(clone).stdout
+    assert installed(clone) == 2
+
+
+def test_a_venv_that_clones_share_is_installed_into_and_kept(clone):
+    other = shutil.copytree(clone, clone.parent / "other")
+    for folder in (clone, other, clone):
+        assert make(folder, "VENV=../shared").returncode == 0
+        (clone.parent / "shared/mine").touch()
+    assert (installed(clone), installed(other), (clone.parent / "shared/mine").exists()) == (2, 1, True)
