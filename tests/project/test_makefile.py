@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is not in
 PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
+  --version) echo "$0 3.11" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" && [ "${0%broken}" = "$0" ] && touch "$3/bin/pip" ;;
   "-m pip install "*) echo "$PWD" >>installed ;;
   "-m pip "*) [ -e "$here/pip" ] ;;
@@ -103,3 +106,34 @@ def test_a_venv_that_clones_share_is_installed_into_and_kept(clone):
         assert make(folder, "VENV=../shared").returncode == 0
         (clone.parent / "shared/mine").touch()
     assert (installed(clone), installed(other), (clone.parent / "shared/mine").exists()) == (2, 1, True)
+
+
+def test_a_python_may_lie_on_a_path_with_spaces(clone):
+    write_python(clone.parent / "my programs/python3")
+    assert (make(clone, python="../my programs/python3").returncode, installed(clone)) == (0, 1)
+
+
+def test_of_several_pythons_the_first_that_is_there_is_taken(clone):
+    assert "Creating .venv with ../python3 " in make(clone, python="../nowhere ../python3 ../broken").stdout
+    told = make(clone, "VENV=.other", python="../nowhere ../neither").stderr
+    assert "none of these is: ../nowhere ../neither." in told
+
+
+def test_a_folder_that_is_not_ours_to_write_to_is_said_to_be_that(clone):
+    with tempfile.TemporaryDirectory() as folder:  #  not tmp_path, which only its owner may enter
+        there = shutil.copytree(clone, Path(folder) / "clone")
+        Path(folder).chmod(0o755)
+        there.chmod(0o555)
+        try:
+            made = make(there, user=65534 if os.geteuid() == 0 else None)  #  root may write anywhere
+        except OSError as error:
+            pytest.skip(f"root may not run a program as nobody here ({error})")
+        finally:
+            there.chmod(0o755)
+    assert made.returncode != 0
+    assert "can't be written to" in made.stderr
+    assert "apt" not in made.stderr
+
+
+def test_lab_hands_its_options_on(clone):
+    assert "parallel101 lab --allow-root --no-browser" in make(clone, "-n", "lab", "LAB=--allow-root --no-browser").stdout
