@@ -1,6 +1,9 @@
 """parallel101: see how neural networks are trained on many machines, on ranks that really run.
 
+import torch
+
 import parallel101 as p101
+
 run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4, trace=True)
 run.results, run.animate()
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -21,22 +22,40 @@ def steps(program, world_size):
     return p101.launch(program, world_size=world_size, backend="sim", network=STEPS).trace.makespan
 
 
-@pytest.mark.parametrize("place", ["parallel101-main.zip", "parallel101", "../parallel101", None])
-def test_a_hosted_notebook_installs_from_what_lies_beside_it(place, tmp_path, monkeypatch):
-    (tmp_path / "lessons").mkdir()
-    monkeypatch.chdir(tmp_path / "lessons")
-    if place:
-        target = tmp_path / "lessons" / place
-        target.write_text("a zip") if place.endswith("zip") else target.mkdir()
+INSTALLED_FROM = {  #  by what lies beside the notebook, in `lessons`
+    "parallel101-main.zip": "parallel101-main.zip",
+    "parallel101/pyproject.toml parallel101/parallel101/": "parallel101",  #  a clone
+    "../pyproject.toml ../parallel101/": "..",  #  in a clone
+    "parallel101/ parallel101-main.zip": "parallel101-main.zip",  #  a folder that only has the name
+    "../parallel101/ ../../pyproject.toml": None,
+    "pyproject.toml": None,  #  another project's
+    "": None,
+}
+
+
+@pytest.mark.parametrize("namesake", [True, False])
+@pytest.mark.parametrize("beside", INSTALLED_FROM)
+def test_a_hosted_notebook_installs_from_what_lies_beside_it(beside, namesake, tmp_path, monkeypatch):
+    here = tmp_path / "project" / "lessons"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for name in beside.split():
+        target = here / name
+        target.parent.mkdir(exist_ok=True)
+        target.mkdir(exist_ok=True) if name.endswith("/") else target.touch()
     (cell,) = [c for c in read("00_ranks").cells if c.id == "install"]
     asked = []
     shell = types.SimpleNamespace(run_line_magic=lambda *words: asked.append(words))
     names = {"get_ipython": lambda: shell}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    #  A folder that only has the name is a namespace package, which has no origin.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if namesake else None)
     exec(TransformerManager().transform_cell(cell.source), names)
     assert asked == [("pip", 'install --quiet "{source}"')]
-    told = {"parallel101-main.zip": "parallel101-main.zip", "parallel101": ".", "../parallel101": ".."}
-    assert str(names["source"]) == told.get(place, "a .zip of parallel101, which is not here yet")
+    told, expected = names["source"], INSTALLED_FROM[beside]
+    if expected is None:
+        assert told == "a .zip of parallel101, which is not here yet"
+    else:
+        assert (here / told).resolve() == (here / expected).resolve()
 
 
 def test_a_clone_installs_nothing():

@@ -13,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import parallel101
 from parallel101.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
 
 if sys.version_info >= (3, 11):
@@ -105,6 +106,12 @@ def test_the_ten_lines_of_the_readme_run(tmp_path):
     ran = subprocess.run([sys.executable, "-W", "error", "ring.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "[6, 6, 6, 6] [96, 96, 96, 96]" in ran.stdout, "a ring of four sends 2 (4 - 1) messages a rank, each a quarter of 64 bytes"
+
+
+def test_the_lines_at_the_top_of_the_package_run(tmp_path):
+    (tmp_path / "first.py").write_text((parallel101.__doc__ or "").split("\n", 1)[1])
+    ran = subprocess.run([sys.executable, "-W", "error", "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_notebooks_are_committed_without_outputs():
