@@ -17,6 +17,7 @@ from parallel101 import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 when all went well, 1 when not, 2 when it was asked wrongly."""
+    _write_any_character()
     args, rest = _parser().parse_known_args(argv)
     if rest and not args.passes_on:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -25,6 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"parallel101 {args.command}: stopped", file=sys.stderr)
         return 130
+
+
+def _write_any_character() -> None:
+    """Where the output knows few characters (LC_ALL=C), write the others as \\u2713: a row of doctor's is no reason to crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  #  not None (a daemon's), and not a notebook's
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

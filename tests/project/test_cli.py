@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import sys
 import webbrowser
 
 import pytest
@@ -73,6 +75,16 @@ def test_doctor_prints_a_row_for_each_check_and_what_to_do(capsys, monkeypatch):
     assert "→ install it" in printed
     assert "✗ three         RuntimeError: a check that breaks" in printed
     assert "Not working: two, three." in printed
+
+
+def test_an_output_of_few_characters_gets_the_others_spelled_out(monkeypatch):
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["doctor"]) == 0
+    out.flush()
+    assert rb"\u2713 one" in out.buffer.getvalue()
 
 
 def test_doctor_tells_a_closed_loopback_and_a_missing_browser(monkeypatch):
