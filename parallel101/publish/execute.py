@@ -44,13 +44,23 @@ class _KernelOfThisPython(AsyncKernelManager):
 
 
 class _Stoppable(NotebookClient):
-    """Knows that it was stopped. nbclient's handler of Ctrl-C and SIGTERM ends the kernel and says nothing: what waits for it just breaks."""
+    """Knows that it was stopped: nbclient's handler of Ctrl-C and SIGTERM ends the kernel, and what waits for that breaks somehow."""
 
     _ending: asyncio.Lock
 
     @property
     def stopped(self) -> bool:
         return hasattr(self, "_async_cleanup_kernel_future")  #  which the handler makes
+
+    def run(self) -> None:
+        """Run the notebook. Raises KeyboardInterrupt when it was stopped, whatever broke because of that."""
+        try:
+            self.execute()
+        except (Exception, asyncio.CancelledError):
+            if not self.stopped:
+                raise
+        if self.stopped:
+            raise KeyboardInterrupt
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
         await super().async_start_new_kernel(**kwargs)
@@ -62,6 +72,8 @@ class _Stoppable(NotebookClient):
         """Once: the handler and the one whose kernel it took both come here, the second to wait until the kernel is gone."""
         if not hasattr(self, "_ending"):
             self._ending = asyncio.Lock()
+        if self.stopped:
+            self.shutdown_kernel = "immediate"  #  asked to leave, it would interrupt its cell and show a traceback
         async with self._ending:
             if self.km is not None:
                 await super()._async_cleanup_kernel()
@@ -108,10 +120,8 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
             on_cell_executed=lambda **_: bar.update(),
         )
         try:
-            client.execute()
+            client.run()
         except (CellControlSignal, DeadKernelError, RuntimeError) as error:
-            if client.stopped:
-                raise KeyboardInterrupt from None
             if running is None:
                 raise LessonFailed(path.stem, f"its kernel did not start: {error}") from error
             code = "\n".join(f"    {line}" for line in notebook.cells[running].source.strip().splitlines())

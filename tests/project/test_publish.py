@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,22 @@ def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_p
         run_notebook(notebook(tmp_path, "slow", "1", "import threading; threading.Event().wait()"), timeout=1)
     with pytest.raises(LessonFailed, match=r"code cell 1 of 1(.|\n)*kernel died"):
         run_notebook(notebook(tmp_path, "dead", "import os; os._exit(3)"))
+
+
+def test_a_run_that_is_stopped_leaves_the_pages_of_lessons_that_ran_and_no_kernel(tmp_path):
+    notebook(tmp_path, "00_first", "1")
+    notebook(tmp_path, "01_stopped", f"import os, signal, threading; open('{tmp_path}/pid', 'w').write(str(os.getpid()))",
+             "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()")  # fmt: skip
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "01_stopped.html").write_text("a page of an earlier run")
+    command = [sys.executable, "-m", "parallel101.cli", "lessons", "--lessons", str(tmp_path), "--out", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (130, ["parallel101 lessons: stopped"]), done.stderr
+    assert "Traceback" not in done.stderr
+    assert 'rel="next" href="01_stopped.html"' in (tmp_path / "site" / "00_first.html").read_text()
+    assert (tmp_path / "site" / "01_stopped.html").read_text() == "a page of an earlier run"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_what_is_no_notebook_is_told(tmp_path):
