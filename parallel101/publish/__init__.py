@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +89,7 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say
 
     Raises:
         ValueError: `out` is no folder that can be written to.
+        OSError: a page could not be written (a full disk, say): its `.filename`. What was there before is there still.
     """
     make_folder(out)
     ran: dict[Path, tuple[str, float]] = {}
@@ -121,5 +123,17 @@ def _write_pages(folder: Path, out: Path, ran: Mapping[Path, tuple[str, float]])
     pages = {out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()]) for path in ran}
     pages[out / "index.html"] = index_page([*lessons.values()])
     for page, html in pages.items():
-        page.write_text(html, encoding="utf-8")
+        _write(page, html)
     return [*pages]
+
+
+def _write(page: Path, html: str) -> None:
+    """Write the whole page or nothing: on a full disk the old one stays."""
+    begun = page.with_suffix(".html.part")
+    try:
+        begun.write_text(html, encoding="utf-8")
+        os.replace(begun, page)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(page)) from error  #  writing to an open file, the system doesn't say which
+    finally:
+        begun.unlink(missing_ok=True)
