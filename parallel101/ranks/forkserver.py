@@ -66,6 +66,7 @@ def serve(fd: int) -> None:
             for end in theirs:
                 os.close(end)
             server.send(f"{number} {pid}\n".encode())
+    server.close()
     for pid in reports:
         try:
             os.killpg(pid, signal.SIGKILL)

@@ -75,3 +75,9 @@ def test_what_is_no_string_in_the_path_does_no_harm(monkeypatch, tmp_path):
     stop_server()
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert p101.launch(lambda: 1, world_size=2).results == [1, 1]
+
+
+def test_the_fork_server_leaves_nothing_for_the_interpreter_to_close():
+    program = "import parallel101 as p101; p101.launch(int, world_size=1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "error"})
+    assert (done.returncode, done.stderr) == (0, "")
