@@ -7,7 +7,10 @@ Each command is a few lines around the part of the house that does the work, imp
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +20,25 @@ from parallel101 import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 when all went well, 1 when not, 2 when it was asked wrongly."""
+    _write_any_character()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  #  what can't be written is known here, not as Python ends
+    except BrokenPipeError:  #  nobody reads on (`| head`): no error of ours
+        _write_nothing_more()
+        return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _write_nothing_more()
+        print(f"parallel101: {error.filename or 'the output'} can't be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args, rest = _parser().parse_known_args(argv)
     if rest and not args.passes_on:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -25,6 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"parallel101 {args.command}: stopped", file=sys.stderr)
         return 130
+
+
+def _write_nothing_more() -> None:
+    """Let stdout lead nowhere: Python flushes it once more as it ends, and would tell of the same error again."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  #  a stdout that is no file of the system's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write_any_character() -> None:
+    """Where the output knows few characters (LC_ALL=C), write the others as \\u2713: a row of doctor's is no reason to crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  #  not None (a daemon's), and not a notebook's
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

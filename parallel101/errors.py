@@ -132,10 +132,8 @@ def named(error: BaseException) -> str:
 
 def broken_connection(error: BaseException) -> bool:
     """Whether a rank's error only says that some other rank is gone: never the cause, where another error is known."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        part in text for part in ("onnection closed", "onnection reset", "onnection refused", "Broken pipe")
-    )
+    broken = ("onnection closed", "onnection reset", "onnection refused", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(part in named(error) for part in broken)
 
 
 def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[int]) -> str:

@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -88,28 +89,51 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, say
 
     Raises:
         ValueError: `out` is no folder that can be written to.
+        OSError: a page could not be written (a full disk, say): its `.filename`. What was there before is there still.
     """
     make_folder(out)
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
-    for path in notebooks:
-        began = time.perf_counter()
-        (out / f"{path.stem}.html").unlink(missing_ok=True)
-        try:
-            notebook = run_notebook(path, timeout=timeout)
-            seconds = time.perf_counter() - began
-            ran[path] = lesson_body(notebook, path.parent), seconds
-        except (LessonFailed, ValueError) as error:
-            failed.append(error if isinstance(error, LessonFailed) else LessonFailed(path.stem, str(error)))
-            say(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
-        else:
-            say(f"✓ {path.stem} ran in {seconds:.1f} s")
+    try:
+        for path in notebooks:
+            began = time.perf_counter()
+            try:
+                notebook = run_notebook(path, timeout=timeout)
+                seconds = time.perf_counter() - began
+                ran[path] = lesson_body(notebook, path.parent), seconds
+            except (LessonFailed, ValueError) as error:
+                failed.append(error if isinstance(error, LessonFailed) else LessonFailed(path.stem, str(error)))
+                (out / f"{path.stem}.html").unlink(missing_ok=True)
+                say(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
+            else:
+                _write_pages(path.parent, out, {path: ran[path]})
+                say(f"✓ {path.stem} ran in {seconds:.1f} s")
+    finally:  #  when it is stopped too, the pages that are ready lead to each other
+        written = _write_pages(notebooks[0].parent, out, ran)
+    return Published(written, failed)
+
+
+def _write_pages(folder: Path, out: Path, ran: Mapping[Path, tuple[str, float]]) -> list[Path]:
+    """Write the pages of lessons that ran, and the index of all that have a page by now. Returns the paths."""
     lessons = {}
-    for path in select(notebooks[0].parent):
+    for path in select(folder):
         if path in ran or (out / f"{path.stem}.html").exists():
             with suppress(LessonFailed):  #  a notebook that is broken by now, and was not to be run
                 lessons[path] = Lesson.of(path.stem, read_notebook(path))
     pages = {out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()]) for path in ran}
-    for page, html in {**pages, out / "index.html": index_page([*lessons.values()])}.items():
-        page.write_text(html, encoding="utf-8")
-    return Published([*pages, out / "index.html"], failed)
+    pages[out / "index.html"] = index_page([*lessons.values()])
+    for page, html in pages.items():
+        _write(page, html)
+    return [*pages]
+
+
+def _write(page: Path, html: str) -> None:
+    """Write the whole page or nothing: on a full disk the old one stays."""
+    begun = page.with_suffix(".html.part")
+    try:
+        begun.write_text(html, encoding="utf-8")
+        os.replace(begun, page)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(page)) from error  #  writing to an open file, the system doesn't say which
+    finally:
+        begun.unlink(missing_ok=True)

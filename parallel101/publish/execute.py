@@ -6,8 +6,10 @@ runs with. A failure names the lesson, the cell and the error, as a reader would
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
@@ -41,6 +43,42 @@ class _KernelOfThisPython(AsyncKernelManager):
         return "auto"  #  a kernel that could be listened to warns at each start; older ones know no encryption
 
 
+class _Stoppable(NotebookClient):
+    """Knows that it was stopped: nbclient's handler of Ctrl-C and SIGTERM ends the kernel, and what waits for that breaks somehow."""
+
+    _ending: asyncio.Lock
+
+    @property
+    def stopped(self) -> bool:
+        return hasattr(self, "_async_cleanup_kernel_future")  #  which the handler makes
+
+    def run(self) -> None:
+        """Run the notebook. Raises KeyboardInterrupt when it was stopped, whatever broke because of that."""
+        try:
+            self.execute()
+        except (Exception, asyncio.CancelledError):
+            if not self.stopped:
+                raise
+        if self.stopped:
+            raise KeyboardInterrupt
+
+    async def async_start_new_kernel(self, **kwargs: Any) -> None:
+        await super().async_start_new_kernel(**kwargs)
+        if self.stopped:  #  before there was a kernel to end
+            await self._async_cleanup_kernel()
+            raise KeyboardInterrupt
+
+    async def _async_cleanup_kernel(self) -> None:
+        """Once: the handler and the one whose kernel it took both come here, the second to wait until the kernel is gone."""
+        if not hasattr(self, "_ending"):
+            self._ending = asyncio.Lock()
+        if self.stopped:
+            self.shutdown_kernel = "immediate"  #  asked to leave, it would interrupt its cell and show a traceback
+        async with self._ending:
+            if self.km is not None:
+                await super()._async_cleanup_kernel()
+
+
 def read_notebook(path: Path) -> NotebookNode:
     """The notebook at `path` as it is. Raises LessonFailed when the file is none."""
     try:
@@ -58,6 +96,7 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
 
     Raises:
         LessonFailed: the file is no notebook, a cell raised, took longer than `timeout`, or ended the kernel.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; the kernel has ended.
     """
     notebook = read_notebook(path)
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
@@ -68,7 +107,7 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
         running = cell_index
 
     with tqdm(total=len(code_cells), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
-        client = NotebookClient(
+        client = _Stoppable(
             notebook,
             kernel_name="python3",
             kernel_manager_class=_KernelOfThisPython,
@@ -81,7 +120,7 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
             on_cell_executed=lambda **_: bar.update(),
         )
         try:
-            client.execute()
+            client.run()
         except (CellControlSignal, DeadKernelError, RuntimeError) as error:
             if running is None:
                 raise LessonFailed(path.stem, f"its kernel did not start: {error}") from error

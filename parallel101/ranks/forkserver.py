@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import itertools
 import mmap
@@ -49,13 +50,19 @@ def serve(fd: int) -> None:
                 break
             what, number, *names = request.decode().split()
             if what == "import":
-                server.send(f"{number} 0\n".encode())  #  whoever asked need not wait for it
+                _answer(server, number, 0)  #  whoever asked need not wait for it
                 for name in names:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
                 pieces = memory()
                 continue
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as refused:  #  too many processes, or no memory
+                for end in fds:
+                    os.close(end)
+                _answer(server, number, -(refused.errno or errno.EAGAIN))
+                continue
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -65,12 +72,19 @@ def serve(fd: int) -> None:
             *theirs, reports[pid] = fds
             for end in theirs:
                 os.close(end)
-            server.send(f"{number} {pid}\n".encode())
+            _answer(server, number, pid)
+    server.close()
     for pid in reports:
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def _answer(server: socket.socket, number: str, answer: int) -> None:
+    """A rank's pid, or an errno below zero; 0 where nothing was to be started."""
+    with contextlib.suppress(OSError):  #  whoever asked is gone: the next request will be none
+        server.send(f"{number} {answer}\n".encode())
 
 
 def memory() -> list[tuple[int, int]]:

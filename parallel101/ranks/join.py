@@ -43,8 +43,8 @@ def in_a_job() -> bool:
 def join(
     fn: Callable, args: tuple, kwargs: dict, *, world_size: int | None, backend: str, trace: bool | str, timeout: float, payload_bytes: int
 ) -> Run:
-    """Run fn as this process's rank of the job; see `launch`. Raises ValueError when world_size is not the job's."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Run fn as this process's rank of the job; see `launch`. Raises ValueError when world_size is not the job's, or there is no job."""
+    rank, size = _rank_and_size()
     if world_size is not None and world_size != size:
         raise ValueError(
             f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE); leave it out, or start {world_size} processes"
@@ -97,6 +97,28 @@ def join(
     _see_misuse([call for calls, *_ in parts for call in calls])
     results = [unpack(body, [bytearray(buffer) for buffer in buffers]) for body, buffers, _ in gathered]
     return Run(results, _trace(parts, size, backend) if trace else None, backend, size)
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """This process's rank and the job's size, from what torchrun sets. Raises ValueError where that can't be."""
+    rank, size, port = (_whole(os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank is None or size is None or not 0 <= rank < size:
+        wrong = "a rank is a whole number from 0 to below the world size"
+    elif not os.environ.get("MASTER_ADDR"):
+        wrong = "MASTER_ADDR, where the ranks meet, is missing"
+    elif port is None or not 0 <= port < 1 << 16:
+        wrong = f"MASTER_PORT is {os.environ.get('MASTER_PORT', '')!r}, which is no port"
+    else:
+        return rank, size
+    job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
+    raise ValueError(f"RANK and WORLD_SIZE are set, as torchrun sets them: {job}, but {wrong}; unset them to launch here")
+
+
+def _whole(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ def launch(
     _enough_gpus(backend, size)
     if network is not None:
         network.router(size)  #  says at once if its topology is for another number of ranks
+    folder = _folder()
     packed = _pack_call(fn, args, kwargs)
     recording = bool(trace) or backend == "sim"
     place = MeetingPlace(size) if backend != "sim" else None
@@ -101,7 +102,7 @@ def launch(
                 payload_bytes=payload_bytes,
                 network=network,
                 path=sys.path,
-                folder=os.getcwd(),
+                folder=folder,
                 environ=dict(os.environ),
                 local_rank=state.rank,
                 sources={name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
@@ -178,6 +179,13 @@ def _check(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> Non
         raise TypeError(f"network is a {type(network).__name__}; it is made by parallel101.Network(latency=…, bandwidth=…)")
     if network is not None and backend != "sim":
         raise ValueError(f"network belongs to backend='sim', where links are virtual; on {backend!r} they are what they are")
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise RuntimeError("this process's working folder was deleted, and ranks work there too; cd to another one first") from None
 
 
 def _world_size(value: Any) -> int:

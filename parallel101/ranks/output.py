@@ -87,6 +87,8 @@ class Lines:
 
 
 def _write(out, text: str) -> None:
+    if out is None:  #  this process has no such stream (a daemon, pythonw): print() too writes nothing there
+        return
     try:
         out.write(text)
     except UnicodeEncodeError:  #  a terminal of few characters is no reason to end a run

@@ -26,6 +26,10 @@ from dataclasses import dataclass
 from typing import IO
 
 End = io.FileIO | socket.socket
+LIMITS = {
+    errno.EMFILE: ("too many open files for {} ranks, which take about 10 each", "-n"),
+    errno.EAGAIN: ("this user may start no more processes, and {} ranks were to be started", "-u"),
+}
 FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -57,9 +61,9 @@ def start_ranks(count: int) -> list[Rank]:
         for rank in ranks:
             kill(rank)
             rank.close()
-        if isinstance(error, OSError) and error.errno == errno.EMFILE:
-            advice = "take fewer ranks, or raise the limit (`ulimit -n`)"
-            raise OSError(error.errno, f"too many open files for {count} ranks, which take about 10 each: {advice}") from None
+        if isinstance(error, OSError) and error.errno in LIMITS:
+            what, limit = LIMITS[error.errno]
+            raise OSError(error.errno, f"{what.format(count)}: take fewer ranks, or raise the limit (`ulimit {limit}`)") from None
         raise
     return ranks
 
@@ -107,9 +111,13 @@ class _Server:
                 try:
                     self.asked += 1
                     socket.send_fds(self.sock, [b"fork %d" % self.asked], fds)
-                    return self._answer()
+                    answer = self._answer()
                 except OSError:
                     self.stop()
+                    continue
+                if answer < 0:
+                    raise OSError(-answer, os.strerror(-answer))
+                return answer
         raise RuntimeError(
             "the fork server ended twice before it could start a rank; `parallel101 doctor` tells what works on this machine"
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import socket
+import sys
 import webbrowser
 
 import pytest
@@ -73,6 +77,31 @@ def test_doctor_prints_a_row_for_each_check_and_what_to_do(capsys, monkeypatch):
     assert "→ install it" in printed
     assert "✗ three         RuntimeError: a check that breaks" in printed
     assert "Not working: two, three." in printed
+
+
+def test_an_output_of_few_characters_gets_the_others_spelled_out(monkeypatch):
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["doctor"]) == 0
+    out.flush()
+    assert rb"\u2713 one" in out.buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "told"), [(errno.EPIPE, 141, ""), (errno.ENOSPC, 1, "the output can't be written: No space left")]
+)
+def test_an_output_that_takes_no_more_ends_a_command_without_a_traceback(monkeypatch, capfd, wrong, status, told):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(wrong, os.strerror(wrong))
+
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert cli.main(["doctor"]) == status
+    said = capfd.readouterr().err
+    assert told in said and len(said.splitlines()) == bool(told)
 
 
 def test_doctor_tells_a_closed_loopback_and_a_missing_browser(monkeypatch):

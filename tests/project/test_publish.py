@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from bs4 import BeautifulSoup
 from nbformat import v4, write
 
+from parallel101 import cli
 from parallel101.publish import LessonFailed, find_lessons, publish, select
 from parallel101.publish.execute import run_notebook
 from parallel101.publish.page import POLICY, Lesson, fetched, lesson_body, lesson_page
@@ -129,6 +132,38 @@ def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_p
         run_notebook(notebook(tmp_path, "slow", "1", "import threading; threading.Event().wait()"), timeout=1)
     with pytest.raises(LessonFailed, match=r"code cell 1 of 1(.|\n)*kernel died"):
         run_notebook(notebook(tmp_path, "dead", "import os; os._exit(3)"))
+
+
+def test_a_run_that_is_stopped_leaves_the_pages_of_lessons_that_ran_and_no_kernel(tmp_path):
+    notebook(tmp_path, "00_first", "1")
+    notebook(tmp_path, "01_stopped", f"import os, signal, threading; open('{tmp_path}/pid', 'w').write(str(os.getpid()))",
+             "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()")  # fmt: skip
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "01_stopped.html").write_text("a page of an earlier run")
+    command = [sys.executable, "-m", "parallel101.cli", "lessons", "--lessons", str(tmp_path), "--out", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (130, ["parallel101 lessons: stopped"]), done.stderr
+    assert "Traceback" not in done.stderr
+    assert 'rel="next" href="01_stopped.html"' in (tmp_path / "site" / "00_first.html").read_text()
+    assert (tmp_path / "site" / "01_stopped.html").read_text() == "a page of an earlier run"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_page_that_finds_the_disk_full_is_named_and_leaves_the_old_one(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "site" / "index.html"
+    page.parent.mkdir()
+    page.write_text("a page of an earlier run")
+    (tmp_path / "00_torn.ipynb").write_text("no notebook")
+
+    def half(self, text, encoding):
+        self.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", half)
+    assert cli.main(["lessons", "--lessons", str(tmp_path), "--out", str(page.parent)]) == 1
+    assert capsys.readouterr().err == f"parallel101: {page} can't be written: No space left on device\n"
+    assert [(file.name, file.read_text()) for file in page.parent.iterdir()] == [("index.html", "a page of an earlier run")]
 
 
 def test_what_is_no_notebook_is_told(tmp_path):

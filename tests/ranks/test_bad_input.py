@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import sys
 
 import pytest
 import torch
 
 import parallel101 as p101
+
+launching = importlib.import_module("parallel101.ranks.launch")
 
 
 def ok():
@@ -65,10 +69,38 @@ def test_a_rank_cannot_launch():
         p101.launch(lambda: p101.launch(lambda: None), world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc' and WORLD_SIZE='2', but a rank is a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "a rank is a whole number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "a rank is a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}, "MASTER_ADDR, where the ranks meet, is missing"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', which is no port"),
+    ],
+)
+def test_what_is_left_of_a_job_that_is_none_is_said(monkeypatch, job, said):
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"as torchrun sets them: .*{said}.*unset them to launch here"):
+        p101.launch(ok)
+
+
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10**400])
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_no_time_limit(timeout, backend):
     assert p101.launch(ok, world_size=2, backend=backend, timeout=timeout).results == [1, 1]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a folder in use can't be deleted here")
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_working_folder_that_was_deleted_is_said_before_anything_is_started(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "start_ranks", lambda count: pytest.fail("ranks were started"))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(RuntimeError, match=r"this process's working folder was deleted.*cd"):
+        p101.launch(ok, backend=backend)
 
 
 class Unreadable:

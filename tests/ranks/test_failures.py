@@ -46,6 +46,18 @@ class Particular(Exception):
         self.both = one + two
 
 
+class Speechless(RuntimeError):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_named():
+    def program():
+        raise Speechless
+
+    assert str(fails(p101.RankFailed, program, world_size=1)).startswith("rank 0 raised Speechless\n")
+
+
 class Stubborn(Particular):
     def __reduce__(self):
         raise RuntimeError("no")

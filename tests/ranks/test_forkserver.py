@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import parallel101 as p101
+from parallel101.ranks import processes
 from parallel101.ranks.processes import kill, start_method, start_ranks, stop_server
 
 pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
@@ -75,3 +76,23 @@ def test_what_is_no_string_in_the_path_does_no_harm(monkeypatch, tmp_path):
     stop_server()
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert p101.launch(lambda: 1, world_size=2).results == [1, 1]
+
+
+def test_the_fork_server_leaves_nothing_for_the_interpreter_to_close():
+    program = "import parallel101 as p101; p101.launch(int, world_size=1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "error"})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_fork_that_the_system_refuses_is_said_and_the_next_launch_works(monkeypatch):
+    refuse = "import errno, os\ndef refused(): raise BlockingIOError(errno.EAGAIN, 'no')\nos.fork = refused\n"
+    before = len(os.listdir("/dev/fd"))
+    stop_server()
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "_program", lambda what, whole=processes._program: whole(refuse + what))
+        with pytest.raises(BlockingIOError, match="no more processes, and 2 ranks were to be started: take fewer ranks"):
+            p101.launch(int, world_size=2)
+    stop_server()
+    assert p101.launch(int, world_size=2).results == [0, 0]
+    stop_server()
+    assert len(os.listdir("/dev/fd")) <= before

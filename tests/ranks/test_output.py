@@ -158,3 +158,8 @@ def test_an_output_that_nobody_reads_is_an_error_once_and_leaves_nothing_open(mo
             p101.launch(lambda: print("a line"), world_size=2)
     assert raised.value.__context__ is None
     assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_process_without_output_runs_ranks_that_print(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert p101.launch(lambda: print("a line", flush=True) or 1, world_size=2).results == [1, 1]
