@@ -24,36 +24,36 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
-    from parallel101.backends.network import Network
-    from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+    from parallel101.autograd.point_to_point import receive, send
+    from parallel101.autograd.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
     from parallel101.mesh import split_sizes
-    from parallel101.parallel.data import DataParallelTrainer
-    from parallel101.parallel.sharded import ShardedTrainer
-    from parallel101.parallel.trainer import Trainer
-    from parallel101.point_to_point import receive, send
     from parallel101.ranks.launch import launch
     from parallel101.ranks.run import Run
-    from parallel101.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
-    from parallel101.trace.events import Event, Message, Trace
-    from parallel101.trace.spans import compute, span
+    from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+    from parallel101.record.spans import compute, span
+    from parallel101.record.trace import Event, Message, Trace
+    from parallel101.sim.network import Network
+    from parallel101.trainers.data import DataParallelTrainer
+    from parallel101.trainers.sharded import ShardedTrainer
+    from parallel101.trainers.trainer import Trainer
     from parallel101.viz.watch import watch
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "parallel101.autograd": "algorithms all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter",
-    "parallel101.backends.network": "Network",
-    "parallel101.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
+    "parallel101.sim.network": "Network",
+    "parallel101.record.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
     "parallel101.mesh": "split_sizes",
-    "parallel101.parallel.data": "DataParallelTrainer",
-    "parallel101.parallel.sharded": "ShardedTrainer",
-    "parallel101.parallel.trainer": "Trainer",
-    "parallel101.point_to_point": "receive send",
+    "parallel101.trainers.data": "DataParallelTrainer",
+    "parallel101.trainers.sharded": "ShardedTrainer",
+    "parallel101.trainers.trainer": "Trainer",
+    "parallel101.autograd.point_to_point": "receive send",
     "parallel101.ranks.launch": "launch",
     "parallel101.ranks.run": "Run",
-    "parallel101.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",
-    "parallel101.trace.events": "Event Message Trace",
-    "parallel101.trace.spans": "compute span",
+    "parallel101.autograd.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",
+    "parallel101.record.trace": "Event Message Trace",
+    "parallel101.record.spans": "compute span",
     "parallel101.viz.watch": "watch",
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names.split()}

@@ -22,7 +22,7 @@ import parallel101 as p101
 from parallel101.bench.ranks import settle
 from parallel101.bench.report import Report
 from parallel101.bench.spawned import ask, spawned_ranks
-from parallel101.viz.units import human_bytes
+from parallel101.record.units import human_bytes
 
 SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
 WORLDS = [2, 4]

@@ -16,7 +16,7 @@ from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
 from parallel101.collectives.checks import dim_of, nothing, shard_sizes, tensor_of
 from parallel101.collectives.comm import Comm, comm_of, wait_all
-from parallel101.collectives.fold import fold, hand_back
+from parallel101.collectives.power_of_two import fold, hand_back
 from parallel101.mesh import GroupLike, group_of
 
 

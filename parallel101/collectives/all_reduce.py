@@ -20,7 +20,7 @@ from parallel101.collectives.blocks import Blocks, even_blocks, flat_of
 from parallel101.collectives.broadcast import binomial as binomial_broadcast
 from parallel101.collectives.checks import nothing, tensor_of
 from parallel101.collectives.comm import Comm, comm_of, wait_all
-from parallel101.collectives.fold import combine_pairs, fold, hand_back
+from parallel101.collectives.power_of_two import combine_pairs, fold, hand_back
 from parallel101.collectives.reduce import binomial as binomial_reduce
 from parallel101.collectives.reduce_scatter import bidirectional_ring as bidirectional_reduce_scatter
 from parallel101.collectives.reduce_scatter import direct as direct_reduce_scatter

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101.mesh import Group, along
-from parallel101.trace.calls import COLLECTIVE_TAG
+from parallel101.record.calls import COLLECTIVE_TAG
 
 
 class Work(Protocol):

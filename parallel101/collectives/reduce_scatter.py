@@ -16,7 +16,7 @@ from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
 from parallel101.collectives.comm import Comm, comm_of, wait_all
-from parallel101.collectives.fold import combine_pairs, fold
+from parallel101.collectives.power_of_two import combine_pairs, fold
 from parallel101.collectives.reductions import Reduction, reduction_of
 from parallel101.mesh import GroupLike, group_of, split_sizes
 

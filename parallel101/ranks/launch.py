@@ -16,17 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.backends.network import Network
-from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
-from parallel101.ranks.join import in_a_job, join
-from parallel101.ranks.meeting import MeetingPlace
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
+from parallel101.ranks.rendezvous import MeetingPlace
 from parallel101.ranks.run import Run
+from parallel101.ranks.torchrun import in_a_job, join
 from parallel101.ranks.wire import JOB, PROGRAM, pack, unpack
 from parallel101.ranks.worker import Job
-from parallel101.trace.events import Trace
-from parallel101.trace.where import shown
+from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+from parallel101.record.trace import Trace
+from parallel101.record.where import shown
+from parallel101.sim.network import Network
 
 BACKENDS = ("gloo", "nccl", "sim")
 PAYLOAD = 4096  #  bytes: messages up to this size keep their values when trace="payload"

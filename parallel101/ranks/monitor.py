@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel101.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection
-from parallel101.ranks.last_words import Ended, died
+from parallel101.ranks.diagnosis import Ended, Stillness, died
 from parallel101.ranks.output import Lines, Screen, read_some
 from parallel101.ranks.processes import Rank, kill
-from parallel101.ranks.stillness import Stillness
 from parallel101.ranks.wire import BLOCKED, BOOKS, CALL, ERROR, FREE, IMPORTED, LEAVE, PLACES, RESULT, TELL, WHERE, Wire, unpack
-from parallel101.trace.board import Board, Standing
-from parallel101.trace.calls import Call
-from parallel101.trace.checks import Referee
-from parallel101.trace.where import shown
+from parallel101.record.calls import Call, Referee
+from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection
+from parallel101.record.wait_for import Board, Standing
+from parallel101.record.where import shown
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
 CALLS = 0.05  #  seconds between two looks at what the ranks of a checked run have posted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel101.trace.events import Trace
+from parallel101.record.trace import Trace
 
 
 @dataclass

@@ -14,15 +14,14 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from parallel101.backends.record import Report
-from parallel101.backends.sim import simulate
-from parallel101.backends.sim_group import Traffic
-from parallel101.ranks.last_words import Ended
-from parallel101.ranks.setup import own_setup_accepted
+from parallel101.ranks.diagnosis import Ended
 from parallel101.ranks.watcher import Obedient
 from parallel101.ranks.wire import BOOKS, IMPORTED, RESULT, Wire
-from parallel101.ranks.worker import Job, pack_result, report_failure, unpack_program, worth_preloading
-from parallel101.trace.where import where
+from parallel101.ranks.worker import Job, own_setup_accepted, pack_result, report_failure, unpack_program, worth_preloading
+from parallel101.record.recorder import Report
+from parallel101.record.where import where
+from parallel101.sim.group import Traffic
+from parallel101.sim.simulate import simulate
 
 NOT_POSTED: Report = ({}, {}, {}, {}, {})  #  who waits for whom is known here, and nothing to be found out by counting
 

@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from parallel101.trace.collector import collector_paused
+from parallel101.record.trace import collector_paused
 
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")

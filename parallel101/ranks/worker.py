@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import json
@@ -21,21 +22,49 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from parallel101.backends import real
-from parallel101.backends.record import Ledger
-from parallel101.errors import named
-from parallel101.ranks.meeting import Address, meet
-from parallel101.ranks.setup import own_setup_accepted
+from parallel101.ranks.rendezvous import Address, meet
 from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import BOOKS, CALL, ERROR, IMPORTED, JOB, RESULT, Wire, pack, unpack
-from parallel101.trace.calls import Call
-from parallel101.trace.spans import record_into
-from parallel101.trace.where import is_inside
+from parallel101.record import process_groups as real
+from parallel101.record.calls import Call
+from parallel101.record.errors import named
+from parallel101.record.process_groups import batches_on_nccl
+from parallel101.record.recorder import Ledger
+from parallel101.record.spans import record_into
+from parallel101.record.where import is_inside
+
+# ── Whole programs run under launch, their own set-up and clean-up included.
+
+
+@contextmanager
+def own_setup_accepted() -> Iterator[None]:
+    """Inside, making the default group that is there already, and ending it, do nothing. Numbers that are not the launch's are an error."""
+    make, end = dist.init_process_group, dist.destroy_process_group
+
+    @functools.wraps(make)
+    def init_process_group(*args: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> None:
+        for name, asked, is_ in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
+            if asked not in (-1, is_):
+                raise ValueError(f"init_process_group({name}={asked}) on rank {dist.get_rank()} of a launch, where {name} is {is_}")
+
+    @functools.wraps(end)
+    def destroy_process_group(group: Any = None) -> None:
+        if group not in (None, dist.group.WORLD):
+            end(group)
+
+    dist.init_process_group, dist.destroy_process_group = init_process_group, destroy_process_group
+    try:
+        with batches_on_nccl():
+            yield
+    finally:
+        dist.init_process_group, dist.destroy_process_group = make, end
 
 
 @dataclass

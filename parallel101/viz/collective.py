@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parallel101.trace.events import Trace
+from parallel101.analysis.replay import history_of
+from parallel101.record.trace import Trace
+from parallel101.viz.captions import NO_ORIGIN, NOT_KEPT, TOO_MANY, Words, step_sentence
 from parallel101.viz.graph import draw_graph
-from parallel101.viz.history import history_of
 from parallel101.viz.matrix import draw_matrix
 from parallel101.viz.scene import Scene, Step
-from parallel101.viz.story import step_sentence
 from parallel101.viz.strip import draw_strip
 from parallel101.viz.tempo import Tempo
 from parallel101.viz.traffic import draw_traffic
-from parallel101.viz.words import NO_ORIGIN, NOT_KEPT, TOO_MANY, Words
 
 MOST_RANKS, MOST_MESSAGES, MOST_CHUNKS, MOST_STRIPED_RANKS = 64, 2000, 16, 17
 

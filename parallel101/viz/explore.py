@@ -16,8 +16,8 @@ import ipywidgets
 import torch
 
 from parallel101 import autograd
-from parallel101.backends.network import Network
-from parallel101.viz.provenance import most_elements
+from parallel101.analysis.provenance import most_elements
+from parallel101.sim.network import Network
 from parallel101.viz.watch import watch
 
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from parallel101.viz.history import History
-from parallel101.viz.layout import CENTRE
+from parallel101.analysis.diagram import CENTRE
+from parallel101.analysis.replay import History
 from parallel101.viz.scene import Node, Scene
 from parallel101.viz.tempo import Tempo
 from parallel101.viz.tiles import STYLE as TILES

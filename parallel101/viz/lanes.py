@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from parallel101.trace.events import P2P, Event, Trace
+from parallel101.record.trace import P2P, Event, Trace
+from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz.scene import HATCHING, Node, Scene
 from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_entries, span_lanes, time_axis
-from parallel101.viz.units import human_bytes, human_seconds
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
 TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0  #  heights: of a lane of spans, of one of messages, between ranks, of a panel's name

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from parallel101.record.units import round_step
 from parallel101.viz.palette import PLOTTED
 from parallel101.viz.scene import Scene
-from parallel101.viz.units import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 EVERY = 0.25  #  seconds between two drawings

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from parallel101.viz.columns import Counts
-from parallel101.viz.history import START, History
+from parallel101.analysis.columns import Counts
+from parallel101.analysis.replay import START, History
+from parallel101.analysis.verdict import lacks
 from parallel101.viz.scene import Node, Scene, box, number
 from parallel101.viz.tempo import Tempo
-from parallel101.viz.verdict import lacks
 
 LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0  #  of the cells; MIDDLE is the y of their centre
 GAP = 3.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from parallel101.parallel.memory import readable
+from parallel101.trainers.memory import readable
 from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0

@@ -17,9 +17,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz.palette import FONT, LIGHT, PLOTTED, written_out
 from parallel101.viz.scene import Scene
-from parallel101.viz.units import human_bytes, human_seconds
 
 Series = Mapping[str, Mapping[float, float]]
 

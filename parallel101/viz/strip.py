@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from parallel101.viz.history import History
+from parallel101.analysis.replay import History
+from parallel101.record.units import human_seconds
 from parallel101.viz.scene import Scene, box
 from parallel101.viz.tempo import Tempo
-from parallel101.viz.units import human_seconds
 
 LEFT, WIDTH, TOP = 28.0, 904.0, 440.0
 STYLE = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from parallel101.viz.history import START, History
+from parallel101.analysis.replay import START, History
 
 LEAD = 0.5  #  seconds before the first step
 FLIGHT = 0.68  #  of a step; the rest of it shows what has arrived

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallel101.viz.history import History, Landing
+from parallel101.analysis.replay import History, Landing
+from parallel101.record.units import human_bytes, labels
 from parallel101.viz.scene import Node
-from parallel101.viz.units import human_bytes, labels
 
 STYLE = (
     ".k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}.plain{fill:var(--accent)}"

@@ -13,9 +13,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from parallel101.trace.events import P2P, Event, Trace
+from parallel101.record.trace import P2P, Event, Trace
+from parallel101.record.units import human_bytes, human_seconds, listed, round_step
 from parallel101.viz.scene import Node, Scene
-from parallel101.viz.units import human_bytes, human_seconds, listed, round_step
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
 MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from parallel101.viz.history import History
+from parallel101.analysis.replay import History
+from parallel101.record.units import human_bytes
 from parallel101.viz.matrix import HEIGHT, LEFT, MIDDLE, NARROW, WIDTH
 from parallel101.viz.scene import Scene, box
 from parallel101.viz.tempo import Tempo
-from parallel101.viz.units import human_bytes
 
 STYLE = ".sent{fill:var(--accent)}"
 

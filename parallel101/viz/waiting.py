@@ -12,9 +12,9 @@ import linecache
 import math
 import textwrap
 
-from parallel101.errors import DeadlockError
+from parallel101.record.errors import DeadlockError
+from parallel101.record.units import ranks
 from parallel101.viz.scene import Node, Scene
-from parallel101.viz.units import ranks
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
 STYLE = (

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from parallel101.viz.provenance import most_elements, origin_tensor
+from parallel101.analysis.provenance import most_elements, origin_tensor
 
 if TYPE_CHECKING:
-    from parallel101.backends.network import Network
     from parallel101.ranks.run import Run
+    from parallel101.sim.network import Network
 
 PARTS = 2  #  elements for each rank's chunk: two show a cut in the wrong place that one would hide
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.backends.network import Network
 from parallel101.collectives.broadcast import SEGMENT_BYTES
 from parallel101.cost.closed_forms import FORMS, Cost, closed_form, torus_all_reduce
 from parallel101.mesh import split_sizes
+from parallel101.sim.network import Network
 from tests.collectives.cases import ROOTED
 
 BLOCK = 3  # bytes of a block: the whole array has p of them

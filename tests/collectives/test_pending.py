@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.backends.network import Network
 from parallel101.collectives import pending
 from parallel101.mesh import group_of, split_sizes
+from parallel101.sim.network import Network
 from tests.collectives.cases import OPS, answer, negative, on_backends, values
 
 SHAPES = [(1,), (7,), (12,), (5, 3), (0, 2)]

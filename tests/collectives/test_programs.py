@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel101 as p101
-from parallel101 import autograd, collectives, replicated
+from parallel101 import autograd, collectives
+from parallel101.autograd import replicated
 from tests.collectives.cases import MOVING, REDUCING, ROOTED, on_backends
 
 EVERY = {name: getattr(autograd, name) for name in sorted(MOVING | REDUCING)} | {

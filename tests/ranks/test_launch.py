@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.ranks.meeting import MeetingPlace, meet
+from parallel101.ranks.rendezvous import MeetingPlace, meet
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

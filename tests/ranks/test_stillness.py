@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from parallel101.ranks.stillness import IDLE, LOOK, STILL, Stillness
+from parallel101.ranks.diagnosis import IDLE, LOOK, STILL, Stillness
 
 
 class Clocks(Stillness):

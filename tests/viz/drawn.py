@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from parallel101.trace.events import Event
+from parallel101.record.trace import Event
 from parallel101.viz.scene import Scene
 
 SVG = "{http://www.w3.org/2000/svg}"

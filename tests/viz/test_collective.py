@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from parallel101.trace.events import Event, Trace
+from parallel101.analysis.provenance import decode, origin_tensor
+from parallel101.analysis.replay import history_of
+from parallel101.record.trace import Event, Trace
 from parallel101.viz.collective import collective_scene
-from parallel101.viz.history import history_of
 from parallel101.viz.matrix import Matrix
-from parallel101.viz.provenance import decode, origin_tensor
 from tests.viz import algorithms as a
 from tests.viz.drawn import SVG
 from tests.viz.virtual_ranks import run

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.trace.events import Event, Trace
+from parallel101.record.trace import Event, Trace
 from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, Panel, both, lanes_scene, panels_of, seconds, shares, union
 from parallel101.viz.timeline import span_colours, span_entries
 from tests.viz.drawn import SVG, span, titled

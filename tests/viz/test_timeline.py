@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.trace.events import Event, Trace
+from parallel101.record.trace import Event, Trace
 from parallel101.viz.timeline import LEFT, RIGHT, timeline_scene
 from tests.viz import algorithms as a
 from tests.viz.drawn import SVG, span, titled

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from parallel101.errors import DeadlockError
+from parallel101.record.errors import DeadlockError
 from parallel101.viz.waiting import waiting_scene
 
 PLACE = "program.py"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from parallel101.trace.events import Event, Trace
-from parallel101.viz.provenance import origin_tensor
+from parallel101.analysis.provenance import origin_tensor
+from parallel101.record.trace import Event, Trace
 
 
 class Exchange(NamedTuple):

@@ -1,0 +1,22 @@
+"""The collectives as functions that gradients pass back through: each beside its adjoint.
+
+collectives.py      broadcast ↔ reduce, scatter ↔ gather, all_gather ↔ reduce_scatter, all_reduce and all_to_all ↔ themselves
+replicated.py       the same for tensors that are replicated: their gradient counts once and not once a rank (Megatron's f and g)
+point_to_point.py   send ↔ receive
+linear.py           the machinery beneath them
+"""
+
+from parallel101.autograd.collectives import (
+    algorithms,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from parallel101.autograd.point_to_point import receive, send
+from parallel101.autograd.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group

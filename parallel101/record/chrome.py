@@ -1,0 +1,85 @@
+"""A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing draw: a process a rank, rows of slices, arrows along messages.
+
+Slices of one row may not overlap there unless one holds the other, and sends do overlap: so each row is as many threads as it needs.
+An arrow ends at the slice that is open at its moment: it is drawn to within the receive, since at its end the next one may have begun.
+(Format: "Trace Event Format", Google, 2016.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel101.record.trace import Event, Message, Trace
+
+ROWS = ("compute", "send", "receive", "collective")
+MICRO = 1e6  #  its unit of time is the microsecond
+SHORTEST = 1e-9  #  seconds, its resolution: what takes no time is drawn this long, for no arrow could end inside it
+
+
+def chrome_events(trace: Trace) -> list[dict[str, Any]]:
+    """The trace's events, one dict each, as "traceEvents" wants them."""
+    out: list[dict[str, Any]] = []
+    lane = _lanes(trace)
+    for rank in range(trace.world_size):
+        out.append({"ph": "M", "pid": _process(rank), "name": "process_name", "args": {"name": f"rank {rank}"}})
+        out.append({"ph": "M", "pid": _process(rank), "name": "process_sort_index", "args": {"sort_index": rank}})
+    everything = [*trace.events, *trace.unfinished]
+    for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
+        out.append({"ph": "M", "pid": _process(rank), "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
+    for number, event in enumerate(everything):
+        label = (event.name or event.kind if event.kind == "span" else event.kind) + " (never ended)" * (number >= len(trace.events))
+        about = {
+            "where": event.where,
+            "bytes": event.nbytes,
+            "shape": list(event.shape),
+            "dtype": event.dtype,
+            "peer": event.peer,
+            "tag": event.tag,
+        }
+        place = {"pid": _process(event.rank), "tid": lane[id(event)]}
+        time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
+        out.append({"ph": "X", **place, **time, "name": label, "cat": event.kind, "args": event.args or about})
+    for number, message in enumerate(trace.messages()):
+        arrow = {"name": "message", "cat": "message", "id": number}
+        send, recv = ({"pid": _process(event.rank), "tid": lane[id(event)]} for event in (message.send, message.recv))
+        out.append({**arrow, "ph": "s", **send, "ts": message.send.start * MICRO})
+        out.append({**arrow, "ph": "f", "bp": "e", **recv, "ts": _arrival(message) * MICRO})
+    return out
+
+
+def _process(rank: int) -> int:
+    """Numbers of processes, and of threads, begin at 1: to Perfetto 0 is the idle one."""
+    return rank + 1
+
+
+def _end(event: Event) -> float:
+    """Where a slice ends. Spans keep to their times, as they nest."""
+    return event.end if event.kind == "span" else max(event.end, event.start + SHORTEST)
+
+
+def _arrival(message: Message) -> float:
+    """A moment strictly within the receive's slice: halfway of the message's flight, or of the receive where two clocks disagree."""
+    recv = message.recv
+    begin = message.start if message.start < _end(recv) else recv.start
+    return (begin + _end(recv)) / 2
+
+
+def _lanes(trace: Trace) -> dict[int, int]:
+    """For each event, the thread it is drawn on: the first of its row that is free when it starts. Spans nest, and keep one."""
+    free: dict[tuple[int, int], list[float]] = {}
+    lanes = {}
+    for event in [*trace.events, *trace.unfinished]:
+        row = _row(event)
+        ends = free.setdefault((event.rank, row), [])
+        if row == 0:
+            lanes[id(event)] = 1
+            continue
+        number = next((i for i, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[number : number + 1] = [_end(event)]
+        lanes[id(event)] = 1000 * row + number + 1
+    return lanes
+
+
+def _row(event: Event) -> int:
+    return {"span": 0, "send": 1, "recv": 2}.get(event.kind, 3)

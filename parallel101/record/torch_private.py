@@ -1,0 +1,179 @@
+"""Everything in this project that touches a private part of torch, and nothing else.
+
+Each function says what it relies on. tests/record/test_torch_private.py fails with a plain message when torch moves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from ctypes import string_at
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+
+def name_backend(name: str) -> None:
+    """Let `dist.get_backend()` answer `name` for every group: programs ask it to choose a device, and know "gloo", not what wraps it.
+
+    Relies on `_world.pg_map`: group -> (backend's name, store).
+    """
+    groups = c10d._world.pg_map
+    for group, (_, store) in list(groups.items()):
+        groups[group] = (name, store)
+
+
+class RankWorld:
+    """What torch keeps a process: its default group, and all groups with their names and ranks. On sim every rank has one of its own.
+
+    Relies on `c10d._world` being read at each use, and on these being all its parts (`c10d._World`).
+    """
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.pg_map: dict = {}
+        self.pg_names: dict = {}
+        self.pg_group_ranks: dict = {}
+        self.pg_backend_config: dict = {}
+        self.group_count = 0
+        self.tags_to_pg: dict = {}
+        self.pg_to_tag: dict = {}
+        self.pg_coalesce_state: dict = {}
+        self.comms: list = []
+
+    pg_config_info = c10d._World.pg_config_info
+
+    def add_default(self, group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, size: int) -> None:
+        """Make `group` the default group, as init_process_group does. Called on the rank's own thread, whose C++ registry is told as well.
+
+        Relies on `_register_process_group(name, group)`, by which C++ (functional collectives) finds a group.
+        """
+        self.default_pg = group
+        self.pg_map[group] = (backend, store)
+        self.pg_names[group] = name
+        self.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        self.pg_backend_config[group] = f"cpu:{backend}"
+        self.tags_to_pg = {"": [group], f"ptd:{name}": [group]}
+        self.pg_to_tag[group] = f"ptd:{name}"
+        self.group_count = 1
+        c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def use_world(world: object) -> object:
+    """Let torch.distributed see `world` from now on; returns what it saw before."""
+    before, c10d._world = c10d._world, world  # type: ignore[assignment]
+    return before
+
+
+def name_groups_by_thread(on: bool) -> None:
+    """Let every thread have its own table of group names in C++: each virtual rank is a thread, and all have a group "0".
+
+    Relies on `_set_thread_isolation_mode`.
+    """
+    torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]
+
+
+def forget_groups() -> None:
+    """Empty this thread's table of group names."""
+    c10d._unregister_all_process_groups()
+
+
+def after_backward(callback: Callable[[], Any]) -> bool:
+    """Call `callback` at the end of the backward that runs on this thread, in order of asking; at once where that end has come already
+    (as in DDP with a static graph, which talks in a callback of its own, and waits there). False when no backward runs.
+
+    Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do, and on `_current_autograd_node`.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    if torch._C._current_autograd_node() is None:
+        callback()
+    return True
+
+
+@contextlib.contextmanager
+def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]) -> Iterator[None]:
+    """Before Python waits for an unfinished torch future, `waits(done)` is called; before it hears that one is unfinished, `asks()`.
+
+    Relies on Python's waiting for any future, torch.futures.wait_all and collect_all included, being a call of `torch._C.Future.wait`.
+    """
+    future: Any = torch._C.Future
+    wait, done = future.wait, future.done
+
+    def wait_first(self: Any) -> Any:
+        if not done(self):
+            waits(lambda: done(self))
+        return wait(self)
+
+    def ask_first(self: Any) -> bool:
+        if not done(self):
+            asks()
+        return done(self)
+
+    future.wait, future.done = wait_first, ask_first
+    try:
+        yield
+    finally:
+        future.wait, future.done = wait, done
+
+
+def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None, bool], AbstractContextManager[object]]) -> None:
+    """Make every sub-group on backend `name` from now on with the registered backend `wrapped`, inside `context(ranks, members only)`:
+    torch waits there for the members, each of whom makes it as its k-th group, if not only the members are to make it.
+
+    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameters.
+    """
+    original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_group_with_tag(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("backend") in (None, name):
+            call.arguments["backend"] = wrapped
+        with context(call.arguments.get("ranks"), call.arguments.get("use_local_synchronization", False)):
+            made = original(*call.args, **call.kwargs)
+        name_backend(name)
+        return made
+
+    new_group_with_tag.original = original  # type: ignore[attr-defined]
+    c10d._new_group_with_tag = new_group_with_tag
+
+
+def generator_words() -> Callable[[], tuple[int, ...]] | None:
+    """A function that tells cheaply whether torch's default CPU generator has moved: what it returns changes with every draw.
+
+    `get_state` copies 5 kB, which is too much for each of a million switches between ranks. None where the memory does not look as expected
+    (then the state itself must be read). Relies on `Generator._cdata`, the address of CPUGeneratorImpl, and on what is in it: a Mersenne
+    twister (seed, how many numbers are left, the next one, 624 words), then the normals that are kept for the next call.
+    """
+    generator = torch.default_generator
+    state, seed = generator.get_state(), 0x5EED0F5EED0F5EED
+    try:
+        generator.manual_seed(seed)
+        start = getattr(generator, "_cdata", 0)
+        found = string_at(start, 256).find(seed.to_bytes(8, sys.byteorder)) if start else -1
+        if found < 0:
+            return None
+        memory = (ctypes.c_char * (318 * 8)).from_address(start + found)
+        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)  #  what is left, the next one; the normals
+        seen = {look()}
+        for _ in range(700):  #  a whole turn of the twister, and normals, which come in pairs
+            torch.rand((), generator=generator, device="cpu")
+            seen.add(look())
+        for dtype in (torch.float32, torch.float64) * 2:
+            torch.randn((), generator=generator, dtype=dtype, device="cpu")
+            seen.add(look())
+        return look if len(seen) == 705 else None
+    finally:
+        generator.set_state(state)

@@ -1,0 +1,260 @@
+"""Every operation, by every algorithm, along every axis, is held to ⟨Fx, y⟩ = ⟨x, F*y⟩; and gradients to those of one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+from parallel101 import autograd, collectives
+from parallel101.autograd import point_to_point, replicated
+from parallel101.mesh import group_of, split_sizes
+from tests.collectives.cases import on_backends
+
+LINEAR = [
+    ("broadcast", {"src": 1}),
+    ("scatter", {"src": 1, "dim": 1}),
+    ("gather", {"dst": 1, "dim": -1}),
+    ("reduce", {"dst": 1}),
+    ("reduce", {"dst": 0, "op": "mean"}),
+    ("all_gather", {"dim": 1}),
+    ("reduce_scatter", {"dim": -2}),
+    ("reduce_scatter", {"dim": 1, "op": "mean"}),
+    ("all_reduce", {}),
+    ("all_reduce", {"op": "mean"}),
+    ("all_to_all", {"split_dim": 0, "concat_dim": 1}),
+    ("all_to_all", {"split_dim": 1, "concat_dim": -1}),
+]
+
+
+def random(shape, salt):
+    """Different on every rank and in every call."""
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + salt)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(torch.get_default_device())
+
+
+def adjoint_error(function, x, **kwargs):
+    """⟨Fx, y⟩ − ⟨x, F*y⟩ over all ranks of the world, relative to the norms."""
+    x = x.clone().requires_grad_()
+    result = function(x, **kwargs)
+    y = random(result.shape, 7)
+    (result * y).sum().backward()
+    there, back = (result * y).sum().item(), (x * x.grad).sum().item()
+    total = collectives.all_reduce(torch.tensor([there, back, abs(there) + abs(back) + 1], dtype=torch.float64))
+    return (abs(total[0] - total[1]) / total[2]).item()
+
+
+def named(operation):
+    table = dict(autograd.algorithms(operation))
+    return {**table, "auto": getattr(autograd, operation)}.items()
+
+
+def adjoints_on_a_box():
+    """Every operation, algorithm and set of axes of a 2 × 2 × 3 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2, 3), mesh_dim_names=("a", "b", "c"))
+    errors = {}
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(("a", "b", "c"), count):
+            group = mesh[axes]
+            for i, (operation, kwargs) in enumerate(LINEAR):
+                for name, function in named(operation):
+                    errors[axes, operation, name, i] = adjoint_error(function, random((5, 7), i), group=group, **kwargs)
+            if count > 1:
+                for name in ("two_level", "torus"):
+                    for op in ("sum", "mean"):
+                        errors[axes, name, op] = adjoint_error(autograd.all_reduce, random((5, 7), 0), op=op, group=group, algorithm=name)
+    return {key: error for key, error in errors.items() if not error < 1e-12}, len(errors)
+
+
+def test_adjoints_for_every_operation_algorithm_and_axis_subset():
+    results = p101.launch(adjoints_on_a_box, world_size=12, backend="sim").results
+    assert [wrong for wrong, _ in results] == [{}] * 12
+    assert results[0][1] > 7 * 40
+
+
+def adjoints_of_uneven_shards_and_groups():
+    p, errors = dist.get_world_size(), {}
+    everybody, some = list(range(p)), list(range(p - 1, 0, -1)) or [0]  # some: in another order, and rank 0 idle
+    for group in (None, everybody[::-1], some):
+        members = group_of(group)
+        size, position = members.size, members.position
+        sizes = [(3 * i + 1) % 4 for i in range(size)]
+        mine = sizes[position] if position is not None else 2
+        x, shard = random((sum(sizes), 2), 1), random((mine, 2), 2)
+        for name, function in named("scatter"):
+            errors[name, "scatter"] = adjoint_error(function, x, src=size - 1, sizes=sizes, group=group)
+        for name, function in named("gather"):
+            errors[name, "gather"] = adjoint_error(function, shard, dst=size - 1, sizes=sizes, group=group)
+        for name, function in named("all_gather"):
+            errors[name, "all_gather"] = adjoint_error(function, shard, sizes=sizes, group=group)
+        for name, function in named("reduce_scatter"):
+            errors[name, "reduce_scatter"] = adjoint_error(function, x, sizes=sizes, op="mean", group=group)
+        for name, function in named("all_to_all"):
+            across = random((sum(sizes), mine), 3)
+            errors[name, "all_to_all"] = adjoint_error(
+                function, across, split_dim=0, concat_dim=1, split_sizes=sizes, concat_sizes=sizes, group=group
+            )
+            if name != "bruck":
+                count = [[(2 * i + j) % 3 for j in range(size)] for i in range(size)]
+                row = count[position or 0]
+                column = [count[i][position or 0] for i in range(size)]
+                along = random((sum(row), 2), 4)
+                errors[name, "alltoallv"] = adjoint_error(function, along, split_sizes=row, concat_sizes=column, group=group)
+    return {key: error for key, error in errors.items() if not error < 1e-12}
+
+
+@on_backends(gloo=[1, 3], sim=[2, 5])
+def test_adjoints_of_uneven_shards_idle_ranks_and_groups_in_another_order(backend, world_size):
+    assert p101.launch(adjoints_of_uneven_shards_and_groups, world_size=world_size, backend=backend).results == [{}] * world_size
+
+
+def objective_of_all_ranks(weights):
+    """Each rank's loss of a small program through four collectives; its gradient is that of the sum over ranks."""
+    rank = dist.get_rank()
+    w = weights[rank].clone().requires_grad_()
+    whole = autograd.all_gather(w, 0)
+    mean = autograd.all_reduce(whole.sin() * (rank + 1), "mean")
+    shard = autograd.reduce_scatter(mean * whole, 1)
+    (shard.pow(2).sum() * (rank + 2)).backward()
+    return w.grad
+
+
+def test_gradients_are_those_of_one_process():
+    p = 3
+    weights = [torch.randn(2, 5, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(p)]
+    together = [w.clone().requires_grad_() for w in weights]
+    whole = torch.cat(together)
+    mean = sum(whole.sin() * (r + 1) for r in range(p)) / p
+    shards = (p * mean * whole).split(split_sizes(5, p), 1)
+    sum(shard.pow(2).sum() * (r + 2) for r, shard in enumerate(shards)).backward()
+    for backend in ("gloo", "sim"):
+        for grad, w in zip(p101.launch(objective_of_all_ranks, weights, world_size=p, backend=backend).results, together):
+            torch.testing.assert_close(grad, w.grad, rtol=1e-12, atol=1e-12)
+
+
+def backward_of_nothing():
+    """A rank that got nothing calls backward too, and its x gets the gradient that is its due, zeros where none is."""
+    x = torch.full((2, 2), 1.0, requires_grad=True)
+    received = []
+    for function in (autograd.gather, autograd.reduce):
+        x.grad = None
+        function(x, 1).sum().backward()
+        received.append(x.grad.tolist())
+    for function in (autograd.broadcast, autograd.scatter):
+        x.grad = None
+        function(x, 1).sum().backward()
+        received.append(x.grad.tolist())
+    x.grad = None
+    autograd.all_reduce(x, group=[0, 1]).sum().backward()
+    return [*received, x.grad.tolist()]
+
+
+def test_a_rank_that_gets_nothing_reaches_backward():
+    ones, zeros = [[1.0, 1.0]] * 2, [[0.0, 0.0]] * 2
+    threes, twos = [[3.0, 3.0]] * 2, [[2.0, 2.0]] * 2
+    assert p101.launch(backward_of_nothing, world_size=3).results == [
+        [ones, ones, zeros, zeros, twos],
+        [ones, ones, threes, ones, twos],
+        [ones, ones, zeros, zeros, zeros],
+    ]
+
+
+def no_backward():
+    missed = []
+    for call in (
+        lambda x: autograd.all_reduce(x, "max"),
+        lambda x: autograd.reduce(x, 0, "min"),
+        lambda x: autograd.reduce_scatter(x, 0, "product"),
+        lambda x: replicated.reduce_from_group(x, "max"),
+    ):
+        result = call(torch.ones(4, requires_grad=True))
+        try:
+            result.sum().backward()
+            missed.append(result)
+        except NotImplementedError as error:
+            if "has no backward here, only 'sum' and 'mean' have" not in str(error):
+                missed.append(error)
+    assert not autograd.all_reduce(torch.ones(4)).requires_grad
+    assert not autograd.all_reduce(torch.ones(4, dtype=torch.int64)).requires_grad
+    return missed
+
+
+def test_product_max_and_min_say_that_they_have_no_backward():
+    assert p101.launch(no_backward, world_size=2).results == [[], []]
+
+
+def replicated_gradients():
+    """A two-layer tensor-parallel product, loss replicated: every rank computes the same loss, counted once."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x, a, b = (torch.randn(2 * p, 2 * p, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mine = slice(2 * rank, 2 * rank + 2)
+    hidden = (replicated.copy_to_group(x) @ a[mine].t()).sin()  # a by rows: each rank its own two hidden units
+    out = replicated.reduce_from_group(hidden @ b[:, mine].t())  # b by columns
+    shard = replicated.scatter_to_group(out, 0)
+    loss = (replicated.gather_from_group(shard.cos(), 0) ** 2).sum()
+    loss.backward()
+    whole = [t.grad.clone() for t in (x, a, b)]
+    for t in (x, a, b):
+        t.grad = None
+    (((x @ a.t()).sin() @ b.t()).cos() ** 2).sum().backward()
+    return [
+        torch.allclose(whole[0], x.grad, rtol=1e-10),
+        torch.allclose(whole[1][mine], a.grad[mine], rtol=1e-10),
+        torch.allclose(whole[2][:, mine], b.grad[:, mine], rtol=1e-10),
+    ]
+
+
+@on_backends(gloo=[2], sim=[3])
+def test_the_replicated_pair_counts_a_loss_once(backend, world_size):
+    assert p101.launch(replicated_gradients, world_size=world_size, backend=backend).results == [[True] * 3] * world_size
+
+
+def both_conventions():
+    x = torch.ones(2, requires_grad=True)
+    autograd.all_reduce(x).sum().backward()
+    y = torch.ones(2, requires_grad=True)
+    replicated.reduce_from_group(y, "mean").sum().backward()
+    z = torch.ones(2, requires_grad=True)
+    replicated.copy_to_group(z, group=[0, 2]).sum().backward()  # rank 1 is idle: z goes through
+    with pytest.raises(ValueError, match="'tree' is unknown"):
+        replicated.copy_to_group(z, algorithm="tree")
+    with pytest.raises(ValueError, match="'tree' is unknown"):
+        replicated.scatter_to_group(z, algorithm="tree")
+    return x.grad.tolist(), [round(g, 6) for g in y.grad.tolist()], z.grad.tolist()
+
+
+def test_the_two_conventions_side_by_side():
+    a, b, c = p101.launch(both_conventions, world_size=3).results
+    assert a == c == ([3.0, 3.0], [0.333333] * 2, [2.0, 2.0])
+    assert b == ([3.0, 3.0], [0.333333] * 2, [1.0, 1.0])
+
+
+def there_and_back():
+    rank = dist.get_rank()
+    x = torch.full((3, 2), float(rank + 1), requires_grad=True)
+    if rank == 0:
+        point_to_point.send(x.t() * 2, 2).sum().backward()  # strided on purpose
+    elif rank == 2:
+        got = point_to_point.receive(x.t(), 0)
+        (got * torch.arange(6.0).view(2, 3)).sum().backward()
+        assert got.tolist() == [[2.0] * 3] * 2
+    with pytest.raises(ValueError, match="own position"):
+        point_to_point.send(x, rank)
+    with pytest.raises(ValueError, match="src=3"):
+        point_to_point.receive(x, 3)
+    idle = point_to_point.receive(x, 0, group=[(rank + 1) % 3, (rank + 2) % 3])
+    return None if x.grad is None else x.grad.tolist(), idle.shape
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_send_and_receive_are_each_others_adjoint(backend):
+    results = p101.launch(there_and_back, world_size=3, backend=backend).results
+    assert results[0][0] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+    assert results[1][0] is None
+    assert results[2][0] == [[0.0, 0.0]] * 3
+    assert all(shape == (0,) for _, shape in results)

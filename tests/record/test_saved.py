@@ -1,0 +1,78 @@
+"""What Trace.load can't use is told at once, with the file and what is wrong with it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from parallel101.record.trace import FIELDS, Event, Trace
+
+SEND = Event(0, "send", 1, 0, 8, 0.0, 1.0, "a.py:1", 0.0, "world", 0, (1,), "int64", [7], None, {"layer": 3})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A file that is as it should be, and its content."""
+    path = tmp_path / "trace.json"
+    Trace([SEND, SEND._replace(kind="recv", rank=1, peer=0)], 2, "sim", unfinished=[SEND._replace(seq=1, peer=None)]).save(path)
+    return path, json.loads(path.read_text())
+
+
+def test_every_field_has_its_type(saved):
+    path, _ = saved
+    trace = Trace.load(path)
+    assert tuple(FIELDS) == Event._fields
+    assert trace.events[0] == SEND and trace.unfinished[0].peer is None and trace.messages_sent == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["world_size", "backend", "groups", "events"])
+def test_what_is_missing_or_nothing_is_named(saved, name):
+    path, content = saved
+    for changed, told in (({**content, name: None}, f"its '{name}' is None"), ({**content, name: ...}, f"it has no '{name}'")):
+        path.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
+        with pytest.raises(ValueError, match=rf"trace\.json is not as Trace\.save wrote it: {told}, where a .* was expected"):
+            Trace.load(path)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("where", ["events", "unfinished"])
+def test_a_field_of_another_type_is_named(saved, where, field):
+    path, content = saved
+    content[where][0][Event._fields.index(field)] = 3 if isinstance("text", FIELDS[field]) else "text"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"trace\.json.* one of its events has .* as its {field}$"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda c: c["events"][0].pop(), r"a list of 16 fields, and one of its events is \[0, 'send'"),
+        (lambda c: c["events"][0].append(1), "a list of 16 fields"),
+        (lambda c: c["events"].append(None), "a list of 16 fields, and one of its events is None"),
+        (lambda c: c["events"][0].__setitem__(0, 2), "rank 2, in a world of 2"),
+        (lambda c: c["events"][0].__setitem__(0, -1), "rank -1, in a world of 2"),
+        (lambda c: c["events"][0].__setitem__(2, 5), "peer 5, in a world of 2"),
+        (lambda c: c.update(world_size=0), "its world_size is 0"),
+        (lambda c: c["groups"].update(world=[0, 2]), r"its group 'world' is \[0, 2\]"),
+        (lambda c: c["groups"].update(world=3), "its group 'world' is 3"),
+    ],
+)
+def test_rows_and_ranks_that_can_not_be_are_told(saved, change, told):
+    path, content = saved
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"trace\.json is not as Trace\.save wrote it: .*{told}"):
+        Trace.load(path)
+
+
+CUT = (gzip.compress(b"{}")[:-9], b"\x1f\x8b cut", b"\x1f\x8b\x08" + bytes(30))
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"3", b"{}", b"\xff\xfe", *CUT])
+def test_what_is_no_trace_at_all(tmp_path, data):
+    (tmp_path / "other").write_bytes(data)
+    with pytest.raises(ValueError, match=r"other is not a trace that Trace\.save wrote"):
+        Trace.load(tmp_path / "other")

@@ -1,0 +1,118 @@
+"""torch still has the private parts this project relies on; each failure says what moved and who needs it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from parallel101.record import torch_private
+
+
+def moved(what: str, whose: str) -> str:
+    return f"torch {torch.__version__} moved {what}: parallel101/record/torch_private.py, which {whose} needs, must follow"
+
+
+def test_a_process_has_the_groups_that_a_ranks_own_world_has():
+    theirs = {name for name in vars(c10d._World) if not name.startswith("_")}
+    ours = set(vars(torch_private.RankWorld())) | {"pg_config_info"}
+    assert theirs == ours, moved(f"c10d._World (RankWorld differs in {sorted(theirs ^ ours)})", "sim")
+
+
+def test_torch_reads_its_world_at_each_use():
+    world = torch_private.RankWorld()
+    group = dist.ProcessGroup(0, 3)
+    before = torch_private.use_world(world)
+    torch_private.name_groups_by_thread(True)
+    try:
+        world.add_default(group, "0", "sim", dist.HashStore(), 3)
+        seen = (dist.is_initialized(), dist.group.WORLD is group, dist.get_backend(), dist.get_process_group_ranks(group))
+        assert seen == (True, True, "sim", [0, 1, 2]), moved("c10d._world, or what init_process_group puts in it", "sim")
+        assert c10d._resolve_process_group("0") is group, moved("_register_process_group", "sim's functional collectives")
+        found: list[bool] = []
+
+        def elsewhere() -> None:
+            try:
+                c10d._resolve_process_group("0")
+                found.append(True)
+            except RuntimeError:
+                found.append(False)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert found == [False], moved("_set_thread_isolation_mode", "sim, where each rank has a group '0',")
+    finally:
+        torch_private.forget_groups()
+        torch_private.name_groups_by_thread(False)
+        assert torch_private.use_world(before) is world
+
+
+def test_python_hears_of_every_wait_for_an_unfinished_future():
+    heard: list[str] = []
+    future: torch.futures.Future = torch.futures.Future()
+
+    def set_it(done) -> None:
+        heard.append("wait")
+        assert not done()
+        future.set_result(1)
+        assert done()
+
+    with torch_private.ahead_of_futures(set_it, lambda: heard.append("ask")):
+        both = torch.futures.collect_all([future, future.then(lambda f: f.value() + 1)])
+        seen = both.done(), [f.wait() for f in both.wait()], future.wait()
+    assert seen == (False, [1, 2], 1) and heard == ["ask", "wait"], moved("torch._C.Future, or how torch.futures waits", "sim")
+    assert not torch.futures.Future().done() and heard == ["ask", "wait"]
+
+
+def test_something_can_be_called_at_the_end_of_a_backward():
+    called: list[str] = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert torch_private.after_backward(lambda: called.append("end"))
+            called.append("backward")
+            return grad
+
+    assert not torch_private.after_backward(lambda: called.append("never"))
+    Ask.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert called == ["backward", "end"], moved("_execution_engine.queue_callback", "DDP on sim")
+
+
+def test_a_draw_shows_in_the_generators_memory():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    look = torch_private.generator_words()
+    assert look is not None, moved("the CPU generator's memory", "sim (which is only slower without)")
+    assert torch.equal(torch.rand(3), expected), "looking changed the state"
+    seen = look()
+    assert look() == seen
+    torch.rand(1)
+    assert look() != seen
+
+
+def test_the_new_group_hook():
+    """dist.new_group asks the default group for the new one. (Where it does not, sim's sub-groups come the longer way: test_sim_ranks.)"""
+
+    class Group(dist.ProcessGroup):
+        def new_group(self, ranks, **options):
+            asked.append((ranks, options["group_name"]))
+
+    asked: list = []
+    world = torch_private.RankWorld()
+    before = torch_private.use_world(world)
+    try:
+        world.add_default(Group(0, 3), "0", "gloo", dist.HashStore(), 3)
+        assert dist.new_group([2, 1]) is dist.GroupMember.NON_GROUP_MEMBER
+        assert asked == [([1, 2], "1")], moved("ProcessGroup.new_group", "sim's sub-groups")
+    finally:
+        torch_private.use_world(before)
+        torch_private.forget_groups()

@@ -1,0 +1,104 @@
+"""What follows from the sim's rule of time where messages want the same links."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.sim.network import Network
+
+from . import programs
+from .programs import makespan, run, trace, wait_for
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_far_and_near_take_the_same_time_on_a_ring(hops):
+    def program(rank):
+        if rank == 0:
+            dist.send(torch.zeros(10), hops)
+        elif rank == hops:
+            dist.recv(torch.zeros(10), 0)
+
+    assert makespan(program, 8, Network.ring(latency=1.0, bandwidth=10.0)) == 1 + 40 / 10
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_two_flows_over_one_link_take_twice_as_long_as_one(bidirectional):
+    network = Network.ring(latency=1.0, bandwidth=4.0, bidirectional=bidirectional)
+
+    def flows(*pairs):
+        def program(rank):
+            works = [dist.isend(torch.zeros(1), dst) for src, dst in pairs if src == rank]
+            wait_for(works + [dist.irecv(torch.zeros(1), src) for src, dst in pairs if dst == rank])
+
+        return makespan(program, 8, network)
+
+    assert flows((0, 2)) == 2
+    assert flows((0, 2), (1, 3)) == 4  #  both need the link from 1 to 2
+    assert flows((0, 2), (2, 4)) == 2
+    assert flows((0, 3), (1, 3), (2, 3)) == 6
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_all_to_all_is_a_quarter_of_all_gather_on_a_bidirectional_ring(n):
+    """Both end with n shards a rank. All-gather moves whole shards half way round; all-to-all a piece of one, half as far on average."""
+    ring = Network.ring(latency=0.0, bandwidth=1.0)
+    ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
+    assert ratio == 1 / 4
+
+
+@pytest.mark.parametrize("n", [3, 5, 9])
+def test_all_to_all_is_about_a_quarter_of_all_gather_where_no_rank_is_opposite(n):
+    ring = Network.ring(latency=0.0, bandwidth=1.0)
+    ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
+    bound = (n + 1) / (4 * n)  #  links that are never idle
+    assert bound <= ratio <= bound * 1.5
+
+
+def two_level_all_reduce(rank, numel, k):
+    """Reduce inside the node, then all-reduce among the first ranks of the nodes, then broadcast inside."""
+    n, x = dist.get_world_size(), torch.ones(numel)
+    first, inside = rank - rank % k, torch.empty(numel)
+    if rank == first:
+        for peer in range(first + 1, first + k):
+            dist.recv(inside, peer)
+            x += inside
+        programs.ring_all_reduce(x, list(range(0, n, k)), rank)
+        wait_for([dist.isend(x, peer) for peer in range(first + 1, first + k)])
+    else:
+        dist.send(x, first)
+        dist.recv(x, first)
+    assert x.tolist() == [n] * numel
+
+
+def flat_all_reduce(rank, numel):
+    """Recursive doubling: every rank talks to one of another node as soon as the distance is large enough."""
+    x, inbox, distance, n = torch.ones(numel), torch.empty(numel), 1, dist.get_world_size()
+    while distance < n:
+        wait_for([dist.isend(x, rank ^ distance), dist.irecv(inbox, rank ^ distance)])
+        x = x + inbox
+        distance *= 2
+    assert x.tolist() == [n] * numel
+
+
+def test_two_level_all_reduce_wins_only_where_links_differ():
+    n, k, numel = 16, 4, 64
+    slow_between = Network.two_level(k, latency=0.0, bandwidth=1.0, inside_latency=0.0, inside_bandwidth=100.0)
+    equal = Network(latency=0.0, bandwidth=1.0)
+    two_level = [makespan(lambda r: two_level_all_reduce(r, numel, k), n, network) for network in (slow_between, equal)]
+    flat = [makespan(lambda r: flat_all_reduce(r, numel), n, network) for network in (slow_between, equal)]
+    assert two_level[0] < flat[0] and two_level[1] > flat[1]
+
+
+def test_ranks_of_a_node_share_its_way_out():
+    def program(rank):  #  two messages from node 0 to nodes 1 and 2, and one inside each node meanwhile
+        pairs = [(0, 2), (1, 4), (2, 3), (5, 4)]
+        works = [dist.isend(torch.zeros(1), dst) for src, dst in pairs if src == rank]
+        wait_for(works + [dist.irecv(torch.zeros(1), src) for src, dst in pairs if dst == rank])
+
+    network = Network.two_level(2, latency=2.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf)
+    times = {(e.rank, e.peer): (e.start, e.end) for e in trace(run(program, 6, network)).events if e.kind == "send"}
+    assert times == {(0, 2): (0, 2), (1, 4): (2, 4), (2, 3): (0, 1), (5, 4): (0, 1)}

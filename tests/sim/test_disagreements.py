@@ -1,0 +1,66 @@
+"""Ranks that do not agree on one of torch's collectives, or ask for what there is not, are told so on the sim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.record.errors import MisuseError
+from tests.collectives.cases import negative
+
+from .programs import simulate
+
+
+@pytest.mark.parametrize(
+    ("call", "rank", "words"),
+    [
+        (lambda r: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if r == 1 else dist.ReduceOp.SUM), 1, "reductions.*sum.*max"),
+        (lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int32 if r == 2 else torch.float32)), 2, "dtypes.*float32.*int32"),
+        (lambda r: dist.all_reduce(torch.ones((3, 2) if r == 0 else (2, 3))), 0, "shapes"),
+        (lambda r: dist.broadcast(torch.ones(2), 1 if r == 2 else 0), 2, "roots.*0.*1"),
+        (lambda r: dist.barrier() if r == 1 else dist.all_reduce(torch.ones(1)), 1, "different operations: all_reduce and barrier"),
+        (lambda r: dist.all_reduce(torch.ones(4, 4).t()[:2] if r == 1 else torch.ones(2, 4)), 1, "strided"),
+        (lambda r: dist.all_reduce(negative(torch.ones(2)) if r == 1 else torch.ones(2)), 1, "lazily conjugated or negated"),
+        (lambda r: dist.reduce(torch.ones(2).cfloat().conj() if r == 1 else torch.ones(2).cfloat(), 0), 1, "lazily conjugated or negated"),
+        (lambda r: dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 1, 1], [1, 1, 1] if r else [2, 1, 0]), 0, "expects 4 bytes"),
+    ],
+)
+def test_ranks_that_do_not_agree_are_told_so(call, rank, words):
+    outcome = simulate(lambda r: call(r), 3)
+    assert isinstance(outcome.error, MisuseError) and not outcome.errors
+    assert outcome.error.rank == rank and __file__ in str(outcome.error)
+    with pytest.raises(MisuseError, match=words):
+        raise outcome.error
+
+
+def test_a_disagreement_is_named_where_the_ranks_would_wait_for_ever():
+    """Two of three ranks come, do not agree, and the third never comes."""
+    outcome = simulate(lambda r: None if r == 2 else dist.all_reduce(torch.ones(1 + r)), 3)
+    assert isinstance(outcome.error, MisuseError) and "shapes" in str(outcome.error)
+
+
+def test_an_average_of_integers_is_refused():
+    outcome = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), 2)
+    with pytest.raises(ValueError, match=r"average of torch\.int64"):
+        raise outcome.errors[0]
+
+
+def test_what_torch_cannot_reduce_is_an_error_and_no_hang():
+    outcome = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.SUM), 2)
+    assert not outcome.errors  #  torch sends complex numbers as pairs
+    outcome = simulate(lambda r: dist.reduce(torch.ones(2), 0, dist.ReduceOp.BAND), 2)
+    with pytest.raises(Exception, match="bitwise_and"):
+        raise outcome.errors[0]
+
+
+def test_changing_what_was_given_before_the_wait_is_named():
+    def program(rank):
+        x = torch.ones(2)
+        work = dist.all_reduce(x, async_op=True)
+        if rank == 1:
+            x.add_(1)
+        work.wait()
+
+    error = simulate(program, 2).error
+    assert isinstance(error, MisuseError) and error.rank == 1 and "changed" in str(error)

@@ -1,0 +1,246 @@
+"""Misuse on the sim is named at once, and so is a rank's own exception; the process is clean afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.record.errors import MisuseError
+from parallel101.record.spans import compute, recorder
+from parallel101.sim.network import Network
+from parallel101.sim.simulate import simulate
+from tests.collectives.cases import negative
+from tests.ranks.failing import line_of
+
+from .programs import run, wait_for
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "words"),
+    [
+        (torch.ones(2), torch.ones(3), "shorter"),
+        (torch.ones(3), torch.ones(2), "longer"),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32), "dtypes: float32 sent, int32"),
+        (torch.ones(2, 3), torch.ones(3, 2), r"shapes: \(2, 3\) sent, \(3, 2\)"),
+    ],
+)
+@pytest.mark.parametrize("late", [0, 1])
+def test_two_sides_that_do_not_agree(sent, received, words, late):
+    def program(rank):
+        if rank == late:
+            compute(1.0)
+        if rank == 0:
+            dist.send(sent.clone(), 1)
+        else:
+            dist.recv(received.clone(), 0)
+
+    error = simulate(program, 2).error
+    with pytest.raises(MisuseError, match=words):
+        raise error
+    assert error.rank == 1 and line_of(program, "dist.send") in str(error) and line_of(program, "dist.recv") in str(error)
+
+
+@pytest.mark.parametrize("side", ["send", "recv"])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [(torch.zeros(4, 4)[:, 0], "strided.*contiguous"), (negative(torch.zeros(4)), r"lazily conjugated or negated.*x\.resolve_conj\(\)")],
+)
+def test_tensors_that_gloo_would_misread(side, bad, words):
+    def program(rank):
+        if rank == 0:
+            dist.send(bad if side == "send" else torch.zeros(4), 1)
+        else:
+            dist.recv(bad if side == "recv" else torch.zeros(4), 0)
+
+    error = simulate(program, 2).error
+    with pytest.raises(MisuseError, match=words):
+        raise error
+    assert error.rank == (side == "recv")
+
+
+def test_no_device_but_the_cpu():
+    error = simulate(lambda r: dist.send(torch.ones(1, device="meta"), 1 - r), 2).error
+    assert isinstance(error, MisuseError) and "meta" in str(error)
+
+
+@pytest.mark.parametrize("numel", [3, (1 << 20)])
+@pytest.mark.parametrize("when", ["before it starts", "under way", "after it ended"])
+def test_a_tensor_changed_between_isend_and_wait(numel, when):
+    def program(rank):
+        x = torch.zeros(numel)
+        if rank == 0:
+            work = dist.isend(x, 1)
+            compute({"before it starts": 0.0, "under way": 1.5, "after it ended": 0.0}[when])
+            if when == "after it ended":
+                dist.recv(torch.empty(1), 1)
+            elif when == "under way":
+                wait_for([dist.isend(torch.ones(1), 0), dist.irecv(torch.ones(1), 0)])
+            x.fill_(float("nan"))
+            work.wait()
+        else:
+            if when != "after it ended":
+                compute(1.0)
+            dist.recv(x, 0)
+            if when == "after it ended":
+                dist.send(torch.ones(1), 0)
+
+    error = simulate(program, 2, Network(latency=1.0, bandwidth=1e12)).error
+    assert isinstance(error, MisuseError) and error.rank == 0 and "changed" in str(error) and line_of(program, "dist.isend(x") in str(error)
+
+
+def test_writing_next_to_what_is_sent_is_no_misuse():
+    """A view's version counts writes to its whole base, so only the bytes can tell."""
+
+    def program(rank):
+        x = torch.full((4,), float("nan"))
+        works = [dist.isend(x[:2], 1 - rank), dist.irecv(x[2:3], 1 - rank, tag=1), dist.irecv(torch.empty(2), 1 - rank)]
+        works.append(dist.isend(torch.ones(1), 1 - rank, tag=1))
+        x[3] = 5.0
+        wait_for(works)
+        return x[2:].tolist()
+
+    assert run(program, 2).results == [[1.0, 5.0]] * 2
+
+
+def test_inference_tensors_are_sent_and_received():
+    def program(rank):
+        with torch.inference_mode():
+            x, y = torch.full((2,), float(rank)), torch.empty(2)
+            wait_for([dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)])
+            dist.all_reduce(x)
+            return y.tolist(), x.tolist()
+
+    assert run(program, 2).results == [([1.0, 1.0], [1.0, 1.0]), ([0.0, 0.0], [1.0, 1.0])]
+
+
+def test_an_exception_on_one_rank_unwinds_the_others():
+    closed = []
+
+    def program(rank):
+        try:
+            if rank == 1:
+                dist.recv(torch.empty(1), 0)
+                raise KeyError("mine")
+            if rank == 0:
+                dist.send(torch.ones(1), 1)
+            try:
+                dist.barrier()
+            except Exception:
+                closed.append("never")
+        finally:
+            closed.append(rank)
+
+    outcome = simulate(program, 3)
+    assert outcome.error is None and list(outcome.errors) == [1] and isinstance(outcome.errors[1], KeyError)
+    assert outcome.errors[1].__traceback__ is not None and sorted(closed) == [0, 1, 2]
+
+
+def test_the_first_failure_in_virtual_time_is_the_one_reported():
+    def program(rank):
+        compute(10.0 - rank)
+        raise ValueError(f"rank {rank}")
+
+    outcome = simulate(program, 4)
+    assert {r: str(e) for r, e in outcome.errors.items()} == {3: "rank 3"}
+
+
+def test_talking_on_the_way_out_is_unwound_as_well():
+    def program(rank):
+        if rank == 0:
+            raise ValueError("first")
+        try:
+            dist.barrier()
+        finally:
+            dist.all_reduce(torch.ones(1))
+
+    assert list(simulate(program, 3).errors) == [0]
+
+
+def test_a_failing_job_leaves_the_process_as_it_was():
+    def settings():
+        process = threading.active_count(), torch.get_num_threads(), dist.is_initialized()
+        cores = (os.sched_getaffinity(0), os.sched_getscheduler(0)) if sys.platform == "linux" else None
+        return *process, torch.get_default_dtype(), random.random.__qualname__, cores
+
+    before, state = settings(), torch.get_rng_state()
+
+    def program(rank):
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(1)
+        dist.recv(torch.empty(1), (rank + 1) % 4)
+
+    simulate(program, 4)
+    assert settings() == before
+    assert torch.equal(torch.get_rng_state(), state) and recorder() is None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_a_failure_inside_torchs_data_parallel_unwinds_through_it(where):
+    """The others are blocked deep inside C++ then."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward" and dist.get_rank() == 1:
+                raise ValueError("on purpose")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if where == "backward" and dist.get_rank() == 1:
+                raise ValueError("on purpose")
+            return grad
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.last(Breaks.apply(self.first(x)))
+
+    def program(rank):
+        net = torch.nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=1e-6)
+        loss = net(torch.ones(2, 3)).sum()
+        if where == "between" and rank == 1:
+            raise ValueError("on purpose")
+        loss.backward()
+
+    for _ in range(2):
+        outcome = simulate(program, 3)
+        assert list(outcome.errors) == [1] and str(outcome.errors[1]) == "on purpose" and outcome.error is None
+
+
+def test_waiting_on_a_thread_of_ones_own_is_an_error_and_no_hang():
+    def program(rank):
+        raised = []
+
+        def elsewhere():
+            try:
+                dist.recv(torch.empty(1), 1 - rank)
+            except RuntimeError as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return raised
+
+    assert all("own thread only" in result[0] for result in run(program, 2).results)
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_world_size_of_nobody(n):
+    with pytest.raises(ValueError, match=f"got {n}"):
+        simulate(lambda r: None, n)
+
+
+def test_a_torus_of_another_size():
+    with pytest.raises(ValueError, match="4 ranks, and this run has 3"):
+        simulate(lambda r: None, 3, Network.torus((2, 2)))

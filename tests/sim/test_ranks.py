@@ -1,0 +1,230 @@
+# ruff: noqa: NPY002  the global generator of NumPy is a subject here
+"""Each virtual rank is a process of its own as far as torch.distributed, random numbers and autograd can tell."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel101.sim.group import SimGroup
+
+from .programs import ring_all_gather, run, trace, wait_for
+
+
+def test_the_default_group():
+    def program(rank):
+        ranks = dist.get_process_group_ranks(dist.group.WORLD)
+        return dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.is_initialized(), ranks, dist.group.WORLD.size()
+
+    assert run(program, 3).results == [(r, 3, "sim", True, [0, 1, 2], 3) for r in range(3)]
+    assert not dist.is_initialized()
+
+
+def test_a_receive_from_anyone_takes_the_oldest_and_says_who():
+    def program(rank):
+        if rank == 0:
+            x = torch.empty(1)
+            return [(dist.recv(x), x.item()) for _ in range(3)]
+        dist.send(torch.tensor([10.0 * rank]), 0)
+        return None
+
+    assert run(program, 4).results[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
+
+
+def test_receives_are_served_in_the_order_of_posting_from_someone_or_anyone():
+    def program(rank):
+        if rank == 1:
+            return wait_for([dist.isend(torch.tensor([float(i)]), 0) for i in range(3)])
+        boxes = [torch.empty(1) for _ in range(3)]
+        wait_for([dist.irecv(boxes[0], 1), dist.irecv(boxes[1]), dist.irecv(boxes[2], 1)])
+        return [box.item() for box in boxes]
+
+    assert run(program, 2).results[0] == [0.0, 1.0, 2.0]
+
+
+def test_tags_keep_messages_apart():
+    def program(rank):
+        if rank == 0:
+            wait_for([dist.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (1, 2, 3)])
+            return None
+        boxes = {tag: torch.empty(1) for tag in (3, 1, 2)}
+        wait_for([dist.irecv(box, 0, tag=tag) for tag, box in boxes.items()])
+        return {tag: box.item() for tag, box in boxes.items()}
+
+    assert run(program, 2).results[1] == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_batch_isend_irecv():
+    def program(rank):
+        n, y = dist.get_world_size(), torch.empty(1)
+        ops = [dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % n), dist.P2POp(dist.irecv, y, (rank - 1) % n)]
+        wait_for(dist.batch_isend_irecv(ops))
+        return y.item()
+
+    assert run(program, 4).results == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_messages_are_numbered_by_channel_and_say_where():
+    def program(rank):
+        for _ in range(2):
+            wait_for([dist.isend(torch.ones(2), 1 - rank), dist.irecv(torch.empty(2), 1 - rank)])
+        wait_for([dist.isend(torch.ones(1), 1 - rank, tag=5), dist.irecv(torch.empty(1), 1 - rank, tag=5)])
+
+    record = trace(run(program, 2, payload_bytes=8))
+    sends = sorted((e.rank, e.tag, e.seq, e.nbytes, e.shape, e.dtype, tuple(e.payload)) for e in record.events if e.kind == "send")
+    two, one = (8, (2,), "float32", (1.0, 1.0)), (4, (1,), "float32", (1.0,))
+    assert sends == [(r, *row) for r in range(2) for row in [(0, 1, *two), (0, 2, *two), (5, 1, *one)]]
+    assert len(record.messages()) == 6 and all(type(e.shape) is tuple and e.where.startswith(__file__) for e in record.events)
+
+
+@pytest.mark.parametrize("way", ["by the default group", "by the backend's name"])
+def test_sub_groups_speak_of_world_ranks(way, monkeypatch):
+    if way == "by the backend's name":  #  as torch versions before the hook do
+        monkeypatch.delattr(SimGroup, "new_group")
+
+    def program(rank):
+        odd, swapped = dist.new_group([1, 3]), dist.new_group([3, 0])
+        x = torch.full((1,), float(rank))
+        if rank in (1, 3):
+            dist.all_reduce(x, group=odd)
+            dist.broadcast(x, 3, group=odd)
+        if rank == 0:
+            dist.send(x, 3, group=swapped)
+        if rank == 3:
+            y = torch.empty(1)
+            assert dist.recv(y, group=swapped) == 0 and y.item() == 0.0
+            assert dist.get_group_rank(swapped, 3) == 1
+        members = None if rank not in (1, 3) else dist.get_process_group_ranks(odd)
+        return x.item(), members, odd is dist.GroupMember.NON_GROUP_MEMBER
+
+    outcome = run(program, 4)
+    assert outcome.results == [(0.0, None, True), (4.0, [1, 3], False), (2.0, None, True), (4.0, [1, 3], False)]
+    assert outcome.groups == {"world": [0, 1, 2, 3], "1": [1, 3], "2": [0, 3]}
+    assert {(e.kind, e.rank, e.peer, e.group) for e in trace(outcome).events if e.kind in ("send", "broadcast")} == {
+        ("send", 0, 3, "2"),
+        ("broadcast", 1, 3, "1"),
+        ("broadcast", 3, 3, "1"),
+    }
+
+
+def test_a_group_of_another_backend_is_made_of_virtual_ranks_too():
+    def program(rank):
+        x, group = torch.ones(1), dist.new_group(backend="gloo")
+        dist.all_reduce(x, group=group)
+        return x.item(), dist.get_backend(group)
+
+    assert run(program, 3).results == [(3.0, "gloo")] * 3
+
+
+def test_a_mesh_of_two_axes():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        row, column = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+        dist.all_reduce(row, group=mesh["tp"].get_group())
+        dist.all_reduce(column, group=mesh.get_group("dp"))
+        return row.item(), column.item(), tuple(mesh.get_coordinate())
+
+    assert run(program, 6).results == [(3.0 if r < 3 else 12.0, 2.0 * (r % 3) + 3, (r // 3, r % 3)) for r in range(6)]
+
+
+def test_destroying_the_group_is_each_ranks_own_affair():
+    def program(rank):
+        dist.barrier()
+        if rank == 0:
+            dist.destroy_process_group()
+        return dist.is_initialized()
+
+    assert run(program, 2).results == [False, True]
+
+
+def draws(rank: int, pause) -> list:
+    """Random numbers of all kinds, two of them normals that are made in pairs, with pauses between."""
+    if rank == 1:
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    drawn = []
+    for _ in range(4):
+        drawn.append((torch.rand(2).tolist(), random.gauss(0, 1), np.random.normal()))
+        pause()
+        hidden = np.random.mtrand._rand.rand()  #  as SciPy and scikit-learn draw
+        drawn.append((random.random(), random.sample(range(100), 3), np.random.rand(), hidden, torch.randn(3).tolist()))
+        if rank == 2:
+            pause()
+    return drawn
+
+
+def test_each_rank_has_its_own_random_numbers():
+    def pause():
+        rank = dist.get_rank()
+        wait_for([dist.isend(torch.ones(1), rank), dist.irecv(torch.ones(1), rank)])
+
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    interleaved, alone = (run(lambda r, p=p: draws(r, p), 4).results for p in (pause, lambda: None))
+    assert interleaved == alone
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    assert alone[1] == draws(3, lambda: None)
+    assert alone[0] != alone[2]
+    torch.set_rng_state(state[0]), random.setstate(state[1])
+
+
+def test_the_programs_random_state_is_given_back():
+    random.seed(1), torch.manual_seed(1), np.random.seed(1)
+    expected = random.random(), torch.rand(1).item(), np.random.rand()
+    random.seed(1), torch.manual_seed(1), np.random.seed(1)
+    run(lambda r: draws(r, lambda: None), 3)
+    assert (random.random(), torch.rand(1).item(), np.random.rand()) == expected
+
+
+def test_modes_stay_with_their_rank():
+    def program(rank):
+        if rank == 0:
+            torch.set_default_dtype(torch.float64)
+        device = torch.device("meta" if rank == 3 else "cpu")
+        with torch.set_grad_enabled(rank == 1), torch.autocast("cpu", torch.bfloat16, enabled=rank == 2), device:
+            dist.barrier()
+            x = torch.ones(2, 2)
+            return x.dtype, torch.is_grad_enabled(), (x @ x).dtype, x.device.type
+
+    f32, f64, b16 = torch.float32, torch.float64, torch.bfloat16
+    results = run(program, 4).results
+    assert results == [(f64, False, f64, "cpu"), (f32, True, f32, "cpu"), (f32, False, b16, "cpu"), (f32, False, f32, "meta")]
+
+
+class Exchange(torch.autograd.Function):
+    """Swap with the neighbour, gradients too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y, other = torch.empty_like(x), dist.get_rank() ^ 1
+        wait_for([dist.isend(x.contiguous(), other), dist.irecv(y, other)])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        threads.append((dist.get_rank(), threading.current_thread().name))
+        return Exchange.apply(grad)
+
+
+threads: list = []
+
+
+def test_backward_runs_on_the_ranks_own_thread():
+    def program(rank):
+        x = torch.full((3,), float(rank), dtype=torch.float64, requires_grad=True)
+        (Exchange.apply(x * (rank + 1)) * (rank + 2)).sum().backward()
+        return x.grad.tolist()
+
+    threads.clear()
+    assert run(program, 4).results == [[(r + 1.0) * ((r ^ 1) + 2)] * 3 for r in range(4)]
+    assert sorted(threads) == [(r, f"rank {r}") for r in range(4)]
+
+
+def test_hundreds_of_ranks():
+    n = 200
+    record = trace(run(ring_all_gather, n))
+    assert record.messages_sent == [n - 1] * n and record.bytes_sent == record.bytes_received == [4 * (n - 1)] * n

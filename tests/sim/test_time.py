@@ -1,0 +1,221 @@
+"""The sim's rule of time: what a message and a computation take. (Where messages want the same links: test_sim_contention.)"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.record.spans import compute, recorder, span
+from parallel101.sim.network import Network
+
+from . import programs
+from .programs import makespan, run, trace, wait_for
+
+STEPS = Network(latency=1.0, bandwidth=math.inf)
+BYTES = Network(latency=0.0, bandwidth=1.0)
+SIZES = [2, 3, 4, 5, 8, 13]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_makespan_counts_steps(n):
+    assert makespan(programs.flat_broadcast, n, STEPS) == n - 1
+    assert makespan(programs.tree_broadcast, n, STEPS) == math.ceil(math.log2(n))
+    assert makespan(programs.ring_all_gather, n, STEPS) == n - 1
+    assert makespan(programs.direct_all_to_all, n, STEPS) == n - 1  #  n−1 permutations posted at once
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_makespan_counts_the_bytes_on_the_longest_chain(n):
+    size = 4 * 3  #  three float32
+    assert makespan(lambda r: programs.flat_broadcast(r, 3), n, BYTES) == (n - 1) * size
+    assert makespan(lambda r: programs.tree_broadcast(r, 3), n, BYTES) == math.ceil(math.log2(n)) * size
+    assert makespan(lambda r: programs.ring_all_gather(r, 3), n, BYTES) == (n - 1) * size
+
+
+@pytest.mark.parametrize("network", [STEPS, Network.ring(), Network.ring(bidirectional=False), Network.two_level(3), Network(eager=1e9)])
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_data_arrives_on_any_network(n, network):
+    assert run(programs.ring_all_gather, n, network).results == [[r + 1 for r in range(n)]] * n
+    run(programs.direct_all_to_all, n, network)
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth():
+    assert makespan(lambda r: programs.flat_broadcast(r, 100), 2, Network(latency=0.5, bandwidth=200.0)) == 0.5 + 400 / 200
+
+
+def test_the_receivers_tensor_changes_only_when_the_message_ends():
+    def program(rank):
+        x = torch.full((2,), float(rank))
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            work = dist.irecv(x, 0)
+            compute(0.5)
+            before = x.tolist()
+            work.wait()
+            return before, x.tolist(), recorder().now()
+
+    assert run(program, 2, STEPS).results[1] == ([1.0, 1.0], [0.0, 0.0], 1.0)
+
+
+def test_a_rank_sends_and_receives_at_once_but_one_message_each_way():
+    def exchange(rank):
+        x, y = torch.ones(1), torch.ones(1)
+        wait_for([dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)])
+
+    def into_one(rank):
+        if rank == 0:
+            wait_for([dist.irecv(torch.empty(1), 1), dist.irecv(torch.empty(1), 2)])
+        else:
+            dist.send(torch.ones(1), 0)
+
+    assert makespan(exchange, 2, STEPS) == 1
+    assert makespan(into_one, 3, STEPS) == 2
+
+
+def test_messages_start_in_the_order_of_the_rule():
+    """Against the rule written down plainly: go through all that have not started, in order, whenever something ends."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        n = rng.choice([2, 3, 4, 6])
+        peers = {r: rng.sample([p for p in range(n) if p != r], rng.randint(0, n - 1)) for r in range(n)}
+        sends = [(r, d, rng.choice([1, 2, 3])) for r in range(n) for d in peers[r]]
+
+        def program(rank, sends=sends):
+            works = [dist.isend(torch.zeros(size, dtype=torch.int8), dst) for src, dst, size in sends if src == rank]
+            wait_for(works + [dist.irecv(torch.zeros(size, dtype=torch.int8), src) for src, dst, size in sends if dst == rank])
+
+        seen = sorted((e.rank, e.peer, e.start, e.end) for e in trace(run(program, n, BYTES)).events if e.kind == "send")
+        order = {}
+        for src, dst, _ in sends:
+            order[src, dst] = sum(1 for s, d in order if s == src)
+        left, flying, expected, now = sorted(sends, key=lambda m: (order[m[0], m[1]], m[0])), [], [], 0.0
+        while left or flying:
+            for message in list(left):
+                src, dst, size = message
+                if all(src != s and dst != d for s, d, _ in flying):
+                    left.remove(message)
+                    flying.append((src, dst, now + size))
+                    expected.append((src, dst, now, now + size))
+            now = min(end for _, _, end in flying)
+            flying = [m for m in flying if m[2] > now]
+        assert seen == sorted(expected)
+
+
+def test_compute_moves_only_the_ranks_own_clock():
+    def program(rank):
+        with span("work", size=rank):
+            compute(2.0 * rank)
+        if rank == 0:
+            dist.recv(torch.empty(1), 1)
+        elif rank == 1:
+            dist.send(torch.ones(1), 0)
+        return recorder().now()
+
+    outcome = run(program, 3, STEPS)
+    assert outcome.results == [3.0, 3.0, 4.0]
+    send, recv = (next(e for e in trace(outcome).events if e.kind == kind) for kind in ("send", "recv"))
+    assert (recv.posted, send.posted, send.start, send.end, recv.end) == (0, 2, 2, 3, 3)
+    spans = [(e.rank, e.start, e.end, e.args) for e in trace(outcome).spans("work")]
+    assert sorted(spans) == [(r, 0.0, 2.0 * r, {"size": r}) for r in range(3)]
+
+
+def test_compute_overlaps_a_message_under_way():
+    def program(rank):
+        if rank == 0:
+            work = dist.isend(torch.ones(1), 1)
+            compute(0.75)
+            work.wait()
+        else:
+            dist.recv(torch.empty(1), 0)
+        return recorder().now()
+
+    assert run(program, 2, STEPS).results == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("receive_at", [0.0, 0.5, 3.0])
+def test_an_eager_message_does_not_wait_for_its_receive(receive_at):
+    def program(rank):
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            compute(receive_at)
+            x = torch.zeros(2)
+            dist.recv(x, 0)
+            assert x.tolist() == [1.0, 1.0]
+        return recorder().now()
+
+    assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=8)).results == [1.0, max(1.0, receive_at)]
+    assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=7)).results == [receive_at + 1.0] * 2
+
+
+def test_two_ranks_that_both_send_first_get_through_when_eager():
+    def program(rank):
+        x = torch.full((1,), float(rank))
+        dist.send(x, 1 - rank)
+        dist.recv(x, 1 - rank)
+        return x.item()
+
+    assert run(program, 2, Network(eager=4)).results == [1.0, 0.0]
+
+
+def test_a_message_to_oneself_takes_no_time():
+    def program(rank):
+        x = torch.zeros(3)
+        wait_for([dist.isend(torch.ones(3), rank), dist.irecv(x, rank)])
+        return x.tolist(), recorder().now()
+
+    assert run(program, 2, STEPS).results == [([1.0] * 3, 0.0)] * 2
+
+
+def test_asking_whether_a_work_is_done_lets_time_pass():
+    def program(rank):
+        x, asked = torch.zeros(1), 0
+        if rank == 0:
+            compute(5.0)
+            dist.send(torch.ones(1), 1)
+            return recorder().now()
+        work = dist.irecv(x, 0)
+        while not work.is_completed():
+            asked += 1
+        return x.item(), recorder().now(), asked < 20
+
+    assert run(program, 2, STEPS).results == [6.0, (1.0, 6.0, True)]
+
+
+def test_asking_between_computing_costs_no_time():
+    def program(rank):
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+            return None
+        work, turns = dist.irecv(torch.zeros(1), 0), 0
+        while not work.is_completed():
+            compute(0.25)
+            turns += 1
+        return turns, recorder().now()
+
+    assert run(program, 2, STEPS).results[1] == (4, 1.0)
+
+
+@pytest.mark.parametrize("network", [Network(), Network.torus((3, 4)), Network.two_level(4), Network(eager=4)])
+def test_a_run_is_the_same_every_time(network):
+    def program(rank):
+        gen = torch.Generator().manual_seed(rank)
+        n = dist.get_world_size()
+        works = []
+        for dst in torch.randperm(n, generator=gen).tolist():
+            works.append(dist.isend(torch.rand(8), dst))
+        for src in torch.randperm(n, generator=gen).tolist():
+            works.append(dist.irecv(torch.empty(8), src))
+        wait_for(works)
+        compute(torch.rand(()).item())
+        x = torch.rand(5) / (rank + 3)
+        dist.all_reduce(x)
+        return x.tolist(), torch.rand(3).tolist()
+
+    first, second = (run(program, 12, network, payload_bytes=64) for _ in range(2))
+    assert first.events == second.events and first.results == second.results

@@ -1,0 +1,161 @@
+"""What isend and irecv return on the sim."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel101.bench.simulation import round_the_ring
+from parallel101.record.errors import DeadlockError
+from parallel101.sim.network import Network
+
+from .programs import run, simulate, trace
+
+
+@pytest.mark.parametrize("eager", [0, 1 << 20])
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_message_that_is_over_holds_no_tensor(eager, polled):
+    def program(rank):
+        sent, received = torch.ones(3), torch.zeros(3)
+        works = [dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)]
+        held = [weakref.ref(sent), weakref.ref(received)]
+        for work in works:
+            while polled and not work.is_completed():
+                pass
+            work.wait()
+        assert received.tolist() == [1.0] * 3
+        del sent, received
+        return [tensor() for tensor in held], [work.result() for work in works]
+
+    assert run(program, 2, Network(eager=eager)).results == [([None, None], [[], []])] * 2
+
+
+def test_a_tensor_on_its_way_is_held_though_the_program_lets_go_of_it():
+    def program(rank):
+        if rank == 0:
+            works = [dist.isend(torch.full((n,), float(n)), 1) for n in (3, 1 << 19)]
+            torch.zeros(3), torch.zeros(1 << 19)  #  would take its place
+        else:
+            works = [dist.irecv(torch.empty(n), 0) for n in (3, 1 << 19)]
+        for work in works:
+            work.wait()
+
+    run(program, 2)
+
+
+def test_a_future_brings_the_tensor():
+    def program(rank):
+        x = torch.full((2,), float(rank))
+        work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        return work.get_future().then(lambda future: future.value()[0] + 1).wait().tolist()
+
+    assert run(program, 2).results == [[1.0, 1.0]] * 2
+
+
+def summed(amount: float) -> torch.futures.Future:
+    return dist.all_reduce(torch.full((2,), amount), async_op=True).get_future()
+
+
+def set_by(future: torch.futures.Future) -> torch.futures.Future:
+    """A future of the program's own, which the first one's callback sets."""
+    own: torch.futures.Future = torch.futures.Future()
+    future.add_done_callback(lambda done: own.set_result(done.value()[0]))
+    return own
+
+
+def asked_until_done(future: torch.futures.Future) -> torch.Tensor:
+    while not future.done():
+        pass
+    return future.value()
+
+
+FUTURES = {  # each gives the sum of two ranks' 1, from futures in the ways a program may wait for them
+    "wait_all": lambda: torch.futures.wait_all([summed(2.0), summed(1.0)])[1][0],
+    "collect_all": lambda: torch.futures.collect_all([summed(2.0), summed(1.0)]).wait()[1].value()[0],
+    "collect_all, asked": lambda: asked_until_done(torch.futures.collect_all([summed(2.0), summed(1.0)]))[1].value()[0],
+    "one's own": lambda: set_by(summed(1.0)).wait(),
+    "one's own, asked": lambda: asked_until_done(set_by(summed(1.0))),
+    "one's own, then": lambda: set_by(summed(0.5)).then(lambda done: done.value() * 2).wait(),
+    "one's own among others": lambda: torch.futures.wait_all([summed(2.0), set_by(summed(1.0))])[1],
+    "in a callback": lambda: summed(2.0).then(lambda _: set_by(summed(1.0)).wait()).wait(),
+    "set before": lambda: (summed(1.0).wait(), set_by(summed(1.0)).wait())[1],
+}
+
+
+@pytest.mark.parametrize("way", FUTURES)
+def test_whichever_way_a_program_waits_for_futures_virtual_time_passes(way):
+    assert run(lambda rank: FUTURES[way]().tolist(), 2, Network(latency=1.0)).results == [[2.0, 2.0]] * 2
+
+
+def test_a_future_that_nothing_will_set_is_an_error_at_once():
+    outcome = simulate(lambda rank: torch.futures.Future().wait(), 2)
+    with pytest.raises(RuntimeError, match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future"):
+        raise outcome.errors[0]
+
+
+def test_a_deadlock_in_a_future_of_ones_own_names_the_call_that_does_not_end():
+    error = simulate(lambda rank: set_by(summed(1.0)).wait() if rank == 0 else dist.recv(torch.ones(1), 0), 2).error
+    with pytest.raises(DeadlockError, match=r"rank 0 waits in all_reduce(.|\n)*rank 1 waits in recv"):
+        raise error
+
+
+def test_a_thread_of_the_programs_own_may_set_a_future():
+    def program(rank):
+        future: torch.futures.Future = torch.futures.Future()
+        thread = threading.Thread(target=future.set_result, args=(rank,))
+        thread.start()
+        return future.wait()
+
+    assert run(program, 2).results == [0, 1]
+
+
+def test_who_asked_whether_a_send_is_over_may_write():
+    def program(rank):
+        x = torch.zeros(2)
+        if rank == 1:
+            return dist.recv(x, 0)
+        work = dist.isend(x, 1)
+        while not work.is_completed():
+            pass
+        x.fill_(1.0)
+        return work.wait()
+
+    assert run(program, 2).results == [True, 0]
+
+
+def test_works_pass_for_torchs():
+    def program(rank):
+        x = torch.zeros(1)
+        works = [dist.isend(x, rank), dist.irecv(torch.zeros(1), rank), dist.barrier(async_op=True)]
+        return [isinstance(work, dist.Work) and work.wait() and work.is_success() and work.exception() is None for work in works]
+
+    assert run(program, 2).results == [[True] * 3] * 2
+
+
+def test_the_benchmark_is_a_caller():
+    events = trace(run(lambda rank: round_the_ring(1), 3)).events
+    places = {(event.kind, event.where.rpartition(":")[0]) for event in events}
+    assert places == {(kind, round_the_ring.__code__.co_filename) for kind in ("send", "recv")} and len({e.where for e in events}) == 2
+
+
+def test_a_record_is_the_same_whenever_it_is_read():
+    outcome = run(lambda rank: round_the_ring(2), 5)
+    read, unread = trace(outcome), trace(outcome)
+    events = read.events
+    assert pickle.loads(pickle.dumps(unread)).events == copy.copy(unread).events == events == unread.events == read.events
+    assert sorted(events, key=lambda e: (e.start, e.rank, e.seq)) == events and len(events) == 2 * sum(unread.messages_sent)
+    for sent in (e for e in events if e.kind == "send"):
+        assert sent._replace(rank=sent.peer, kind="recv", peer=sent.rank, where=received_at(events), posted=0.0) in [
+            e._replace(posted=0.0) for e in events
+        ]
+
+
+def received_at(events):
+    (place,) = {e.where for e in events if e.kind == "recv"}
+    return place

@@ -1,0 +1,152 @@
+"""What makes no sense is an error at once, with every trainer, on every rank alike, that says what was given and what was expected."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import parallel101 as p101
+from parallel101.models.mlp import MLP
+from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.sharded import ShardedTrainer
+from tests.parallel.cases import TRAINERS
+
+X, Y = torch.ones(6, 4), torch.ones(6, 4)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def model():
+    return MLP([4, 8, 4])
+
+
+def loss(of):
+    """A step with this loss function."""
+    return lambda build: build(model(), of, sgd).step(X, Y)
+
+
+def fit(*args, **options):
+    return lambda build: build(model(), F.mse_loss, sgd).fit(*args, progress=False, **options)
+
+
+def option(**options):
+    return lambda build: build(model(), F.mse_loss, sgd, **options)
+
+
+def optimizer(of):
+    return lambda build: build(model(), F.mse_loss, of)
+
+
+def wraps(of):
+    return lambda build: build(of(), F.mse_loss, sgd)
+
+
+CASES = [  # what is done with a trainer, and what the error says
+    (wraps(lambda: MLP), TypeError, r"model=<class '.*MLP'>: expected an nn.Module that has been built"),
+    (wraps(lambda: None), TypeError, "model=None: expected an nn.Module"),
+    (wraps(lambda: MLP([4, 4], device="meta")), ValueError, r"'layers\.0\.weight' is on the meta device and has no values"),
+    (wraps(lambda: model().requires_grad_(False)), ValueError, "nothing to train"),
+    (loss(None), TypeError, r"loss_fn=None: expected a function of \(outputs, targets\)"),
+    (loss(nn.MSELoss), TypeError, r"expected a function .* such as torch\.nn\.functional\.mse_loss or nn\.MSELoss\(\)"),
+    (loss(lambda y, t: (y - t).square().mean(1)), ValueError, r"loss_fn gave a tensor of shape \(6,\): expected the mean"),
+    (loss(lambda y, t: F.mse_loss(y, t).item()), ValueError, r"loss_fn gave 0\.\d+: expected the mean"),
+    (loss(lambda y, t: F.mse_loss(y, t).detach()), ValueError, "the loss depends on no weight that is trained: was it detached"),
+    (loss(lambda y, t: (y.argmax(1) == 1).sum()), ValueError, "made of whole numbers"),
+    (optimizer(sgd(model().parameters())), TypeError, "is a SGD that was built already"),
+    (optimizer(lambda p: torch.optim.SGD(p, lr=-1.0)), ValueError, "Invalid learning rate: -1.0"),
+    (optimizer(torch.optim.LBFGS), ValueError, r"trainers call LBFGS\.step\(\) without arguments, and that fails: .*'closure'"),
+    (option(accumulate=0), ValueError, "accumulate=0: expected"),
+    (option(accumulate=True), ValueError, "accumulate=True: expected the number of microbatches"),
+    (option(bucket_bytes=-1), ValueError, "bucket_bytes=-1: expected a number of bytes"),
+    (option(clip_norm=0.0), ValueError, "clip_norm=0.0: expected"),
+    (option(clip_norm="1"), ValueError, "clip_norm='1': expected the largest norm"),
+    (option(clip_norm=float("nan")), ValueError, "clip_norm=nan"),
+    (option(autocast=True), ValueError, r"autocast=True: expected a floating-point dtype such as torch\.bfloat16"),
+    (option(autocast=torch.int8), ValueError, r"autocast=torch\.int8"),
+    (fit((X, Y)), TypeError, r"a batch is a tensor of shape \(6, 4\): expected \(inputs, targets\)"),
+    (fit([{"x": X, "y": Y}]), TypeError, "a batch is a dict"),
+    (fit([(X, Y, Y)]), TypeError, r"a batch is a tuple of a tensor of shape \(6, 4\), a tensor .*, a tensor"),
+    (fit([([[1.0] * 4] * 6, Y)]), TypeError, r"a batch is a tuple of list, a tensor of shape \(6, 4\)"),
+    (fit([(X, torch.tensor(1.0))]), TypeError, r"a tensor of shape \(\): expected"),
+    (fit([(X, Y[:5])]), ValueError, "inputs have 6 samples along dim 0 and targets 5"),
+    (fit(lambda step: None, until=3), TypeError, "a batch is None"),
+    (fit(None), TypeError, "batches=None: expected batches"),
+    (fit(lambda step: (X, Y)), ValueError, "would never end: say until="),
+    (fit(lambda step: (X, Y), until=-1), ValueError, "until=-1: expected the number of steps in all"),
+    (fit(lambda step: (X, Y), until="3"), ValueError, "until='3'"),
+    (fit([(X, Y)], save_every=5), ValueError, "save_every=5, save_to=None"),
+    (fit([(X, Y)], save_every=0.5, save_to="run.pt"), ValueError, r"save_every=0\.5"),
+    (fit([(X, Y)], save_to="no such folder/run.pt"), OSError, "there is no folder no such folder: make it first"),
+    (fit([(X, Y)], save_to="."), OSError, r"\. is a folder: expected the name of a file"),
+    (fit([(X, Y)], on_step=3), TypeError, "on_step=3: expected a function of a step"),
+    (lambda build: torch.no_grad()(build(model(), F.mse_loss, sgd).step)(X, Y), ValueError, r"torch\.no_grad\(\)"),
+]
+
+
+def said():
+    """Of every trainer and case."""
+    errors = []
+    for build in TRAINERS.values():
+        for call, _, _ in CASES:
+            try:
+                call(build)
+            except Exception as error:
+                errors.append((type(error).__mro__, str(error)))
+            else:
+                errors.append(((), "nothing"))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_makes_no_sense_is_an_error_on_every_rank(world_size):
+    for errors in p101.launch(said, world_size=world_size).results:
+        for (kinds, message), (_, kind, pattern) in zip(errors, CASES * len(TRAINERS), strict=True):
+            assert kind in kinds, message
+            assert re.search(pattern, message)
+
+
+def on_gpus_only():
+    """A group that says of itself what NCCL's does."""
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    return [raised(build) for build in TRAINERS.values()]
+
+
+def raised(build):
+    with pytest.raises(ValueError, match=r"model\) on cpu, and the group .* sends from cuda only: move it there") as error:
+        build(model(), F.mse_loss, sgd)
+    return str(error.value)
+
+
+def test_a_model_that_the_group_has_no_messages_for():
+    first, second = p101.launch(on_gpus_only, world_size=2).results
+    assert first == second
+
+
+def twice():
+    kept = model()
+    first = ShardedTrainer(kept, F.mse_loss, sgd, stage=3)
+    for build in TRAINERS.values():
+        for other in (kept, nn.Sequential(kept.layers[0])):
+            with pytest.raises(ValueError, match="weights are cut up already, by a trainer that was built before"):
+                build(other, F.mse_loss, sgd)
+    again = model()
+    again.load_state_dict(first.state_dict())
+    return first.step(X, Y) == DataParallelTrainer(again, F.mse_loss, sgd).step(X, Y)
+
+
+def test_a_model_whose_weights_a_trainer_has_cut_up():
+    assert twice()
+    assert p101.launch(twice, world_size=2).results == [True] * 2
+
+
+def test_a_batch_may_be_a_list_or_one_tensor_of_two():
+    trainer = DataParallelTrainer(model(), F.mse_loss, sgd)
+    for batch in ((X, Y), [X, Y], torch.stack([X, Y])):
+        assert [torch.equal(a, b) for a, b in zip(trainer.share(batch), (X, Y))] == [True, True]
