@@ -10,8 +10,8 @@ import parallel101 as p101
 from parallel101 import autograd
 from parallel101.autograd import point_to_point, replicated
 from parallel101.mesh import group_of
+from tests.autograd.test_collectives import LINEAR, named
 from tests.collectives.cases import answer, on_backends, transposed
-from tests.test_autograd import LINEAR, named
 
 ORDERS = 3
 

@@ -14,7 +14,7 @@ import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.data import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.parallel.cases import TRAINERS
+from tests.trainers.cases import TRAINERS
 
 X, Y = torch.ones(6, 4), torch.ones(6, 4)
 

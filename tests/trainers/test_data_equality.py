@@ -13,7 +13,7 @@ from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.text import CharTokenizer, TextBatches, read_text
 from parallel101.trainers.data import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.parallel.cases import OPTIMIZERS, TASKS, differences, one_process, trained
+from tests.trainers.cases import OPTIMIZERS, TASKS, differences, one_process, trained
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},

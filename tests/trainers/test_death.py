@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.checkpoint import read_checkpoint
-from tests.parallel.cases import TRAINERS
 from tests.ranks.test_left_behind import state
+from tests.trainers.cases import TRAINERS
 
 STEPS, EVERY, DIES_IN = 8, 2, 5  #  steps in all, between two saves, and the one in which rank 1 dies
 KINDS = ("overlapped", "stage 1", "stage 2", "stage 3")

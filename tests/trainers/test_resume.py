@@ -15,7 +15,7 @@ from parallel101.models.mlp import MLP
 from parallel101.trainers.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.trainers.data import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.parallel.cases import adamw_by_shape
+from tests.trainers.cases import adamw_by_shape
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
 

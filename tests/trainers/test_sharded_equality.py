@@ -14,7 +14,7 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.parallel.cases import OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, trained
+from tests.trainers.cases import OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, trained
 
 SETTINGS = (
     ("sgd", {"clip_norm": None, "accumulate": 2, "overlap": True}),

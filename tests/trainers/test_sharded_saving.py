@@ -10,7 +10,7 @@ import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.data import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.parallel.cases import TASKS, differing
+from tests.trainers.cases import TASKS, differing
 
 TASK = TASKS["tied gpt"]
 STEPS = 9

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.parallel.cases import CLOSE, OPTIMIZERS, TRAINERS, Task, differences, one_process, randn, trained
+from tests.trainers.cases import CLOSE, OPTIMIZERS, TRAINERS, Task, differences, one_process, randn, trained
 
 
 def dense(seed):
