@@ -22,13 +22,13 @@ from parallel101.ranks.output import Lines, Screen, read_some
 from parallel101.ranks.processes import Rank, kill
 from parallel101.ranks.wire import BLOCKED, BOOKS, CALL, ERROR, FREE, IMPORTED, LEAVE, PLACES, RESULT, TELL, WHERE, Wire, unpack
 from parallel101.record.calls import Call, Referee
-from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection
+from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.wait_for import Board, Standing
 from parallel101.record.where import shown
 
 SETTLE = 0.05  #  seconds after a failure in which other ranks' failures still count as the same event
 CALLS = 0.05  #  seconds between two looks at what the ranks of a checked run have posted
-ECHO = 1.0  #  the same, when all that is known is that a connection broke: whoever broke it will be heard of
+ECHO = 1.0  #  the same, when all that is known is that a connection broke or that another rank failed: that rank will be heard of
 
 
 @dataclass
@@ -42,6 +42,7 @@ class State:
     standing: Standing
     result: tuple[bytes, list] | None = None
     error: tuple[BaseException, str, str] | None = None  #  itself, in a line, and its traceback
+    consequence: bool = False  #  its error only says that another rank has failed
     events: list[tuple] | None = None
     unfinished: list[tuple] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)
@@ -169,10 +170,10 @@ class Monitor:
         elif kind == PLACES:
             state.places = value
         elif kind == ERROR:
-            rank, error, headline, text = value
+            rank, error, headline, text, state.consequence = value
             state.error, state.standing.blocked = (error, headline, text), None
             state.rank = rank
-            self._fail_within(ECHO if broken_connection(error) else SETTLE)
+            self._fail_within(ECHO if state.consequence and len(self.states) > 1 else SETTLE)
 
     def _read_calls(self) -> None:
         """Let the referee hear what the ranks of a checked run have posted since the last time."""
@@ -205,8 +206,8 @@ class Monitor:
             return verdict
         dead = [state for state in self.states if state.ended and state.result is None and state.error is None]
         raised = [state for state in self.states if state.error is not None]
-        raised.sort(key=lambda state: (broken_connection(state.error[0]), state.rank))  # type: ignore[index]
-        if dead and (not raised or broken_connection(raised[0].error[0])):  # type: ignore[index]
+        raised.sort(key=lambda state: (state.consequence, state.rank))
+        if dead and (not raised or raised[0].consequence):
             state = dead[0]
             return died(state.rank, state.exitcode, state.status.decode(errors="replace"), state.lines[1].tail, self.checked)
         state = raised[0]

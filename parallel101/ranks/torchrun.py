@@ -26,7 +26,7 @@ from parallel101.ranks.wire import unpack
 from parallel101.ranks.worker import no_copy_of_a_rank, own_setup_accepted, pack_result, story
 from parallel101.record import process_groups as real
 from parallel101.record.calls import Call, Referee
-from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection, named
+from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed, broken_connection, named, reports_another
 from parallel101.record.recorder import Ledger, Posted
 from parallel101.record.spans import record_into
 from parallel101.record.trace import Trace
@@ -216,7 +216,8 @@ def join(
                 value = fn(*args, **kwargs)
             body, buffers = pack_result(value, rank)
         except BaseException as error:
-            if broken_connection(error) and (cause := watcher.verdict(within=GRACE)) is not None:
+            consequence = broken_connection(error) or reports_another(error, rank)
+            if consequence and (cause := watcher.verdict(within=GRACE)) is not None:
                 raise cause from None  #  another rank is gone, and said why
             if isinstance(error, DeadlockError | MisuseError):
                 watcher.announce(error)

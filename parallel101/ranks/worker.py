@@ -34,7 +34,7 @@ from parallel101.ranks.watcher import Watcher
 from parallel101.ranks.wire import BOOKS, CALL, ERROR, IMPORTED, JOB, RESULT, Wire, pack, unpack
 from parallel101.record import process_groups as real
 from parallel101.record.calls import Call
-from parallel101.record.errors import named
+from parallel101.record.errors import broken_connection, named, reports_another
 from parallel101.record.process_groups import batches_on_nccl
 from parallel101.record.recorder import Ledger
 from parallel101.record.spans import record_into
@@ -223,15 +223,15 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
 
 def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger | None = None) -> None:
     """Send an exception with its traceback; one that can't be pickled goes as its text."""
-    headline, text = named(error), story(error)
+    headline, text, consequence = named(error), story(error), broken_connection(error) or reports_another(error, rank)
     books = None if ledger is None else (ledger.events, ledger.unfinished, ledger.groups, ledger.report())
     #  an exception's frames hold tensors, works and groups: it travels without them
     error.__traceback__ = None
     try:
-        packed = pack((rank, error, headline, text))
+        packed = pack((rank, error, headline, text, consequence))
         unpack(*packed)
     except Exception:
-        packed = pack((rank, RuntimeError(headline), headline, text))
+        packed = pack((rank, RuntimeError(headline), headline, text, consequence))
     if books is not None:
         with contextlib.suppress(Exception):
             wire.send(BOOKS, books)

@@ -136,6 +136,15 @@ def broken_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(part in named(error) for part in broken)
 
 
+def reports_another(error: BaseException, rank: int) -> bool:
+    """Whether an error that `rank` raised names another rank as the one that failed, by its attribute `failed_rank`.
+
+    A trainer raises such an error on every rank when one of them has failed.
+    """
+    failed = getattr(error, "failed_rank", rank)
+    return isinstance(failed, int) and failed != rank
+
+
 def _for_whom(kind: str, peer: int | tuple[int, ...] | None, returned: Sequence[int]) -> str:
     if peer is None:
         return "from any rank"

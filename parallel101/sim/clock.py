@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from parallel101.record.calls import Call, Referee, agreement, stuck
+from parallel101.record.errors import reports_another
 from parallel101.record.spans import record_into
 from parallel101.record.where import caller, where
 from parallel101.sim.network import Happening, Links, Network
@@ -107,6 +108,7 @@ class World:
         self.events: list[tuple] = []  #  as Trace.from_rows takes them
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
+        self.reported: tuple[BaseException, Rank] | None = None  #  the first error that says that another rank has failed
         self.referee = Referee()
         self.last_word: Callable[[], Exception | None] = lambda: None  #  a better reason than a deadlock for standing still
         self._switch = switch
@@ -265,7 +267,10 @@ class World:
         """A rank's own exception, at the time its own clock shows: another may have failed before."""
         try:
             self.enter(rank)
-            self.fail(error, rank)
+            if not reports_another(error, rank.number):
+                self.fail(error, rank)
+            elif self.reported is None:  #  the run goes on until the other rank's own error
+                self.reported = error, rank
         except Unwound:
             pass
 
@@ -303,9 +308,13 @@ class World:
                 item.happen()
             self._fruitless = 0
         elif not self._pollers or self._in_vain():
-            if all(rank.finished for rank in self.ranks):
+            finished = all(rank.finished for rank in self.ranks)
+            if self.reported is not None:
+                self.fail(*self.reported)
+            elif not finished:
+                self.fail(self.last_word() or self.referee.verdict() or self._deadlock())
+            if finished:
                 return False
-            self.fail(self.last_word() or self.referee.verdict() or self._deadlock())
         for rank in self._pollers:
             self.wake(rank)
         self._pollers.clear()

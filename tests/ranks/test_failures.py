@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -36,6 +37,65 @@ def test_an_exception_on_one_rank_while_the_others_wait(backend, trace):
     assert "my own mistake" in str(error)
     assert line_of(program, "raise KeyError").rpartition(":")[2] in str(error), "the traceback names the line"
     assert "worker.py" not in str(error), "and not the library's own frames"
+
+
+class AnotherFailed(RuntimeError):
+    """What a trainer raises on the ranks that have not failed themselves."""
+
+    def __init__(self, failed_rank):
+        super().__init__(f"rank {failed_rank} failed")
+        self.failed_rank = failed_rank
+
+
+class UnpicklableReport(AnotherFailed):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("report", [AnotherFailed, UnpicklableReport])
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_the_root_cause_is_the_failing_ranks_own_error_and_not_the_reports_of_the_others(world, report):
+    def program():
+        if dist.get_rank() != 2:
+            raise report(2)
+        p101.compute(1.0)  #  of virtual time: the reports come first
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            pass
+        error = ValueError("the loss is NaN")
+        error.failed_rank = 2
+        raise error
+
+    error = fails(p101.RankFailed, program, backend=world)
+    assert error.rank == 2
+    assert (type(error.__cause__), str(error.__cause__)) == (ValueError, "the loss is NaN")
+
+
+@pytest.mark.parametrize("others", ["return", "wait"])
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_a_report_of_a_rank_that_never_failed_is_an_error_like_any_other(world, others):
+    def program():
+        if dist.get_rank() == 0:
+            raise AnotherFailed(2)
+        if others == "wait":
+            dist.barrier()
+
+    with pytest.raises(p101.RankFailed) as raised:
+        p101.launch(program, world_size=3, backend=world)
+    assert raised.value.rank == 0
+    assert raised.value.__cause__.failed_rank == 2
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_a_death_comes_before_the_reports_of_it(world):
+    def program():
+        if dist.get_rank() != 2:
+            raise AnotherFailed(2)
+        p101.compute(1.0)
+        os._exit(3)
+
+    error = fails(p101.RankFailed, program, backend=world)
+    assert (error.rank, error.exitcode) == (2, 3)
 
 
 class Particular(Exception):

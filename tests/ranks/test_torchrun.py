@@ -28,11 +28,20 @@ SCRIPT = """
     def op():
         return (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
 
+    def report():  #  rank 0's error comes first, and says that rank 1 has failed
+        if dist.get_rank() == 1:
+            threading.Event().wait(0.3)
+            raise ValueError("the loss is NaN")
+        error = RuntimeError("rank 1 failed")
+        error.failed_rank = 1
+        raise error
+
     wrong = [  #  after each of these the job goes on
         (lambda: None, {"world_size": 3}),
         (lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(), {}),
         (lambda: dist.all_reduce(torch.ones(2), op=op()), {"trace": True}),
         (change, {"trace": True}),
+        (report, {}),
         (lambda: (i for i in range(3)) if dist.get_rank() == 1 else None, {}),
     ]
     for function, options in wrong if "caught" in sys.argv else []:
@@ -94,6 +103,7 @@ def test_errors_that_leave_the_job_alive_can_be_caught_and_are_what_python_raise
     for said, ranks in [
         ("ValueError: world_size is 3, but this job has 2 ranks", 2),
         ("RankFailed: rank 1 raised ZeroDivisionError", 2),
+        ("RankFailed: rank 1 raised ValueError: the loss is NaN", 2),
         ("MisuseError: the ranks use different reductions: sum and max", 2),
         ("MisuseError: rank 0 changed a tensor", 1),
         ("RankFailed: rank 1 returned a generator that can't be pickled", 1),
