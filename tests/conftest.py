@@ -1,4 +1,4 @@
-"""What every test may rely on: plots without a screen, and skips that say why."""
+"""What every test may rely on: plots without a screen, readable test ids, and skips that give the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ import torch
 from parallel101.doctor import find_chromium
 
 os.environ.setdefault("MPLBACKEND", "Agg")
-MOST_RANKS = 5  #  no test of real ranks has more
+MOST_RANKS = 5  # no test uses more real ranks
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Return the id of a value that a test is parametrised over, or None where pytest's own id is good enough.
+
+    All pytest-xdist workers must collect the same ids. So an id holds no time, no memory address and nothing in the order of a hash.
+    """
+    if val is None or isinstance(val, (str, int, float, complex)) or getattr(val, "__name__", "").isidentifier():
+        return None
+    text = ", ".join(f"{name}={value!r}" for name, value in val.items()) if isinstance(val, dict) and val else repr(val)
+    if isinstance(val, (dict, list, tuple, torch.dtype)) and len(text) <= 80 and " at 0x" not in text:
+        return text.removeprefix("torch.")
+    raise pytest.Collector.CollectError(f"no readable test id can be made from {argname}={text:.80}; pass ids=[…] or pytest.param(…, id=…)")
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +37,7 @@ def chromium() -> str:
 
 @pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.nccl)])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend of real ranks: gloo, and NCCL where this machine has a GPU for each of five ranks."""
+    """Each backend of real ranks: gloo, and NCCL if this machine has a GPU for every rank."""
     if request.param == "nccl" and torch.cuda.device_count() < MOST_RANKS:
         pytest.skip(f"NCCL needs one GPU a rank, {MOST_RANKS} here; this machine has {torch.cuda.device_count()}")
     return request.param

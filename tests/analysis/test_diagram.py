@@ -53,7 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("n", "pairs", "kind"), CASES)
+@pytest.mark.parametrize(("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES])
 def test_the_shape_of_the_messages(n, pairs, kind):
     layout = layout_of(range(n), pairs)
     assert layout.kind == kind

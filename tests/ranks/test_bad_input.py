@@ -33,7 +33,7 @@ def ok():
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"timeout": float("nan")}, ValueError, "timeout is nan"),
         ({"timeout": "1"}, ValueError, "timeout is '1'"),
-        ({"network": p101.Network()}, ValueError, "belongs to backend='sim'"),
+        pytest.param({"network": p101.Network()}, ValueError, "belongs to backend='sim'", id="network without sim"),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
     ],
 )

@@ -157,7 +157,11 @@ def test_what_the_function_does_not_take_is_said_without_a_traceback_of_ours():
     assert "Traceback" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("death", "code"), [(lambda: os._exit(3), 3), (lambda: os._exit(0), 0), (lambda: os.kill(os.getpid(), 9), -9)])
+@pytest.mark.parametrize(
+    ("death", "code"),
+    [(lambda: os._exit(3), 3), (lambda: os._exit(0), 0), (lambda: os.kill(os.getpid(), 9), -9)],
+    ids=["exit status 3", "exit status 0", "killed"],
+)
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 def test_a_rank_that_dies(death, code, world):
     def program():
@@ -210,6 +214,7 @@ def test_a_crash_is_placed_in_the_program_and_not_in_the_library_it_called():
         (lambda: dist.send(torch.ones(1), dist.get_rank() + 1), "rank 1 sends to 2, and its group of 2 has ranks 0 to 1"),
         (lambda: dist.recv(torch.ones(1), dist.get_rank() - 1), "rank 0 receives from -1"),
     ],
+    ids=["send", "receive"],
 )
 def test_a_rank_that_is_not_there(call, said, how):
     error = fails(p101.RankFailed, call, world_size=2, **how)

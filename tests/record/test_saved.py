@@ -59,6 +59,17 @@ def test_a_field_of_another_type_is_named(saved, where, field):
         (lambda c: c["groups"].update(world=[0, 2]), r"its group 'world' is \[0, 2\]"),
         (lambda c: c["groups"].update(world=3), "its group 'world' is 3"),
     ],
+    ids=[
+        "a field too few",
+        "a field too many",
+        "no event",
+        "a rank too high",
+        "a negative rank",
+        "a peer too high",
+        "no ranks",
+        "a group with a rank too high",
+        "no group",
+    ],
 )
 def test_rows_and_ranks_that_can_not_be_are_told(saved, change, told):
     path, content = saved

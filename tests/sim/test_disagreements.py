@@ -25,6 +25,7 @@ from .programs import simulate
         (lambda r: dist.reduce(torch.ones(2).cfloat().conj() if r == 1 else torch.ones(2).cfloat(), 0), 1, "lazily conjugated or negated"),
         (lambda r: dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 1, 1], [1, 1, 1] if r else [2, 1, 0]), 0, "expects 4 bytes"),
     ],
+    ids=["reduction", "dtype", "shape", "root", "operation", "strided", "negated", "conjugated", "splits"],
 )
 def test_ranks_that_do_not_agree_are_told_so(call, rank, words):
     outcome = simulate(lambda r: call(r), 3)

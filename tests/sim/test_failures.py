@@ -29,6 +29,7 @@ from .programs import run, wait_for
         (torch.ones(2), torch.ones(2, dtype=torch.int32), "dtypes: float32 sent, int32"),
         (torch.ones(2, 3), torch.ones(3, 2), r"shapes: \(2, 3\) sent, \(3, 2\)"),
     ],
+    ids=["too short", "too long", "dtype", "shape"],
 )
 @pytest.mark.parametrize("late", [0, 1])
 def test_two_sides_that_do_not_agree(sent, received, words, late):
@@ -50,6 +51,7 @@ def test_two_sides_that_do_not_agree(sent, received, words, late):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [(torch.zeros(4, 4)[:, 0], "strided.*contiguous"), (negative(torch.zeros(4)), r"lazily conjugated or negated.*x\.resolve_conj\(\)")],
+    ids=["strided", "negated"],
 )
 def test_tensors_that_gloo_would_misread(side, bad, words):
     def program(rank):

@@ -94,7 +94,7 @@ def test_to_oneself_takes_no_link_and_no_time():
         ({"eager": -1}, "eager"),
         ({"eager": math.nan}, "eager"),
         ({"topology": "ring"}, "topology"),
-        ({"topology": Network.ring()}, "topology"),
+        pytest.param({"topology": Network.ring()}, "topology", id="topology=a network"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_given(arguments, word):
@@ -121,6 +121,10 @@ def test_bad_topologies_are_named():
         Network.two_level(2, inside_bandwidth=-1.0)
 
 
-@pytest.mark.parametrize("network", [Network(), Network.ring(bidirectional=False), Network.torus((2, 3)), Network.two_level(2, eager=8)])
+@pytest.mark.parametrize(
+    "network",
+    [Network(), Network.ring(bidirectional=False), Network.torus((2, 3)), Network.two_level(2, eager=8)],
+    ids=["switch", "one-way ring", "torus", "two levels"],
+)
 def test_a_network_can_be_pickled(network):
     assert pickle.loads(pickle.dumps(network)) == network

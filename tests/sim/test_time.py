@@ -36,7 +36,11 @@ def test_makespan_counts_the_bytes_on_the_longest_chain(n):
     assert makespan(lambda r: programs.ring_all_gather(r, 3), n, BYTES) == (n - 1) * size
 
 
-@pytest.mark.parametrize("network", [STEPS, Network.ring(), Network.ring(bidirectional=False), Network.two_level(3), Network(eager=1e9)])
+@pytest.mark.parametrize(
+    "network",
+    [STEPS, Network.ring(), Network.ring(bidirectional=False), Network.two_level(3), Network(eager=1e9)],
+    ids=["steps", "ring", "one-way ring", "two levels", "eager"],
+)
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
 def test_data_arrives_on_any_network(n, network):
     assert run(programs.ring_all_gather, n, network).results == [[r + 1 for r in range(n)]] * n
@@ -201,7 +205,9 @@ def test_asking_between_computing_costs_no_time():
     assert run(program, 2, STEPS).results[1] == (4, 1.0)
 
 
-@pytest.mark.parametrize("network", [Network(), Network.torus((3, 4)), Network.two_level(4), Network(eager=4)])
+@pytest.mark.parametrize(
+    "network", [Network(), Network.torus((3, 4)), Network.two_level(4), Network(eager=4)], ids=["switch", "torus", "two levels", "eager"]
+)
 def test_a_run_is_the_same_every_time(network):
     def program(rank):
         gen = torch.Generator().manual_seed(rank)
