@@ -1,7 +1,4 @@
-"""Draws docs/ring.svg, the README's moving picture: runs the README's own lines and saves what they show.
-
-make picture
-"""
+"""Draws docs/ring.svg, the animation in the README: runs the Python lines of the README and saves what they show. To run it: make picture"""
 
 import re
 from pathlib import Path
@@ -11,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (program,) = re.finditer(r"```python\n(.*?)```", readme, re.DOTALL)
-    above = "\n" * readme[: program.start(1)].count("\n")  #  so that the record names the README's own lines
+    above = "\n" * readme[: program.start(1)].count("\n")  # so that the record names the README's own lines
     names = {"__name__": "__main__"}
     exec(compile(above + program[1], "README.md", "exec"), names)
     print("Wrote", names["run"].animate().save(ROOT / "docs" / "ring.svg"))
