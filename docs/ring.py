@@ -1,4 +1,4 @@
-"""Draws docs/ring.svg, the animation in the README: runs the Python lines of the README and saves what they show. To run it: make picture"""
+"""Draws docs/ring.svg, the animation in the README, by running the Python lines of the README (make picture)."""
 
 import re
 from pathlib import Path
