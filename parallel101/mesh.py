@@ -1,8 +1,10 @@
-"""Who takes part: groups of ranks in order, the axes of a mesh, and how n things are cut over p ranks.
+"""Who takes part in a collective: a group of ranks in order, often an axis of a mesh. And how n things are split over p ranks.
 
-world 0 1 2 3 4 5      group=[4, 0, 2]: rank 4 stands at position 0, rank 0 at 1, rank 2 at 2; 1, 3 and 5 are idle
-mesh [[0, 1, 2],       group=mesh: six positions, row by row; mesh["x"]: the ranks of my own line along axis x
+world 0 1 2 3 4 5      group=[4, 0, 2]: rank 4 has position 0, rank 0 position 1, rank 2 position 2; ranks 1, 3 and 5 are idle
+mesh [[0, 1, 2],       group=mesh: six positions, row by row; group=mesh["x"]: the ranks on this rank's line along axis x
       [3, 4, 5]]       split_sizes(7, 3) = [3, 2, 2]
+
+The mesh is torch's DeviceMesh. This file makes neither meshes nor process groups.
 """
 
 from __future__ import annotations
@@ -22,27 +24,47 @@ OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on
 class Group(NamedTuple):
     """Ranks in order. A rank's place in that order is its position: roots and peers of collectives are positions."""
 
-    ranks: tuple[int, ...]  #  ranks of the world, by position; empty where an idle rank can't know them
-    position: int | None  #  this rank's own place; None: this rank is idle
-    shape: tuple[int, ...]  #  of the mesh, one number an axis, positions running row by row; (size,) for a flat group
-    process_group: dist.ProcessGroup | None  #  whose messages are used; None: the default group's
+    ranks: tuple[int, ...]  # ranks of the world, by position; empty if an idle rank cannot know them
+    position: int | None  # of this rank; None: this rank is idle
+    shape: tuple[int, ...]  # of the mesh, its positions counted row by row; (size,) for a flat group
+    process_group: dist.ProcessGroup | None  # which carries the messages; None: the default group
+    axes: tuple[str, ...] = ()  # the names of the mesh's axes, if they have names
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def axis(self) -> str | None:
+        """The name of the mesh's axis; of several axes their names joined by "_", as torch calls a flattened mesh."""
+        return "_".join(self.axes) or None
+
+    def along(self, *axes: int) -> Group:
+        """The ranks of my line (plane, …) along these axes of the mesh."""
+        assert self.position is not None
+        positions = along(self.shape, self.position, axes)
+        names = tuple(self.axes[axis] for axis in axes) if self.axes else ()
+        return self._replace(
+            ranks=tuple(self.ranks[position] for position in positions),
+            position=positions.index(self.position),
+            shape=tuple(self.shape[axis] for axis in axes),
+            axes=names,
+        )
+
 
 def group_of(group: GroupLike = None) -> Group:
-    """What `group=` of every collective means.
+    """The group that the argument `group=` of a collective means.
 
     Args:
-        group: None: all ranks (without a process group: this one rank alone). A sequence of ranks of the world, in order: no call of
-            `new_group` is needed, and the others need not know. A ProcessGroup, or what `new_group` gave on a rank outside it.
-            A DeviceMesh of one axis or several: its ranks row by row.
+        group: one of
+            None: all ranks; without a process group, this one rank alone.
+            A sequence of ranks of the world, in order. It needs no `new_group`, and the other ranks need not know of it.
+            A ProcessGroup, or what `new_group` returned on a rank outside it.
+            A DeviceMesh of one axis or several: its ranks, row by row.
 
     Raises:
-        TypeError: for anything else. ValueError: for ranks that repeat or that the world does not have.
-        RuntimeError: where ranks were named and torch.distributed has no process group.
+        TypeError: for anything else. ValueError: for a rank named twice, or one that the world does not have.
+        RuntimeError: for a group without a process group, as before `init_process_group`.
     """
     if not dist.is_initialized():
         if group is None:
@@ -55,31 +77,37 @@ def group_of(group: GroupLike = None) -> Group:
         return Group((), None, (0,), None)
     if isinstance(group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(group))
-        return Group(ranks, ranks.index(me), (len(ranks),), group)
+        return Group(ranks, ranks.index(me), (len(ranks),), group, _axes(group))
     if isinstance(group, DeviceMesh):
-        if group.get_coordinate() is None:  # an idle rank cannot even ask a sliced mesh for its ranks
+        if group.get_coordinate() is None:  # on an idle rank a sliced mesh does not know its ranks
             return Group((), None, (0,), None)
         ranks = tuple(group.mesh.flatten().tolist())
-        return Group(ranks, ranks.index(me), tuple(group.mesh.shape), None)
+        return Group(ranks, ranks.index(me), tuple(group.mesh.shape), None, tuple(group.mesh_dim_names or ()))
     ranks = _ranks_in_order(group, world_size)
     return Group(ranks, ranks.index(me) if me in ranks else None, (len(ranks),), None)
 
 
+def _axes(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """The axis of the DeviceMesh that made the group: "mesh_dp" → ("dp",). DeviceMesh calls the groups of unnamed axes "mesh_dim_0", …"""
+    made_by, _, name = group.group_desc.partition("_")
+    return (name,) if made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit() else ()
+
+
 def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
-    ranks = tuple(group) if isinstance(group, Sequence) else ()  # a set has no order, a generator ends
+    ranks = tuple(group) if isinstance(group, Sequence) else ()  # not a set, which has no order
     if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
         raise TypeError(f"group={group!r}: expected None (all ranks), ranks in order such as [0, 2, 3], a ProcessGroup or a DeviceMesh")
     if len(set(ranks)) < len(ranks):
-        raise ValueError(f"group={list(ranks)} names a rank twice; every rank has one position")
+        raise ValueError(f"group={list(ranks)} names a rank twice: each rank has one position")
     if not all(0 <= rank < world_size for rank in ranks):
         raise ValueError(f"group={list(ranks)}: the world has the ranks 0 to {world_size - 1}")
     return ranks
 
 
 def along(shape: Sequence[int], position: int, axes: Sequence[int]) -> list[int]:
-    """Positions of the ranks that differ from `position` along `axes` only, row by row.
+    """The positions that differ from `position` along `axes` only, row by row.
 
-    On a mesh of shape (2, 3): `along((2, 3), 4, [1])` is [3, 4, 5], the row of position 4, and `along((2, 3), 4, [0])` its column [1, 4].
+    On a mesh of shape (2, 3), `along((2, 3), 4, [1])` is the row of position 4, [3, 4, 5], and `along((2, 3), 4, [0])` its column, [1, 4].
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     line = [position - sum(position // strides[axis] % shape[axis] * strides[axis] for axis in axes)]
@@ -89,7 +117,7 @@ def along(shape: Sequence[int], position: int, axes: Sequence[int]) -> list[int]
 
 
 def split_sizes(n: int, p: int) -> list[int]:
-    """Sizes of a balanced cut of n things over p ranks: n // p each, and one more for each of the first n % p.
+    """Split n things over p ranks as evenly as possible: n // p each, and one more for each of the first n % p ranks.
 
     So rank i starts at (n // p) * i + min(i, n % p). Raises ValueError for n < 0 or p < 1.
     """

@@ -54,13 +54,15 @@ def what_a_group_is():
     }
     if mesh.get_coordinate() is not None:
         found["axis"] = group_of(mesh["x"])
+        found["names"] = [g.axis for g in (found["mesh"], found["axis"], group_of(mesh.get_group("y")), group_of(mesh).along(1))]
     elif rank == 2:
         found["axis"] = group_of(mesh)
     return found
 
 
-def test_a_group_is_ranks_in_order_and_my_position():
-    results = p101.launch(what_a_group_is, world_size=5).results
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_group_is_ranks_in_order_and_my_position(backend):
+    results = p101.launch(what_a_group_is, world_size=5, backend=backend).results
     for rank, found in enumerate(results):
         assert found["all"] == Group(tuple(range(5)), rank, (5,), None)
         assert found["ranks"] == Group((3, 1), {3: 0, 1: 1}.get(rank), (2,), None)
@@ -69,6 +71,8 @@ def test_a_group_is_ranks_in_order_and_my_position():
     assert results[2]["mesh"] == results[2]["axis"] == Group((), None, (0,), None)
     assert results[2]["new_group"].position == 0 or results[2]["new_group"].ranks == (2, 4)
     assert [found["new_group"].position is None for found in results] == [True, True, False, True, False]
+    assert all(results[r]["names"] == ["x_y", "x", "y", "y"] for r in (0, 1, 3, 4))
+    assert results[0]["all"].axis is results[0]["ranks"].axis is results[2]["new_group"].axis is None
     assert [results[r]["axis"].ranks for r in (0, 1, 3, 4)] == [(0, 4), (3, 1), (3, 1), (0, 4)]
 
 

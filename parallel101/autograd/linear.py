@@ -16,8 +16,8 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
 from parallel101.collectives.checks import tensor_of
-from parallel101.mesh import GroupLike, group_of
-from parallel101.record.spans import agree, part_of, recorder
+from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.record.spans import recorder
 
 Adjoint = Callable[[Tensor, Size, int], Tensor]  # (gradient of the result, shape of x, ranks in the group) → gradient of x
 Public = TypeVar("Public", bound=Callable[..., Any])
@@ -87,8 +87,7 @@ class Collective(Linear):
         if members.position is not None and recorder() is not None:
             terms = _terms(tensor_of(x), **alike)
             ctx.number = agree(_operation(ctx), members, **terms, requires_grad=ctx.needs_input_grad[0])
-        with part_of(f"{_operation(ctx)} on ranks {list(members.ranks)}"):
-            return Linear.forward(ctx, x, group, forward, adjoint, alike)
+        return Linear.forward(ctx, x, group, forward, adjoint, alike)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,6 +107,14 @@ def _terms(x: Tensor, uneven: int | None = None, **alike: Any) -> dict[str, Any]
 def _operation(ctx: Any) -> str:
     """ "AllReduceBackward", as torch calls the node, is an all_reduce."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(ctx).__name__.removesuffix("Backward")).lower()
+
+
+def agree(kind: str, members: Group, **alike: Any) -> int:
+    target = recorder()
+    if target is None:
+        return 0
+    within = "" if members.process_group is None else members.process_group.group_name
+    return target.agree(kind, members.ranks, within, alike)
 
 
 def reduction_adjoint(operation: str, op: str, adjoint: Adjoint) -> Adjoint:

@@ -34,7 +34,7 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
     """
 
     def forward(x: Tensor) -> Tensor:
-        x, comm = tensor_of(x), _with_peer(x, dst, "dst", group)
+        x, comm = tensor_of(x), _with_peer("send", x, dst, "dst", group)
         if comm:
             comm.isend(flat_of(x), to=dst).wait()
         return nothing(x)
@@ -56,7 +56,7 @@ def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
     """
 
     def forward(x: Tensor) -> Tensor:
-        x, comm = tensor_of(x), _with_peer(x, src, "src", group)
+        x, comm = tensor_of(x), _with_peer("receive", x, src, "src", group)
         if not comm:
             return nothing(x)
         result = x.new_empty(x.shape)
@@ -66,9 +66,9 @@ def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
     return Receive.of(x, group, forward, lambda g, shape, p: send(g, src, group=group))
 
 
-def _with_peer(x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
+def _with_peer(operation: str, x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
     """The Comm to talk to `peer`, who may also use dist.send or dist.recv; None on an idle rank."""
     members = group_of(group)
     if root_of(members, peer, name) == members.position:
         raise ValueError(f"{name}={peer} is this rank's own position: a message goes to another rank")
-    return None if members.position is None else comm_of(members, members.position, x.device, tag=0)
+    return None if members.position is None else comm_of(members, x.device, operation, tag=0)

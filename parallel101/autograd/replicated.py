@@ -50,7 +50,7 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
         x, members = tensor_of(x), group_of(group)
         torus.check_axes(algorithm, members)  # now, not in backward
         if members.position is not None:
-            comm_of(members, members.position, x.device)
+            comm_of(members, x.device, "copy_to_group")
         return x.clone(memory_format=torch.contiguous_format)
 
     return CopyToGroup.of(

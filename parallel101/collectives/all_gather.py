@@ -122,7 +122,7 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
     sizes = shard_sizes(x, dim, sizes, members)
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "all_gather")
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     result = x.new_empty(shape)
     blocks = Blocks(result.view(-1) if dim == 0 else x.new_empty(result.numel()), [size * row_of(x, dim) for size in sizes])

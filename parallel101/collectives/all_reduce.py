@@ -122,7 +122,7 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
     if members.position is None:
         return nothing(x)
     torus.check_axes(algorithm, members)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "all_reduce")
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     run = choose("all_reduce", algorithm, ALGORITHMS | torus.ALGORITHMS, x.nbytes, comm.size)

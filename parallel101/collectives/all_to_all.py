@@ -102,7 +102,7 @@ def all_to_all(
     split_dim, concat_dim = dim_of(x, split_dim, "split_dim"), dim_of(x, concat_dim, "concat_dim")
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "all_to_all")
     p, rank, one_dim = comm.size, comm.rank, split_dim == concat_dim
     cut = balanced(x.shape[split_dim], p) if split_sizes is None else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
     joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)

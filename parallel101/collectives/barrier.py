@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.collectives.auto import check_algorithm, choose
-from parallel101.collectives.comm import Comm, comm_of, devices_in, wait_all
+from parallel101.collectives.comm import Comm, backends_in, comm_of, wait_all
 from parallel101.mesh import Group, GroupLike, group_of
 
 
@@ -43,11 +43,11 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
     members = group_of(group)
     if members.position is None:
         return
-    comm = comm_of(members, members.position, _device(members))
+    comm = comm_of(members, _device(members), "barrier")
     choose("barrier", algorithm, ALGORITHMS, 0, comm.size)(comm)
 
 
 def _device(members: Group) -> torch.device:
     """Where the group's backend can send from."""
-    on_cpu = members.size == 1 or "cpu" in devices_in(dist.get_backend_config(members.process_group))
+    on_cpu = members.size == 1 or "cpu" in backends_in(dist.get_backend_config(members.process_group))
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -82,7 +82,7 @@ def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: st
     src = root_of(members, src, "src")
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "broadcast")
     if comm.rank == src:
         result = x.clone(memory_format=torch.contiguous_format)
     else:

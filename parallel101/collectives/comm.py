@@ -1,43 +1,58 @@
 """What an algorithm is given: who am I, how many are we, and isend and irecv between positions of the group.
 
-    received = comm.irecv(inbox, source=left)      on gloo and sim both are under way at once; NCCL wants the messages that
-    sent = comm.isend(outbox, to=right)            belong together in one batch, so there they leave together at the first wait
+    received = comm.irecv(inbox, source=left)      gloo and sim start each message at once. NCCL wants the messages that belong
+    sent = comm.isend(outbox, to=right)            together in one batch: there they start at the first wait, or at `comm.flush()`
     received.wait(), sent.wait()
 
-Post the receive before the wait for a send: gloo's send is complete only when it was received. An empty tensor needs no message.
+Post the receive before you wait for a send: gloo's send is complete only when it was received. An empty tensor needs no message.
+Messages between two ranks are matched in the order in which they were posted. Their tag only keeps them apart from the program's own
+messages, and NCCL ignores even that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel101.mesh import Group, along
-from parallel101.record.calls import COLLECTIVE_TAG
+from parallel101.mesh import Group
+from parallel101.record.spans import COLLECTIVE_TAG, Collective, recorder, set_current_collective
 
 
 class Work(Protocol):
-    """A message under way: `wait` returns when the tensor has left (isend) or holds what was sent (irecv)."""
+    """A message in flight: `wait` returns when the tensor was sent (isend) or holds what was received (irecv)."""
 
     def wait(self) -> object: ...
 
 
 class Comm:
-    """One rank's view of its group: `rank` is its position, `size` how many they are, `shape` the mesh's, `tag` its messages'."""
+    """One rank's view of its group: `rank` is its position, `size` the number of ranks, `shape` the mesh's.
 
-    def __init__(self, group: Group, position: int, device: torch.device, tag: int = COLLECTIVE_TAG, batch: Batch | None = None):
+    Args:
+        group: the group, of which this rank is a member.
+        device: of the tensors that are sent.
+        batched: whether messages start in batches; see `batches`.
+        collective: the collective to which the messages belong, in a recorded run. None: nobody records.
+        tag: of the messages.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, batched: bool = False, collective: Collective | None = None, tag: int = COLLECTIVE_TAG
+    ):
+        assert group.position is not None
         self.group = group
-        self.rank = position
+        self.rank = group.position
         self.size = group.size
         self.shape = group.shape
         self.device = device
+        self.batched = batched
+        self.collective = collective
         self.tag = tag
-        self.batch = batch or Batch()
-        self.batched = in_batches(device)
+        self._batch: list[Batched] = []  # posted, and not started
 
     def isend(self, tensor: Tensor, to: int) -> Work:
         """Begin to send `tensor` (contiguous) to position `to`."""
@@ -47,25 +62,47 @@ class Comm:
         """Begin to receive into `tensor` (contiguous, as large as what is sent) from position `source`."""
         return self._post(dist.irecv, tensor, source)
 
+    def flush(self) -> None:
+        """Start the messages posted so far, if this group's messages start in batches. The first wait does the same."""
+        if not self._batch:
+            return
+        batch, self._batch = sorted(self._batch, key=lambda message: message.order), []
+        works = self._recorded(dist.batch_isend_irecv, [message.op for message in batch])
+        for message in batch:
+            message.works = works
+
     def subset(self, positions: Sequence[int]) -> Comm | None:
         """The Comm of some of the positions, numbered anew in that order; None on a rank that is not one of them."""
-        return self._of(positions) if self.rank in positions else None
+        if self.rank not in positions:
+            return None
+        ranks = tuple(self.group.ranks[position] for position in positions)
+        group = Group(ranks, positions.index(self.rank), (len(ranks),), self.group.process_group, self.group.axes)
+        return Comm(group, self.device, self.batched, self.collective, self.tag)
 
     def along(self, *axes: int) -> Comm:
-        """The ranks of my line (plane, …) along these axes of the mesh."""
-        return self._of(along(self.shape, self.rank, axes))
+        """The Comm of the ranks on my line (plane, …) along these axes of the mesh."""
+        group = self.group.along(*axes)
+        collective = self.collective and collective_of(self.collective.operation, group)
+        return Comm(group, self.device, self.batched, collective, self.tag)
 
-    def _of(self, positions: Sequence[int]) -> Comm:
-        ranks, place = tuple(self.group.ranks[position] for position in positions), positions.index(self.rank)
-        return Comm(Group(ranks, place, (len(ranks),), self.group.process_group), place, self.device, self.tag, self.batch)
-
-    def _post(self, direction, tensor: Tensor, peer: int) -> Work:
+    def _post(self, direction: Callable[..., Any], tensor: Tensor, peer: int) -> Work:
         if tensor.numel() == 0:
             return Nothing()
         rank, process_group = self.group.ranks[peer], self.group.process_group
-        if not self.batched:
+        if self.batched:
+            self._batch.append(Batched(self, dist.P2POp(direction, tensor, rank, process_group, self.tag)))
+            return self._batch[-1]
+        if self.collective is None:
             return direction(tensor, rank, process_group, self.tag)
-        return self.batch.add(dist.P2POp(direction, tensor, rank, process_group), self.group.ranks[self.rank])
+        return self._recorded(direction, tensor, rank, process_group, self.tag)
+
+    def _recorded(self, post: Callable[..., Any], *args: Any) -> Any:
+        """Post messages so that a recorder knows to which collective they belong."""
+        set_current_collective(self.collective)
+        try:
+            return post(*args)
+        finally:
+            set_current_collective(None)
 
 
 class Nothing:
@@ -75,43 +112,22 @@ class Nothing:
         pass
 
 
-def in_batches(device: torch.device) -> bool:
-    """On NCCL a send and a receive between two ranks deadlock unless they leave together; on gloo a batch has been seen to hang."""
-    return device.type == "cuda"
-
-
-class Batch:
-    """The messages since the last wait, which leave together."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Batched] = []
-
-    def add(self, message: dist.P2POp, me: int) -> Batched:
-        source, to = (me, message.peer) if message.op is dist.isend else (message.peer, me)
-        self.waiting.append(Batched(self, message, (min(me, message.peer), max(me, message.peer), source > to)))
-        return self.waiting[-1]
-
-    def leave(self) -> None:
-        posted, self.waiting = sorted(self.waiting, key=lambda work: work.order), []
-        works = dist.batch_isend_irecv([work.message for work in posted])
-        for work in posted:
-            work.works = works
-
-
 class Batched:
-    """One message of a batch, which leaves when the first of them is waited for.
+    """A message of a batch, which starts when the first of them is waited for, or at a flush.
 
-    `order` is the same on both sides, and one for all ranks: where torch posts a batch one by one after all (a group that is watched
-    from Python), nobody waits for another in a circle.
+    `order` is the same on both sides and on all ranks. If torch posts the messages of a batch one by one after all (as for a process group
+    that is written in Python), ranks that wait for each other do not form a cycle.
     """
 
-    def __init__(self, batch: Batch, message: dist.P2POp, order: tuple[int, int, bool]):
-        self.batch, self.message, self.order = batch, message, order
+    def __init__(self, comm: Comm, op: dist.P2POp):
+        me, peer = comm.group.ranks[comm.rank], op.peer
+        source, to = (me, peer) if op.op is dist.isend else (peer, me)
+        self.comm, self.op, self.order = comm, op, (min(me, peer), max(me, peer), source > to)
         self.works: list[dist.Work] | None = None
 
     def wait(self) -> None:
         if self.works is None:
-            self.batch.leave()
+            self.comm.flush()
         for work in self.works or ():
             work.wait()
 
@@ -121,23 +137,41 @@ def wait_all(works: Iterable[Work]) -> None:
         work.wait()
 
 
-def comm_of(group: Group, position: int, device: torch.device, tag: int = COLLECTIVE_TAG) -> Comm:
-    """The Comm for tensors of `device`. Raises ValueError where the group's backend can't send those.
-
-    (NCCL knows no tags: there all messages of two ranks meet in the order of posting.)
-    """
+def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLECTIVE_TAG) -> Comm:
+    """The Comm with which `operation` sends tensors of `device`. Raises ValueError if the group's backend cannot send them."""
+    batched = False
     if group.size > 1:
         config = dist.get_backend_config(group.process_group)
-        known = devices_in(config)
-        if device.type not in known:
+        backend = backends_in(config).get(device.type)
+        if backend is None:
             raise ValueError(
-                f"a tensor (or model) on {device}, and the group ({config}) sends from {' and '.join(known)} only: move it there, "
-                "or choose the other backend (gloo for the CPU, nccl for GPUs)"
+                f"a tensor (or model) on {device}, and the group ({config}) sends from {' and '.join(backends_in(config))} only: "
+                "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
-    return Comm(group, position, device, tag)
+        batched = batches(backend)
+    return Comm(group, device, batched, None if recorder() is None else collective_of(operation, group), tag)
 
 
-def devices_in(config: str) -> list[str]:
-    """The types of device between which ranks can send: "cpu:gloo,cuda:nccl" → ["cpu", "cuda"]. On gloo the CPU only."""
-    pairs = [part.split(":") for part in config.split(",")]
-    return [device for device, backend in pairs if device == "cpu" or not backend.endswith("gloo")]
+@functools.lru_cache(maxsize=1024)
+def _collective(operation: str, ranks: tuple[int, ...], axis: str | None) -> Collective:
+    return Collective(operation, ranks, axis)
+
+
+def collective_of(operation: str, group: Group) -> Collective:
+    """How the record names this collective. Equal ones are one object, so the simulator compares the two sides of a message at once."""
+    return _collective(operation, group.ranks, group.axis)
+
+
+@functools.cache
+def backends_in(config: str) -> dict[str, str]:
+    """The backend that sends from each device: {"cpu": "gloo", "cuda": "nccl"} for "cpu:gloo,cuda:nccl". gloo has no send on GPUs."""
+    pairs = dict(part.split(":") for part in config.split(","))
+    return {device: backend for device, backend in pairs.items() if device == "cpu" or not backend.endswith("gloo")}
+
+
+def batches(backend: str) -> bool:
+    """Whether this backend's messages start in batches.
+
+    On NCCL a send and a receive between two ranks deadlock unless they start together. On gloo a batch has been seen to hang.
+    """
+    return backend.endswith("nccl")

@@ -68,7 +68,7 @@ def gather(
     sizes = shard_sizes(x, dim, sizes, members)
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "gather")
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     elements = [size * row_of(x, dim) for size in sizes]
     mine = flat_of(x, dim)

@@ -81,7 +81,7 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
     dst = root_of(members, dst, "dst")
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "reduce")
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     total = choose("reduce", algorithm, ALGORITHMS, x.nbytes, comm.size)(flat_of(x), reduction, dst, comm)

@@ -134,7 +134,7 @@ def reduce_scatter(
     dim = dim_of(x, dim)
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "reduce_scatter")
     sizes = cut_sizes(x, dim, split_sizes(x.shape[dim], comm.size) if sizes is None else sizes, members)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)

@@ -69,7 +69,7 @@ def scatter(
     src, dim = root_of(members, src, "src"), dim_of(x, dim)
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, members.position, x.device)
+    comm = comm_of(members, x.device, "scatter")
     sizes = cut_sizes(x, dim, split_sizes(x.shape[dim], comm.size) if sizes is None else sizes, members)
     elements = [size * row_of(x, dim) for size in sizes]
     out = x.new_empty(elements[comm.rank])

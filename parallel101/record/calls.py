@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.spans import COLLECTIVE_TAG, Collective
 from parallel101.record.where import caller, shown
 
-COLLECTIVE_TAG = 101_101  #  of the messages of parallel101's own collectives, which so never meet those that the program sends itself
 Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
 
 
@@ -60,6 +60,19 @@ class Call(NamedTuple):
             if part
         )
         return f"{what}) at {shown(self.where)}"
+
+
+def member_of(collective: Collective | None) -> tuple[tuple[str, str], ...]:
+    """What both sides of a message of our collectives must agree on: nothing for `send` and `receive`, which also pair with torch's."""
+    if collective is None or collective.operation in ("send", "receive"):
+        return ()
+    return (("in", f"{collective.operation} on ranks {list(collective.ranks)}"),)
+
+
+def mixed_up(ours: Collective | None, theirs: Collective | None) -> bool:
+    """Whether the two sides of a message belong to different collectives of ours."""
+    a, b = member_of(ours), member_of(theirs)
+    return a != b and bool(a) and bool(b)
 
 
 def tag_named(tag: int) -> str:

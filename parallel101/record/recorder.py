@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, Key, agreement, member_at
+from parallel101.record.calls import Call, Key, agreement, member_at, member_of
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
 from parallel101.record.signatures import COLLECTIVES, flat, shares, snapshot, unchanged, unfit
-from parallel101.record.spans import part
+from parallel101.record.spans import current_collective
 from parallel101.record.where import caller, shown
 
 # ── torch's own work, watched: who waits in it, when it ended, and whether what is being sent stayed what it was.
@@ -236,7 +236,7 @@ class Ledger:
     def now(self) -> Any:
         return self.clock.now()
 
-    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
+    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None:
         self.rows.append((self.rank, "span", None, 0, 0, start, end, caller(), start, "", len(self.rows), (), "", None, name, args))
 
     @property
@@ -372,7 +372,21 @@ class RecordedGroup(dist.ProcessGroup):
         tensor = tensors[0]
         peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        call = Call(self.ledger.rank, kind, peers, tag, self.label, posted.seq, tensor.nbytes, shape, dtype, None, None, place, part())
+        call = Call(
+            self.ledger.rank,
+            kind,
+            peers,
+            tag,
+            self.label,
+            posted.seq,
+            tensor.nbytes,
+            shape,
+            dtype,
+            None,
+            None,
+            place,
+            member_of(current_collective()),
+        )
         self._check(call, tensors)
         small = tensor.nbytes <= self.ledger.payload_bytes
         given = Given([tensor], values([tensor]) if small else None) if kind == "send" else Given([])

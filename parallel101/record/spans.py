@@ -1,6 +1,11 @@
-"""Named compute in the record: `with span("forward", microbatch=3): …`, and `compute(seconds)`, which moves a virtual rank's clock.
+"""What a program tells the record: its spans, and which collective a message belongs to.
 
-Outside a recorded run both do nothing, so that library code can carry them for free.
+    with span("forward", microbatch=3): …        named compute
+    with wait_span("wait for gradients"): …      a named wait: the rank computes nothing
+    compute(0.5)                                 half a second on the clock of a virtual rank
+
+Outside a recorded run all of these do nothing, so library code can keep them. This file imports nothing of parallel101: copy it along
+with the collectives. It records nothing itself: whoever records a run sets a `Recorder`.
 """
 
 from __future__ import annotations
@@ -9,19 +14,32 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from parallel101.mesh import Group
+COLLECTIVE_TAG = 101_101  # of the messages of our collectives, so that they never match a message that the program sends itself
+
+
+class Collective(NamedTuple):
+    """The collective of parallel101 to which a message belongs."""
+
+    operation: str  # "all_reduce", …
+    ranks: tuple[int, ...]  # ranks of the world, in the order of the group
+    axis: str | None  # the axis of the mesh along which they lie; None if the group is not from a mesh, or its axes have no names
 
 
 class Recorder(Protocol):
-    """Where a rank's spans go. One a process on gloo and NCCL, one a thread on sim. What `now` gives is for it alone to read."""
+    """Records one rank: one a process on gloo and NCCL, one a thread on sim. Only the recorder itself reads what `now` returns."""
 
     def now(self) -> Any: ...
-    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any]) -> None: ...
+    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None: ...
     def compute(self, seconds: float) -> None: ...
-    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int: ...
+
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
+        """Compare `kind` and the arguments `alike` with what the other ranks pass in their call with the same number; a checked run raises.
+
+        Calls are numbered for each list of ranks and `within`. Returns the number, or 0 in a run that checks nothing.
+        """
+        ...
 
 
 _thread = threading.local()
@@ -29,24 +47,43 @@ _process: list[Recorder | None] = [None]
 
 
 def recorder() -> Recorder | None:
-    """The recorder of this thread's rank (sim), or of this process's (gloo, NCCL), or None outside a recorded run."""
+    """The recorder of this thread's rank (sim) or of this process's rank (gloo, NCCL). None outside a recorded run."""
     return getattr(_thread, "recorder", None) or _process[0]
 
 
 def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> None:
-    """Make `target` where this rank's spans go; None ends it. On sim every virtual rank is a thread of one process."""
+    """Make `target` the recorder of this process, or of this thread, as on sim, where each rank is a thread. None ends it."""
     if this_thread_only:
         _thread.recorder = target
     else:
         _process[0] = target
 
 
-@contextlib.contextmanager
-def span(name: str, /, **labels: Any) -> Iterator[None]:
-    """Name what happens inside in the record, with labels such as `microbatch=3`, which it keeps as they are now: see `plain`.
+def current_collective() -> Collective | None:
+    """The collective of parallel101 whose message this thread is posting. None: the program posts a message of its own."""
+    return getattr(_thread, "collective", None)
 
-    A label may have any name, `name` too: the span's own comes first, without a keyword.
+
+def set_current_collective(collective: Collective | None) -> None:
+    """Say which collective the messages belong to that this thread posts from now on."""
+    _thread.collective = collective
+
+
+def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
+    """Record what happens inside under `name`, with labels such as `microbatch=3`. `plain` turns their values into JSON at once.
+
+    A label may have any name, even `name`: the span's own name comes first, without a keyword.
     """
+    return _span(name, labels, waiting=False)
+
+
+def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
+    """The same for a time in which the rank waits for other ranks, so that pictures and sums do not count it as compute."""
+    return _span(name, labels, waiting=True)
+
+
+@contextlib.contextmanager
+def _span(name: str, labels: dict[str, Any], waiting: bool) -> Iterator[None]:
     target = recorder()
     if target is None:
         yield
@@ -56,13 +93,13 @@ def span(name: str, /, **labels: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        target.add_span(str(name), start, target.now(), labels)
+        target.add_span(str(name), start, target.now(), labels, waiting)
 
 
 def plain(value: Any) -> Any:
-    """A label as JSON can hold it, so that no record is lost for one: numbers, strings, None, lists and dicts of such stay what they are.
+    """A label in the types that JSON has. Numbers, strings, None, and lists and dicts of them stay as they are.
 
-    A tensor or NumPy array of 0 dims is its number, a tuple a list; of anything else, NaN and infinity too, the record has the text.
+    A tuple becomes a list, and a tensor or NumPy array of 0 dims its number. NaN, infinity and everything else become text.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -80,39 +117,13 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def agree(kind: str, members: Group, **alike: Any) -> int:
-    """Let a checked run see that all members of a group call `kind` with the same arguments: a sum on one and a maximum on the other are
-    neither, and a backward that some of them lack would wait for ever. Returns the how-manieth such call of theirs it is; 0 where nobody
-    compares."""
-    target = recorder()
-    if target is None:
-        return 0
-    within = "" if members.process_group is None else members.process_group.group_name
-    return target.agree(kind, members.ranks, within, alike)
-
-
-@contextlib.contextmanager
-def part_of(collective: str) -> Iterator[None]:
-    """Messages that this thread posts inside belong to `collective`: the same must be said on the other side (see `disagreement`)."""
-    before, _thread.part = part(), (("in", collective),)
-    try:
-        yield
-    finally:
-        _thread.part = before
-
-
-def part() -> tuple[tuple[str, str], ...]:
-    """Which collective of parallel101's own this thread is in, as a Call says it; (): none, or one that nobody named."""
-    return getattr(_thread, "part", ())
-
-
 def compute(seconds: float) -> None:
     """Let a rank of the sim backend compute for `seconds` of virtual time. On real ranks it does nothing: their time is real."""
     try:
-        fits = seconds >= 0
-    except TypeError:  #  no number
-        fits = False
-    if not fits:
+        valid = seconds >= 0
+    except TypeError:  # not a number
+        valid = False
+    if not valid:
         raise ValueError(f"compute() takes the seconds to pass on a virtual rank's clock, zero or more; got {seconds!r}")
     target = recorder()
     if target is not None:

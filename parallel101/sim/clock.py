@@ -81,7 +81,7 @@ class Rank:
         self.world.judge(call)
         return call.seq
 
-    def add_span(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
+    def add_span(self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False) -> None:
         self.world.events.append((self.number, "span", None, 0, 0, start, end, caller(), start, "", self.spans, (), "", None, name, args))
         self.spans += 1
 

@@ -118,11 +118,12 @@ class SimGroup(Messenger):
     def _set_group_name(self, name: str) -> None:
         self.torch_name = name
 
-    def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any) -> SimGroup | None:
+    def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, group_desc: str | None = None, **__: Any) -> SimGroup | None:
         """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
         if self.member.number not in ranks:
             return None
         group = self.part(ranks, group_name)
+        group._set_group_desc(group_desc or "")
         Founding(group).wait()
         return group
 

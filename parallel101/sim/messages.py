@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, disagreement, member_at
+from parallel101.record.calls import Call, disagreement, member_at, member_of, mixed_up
 from parallel101.record.errors import MisuseError
 from parallel101.record.recorder import waited_twice
 from parallel101.record.signatures import unfit
-from parallel101.record.spans import part
+from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import where as where_from
 from parallel101.sim.clock import Rank, World
 from parallel101.sim.work import SimWork
@@ -62,7 +62,22 @@ class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: anyone of the group."""
 
     __slots__ = (
-        *("dtype", "done", "future", "group", "nbytes", "number", "part", "peer", "pointer", "posted", "rank", "shape", "tag", "tensor"),
+        *(
+            "collective",
+            "dtype",
+            "done",
+            "future",
+            "group",
+            "nbytes",
+            "number",
+            "peer",
+            "pointer",
+            "posted",
+            "rank",
+            "shape",
+            "tag",
+            "tensor",
+        ),
         *("__weakref__", "waited", "where", "world"),
     )
     kind = ""
@@ -77,7 +92,7 @@ class MessageWork(SimWork):
     dtype: torch.dtype
     pointer: int
     number: int  #  of all that is posted in the run
-    part: tuple[tuple[str, str], ...]  #  of which collective it is (see trace.spans)
+    collective: Collective | None  #  of parallel101's own, to which it belongs
     waited: bool  #  gloo lets a program wait for a message once
 
     def wait(self, timeout: object = None) -> bool:
@@ -97,7 +112,9 @@ class MessageWork(SimWork):
         group, me = self.group, self.rank.number
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
         shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
-        return Call(me, self.kind, peers, self.tag, group.label, 0, self.nbytes, shape, dtype, None, None, self.where, self.part)
+        return Call(
+            me, self.kind, peers, self.tag, group.label, 0, self.nbytes, shape, dtype, None, None, self.where, member_of(self.collective)
+        )
 
     def missing(self) -> set[int]:
         return set(self.call().peers)
@@ -226,7 +243,7 @@ class Mailbox:
     def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send and a receive belong together: they must agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype and send.shape == receive.shape
-        if not fit or (send.part != receive.part and send.part and receive.part):
+        if not fit or (send.collective is not receive.collective and mixed_up(send.collective, receive.collective)):
             #  where their collectives do not agree, that is why
             error = send.world.referee.verdict() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
             send.world.fail(error, receive.rank)
@@ -271,7 +288,7 @@ class Messenger(dist.ProcessGroup):
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
         work.tag = tag
-        work.part = part()
+        work.collective = current_collective()
         work.posted = now = world.now
         work.nbytes = nbytes = tensor.nbytes
         work.shape = tensor.shape
@@ -328,7 +345,7 @@ class Messenger(dist.ProcessGroup):
         work.tensor = tensor
         work.peer = peer
         work.tag = tag
-        work.part = part()
+        work.collective = current_collective()
         work.posted = now = world.now
         work.nbytes = tensor.nbytes
         work.shape = tensor.shape

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import all_reduce, pending
+from parallel101.collectives import all_reduce
+from parallel101.collectives.asynchronous import AsyncCollective, all_reduce_async
 from parallel101.mesh import GroupLike
 from parallel101.record.spans import span
 from parallel101.trainers.buckets import Bucket, by_size, check_bucket_bytes, part_of, twice
@@ -54,7 +55,7 @@ class Bucketed:
     def synchronise(self) -> list[str]:
         unused = [name for bucket in self.buckets for p, name in bucket.names.items() if not bucket.take(p)]
         for bucket in self.buckets:
-            pending.all_reduce(bucket.flat, group=self.group, out=bucket.flat).wait()
+            all_reduce_async(bucket.flat, group=self.group, out=bucket.flat).wait()
         return unused
 
 
@@ -68,7 +69,7 @@ class Overlapped(Bucketed):
     def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
         super().__init__(parameters, group, bucket_bytes)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.names}
-        self.begun: list[pending.Pending] = []
+        self.begun: list[AsyncCollective] = []
         self.listening = False
         for p in self.bucket_of:
             p.register_post_accumulate_grad_hook(self.ready)
@@ -99,7 +100,7 @@ class Overlapped(Bucketed):
 
     def begin(self) -> None:
         bucket = self.buckets[len(self.begun)]
-        self.begun.append(pending.all_reduce(bucket.flat, group=self.group, out=bucket.flat))
+        self.begun.append(all_reduce_async(bucket.flat, group=self.group, out=bucket.flat))
         if len(self.begun) > 1:
             with span("wait for gradients"):
                 self.begun[-2].advance()

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import pending
+from parallel101.collectives.asynchronous import AsyncCollective, all_gather_async
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.buckets import check_dense
 from parallel101.trainers.live import Live
@@ -62,7 +62,7 @@ class Flat:
 
         self.reached: set[str] = set()
         self.fresh = True
-        self._arriving: pending.Pending | None = None
+        self._arriving: AsyncCollective | None = None
         self._nothing = values[0].new_empty(0)
         if weights:
             self.show()
@@ -84,12 +84,12 @@ class Flat:
         if self.whole is None:
             self.whole = self.shard.new_empty(sum(self.cuts))
             self.live.watch("weights", self.whole)
-            self._arriving = pending.all_gather(self.shard, group=self.group, out=self.whole)
+            self._arriving = all_gather_async(self.shard, group=self.group, out=self.whole)
 
     def refresh(self) -> None:
         """Begin to fetch the other blocks, which their owners have changed, into the array that this rank keeps."""
         assert self.whole is not None
-        self._arriving = pending.all_gather(self.shard, group=self.group, out=self.whole)
+        self._arriving = all_gather_async(self.shard, group=self.group, out=self.whole)
 
     def wait(self) -> None:
         """Until they are there; then the parameters are whole."""

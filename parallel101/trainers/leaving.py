@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from parallel101.collectives import pending
+from parallel101.collectives.asynchronous import AsyncCollective, reduce_scatter_async
 from parallel101.mesh import GroupLike
 from parallel101.record.spans import span
 from parallel101.trainers.buckets import twice
@@ -23,14 +23,14 @@ class Leaving:
 
     def __init__(self, group: GroupLike):
         self.group = group
-        self.under_way: list[tuple[Flat, pending.Pending]] = []
+        self.under_way: list[tuple[Flat, AsyncCollective]] = []
 
     def send(self, flat: Flat) -> None:
         """Begin to add up the gradients of all ranks, in each block's owner. All ranks call it in the same order."""
         gradient = flat.take_gradients()
         out = flat.grad if flat.fresh else None
         flat.fresh = False
-        self.under_way.append((flat, pending.reduce_scatter(gradient, group=self.group, out=out)))
+        self.under_way.append((flat, reduce_scatter_async(gradient, group=self.group, out=out)))
         self.finish(leave=1)
 
     def finish(self, leave: int = 0) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import pending
+from parallel101.collectives.asynchronous import all_gather_async
 from parallel101.mesh import GroupLike
 from parallel101.record.spans import span
 from parallel101.trainers.arguments import EMPTIED
@@ -170,7 +170,7 @@ class ShardedTrainer(Trainer):
 
     def gradients(self) -> dict[str, Tensor | None]:
         found: dict[str, Tensor | None] = dict.fromkeys(self._names)
-        arriving = [(flat, pending.all_gather(flat.grad, group=self._group)) for flat in self._flats if not flat.fresh]
+        arriving = [(flat, all_gather_async(flat.grad, group=self._group)) for flat in self._flats if not flat.fresh]
         for flat, gradients in arriving:
             found.update(flat.cut(gradients.wait()))
         return found | dict.fromkeys(self._left_out)

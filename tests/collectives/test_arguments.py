@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import parallel101 as p101
 from parallel101 import autograd, collectives
 from parallel101.collectives.auto import AUTO, KiB, MiB, choose
-from parallel101.collectives.comm import comm_of, devices_in
+from parallel101.collectives.comm import backends_in, batches, comm_of
 from parallel101.mesh import group_of
 from tests.collectives.cases import MOVING, REDUCING, WITH_DIM, answer, arguments, differs, transposed, values
 
@@ -238,16 +238,20 @@ def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
 
 def sent_from(device):
     with pytest.raises(ValueError, match=r"on cuda:0, and the group \(cpu:.*gloo\) sends from cpu only: move it there"):
-        comm_of(group_of(None), dist.get_rank(), torch.device(device))
-    comm_of(group_of([dist.get_rank()]), 0, torch.device(device))  # alone there is nothing to send
+        comm_of(group_of(None), torch.device(device), "all_reduce")
+    comm_of(group_of([dist.get_rank()]), torch.device(device), "all_reduce")  # alone there is nothing to send
     return True
 
 
 def test_a_group_knows_the_devices_from_which_it_sends():
-    assert devices_in("cpu:gloo,cuda:gloo") == ["cpu"]
-    assert devices_in("cpu:gloo,cuda:nccl") == ["cpu", "cuda"]
-    assert devices_in("cpu:parallel101_gloo") == ["cpu"]
-    assert devices_in("cuda:parallel101_nccl") == ["cuda"]
+    assert backends_in("cpu:gloo,cuda:gloo") == {"cpu": "gloo"}
+    assert backends_in("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+    assert backends_in("cpu:parallel101_gloo") == {"cpu": "parallel101_gloo"}
+    assert backends_in("cuda:parallel101_nccl") == {"cuda": "parallel101_nccl"}
+
+
+def test_messages_start_in_batches_where_the_backend_is_nccl():
+    assert [batches(backend) for backend in ("gloo", "parallel101_gloo", "sim", "nccl", "parallel101_nccl")] == [False] * 3 + [True] * 2
 
 
 def test_gloo_says_that_it_cannot_send_from_a_gpu():

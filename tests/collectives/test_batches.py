@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.collectives import comm as comm_module
-from parallel101.collectives import pending
+from parallel101.collectives.asynchronous import all_gather_async, all_reduce_async, reduce_scatter_async
 from tests.collectives.cases import MOVING, REDUCING, answer, arguments, differs, transposed, values
 
 OPERATIONS = sorted(MOVING | REDUCING)
@@ -18,18 +18,20 @@ OPERATIONS = sorted(MOVING | REDUCING)
 
 def as_on_nccl():
     """From here on this rank's messages leave in batches, one after the other. The list it gives will have their sizes."""
-    leave, sizes = comm_module.Batch.leave, []
+    flush, sizes = comm_module.Comm.flush, []
 
-    def leave_and_wait(self):
-        posted = list(self.waiting)
+    def flush_and_wait(self):
+        posted = list(self._batch)
+        if not posted:
+            return
         sizes.append(len(posted))
-        leave(self)
+        flush(self)
         for work in posted[0].works:
             work.wait()
         for message in posted:  #  a work of NCCL's can be waited for again
             message.works = []
 
-    comm_module.in_batches, comm_module.Batch.leave = lambda device: True, leave_and_wait
+    comm_module.batches, comm_module.Comm.flush = lambda backend: True, flush_and_wait
     return sizes
 
 
@@ -62,8 +64,8 @@ def begun_and_finished():
     as_on_nccl()
     rank, p = dist.get_rank(), dist.get_world_size()
     xs = [values(r, (2 * p, 3)) for r in range(p)]
-    first, second = pending.all_reduce(xs[rank]), pending.reduce_scatter(xs[rank] * 2)
-    third = pending.all_gather(xs[rank][:2].contiguous())
+    first, second = all_reduce_async(xs[rank]), reduce_scatter_async(xs[rank] * 2)
+    third = all_gather_async(xs[rank][:2].contiguous())
     return [
         torch.equal(third.wait(), torch.cat([x[:2] for x in xs])),
         torch.equal(first.wait(), sum(xs)),
@@ -72,5 +74,5 @@ def begun_and_finished():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_pending_collectives_leave_in_batches_when_they_begin(world_size):
+def test_asynchronous_collectives_start_their_batches_when_they_begin(world_size):
     assert p101.launch(begun_and_finished, world_size=world_size, backend="sim").results == [[True] * 3] * world_size

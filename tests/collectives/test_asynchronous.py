@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.collectives import pending
+from parallel101.collectives import asynchronous
+from parallel101.collectives.asynchronous import all_gather_async, all_reduce_async, reduce_scatter_async
 from parallel101.mesh import group_of, split_sizes
 from parallel101.sim.network import Network
 from tests.collectives.cases import OPS, answer, negative, on_backends, values
@@ -31,21 +32,21 @@ def wrong_values():
             xs = [values(r, shape, torch.float64) for r in members.ranks]
             expected = {} if place is None else {op: answer("all_reduce", xs, place, op=op) for op in OPS}
             for op in OPS:
-                begun.append((f"all_reduce {op} {shape} {which}", pending.all_reduce(x.clone(), op, group=group), expected.get(op)))
+                begun.append((f"all_reduce {op} {shape} {which}", all_reduce_async(x.clone(), op, group=group), expected.get(op)))
             begun[-1][1].advance()  # some are further on than others
             inplace = x.clone()
-            begun.append((f"all_reduce in place {shape}", pending.all_reduce(inplace, group=group, out=inplace), expected.get("sum")))
-            begun.append((f"all_gather {shape}", pending.all_gather(x.clone(), group=group), None if place is None else torch.cat(xs)))
+            begun.append((f"all_reduce in place {shape}", all_reduce_async(inplace, group=group, out=inplace), expected.get("sum")))
+            begun.append((f"all_gather {shape}", all_gather_async(x.clone(), group=group), None if place is None else torch.cat(xs)))
             mine = None if place is None else expected["sum"].split(split_sizes(shape[0], members.size))[place]
-            begun.append((f"reduce_scatter {shape}", pending.reduce_scatter(x.clone(), group=group), mine))
+            begun.append((f"reduce_scatter {shape}", reduce_scatter_async(x.clone(), group=group), mine))
             if place is not None and shape[0] > 1:
                 sizes = [shape[0] - 1, 1, *[0] * members.size][: members.size] if members.size > 1 else [shape[0]]
                 mine = expected["mean"].split(sizes)[place]
-                begun.append(("reduce_scatter sizes", pending.reduce_scatter(x.clone(), "mean", group=group, sizes=sizes), mine))
+                begun.append(("reduce_scatter sizes", reduce_scatter_async(x.clone(), "mean", group=group, sizes=sizes), mine))
                 own = values(rank, (sizes[place], *shape[1:]), torch.float64)
                 every = torch.cat([values(r, (s, *shape[1:]), torch.float64) for r, s in zip(members.ranks, sizes)])
                 out = torch.empty_like(every)
-                begun.append(("all_gather sizes", pending.all_gather(own, group=group, sizes=sizes, out=out), every))
+                begun.append(("all_gather sizes", all_gather_async(own, group=group, sizes=sizes, out=out), every))
     for name, under_way, expected in begun:
         result = under_way.wait()
         same = result.numel() == 0 if expected is None else torch.equal(result, expected)
@@ -64,8 +65,8 @@ def in_one_buffer():
     p, rank = dist.get_world_size(), dist.get_rank()
     flat = values(rank, (4 * p,))
     mine = flat.view(p, 4)[rank]
-    pending.reduce_scatter(flat, out=mine).wait()
-    result = pending.all_gather(mine, out=flat).wait()
+    reduce_scatter_async(flat, out=mine).wait()
+    result = all_gather_async(mine, out=flat).wait()
     return torch.equal(flat, answer("all_reduce", [values(r, (4 * p,)) for r in range(p)], rank)) and result.data_ptr() == flat.data_ptr()
 
 
@@ -80,7 +81,7 @@ def test_bytes_and_steps_are_those_of_the_blocking_ones(p):
         getattr(module, name)(torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8), **extra[module])
 
     def finished(name):
-        getattr(pending, name)(torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8)).wait()
+        getattr(asynchronous, f"{name}_async")(torch.ones(24 * p if name != "all_gather" else 24, dtype=torch.uint8)).wait()
 
     extra = {collectives: {"algorithm": "direct"}}
     for name in ("all_reduce", "reduce_scatter", "all_gather"):
@@ -92,7 +93,7 @@ def test_bytes_and_steps_are_those_of_the_blocking_ones(p):
 
 
 def meanwhile(seconds):
-    under_way = pending.all_reduce(torch.ones(300, dtype=torch.uint8))
+    under_way = all_reduce_async(torch.ones(300, dtype=torch.uint8))
     for _ in range(2):
         with p101.span("compute"):
             p101.compute(seconds)
@@ -113,14 +114,14 @@ def test_computing_and_sending_take_the_longer_of_the_two():
 def test_what_does_not_fit_is_an_error_before_any_message():
     x = torch.ones(4, 3)
     for call, message in (
-        (lambda: pending.all_reduce(x.t()), "expected a contiguous tensor"),
-        (lambda: pending.all_reduce(torch.tensor(1.0)), "one dim or more"),
-        (lambda: pending.all_reduce(x, "most"), "op='most'"),
-        (lambda: pending.all_reduce(x, out=torch.ones(3, 4)), r"expected contiguous torch.float32 of shape \(4, 3\)"),
-        (lambda: pending.reduce_scatter(x, sizes=[3]), "sum to 3"),
-        (lambda: pending.all_gather(x, out=x.double()), "out is torch.float64"),
-        (lambda: pending.all_reduce(negative(x)), "x is lazily conjugated or negated"),
-        (lambda: pending.all_reduce(x, out=negative(x)), "out is lazily conjugated or negated"),
+        (lambda: all_reduce_async(x.t()), "expected a contiguous tensor"),
+        (lambda: all_reduce_async(torch.tensor(1.0)), "one dim or more"),
+        (lambda: all_reduce_async(x, "most"), "op='most'"),
+        (lambda: all_reduce_async(x, out=torch.ones(3, 4)), r"expected contiguous torch.float32 of shape \(4, 3\)"),
+        (lambda: reduce_scatter_async(x, sizes=[3]), "sum to 3"),
+        (lambda: all_gather_async(x, out=x.double()), "out is torch.float64"),
+        (lambda: all_reduce_async(negative(x)), "x is lazily conjugated or negated"),
+        (lambda: all_reduce_async(x, out=negative(x)), "out is lazily conjugated or negated"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

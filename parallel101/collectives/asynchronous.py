@@ -1,8 +1,8 @@
 """Collectives that are begun now and finished later, so that a rank computes while its bytes are on their way.
 
-    pending = all_reduce(gradient)      posts: each block to its owner                 ┐ meanwhile: compute
-    pending.advance()                   waits, adds, posts: each sum to everyone       ┘ meanwhile: compute
-    total = pending.wait()              waits for the rest
+    total = all_reduce_async(gradient)      posts: each block to its owner                 ┐ meanwhile: compute
+    total.advance()                   waits, adds, posts: each sum to everyone       ┘ meanwhile: compute
+    total = total.wait()              waits for the rest
 
 Each is a generator over isend and irecv that stops (`yield`) wherever messages have been posted and nothing is left but to wait for them.
 """
@@ -58,12 +58,11 @@ def all_reduce_parts(blocks: Blocks, result: Blocks, op: Reduction, comm: Comm) 
 
 def under_way(comm: Comm) -> Parts:
     """Here a rank may go and compute. Messages that leave in batches (see comm.py) leave now, and not at the first wait."""
-    if comm.batch.waiting:
-        comm.batch.leave()
+    comm.flush()
     yield
 
 
-class Pending:
+class AsyncCollective:
     """A collective that has begun.
 
     All ranks must begin and advance theirs in the same order: between two ranks the first send meets the first receive.
@@ -85,7 +84,7 @@ class Pending:
         return self._result
 
 
-def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tensor | None = None) -> Pending:
+def all_reduce_async(x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tensor | None = None) -> AsyncCollective:
     """Begin what `parallel101.collectives.all_reduce` does: two parts, 2n(p−1)/p bytes of n sent by each rank.
 
     Args:
@@ -97,15 +96,17 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tens
     """
     x, reduction, members = packed(x), reduction_of(op, x), group_of(group)
     if members.position is None:
-        return Pending(iter(()), nothing(x))
-    comm = comm_of(members, members.position, x.device)
+        return AsyncCollective(iter(()), nothing(x))
+    comm = comm_of(members, x.device, "all_reduce_async")
     result = room(out, x, x.shape)
-    return Pending(all_reduce_parts(even_blocks(x.view(-1), comm.size), even_blocks(result.view(-1), comm.size), reduction, comm), result)
+    return AsyncCollective(
+        all_reduce_parts(even_blocks(x.view(-1), comm.size), even_blocks(result.view(-1), comm.size), reduction, comm), result
+    )
 
 
-def reduce_scatter(
+def reduce_scatter_async(
     x: Tensor, op: str = "sum", *, group: GroupLike = None, sizes: Sequence[int] | None = None, out: Tensor | None = None
-) -> Pending:
+) -> AsyncCollective:
     """Begin what `parallel101.collectives.reduce_scatter` does along dim 0: one part, n(p−1)/p bytes sent by each rank.
 
     Args:
@@ -117,15 +118,17 @@ def reduce_scatter(
     """
     x, reduction, members = packed(x), reduction_of(op, x), group_of(group)
     if members.position is None:
-        return Pending(iter(()), nothing(x))
-    comm = comm_of(members, members.position, x.device)
+        return AsyncCollective(iter(()), nothing(x))
+    comm = comm_of(members, x.device, "reduce_scatter_async")
     sizes = cut_sizes(x, 0, split_sizes(x.shape[0], comm.size) if sizes is None else sizes, members)
     result = room(out, x, (sizes[comm.rank], *x.shape[1:]))
     blocks = Blocks(x.view(-1), [size * row_of(x, 0) for size in sizes])
-    return Pending(reduce_scatter_parts(blocks, result.view(-1), reduction, comm), result)
+    return AsyncCollective(reduce_scatter_parts(blocks, result.view(-1), reduction, comm), result)
 
 
-def all_gather(x: Tensor, *, group: GroupLike = None, sizes: Sequence[int] | None = None, out: Tensor | None = None) -> Pending:
+def all_gather_async(
+    x: Tensor, *, group: GroupLike = None, sizes: Sequence[int] | None = None, out: Tensor | None = None
+) -> AsyncCollective:
     """Begin what `parallel101.collectives.all_gather` does along dim 0: one part, n(p−1)/p bytes of the result sent by each rank.
 
     Args:
@@ -138,14 +141,14 @@ def all_gather(x: Tensor, *, group: GroupLike = None, sizes: Sequence[int] | Non
     x, members = packed(x), group_of(group)
     sizes = shard_sizes(x, 0, sizes, members)
     if members.position is None:
-        return Pending(iter(()), nothing(x))
-    comm = comm_of(members, members.position, x.device)
+        return AsyncCollective(iter(()), nothing(x))
+    comm = comm_of(members, x.device, "all_gather_async")
     result = room(out, x, (sum(sizes), *x.shape[1:]))
     blocks = Blocks(result.view(-1), [size * row_of(x, 0) for size in sizes])
     mine = blocks[comm.rank]
     if mine.data_ptr() != x.data_ptr():
         mine.copy_(x.view(-1))
-    return Pending(all_gather_parts(blocks, comm), result)
+    return AsyncCollective(all_gather_parts(blocks, comm), result)
 
 
 def packed(x: Tensor) -> Tensor:
