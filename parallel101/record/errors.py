@@ -79,9 +79,9 @@ class DeadlockError(RuntimeError, _ShownInANotebook):
 
     def picture(self):
         """Who waits for whom, drawn: in a notebook as it is, elsewhere by `.save("deadlock.html")`."""
-        from parallel101.viz.waiting import waiting_scene
+        from parallel101.viz.deadlock import deadlock_scene
 
-        return waiting_scene(self)
+        return deadlock_scene(self)
 
 
 class RankFailed(RuntimeError, _ShownInANotebook):

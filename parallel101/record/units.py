@@ -15,6 +15,15 @@ def human_bytes(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def decimal_bytes(nbytes: float) -> str:
+    """18_874_368 -> "18.9 MB": powers of 1000, as papers write memory, and as a trainer's `describe()` does."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
 def human_seconds(seconds: float) -> str:
     """0.0123 -> "12.3 ms": three significant digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):

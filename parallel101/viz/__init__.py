@@ -1,5 +1,11 @@
-"""Pictures that are drawn from the record of a run, and from nothing else.
+"""Pictures, drawn from the record of a run.
 
-`collective_scene` shows who sent what to whom and what is in it; `timeline_scene` shows every rank's time.
-A `Scene` displays itself in a notebook, and plays in a plain HTML page without a kernel or a network.
+    collective.py   who sent what to whom, and what each rank then holds      (with graph.py, matrix.py, captions.py, timing.py)
+    timeline.py     every rank's spans, messages and collectives over time    lanes.py   how much communication overlaps with compute
+    memory.py       bytes that each rank holds                                deadlock.py   who waits for whom
+    loss.py         loss curves, also live                                    plots.py   measurements and models over a swept size
+
+Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page without a kernel or a network
+(player.js). `watch` runs a function on values that carry their origin, and `Explorer` does so with controls. What a record
+means, such as whose data is in a message, is computed in `parallel101.analysis`.
 """

@@ -1,10 +1,11 @@
 """The collective view: who sends which chunk to whom in each step, and what every rank then holds.
 
-    left   ranks as their messages connect them, tiles on their way         right  ranks × chunks, a stripe for each
-    below  every send as recorded, with a cursor                                   rank whose data is in a cell
+    left   ranks as their messages connect them, tiles that move      right  ranks × chunks, a stripe for each
+           (graph.py)                                                        rank whose data is in a cell (matrix.py)
+    below  every send as recorded, with a cursor
 
-All of it is drawn from the record: what is in a chunk is read from the values (`provenance.py`), the step from what waited
-for what (`steps.py`), the layout from who sent to whom (`layout.py`).
+Everything is drawn from the record, and nothing is specific to an algorithm. `parallel101.analysis` reads what is in a chunk
+from the values, the steps from what waited for what, and the layout from who sent to whom.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parallel101.analysis.replay import history_of
+from parallel101.analysis.replay import History, history_of
 from parallel101.record.trace import Trace
-from parallel101.viz.captions import NO_ORIGIN, NOT_KEPT, TOO_MANY, Words, step_sentence
+from parallel101.record.units import human_seconds
+from parallel101.viz.captions import NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
 from parallel101.viz.graph import draw_graph
-from parallel101.viz.matrix import draw_matrix
-from parallel101.viz.scene import Scene, Step
-from parallel101.viz.strip import draw_strip
-from parallel101.viz.tempo import Tempo
-from parallel101.viz.traffic import draw_traffic
+from parallel101.viz.matrix import draw_matrix, draw_traffic
+from parallel101.viz.scene import Scene, Stop, box
+from parallel101.viz.timing import Timing
 
 MOST_RANKS, MOST_MESSAGES, MOST_CHUNKS, MOST_STRIPED_RANKS = 64, 2000, 16, 17
+LEFT, WIDTH, TOP = 28.0, 904.0, 440.0  # of the bars of the sends
+STYLE = (
+    ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
+    ".now{stroke:var(--ink);stroke-width:2;vector-effect:non-scaling-stroke}"
+)
 
 
 def collective_scene(
@@ -30,77 +35,111 @@ def collective_scene(
 ) -> Scene:
     """Animate the messages of a run.
 
-    Where the values carry their origin (`parallel101.watch` feeds such) and the run kept them, the picture shows whose data every rank
-    holds of every chunk, and says what is in a sum twice or missing from it. Otherwise it shows the bytes that moved.
+    If the run kept its messages and their values carry their origin (as those of `parallel101.watch` do), the picture shows whose data
+    each rank holds of each chunk, and flags data that a sum contains twice or lacks. Otherwise it shows the bytes that moved.
 
     Args:
         trace: the record of a run of up to 64 ranks and 2,000 messages.
-        results: what each rank returned, by rank, where known.
-        title: above the picture; derived from the record where None.
-        inputs: what each rank was given, by rank; where None, each rank is taken to begin with the part that carries its own origin.
+        results: what each rank returned, by rank, if known.
+        title: above the picture; None: a title derived from the record.
+        inputs: what each rank was given, by rank; None: each rank starts with the part that carries its own origin.
 
     Returns:
-        A Scene with one step for each step of the algorithm.
+        A Scene with one stop for each step of the algorithm.
 
     Raises:
-        ValueError: too many ranks or messages to be told apart, or results or inputs that are not one a rank.
+        ValueError: too many ranks or messages, or not one result or input for each rank.
     """
     history = history_of(trace, results, inputs)
     if len(history.ranks) > MOST_RANKS:
         raise ValueError(
-            f"{len(history.ranks)} ranks took part and the collective view tells up to {MOST_RANKS} apart: use fewer, or run.timeline()"
+            f"{len(history.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: use fewer, or run.timeline()"
         )
     if len(history.messages) > MOST_MESSAGES:
         raise ValueError(
-            f"{len(history.messages)} messages are more than the {MOST_MESSAGES} that the collective view animates: "
+            f"the run has {len(history.messages)} messages, and the collective view can show up to {MOST_MESSAGES}: "
             "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
     too_many = len(history.columns) > MOST_CHUNKS or len(history.ranks) > MOST_STRIPED_RANKS
     if too_many:
         history.known = False
-    tempo, words = Tempo(history), Words(history)
-    scene = Scene(960, 500, title or words.title, f"{words.size}. {words.intro}")
-    scene.duration = tempo.duration
+    timing, captions = Timing(history), Captions(history)
+    scene = Scene(960, 500, title or captions.title, f"{captions.size}. {captions.intro}")
+    scene.duration = timing.duration
     scene.narrow = (480, 842)
+    scene.style += STYLE
     scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
-    scene.panel(narrow="none").add("text", words.size, x=932, y=40, font_size=13, class_="m e")
-    _captions(scene, tempo, words)
-    draw_graph(scene, history, tempo, words.phases)
+    scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
+    _draw_captions(scene, timing, captions)
+    draw_graph(scene, history, timing, captions.phases)
     if history.known:
-        draw_matrix(scene, history, tempo)
+        draw_matrix(scene, history, timing)
     else:
         kept = any(m.payload for m in history.messages)
-        draw_traffic(scene, history, tempo, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
-    draw_strip(scene, history, tempo)
+        draw_traffic(scene, history, timing, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
+    if history.messages:
+        _draw_sends(scene, history, timing)
     return scene
 
 
-def _captions(scene: Scene, tempo: Tempo, words: Words) -> None:
-    """The muted sentence under the title and the bytes at the right, as they change; and the same as the steps' labels."""
-    panel, history = scene.panel(narrow="none"), words.history
+def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
+    """The sentence under the title and the bytes at the right, for each step. The player's stops get the same text."""
+    panel, history = scene.panel(narrow="none"), captions.history
 
-    def say(text: str, fact: str, begin: float, end: float, wrong: bool = False) -> None:
+    def show(text: str, fact: str, begin: float, end: float, wrong: bool = False) -> None:
         group = panel.add("g")
         if scene.duration:
             group.show((begin, end))
-        room, width = 884 - 6.8 * len(fact), (8.7 if wrong else 7.7) * len(text)  #  in fonts as wide as DejaVu Sans
+        room, width = 884 - 6.8 * len(fact), (8.7 if wrong else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
         group.add("text", text, x=28, y=64, font_size=min(14.0, 14 * room / width), class_="w b" if wrong else "m")
         if fact:
             group.add("text", fact, x=932, y=64, font_size=13, class_="m e")
 
-    scene.intro = words.intro
+    scene.intro = captions.intro
     if not history.steps:
-        return say(words.intro, "", 0.0, 0.0)
-    say(words.intro, words.sent(-1), 0.0, tempo.start(0))
-    for step, phase in enumerate(words.phases):
-        text, fact, last = step_sentence(history, step), words.sent(step), step == history.steps - 1
-        fault = words.new_fault(step) if history.known else ""
-        until = tempo.reveal if last and history.known else tempo.start(step + 1)
-        say(text, fact, tempo.start(step), tempo.land(step) if fault else until)
-        if fault:
-            say(fault, fact, tempo.land(step), until, wrong=True)
-        said = [f"Step {step + 1} of {history.steps}{', ' + phase if phase else ''}: {text}", fault]
+        return show(captions.intro, "", 0.0, 0.0)
+    show(captions.intro, captions.sent(-1), 0.0, timing.start(0))
+    for step, phase in enumerate(captions.phases):
+        text, fact, last = captions.step(step), captions.sent(step), step == history.steps - 1
+        error = captions.new_error(step) if history.known else ""
+        until = timing.reveal if last and history.known else timing.start(step + 1)
+        show(text, fact, timing.start(step), timing.arrival(step) if error else until)
+        if error:
+            show(error, fact, timing.arrival(step), until, wrong=True)
+        label = [f"Step {step + 1} of {history.steps}{', ' + phase if phase else ''}: {text}", error]
         if last and history.known:
-            said.append(words.outcome.sentence())
-            say(said[-1], fact, tempo.reveal, scene.duration + 1, wrong=bool(words.outcome.faults))
-        scene.steps.append(Step(tempo.start(step), tempo.end(step), " ".join(part for part in said if part)))
+            label.append(captions.verdict.sentence())
+            show(label[-1], fact, timing.reveal, scene.duration + 1, wrong=bool(captions.verdict.faults))
+        scene.stops.append(Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part)))
+
+
+def _draw_sends(scene: Scene, history: History, timing: Timing) -> None:
+    """Every send on the record's own time axis, one row for each sender. As in the ring of steps, grey was added on arrival."""
+    senders = {rank: i for i, rank in enumerate(sorted({m.src for m in history.messages}))}
+    row = min(6.0, 28.0 / len(senders))
+    begin = min(m.start for m in history.messages)
+    span = max(m.end for m in history.messages) - begin
+    bars = scene.panel(narrow="translate(14.9,334) scale(.469,1)")
+
+    def x(t: float) -> float:
+        return LEFT + (WIDTH * (t - begin) / span if span else 0.0)
+
+    paths: dict[str, str] = {"sum": "", "copy": ""}
+    for i, m in enumerate(history.messages):
+        added = history.known and any(landing.added for landing in history.landings[i])
+        width = max(0.8, x(m.end) - x(m.start) - 1)
+        paths["sum" if added else "copy"] += box(x(m.start) + 0.5, TOP + senders[m.src] * row, width, row * 0.72)
+    for name, path in paths.items():
+        if path:
+            bars.add("path", d=path, class_=name)
+    bottom = TOP + row * len(senders)
+    cursor = bars.add("path", d=f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", class_="now")
+    cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())])
+    clock = "every send, " + ("in virtual time" if history.trace.backend == "sim" else "as recorded")
+    legend = f"{clock}; grey: added on arrival, blue: copied" if all(paths.values()) else clock
+    for text, place, anchor, narrow in (
+        ("0", LEFT, "", "translate(0,334)"),
+        (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  # on a phone, one line lower
+        (human_seconds(span), LEFT + WIDTH, " e", "translate(-480,334)"),
+    ):
+        scene.panel(narrow=narrow).add("text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor)

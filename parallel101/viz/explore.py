@@ -1,8 +1,8 @@
-"""An explorer of the collectives: choose an operation, an algorithm, ranks, size, root and links, and it runs and plays.
+"""An explorer of the collectives: choose an operation, an algorithm, ranks, size, root and links, and watch the run.
 
-[all_reduce ▾] [ring ▾]  ranks ──●──  numbers ──●──  [gloo ▾]        each change is a run: the picture is drawn from
-┌───────────────────────────────────────────────────────────┐        its record. Without a kernel (an exported page)
-└───────────────────────────────────────────────────────────┘        the last picture stays, and plays.
+[all_reduce ▾] [ring ▾]  ranks ──●──  numbers ──●──  [gloo ▾]        each change runs the collective again and draws
+┌───────────────────────────────────────────────────────────┐        the record of that run. In an exported page, which
+└───────────────────────────────────────────────────────────┘        has no kernel, the last picture still plays.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from parallel101.viz.watch import watch
 
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
 ROOT = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
-MOST_RANKS = {"gloo": 8, "sim": 16}  #  processes on a laptop; stripes that can be told apart
+MOST_RANKS = {"gloo": 8, "sim": 16}  # gloo: processes on a laptop; sim: stripes that can still be told apart
 MOST_NUMBERS = 48
 
-# One second a message and bytes for free on each: the clock below the picture counts steps.
+# A message takes one second, whatever its size: the time below the picture counts steps.
 LINKS: dict[str, Callable[[], Network]] = {
     "switch": lambda: Network(latency=1.0, bandwidth=math.inf),
     "ring, one way": lambda: Network.ring(bidirectional=False, latency=1.0, bandwidth=math.inf),
@@ -34,17 +34,18 @@ LINKS: dict[str, Callable[[], Network]] = {
 
 
 def most_numbers(ranks: int) -> int:
-    """Elements a rank, as many as the slider offers and as can be traced back to their ranks."""
+    """The most elements per rank that fit the slider and can carry their origin."""
     return min(MOST_NUMBERS, most_elements(ranks, torch.int64))
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls, and under them the animation of the run they ask for. Display it as the last expression of a cell.
+    """Controls, with the animation of a run below them. Display it as the last expression of a cell.
 
     Args:
-        operation, algorithm, ranks, numbers, root, backend, links: what it starts with; `numbers` is the elements of each rank's tensor.
+        operation, algorithm, ranks, numbers, root, backend, links: the first settings. `numbers` is the elements of each rank's tensor.
 
-    Raises ValueError for an operation, algorithm, backend or link that there is not, and for numbers past a slider's ends.
+    Raises:
+        ValueError: an unknown operation, algorithm, backend or link, or a number outside its slider's range.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class Explorer(ipywidgets.VBox):
         self.html = ""
         controls = [self.operation, self.algorithm, self.ranks, self.numbers, self.backend, self.root, self.links]
         super().__init__([ipywidgets.HBox(controls, layout={"flex_flow": "row wrap", "max_width": "960px"}), self.picture])
-        self._settling = False
+        self._adjusting = False
         for control in controls:
             control.observe(self._changed, "value")
         self._changed({"owner": None})
 
     def program(self) -> Callable[[torch.Tensor], Any]:
-        """What every rank calls with its tensor."""
+        """The function that every rank calls with its tensor."""
         operation, options = self.operation.value, {"algorithm": self.algorithm.value}
         if operation in ROOT:
             options[ROOT[operation]] = self.root.value
@@ -101,10 +102,10 @@ class Explorer(ipywidgets.VBox):
         return lambda x: function(**options) if operation == "barrier" else function(x, **options)
 
     def _changed(self, change: Any) -> None:
-        """Fit the other controls to the one that moved, then run once, however many of them that moved."""
-        if self._settling:
+        """Adjust the other controls to the one that changed, then run once."""
+        if self._adjusting:
             return
-        self._settling = True
+        self._adjusting = True
         try:
             if change["owner"] is self.operation:
                 algorithms = tuple(autograd.algorithms(self.operation.value))
@@ -116,7 +117,7 @@ class Explorer(ipywidgets.VBox):
             self.root.disabled = self.operation.value not in ROOT
             self.links.disabled = self.backend.value != "sim"
         finally:
-            self._settling = False
+            self._adjusting = False
         self._show()
 
     def _show(self) -> None:
@@ -125,12 +126,12 @@ class Explorer(ipywidgets.VBox):
         try:
             run = watch(self.program(), n, numel=self.numbers.value, backend=self.backend.value, network=network)
             self.html, plain = run.animate().html(), repr(run.trace)
-        except (RuntimeError, ValueError, TimeoutError) as error:  #  shown where the picture would be, not lost in a log
+        except (RuntimeError, ValueError, TimeoutError) as error:  # shown in place of the picture
             self.html, plain = f"<pre>{escape(str(error))}</pre>", str(error)
         self.picture.outputs = ({"output_type": "display_data", "data": {"text/html": self.html, "text/plain": plain}, "metadata": {}},)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live controls, and beside them the picture as HTML: what a page without a kernel shows."""
+        """The live controls, and the picture as HTML for a page without a kernel."""
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         return {**data, "text/html": self.html}, metadata

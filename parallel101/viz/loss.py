@@ -1,13 +1,12 @@
-"""The loss while it falls: one picture in a notebook that is redrawn in place, fed from the ranks themselves.
+"""Loss curves: drawn once from a finished run (`loss_scene`), or live in a notebook while the ranks train (`LiveLoss`).
 
-with LiveLoss() as live:                                     the notebook: draws, a few times a second
+with LiveLoss() as live:                                     the notebook reads the file and redraws the picture
     p101.launch(train, live, world_size=2)
-        …  trainer.fit(batches, on_step=live.curve("2 ranks"))  …        a rank: appends a line to a file that both know
+        …  trainer.fit(batches, on_step=live.curve("2 ranks"))  …        each rank appends its losses to a file
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import tempfile
@@ -21,19 +20,19 @@ import torch.distributed as dist
 
 from parallel101.record.units import round_step
 from parallel101.viz.palette import PLOTTED
-from parallel101.viz.scene import Scene
+from parallel101.viz.scene import Scene, data_uri
 
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
-EVERY = 0.25  #  seconds between two drawings
+INTERVAL = 0.25  # seconds between two drawings
 MOST_POINTS = 400
-DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")  #  as well as colours: two curves that lie upon each other are both seen
+DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")  # of the curves: dashes show two curves that lie on top of each other
 STYLE = "".join(f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}" for i, colour in enumerate(PLOTTED))
 
-Curve = Sequence[tuple[float, float]]  #  (step, loss)
+Curve = Sequence[tuple[float, float]]  # (step, loss)
 
 
-class Step(Protocol):
-    """What a trainer's `fit` tells of a step."""
+class StepLoss(Protocol):
+    """What `fit` passes to `on_step` after each step."""
 
     @property
     def step(self) -> int: ...
@@ -41,8 +40,8 @@ class Step(Protocol):
     def loss(self) -> float: ...
 
 
-class Losses(Protocol):
-    """What a trainer's `fit` gives."""
+class LossHistory(Protocol):
+    """What `fit` returns."""
 
     @property
     def steps(self) -> Sequence[int]: ...
@@ -50,25 +49,32 @@ class Losses(Protocol):
     def losses(self) -> Sequence[float]: ...
 
 
-def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "Training loss", until: float | None = None) -> Scene:
+def loss_scene(
+    curves: LossHistory | Mapping[str, LossHistory | Curve], *, title: str = "Training loss", until: float | None = None
+) -> Scene:
     """Draw losses over steps.
 
     Args:
-        curves: a trainer's history, or several of them, or lists of (step, loss), by name.
-        until: the last step of the axis, where it is known beforehand.
+        curves: a trainer's history; or several of them, or lists of (step, loss), by name.
+        title: above the picture.
+        until: the last step of the axis; None: the last step of the curves.
 
-    Returns: a Scene that stands still; its colours follow the page. Raises ValueError for more than five curves.
+    Returns:
+        A still Scene.
+
+    Raises:
+        ValueError: more than five curves.
     """
     named = curves if isinstance(curves, Mapping) else {"loss": curves}
     lines = {name: points(curve) for name, curve in named.items()}
     if len(lines) > len(PLOTTED):
-        raise ValueError(f"{len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}")
+        raise ValueError(f"got {len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}")
     scene = Scene(960, 330, title, "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line))
     scene.style += STYLE
     everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
     last = until or max(step for step, _ in everything) or 1
     high = max(loss for _, loss in everything) * 1.05 or 1.0
-    right = min(RIGHT, 850.0 - 8 * max(map(len, lines), default=0))  #  room for names and values
+    right = min(RIGHT, 850.0 - 8 * max(map(len, lines), default=0))  # room for names and values
 
     def at(step: float, loss: float) -> tuple[float, float]:
         return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
@@ -97,20 +103,21 @@ def loss_scene(curves: Losses | Mapping[str, Losses | Curve], *, title: str = "T
     return scene
 
 
-def points(curve: Losses | Curve) -> list[tuple[float, float]]:
+def points(curve: LossHistory | Curve) -> list[tuple[float, float]]:
     return [
         (float(step), float(loss)) for step, loss in (curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True))
     ]
 
 
 class LiveLoss:
-    """A picture of losses that grows while ranks train. It travels to the ranks as any argument does, and they `add` to it.
+    """A picture of losses that grows while ranks train. Pass it to `launch` as an argument; the ranks add points to it.
 
     Args:
-        title: above the picture. until: the last step of the axis, where it is known.
+        title: above the picture.
+        until: the last step of the axis, if known.
 
-    In a notebook it is drawn where the `with` stands, again and again in place, and once more, to stay, at its end. Elsewhere, in a script
-    or a test, nothing is drawn, and `curves` and `scene()` are there all the same.
+    In a notebook the picture appears at the `with` and is redrawn in place until the block ends. Outside a notebook nothing is drawn, but
+    `curves` and `scene()` work all the same.
     """
 
     def __init__(self, title: str = "Training loss", until: float | None = None):
@@ -121,22 +128,22 @@ class LiveLoss:
         self.curves: dict[str, list[tuple[float, float]]] = {}
         self._read = 0
         self._handle: Any = None
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A rank gets the place to write to, and nothing else."""
+        """A rank gets the path of the file, and nothing else."""
         return {"path": self.path}
 
     def add(self, name: str, step: float, loss: float) -> None:
-        """One more point of a curve; from any rank. A line is written at once and whole, so that ranks do not mix theirs."""
+        """Add a point to a curve, from any rank. The line is one write(), so lines of different ranks do not mix."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps([name, step, loss]) + "\n")
 
-    def curve(self, name: str, rank: int = 0) -> Callable[[Step], None]:
-        """What `fit` takes as `on_step`: every step adds its loss to this curve. All ranks may have it, and only `rank` writes."""
+    def curve(self, name: str, rank: int = 0) -> Callable[[StepLoss], None]:
+        """An `on_step` for `fit` that adds the loss of every step to this curve. All ranks may pass it; only `rank` writes."""
 
-        def on_step(step: Step) -> None:
+        def on_step(step: StepLoss) -> None:
             if not dist.is_initialized() or dist.get_rank() == rank:
                 self.add(name, step.step, step.loss)
 
@@ -147,25 +154,25 @@ class LiveLoss:
             from IPython.display import display
 
             self._handle = display(self._image(), display_id=True)
-            self._thread = threading.Thread(target=self._draw_on, daemon=True)
+            self._thread = threading.Thread(target=self._redraw, daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stop.set()
         if self._thread is not None:
             self._thread.join()
         self.update()
         self.path.unlink(missing_ok=True)
         if self._handle is not None:
-            self._handle.update(self.scene())  #  with the player's script it follows the page's theme
+            self._handle.update(self.scene())  # unlike the image so far, this follows the page's theme
 
     def update(self) -> bool:
-        """Read what the ranks have written since; True where there was something."""
+        """Read what the ranks have written since the last call. Returns whether there was anything new."""
         with open(self.path, "rb") as file:
             file.seek(self._read)
             new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
+        whole = new[: new.rfind(b"\n") + 1]  # a rank may be in the middle of a line
         self._read += len(whole)
         for line in whole.splitlines():
             name, step, loss = json.loads(line)
@@ -176,22 +183,20 @@ class LiveLoss:
         """The picture as it is now."""
         return loss_scene(self.curves, title=self.title, until=self.until)
 
-    def _draw_on(self) -> None:
-        while not self._over.wait(EVERY):
+    def _redraw(self) -> None:
+        while not self._stop.wait(INTERVAL):
             if self.update():
                 self._handle.update(self._image())
 
     def _image(self) -> Any:
         from IPython.display import HTML
 
-        coded = base64.b64encode(self.scene().svg().encode()).decode()
-        return HTML(
-            f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" src="data:image/svg+xml;base64,{coded}">'
-        )
+        source = data_uri(self.scene().svg())
+        return HTML(f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" src="{source}">')
 
 
 def in_notebook() -> bool:
-    """Whether there is a page that can show a picture: a kernel's, not a terminal's."""
+    """Whether this is a notebook's kernel, and not a terminal."""
     try:
         from IPython.core.getipython import get_ipython
     except ImportError:

@@ -1,31 +1,38 @@
-"""The right half of the collective view: ranks × chunks, one stripe in a cell for each rank whose data is in it.
+"""The right half of the collective view: what each rank holds, or only how many bytes moved if the contents are unknown.
 
-A stripe too many ("×2") and a stripe that is missing from what a rank returned are drawn as the errors they are.
+    chunk     a      b      c             from \\ to    0     1
+    rank 0  ▌▐    ▌▌▐▐     ▐                       0        96 B
+    rank 1  ▌     ▌▌▐▐    ▌▐                       1  96 B
+
+On the left, ranks × chunks: a cell has one stripe for each rank whose data is in it. A stripe that was added twice ("×2") and
+a stripe that is missing from what a rank returned are drawn as errors. On the right, source × destination, with bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 from parallel101.analysis.columns import Counts
 from parallel101.analysis.replay import START, History
 from parallel101.analysis.verdict import lacks
+from parallel101.record.units import human_bytes
 from parallel101.viz.scene import Node, Scene, box, number
-from parallel101.viz.tempo import Tempo
+from parallel101.viz.timing import Timing
 
-LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0  #  of the cells; MIDDLE is the y of their centre
+LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0  # of the cells; MIDDLE is the y of their centre
 GAP = 3.0
 STYLE = (
     ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}.err{fill:none;stroke:var(--warn);stroke-width:2}"
     ".gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;stroke-dasharray:3 2}"
-    ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}"
+    ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}.sent{fill:var(--accent)}"
 )
-NARROW = "translate(-408,352) scale(.94)"  #  room for the words at its left, and for those below it
+NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its left and below it
 
 
 class Matrix:
-    """Geometry of the cells: a row for each rank that took part, a column for each chunk."""
+    """The geometry of the cells: a row for each rank that took part, a column for each chunk."""
 
     def __init__(self, history: History):
         self.history = history
@@ -46,13 +53,13 @@ class Matrix:
         return self.cell_width - 2 * self.gap, self.cell_height - 2 * self.gap
 
     def stripe(self, column: int, origin: int) -> tuple[float, float]:
-        """(x within the cell, width) of the stripe for a rank's data."""
+        """(x inside the cell, width) of the stripe for a rank's data."""
         stripes = self.history.columns[column].stripes
         width = self.inner[0] / len(stripes)
         return stripes.index(origin) * width, width
 
     def stripes(self, x: float, y: float, column: int, counts: Counts, apart: bool = False) -> str:
-        """A path of a chunk's stripes: each `apart`, or those side by side as one (the lines between them are drawn over the column)."""
+        """A path of a chunk's stripes. Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the lines."""
         stripes, path, k = self.history.columns[column].stripes, "", 0
         width = self.inner[0] / len(stripes)
         apart = apart and width > 3
@@ -67,18 +74,18 @@ class Matrix:
         return path
 
 
-def draw_matrix(scene: Scene, history: History, tempo: Tempo) -> None:
-    """Add ranks × chunks, and what flies between the rows."""
+def draw_matrix(scene: Scene, history: History, timing: Timing) -> None:
+    """Add ranks × chunks, and the data that moves between the rows."""
     scene.style += STYLE
     matrix = Matrix(history)
     panel = scene.panel(narrow=NARROW)
     _frame(panel, matrix)
     marks = Node("g")
-    _cells(panel, marks, matrix, tempo)
+    _cells(panel, marks, matrix, timing)
     _separators(panel, matrix)
     panel.children.append(marks)
-    _missing(marks, matrix, tempo)
-    _bands(scene, panel, matrix, tempo)
+    _missing(marks, matrix, timing)
+    _bands(scene, panel, matrix, timing)
     panel.add("text", _legend(history), x=LEFT + WIDTH / 2, y=matrix.bottom + 24, font_size=12, class_="m c")
 
 
@@ -94,37 +101,37 @@ def _frame(panel: Node, matrix: Matrix) -> None:
             panel.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="faint")
 
 
-def _cells(panel: Node, marks: Node, matrix: Matrix, tempo: Tempo) -> None:
-    """Every state of every cell, those that come and go together in one group."""
+def _cells(panel: Node, marks: Node, matrix: Matrix, timing: Timing) -> None:
+    """Every state of every cell. States with the same begin and end share a group."""
     history = matrix.history
     together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
     for (rank, column), states in history.cells.items():
         returned = history.returned[rank] if history.returned else None
-        if returned is not None:  # in the end only what the rank returned is left
+        if returned is not None:  # at the end, only what the rank returned is shown
             last = returned.get(column, (0,) * history.trace.world_size)
             states = [*states, (float(history.steps), last)] if last != states[-1][1] else states
         states = states if history.steps else [(START, states[-1][1])]
         for (begin, counts), (end, _) in zip(states, [*states[1:], (math.inf, ())], strict=True):
             if any(counts) and begin != end:
-                together[tempo.at(begin), tempo.at(end)].append((rank, column, counts))
+                together[timing.at(begin), timing.at(end)].append((rank, column, counts))
     for span, cells in sorted(together.items()):
-        group, errors = _during(panel, span, tempo), Node("g")
+        group, errors = _during(panel, span, timing), Node("g")
         for column in sorted({c for _, c, _ in cells}):
             path = "".join(matrix.stripes(*matrix.corner(rank, c), c, counts) for rank, c, counts in cells if c == column)
             group.add("path", d=path, class_=f"f{column % 8}")
         for rank, column, counts in cells:
             _mark_errors(errors, matrix, rank, column, counts)
         if errors.children:
-            _during(marks, span, tempo).children += errors.children
+            _during(marks, span, timing).children += errors.children
 
 
-def _during(parent: Node, span: tuple[float, float], tempo: Tempo) -> Node:
+def _during(parent: Node, span: tuple[float, float], timing: Timing) -> Node:
     group = parent.add("g")
-    return group if span[0] <= 0 and span[1] > tempo.duration else group.show(span)
+    return group if span[0] <= 0 and span[1] > timing.duration else group.show(span)
 
 
 def _separators(panel: Node, matrix: Matrix) -> None:
-    """The thin lines between the stripes, through all the rows of each column."""
+    """The thin lines between stripes, through all rows of a column."""
     path, narrowest = "", matrix.cell_width
     for c, column in enumerate(matrix.history.columns):
         x = matrix.left + c * matrix.cell_width + matrix.gap
@@ -136,7 +143,7 @@ def _separators(panel: Node, matrix: Matrix) -> None:
 
 
 def _mark_errors(group: Node, matrix: Matrix, rank: int, column: int, counts: Counts) -> None:
-    """What is in a sum more than once, and sums of elements that do not belong together."""
+    """Flag data that was added more than once, and sums of elements from different positions."""
     doubled = [origin for origin in matrix.history.columns[column].stripes if counts[origin] > 1]
     mixed = matrix.history.columns[column].mixed
     if not doubled and not mixed:
@@ -152,11 +159,11 @@ def _mark_errors(group: Node, matrix: Matrix, rank: int, column: int, counts: Co
         group.add("text", text, x=middle, y=y + height / 2 + 3.6, class_="flagged c")
 
 
-def _missing(marks: Node, matrix: Matrix, tempo: Tempo) -> None:
-    """The stripes that are not in what a rank returned."""
+def _missing(marks: Node, matrix: Matrix, timing: Timing) -> None:
+    """The stripes that are missing from what a rank returned."""
     group = marks.add("g")
-    if tempo.duration:
-        group.show((tempo.reveal, tempo.duration + 1))
+    if timing.duration:
+        group.show((timing.reveal, timing.duration + 1))
     for rank, column in matrix.history.cells:
         gone = lacks(matrix.history, rank, column)
         (x, y), (width, height) = matrix.corner(rank, column), matrix.inner
@@ -168,8 +175,8 @@ def _missing(marks: Node, matrix: Matrix, tempo: Tempo) -> None:
             group.add("rect", x=x + dx + rim, y=y + 2.5, width=stripe - 2 * rim, height=height - 5, class_="gone")
 
 
-def _bands(scene: Scene, panel: Node, matrix: Matrix, tempo: Tempo) -> None:
-    """What a message carries, on its way from the sender's row to the receiver's. Those that go equally far move as one."""
+def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
+    """The data of each message, sliding from the sender's row to the receiver's. Data that slides equally far shares a group."""
     history, (width, height) = matrix.history, matrix.inner
     scene.definitions.append(
         f'<clipPath id="cells"><rect y="{matrix.top - 2:.1f}" width="960" height="{matrix.bottom - matrix.top + 4:.1f}"/></clipPath>'
@@ -178,21 +185,21 @@ def _bands(scene: Scene, panel: Node, matrix: Matrix, tempo: Tempo) -> None:
     last, first = history.ranks[-1], history.ranks[0]
     wraps = history.layout.kind == "ring" and len(history.ranks) > 2 and history.layout.order == history.ranks
     for step in range(history.steps):
-        step_group = moving.add("g").show((tempo.start(step), tempo.land(step)))
+        step_group = moving.add("g").show((timing.start(step), timing.arrival(step)))
         groups: dict[float, Node] = {}
         for i in history.in_step(step):
             m = history.messages[i]
             for landing in history.landings[i]:
                 (x, y0), (_, y1) = matrix.corner(m.src, landing.column), matrix.corner(m.dst, landing.column)
                 routes = [(y0, y1 - y0)]
-                if wraps and (m.src, m.dst) in ((last, first), (first, last)):  # out at one end of the column and in at the other
+                if wraps and (m.src, m.dst) in ((last, first), (first, last)):  # leaves at one end of the column and enters at the other
                     down = matrix.cell_height if m.src == last else -matrix.cell_height
                     routes = [(y0, down), (y1 - down, down)]
                 for y, far in routes:
                     group = groups.get(round(far, 1))
                     if group is None:
                         group = groups[round(far, 1)] = step_group.add("g")
-                        begin, end = tempo.start(step), tempo.land(step)
+                        begin, end = timing.start(step), timing.arrival(step)
                         group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
                     group.add("rect", x=x - 1, y=y - 1, width=width + 2, height=height + 2, rx=3, class_="mv")
                     group.add("path", d=matrix.stripes(x, y, landing.column, landing.carried, apart=True), class_=f"f{landing.column % 8}")
@@ -200,11 +207,59 @@ def _bands(scene: Scene, panel: Node, matrix: Matrix, tempo: Tempo) -> None:
 
 def _legend(history: History) -> str:
     if history.sums:
-        return (
-            "One stripe: one rank's data is in it. Full cell: finished."
-            if len(history.columns) > 1
-            else "One stripe: one rank's data is in it."
-        )
+        stripe = "Each stripe is one rank's data."
+        return f"{stripe} A full cell is finished." if len(history.columns) > 1 else stripe
     if any(len(column.stripes) > 1 for column in history.columns):
-        return "One stripe: the part that came from one rank."
-    return "Full cell: this rank has it."
+        return "Each stripe is the part that came from one rank."
+    return "A full cell: this rank has the chunk."
+
+
+def draw_traffic(scene: Scene, history: History, timing: Timing, note: Iterable[str]) -> None:
+    """Add the matrix of bytes, a row for each sender. The note below it says why the contents are not shown."""
+    scene.style += STYLE
+    panel = scene.panel(narrow=NARROW)
+    n = len(history.ranks)
+    width, height = min(103.0, WIDTH / n), min(56.0, HEIGHT / n)
+    left, top = LEFT + (WIDTH - width * n) / 2, MIDDLE - height * n / 2
+    place = {rank: i for i, rank in enumerate(history.ranks)}
+    gap = 2.0 if n <= 16 else 0.5
+    every = 1 if n <= 16 else 8  # of a large matrix, label every eighth row and column
+    panel.add("text", "from \\ to", x=left - 12, y=top - 9, font_size=12, class_="m e")
+    for rank in history.ranks[::every]:
+        panel.add("text", rank, x=left + (place[rank] + 0.5) * width, y=top - 9, font_size=12, class_="m c")
+        panel.add("text", f"rank {rank}", x=left - 12, y=top + (place[rank] + 0.5) * height + 4, font_size=12, class_="m e")
+    for src in history.ranks:
+        y = top + place[src] * height + gap
+        row = "".join(box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n))
+        panel.add("path", d=row, class_="faint")
+    totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by (src, dst): the bytes sent after each step
+    for step in range(history.steps):
+        for i in history.in_step(step):
+            m = history.messages[i]
+            so_far = totals[m.src, m.dst][-1][1] if totals[m.src, m.dst] else 0
+            totals[m.src, m.dst].append((step, so_far + m.nbytes))
+    most = max((states[-1][1] for states in totals.values()), default=1) or 1
+    for (src, dst), states in sorted(totals.items()):
+        x, y = left + place[dst] * width, top + place[src] * height
+        for (step, nbytes), (until, _) in zip(states, [*states[1:], (history.steps, 0)], strict=True):
+            share = nbytes / most
+            if step == until:
+                continue
+            group = panel.add("g").show((timing.arrival(step), timing.arrival(until) if until < history.steps else timing.duration + 1))
+            group.add(
+                "rect",
+                x=x + gap,
+                y=y + gap,
+                width=width - 2 * gap,
+                height=height - 2 * gap,
+                rx=2,
+                class_="sent",
+                fill_opacity=0.15 + 0.75 * share,
+            )
+            if width > 36:
+                text = human_bytes(nbytes)
+                size = min(12.0, (width - 6) / (0.58 * len(text)))
+                group.add("text", text, x=x + width / 2, y=y + height / 2 + 4, font_size=size, class_="c on" if share > 0.5 else "c")
+    if history.messages:
+        for k, line in enumerate(note):
+            panel.add("text", line, x=LEFT + WIDTH / 2, y=MIDDLE + height * n / 2 + 20 + 16 * k, font_size=12, class_="m c")

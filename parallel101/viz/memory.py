@@ -1,7 +1,9 @@
-"""Memory a rank: what it holds solid, what only others hold hatched, the sum large at the right; one panel a trainer.
+"""Memory per rank: solid is what a rank holds, hatched is what only other ranks hold, and the total is at the right.
 
-rank 0  ▇▇▇▇ ▇▇//  ▇▇▇▇//////////   18.9 MB        from what `describe()` counted in the storages,
-rank 1  ▇▇▇▇ //▇▇  //////▇▇▇▇////   18.9 MB        never from what somebody multiplied
+rank 0  ▇▇▇▇ ▇▇//  ▇▇▇▇//////////   18.9 MB        one panel for each trainer
+rank 1  ▇▇▇▇ //▇▇  //////▇▇▇▇////   18.9 MB
+
+The bytes were counted by a trainer's `describe()` in its tensors. What memory should cost is in `parallel101.cost`.
 """
 
 from __future__ import annotations
@@ -9,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from parallel101.trainers.memory import readable
+from parallel101.record.units import decimal_bytes
 from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 120.0
 TALL, ROW, HEAD, BETWEEN = 22.0, 27.0, 26.0, 12.0
-MOMENT = ", at most"  #  how a kind is called that is there for a moment only
-HOUSE_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
-FREE_COLOURS = (4, 6, 2, 7, 5)
+PEAK = ", at most"  # the end of the name of a kind that is held only for a moment
+KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
+OTHER_COLOURS = (4, 6, 2, 7, 5)
 MOST_ROWS = 48
 
 
-class Counted(Protocol):
-    """What a trainer's `describe()` gives: kind → bytes by position, and the ranks of these positions."""
+class Holdings(Protocol):
+    """What a trainer's `describe()` returns: kind → bytes by position in the group, and the rank at each position."""
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -29,37 +31,35 @@ class Counted(Protocol):
     def bytes(self) -> Mapping[str, Sequence[int]]: ...
 
 
-def memory_scene(counted: Counted | Mapping[str, Counted], *, title: str = "Memory per rank", note: str = "") -> Scene:
-    """Draw bytes a rank as they were counted.
+def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "Memory per rank", note: str = "") -> Scene:
+    """Draw the bytes that each rank holds.
 
     Args:
-        counted: what `trainer.describe()` gave; or several of them by name, drawn above each other on one scale.
-        title, note: above the picture; the note stands at the right.
+        holdings: what `trainer.describe()` returned; or several of them by name, drawn one below the other on one scale.
+        title, note: the title of the picture, and a note at its right.
 
     Returns:
-        A Scene that stands still. The bar of a kind is as long as the most that any rank in the picture holds of it; a rank that holds
-        less owns a piece of it, and the rest of the bar is hatched. So put the trainer that holds everything beside those that share.
+        A still Scene. A kind's bar is as long as the most that any rank in the picture holds of it. If a rank holds less, the rest of
+        its bar is hatched. So draw a trainer that holds everything next to those that shard it.
 
     Raises:
         ValueError: nothing to draw, or more than 48 rows.
     """
-    panels = counted if isinstance(counted, Mapping) else {"": counted}
+    panels = holdings if isinstance(holdings, Mapping) else {"": holdings}
     rows = sum(len(of.ranks) for of in panels.values())
     if not 0 < rows <= MOST_ROWS:
-        raise ValueError(f"{rows} rows (ranks of {len(panels)} trainers): expected 1 to {MOST_ROWS}")
+        raise ValueError(f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} rows to draw")
     most: dict[str, int] = {}
     for of in panels.values():
         for kind, by_position in of.bytes.items():
             most[kind] = max([most.get(kind, 0), *by_position])
-    most = {kind: count for kind, count in sorted(most.items(), key=lambda item: item[0].endswith(MOMENT)) if count}
+    most = {kind: count for kind, count in sorted(most.items(), key=lambda item: item[0].endswith(PEAK)) if count}
     scale = (RIGHT - LEFT - 4 * len(most)) / max(sum(most.values()), 1)
     lefts, x = {}, LEFT
     for kind, count in most.items():
         lefts[kind], x = x, x + count * scale + 4
     colours = colours_of(most)
-    scene = Scene(
-        960, round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8), title, "Bytes that each rank holds, as they were counted."
-    )
+    scene = Scene(960, round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8), title, "The bytes that each rank holds.")
     scene.style += ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
     scene.definitions.append(HATCHING)
     _head(scene, note, colours)
@@ -73,7 +73,7 @@ def memory_scene(counted: Counted | Mapping[str, Counted], *, title: str = "Memo
                 mine = of.bytes.get(kind, [0] * len(of.ranks))[position]
                 _bar(scene, kind, mine, whole, position / len(of.ranks), lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
-            scene.add("text", readable(total), x=932, y=y + 17, font_size=17, class_="b e")
+            scene.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW
         y += BETWEEN
     return scene
@@ -81,15 +81,15 @@ def memory_scene(counted: Counted | Mapping[str, Counted], *, title: str = "Memo
 
 def _bar(scene: Node, kind: str, mine: int, whole: int, place: float, left: float, y: float, scale: float, colour: int) -> None:
     width = whole * scale
-    passing = kind.endswith(MOMENT)
-    if not passing:
+    temporary = kind.endswith(PEAK)
+    if not temporary:
         scene.add("rect", x=left, y=y, width=width, height=TALL, rx=2, class_="others")
     if not mine:
         return
-    at = left + (0.0 if passing or mine == whole else min(place * width, width - mine * scale))
+    at = left + (0.0 if temporary or mine == whole else min(place * width, width - mine * scale))
     rect = scene.add("rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}")
-    rect.add("title", f"{kind}: {readable(mine)}")
-    text = readable(mine)
+    rect.add("title", f"{kind}: {decimal_bytes(mine)}")
+    text = decimal_bytes(mine)
     if 7 * len(text) + 6 < mine * scale:
         scene.add("text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
 
@@ -103,10 +103,10 @@ def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> None:
         scene.add("rect", x=x, y=82, width=14, height=10, rx=2, class_=f"f{colour}")
         scene.add("text", kind, x=x + 20, y=91, font_size=12.5, class_="m")
         x += 40 + 6.6 * len(kind)
-    scene.add("text", "together", x=932, y=91, font_size=12, class_="m e")
+    scene.add("text", "total", x=932, y=91, font_size=12, class_="m e")
 
 
 def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
-    """A colour for each kind: the house's, or one that is left."""
-    others = [kind for kind in kinds if kind not in HOUSE_COLOURS]
-    return {kind: HOUSE_COLOURS[kind] if kind in HOUSE_COLOURS else FREE_COLOURS[others.index(kind) % len(FREE_COLOURS)] for kind in kinds}
+    """A colour for each kind: the one in KIND_COLOURS, or else one of the others."""
+    others = [kind for kind in kinds if kind not in KIND_COLOURS]
+    return {kind: KIND_COLOURS[kind] if kind in KIND_COLOURS else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)] for kind in kinds}

@@ -1,10 +1,10 @@
-// The player: takes the looping SVG out of the figure's <img> and plays it by hand: play, step, scrub, speed.
-// Everything stands in a shadow root, so that no style leaks either way. Steps are [start, end, label], in seconds.
-function mount(figure, { duration, steps, intro, title, narrow, css }) {
+// The player: replaces the looping SVG in the figure's <img> with the same SVG and controls: play, step, scrub, speed.
+// It lives in a shadow root, so that its styles and the page's do not mix. A stop is [start, end, label]; times are in seconds.
+function mount(figure, { duration, stops, intro, title, narrow, css }) {
   if (figure.dataset.mounted) return;
   figure.dataset.mounted = "true";
   const host = document.createElement("div");
-  host.setAttribute("data-lm-suppress-shortcuts", "true");  // JupyterLab: arrows, space and letters are ours while we have the focus
+  host.setAttribute("data-lm-suppress-shortcuts", "true");  // in JupyterLab, the arrow keys and space go to the player while it has the focus
   const root = host.attachShadow({ mode: "open" });
   root.innerHTML = `<style>${css}</style>
   <div class="player" role="group"><div class="stage"></div><p class="caption"></p>
@@ -19,37 +19,37 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
   </div><div class="unseen" aria-live="polite"></div></div>`;
   const find = selector => root.querySelector(selector);
   const player = find(".player"), stage = find(".stage"), slider = find("input"), count = find(".count"), speed = find("select");
-  const playButton = find("[data-do=play]"), caption = find(".caption"), aloud = find("[aria-live]");
+  const playButton = find("[data-do=play]"), caption = find(".caption"), announcer = find("[aria-live]");
 
   const image = figure.querySelector("img");
   const bytes = Uint8Array.from(atob(image.src.split(",")[1]), char => char.charCodeAt(0));
   const source = new DOMParser().parseFromString(new TextDecoder().decode(bytes), "image/svg+xml");
   const svg = document.importNode(source.documentElement, true);
-  svg.querySelector("style.theme").remove();  // the colours come from .player, which follows the page
-  svg.querySelector("title").remove();        // it would pop up as a tooltip over the whole picture
+  svg.querySelector("style.theme").remove();  // the colours come from .player, which follows the page's theme
+  svg.querySelector("title").remove();        // browsers show it as a tooltip over the whole picture
   svg.setAttribute("aria-label", image.alt);
   stage.append(svg);
   player.setAttribute("aria-label", title);
-  player.classList.toggle("still", !steps.length);
+  player.classList.toggle("still", !stops.length);
 
   // ---- time
-  const less = matchMedia("(prefers-reduced-motion: reduce)");
-  const stops = steps.map(step => step[1]);
+  const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+  const ends = stops.map(stop => stop[1]);
   let time = 0, playing = false, goal = duration, last = 0, shown = -1, touched = false;
-  const moment = t => Math.max(0, Math.min(t + .002, duration - .001));  // past the rounding of keyTimes, and before the loop begins anew
-  const stepAt = t => steps.filter(step => step[0] <= moment(t)).length;  // how many have begun; 0 before the first
-  const seek = t => svg.setCurrentTime(moment(t));
+  const clamp = t => Math.max(0, Math.min(t + .002, duration - .001));  // keyTimes are rounded: seek a little later, but not past the end of the loop
+  const stepAt = t => stops.filter(stop => stop[0] <= clamp(t)).length;  // how many have started; 0 before the first
+  const seek = t => svg.setCurrentTime(clamp(t));
   const draw = () => {
     const step = stepAt(time);
-    seek(less.matches && playing && step ? stops[step - 1] : time);  // less motion: each step's outcome, and nothing that slides
+    seek(reducedMotion.matches && playing && step ? ends[step - 1] : time);  // with reduced motion, only the end of each step is shown
     slider.value = time;
-    const label = step ? steps[step - 1][2] : intro;
+    const label = step ? stops[step - 1][2] : intro;
     if (step !== shown) {
       shown = step;
-      count.textContent = `${step} / ${steps.length}`;
+      count.textContent = `${step} / ${stops.length}`;
       caption.textContent = label;
       slider.setAttribute("aria-valuetext", label);
-      aloud.textContent = label;
+      announcer.textContent = label;
     }
     figure.dataset.time = time.toFixed(3);
     figure.dataset.step = step;
@@ -73,43 +73,43 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
   const actions = {
     play() { if (playing) return setPlaying(false); if (time >= duration - .01) time = 0; goal = duration; setPlaying(true); },
     next() {
-      if (playing && goal < duration) jump(goal);  // pressed again while a step plays: take it as done
-      goal = stops.find(stop => stop > time + 1e-3) ?? duration;
-      if (less.matches) jump(goal); else if (time < goal) setPlaying(true);
+      if (playing && goal < duration) jump(goal);  // pressed again during a step: skip to the end of that step
+      goal = ends.find(end => end > time + 1e-3) ?? duration;
+      if (reducedMotion.matches) jump(goal); else if (time < goal) setPlaying(true);
     },
-    previous() { jump(stops.filter(stop => stop < time - 1e-3).pop() ?? 0); },
+    previous() { jump(ends.filter(end => end < time - 1e-3).pop() ?? 0); },
     home() { jump(0); },
     end() { jump(duration); },
   };
   const keys = { " ": "play", ArrowRight: "next", ArrowLeft: "previous", Home: "home", End: "end" };
-  if (steps.length) {
+  if (stops.length) {
     root.querySelectorAll("[data-do]").forEach(button => { button.onclick = () => actions[button.dataset.do](); });
     slider.max = duration;
     slider.oninput = () => jump(+slider.value);
     stage.tabIndex = 0;
-    stage.setAttribute("aria-label", "Picture: space plays, arrows step");
+    stage.setAttribute("aria-label", "Picture. Space: play or pause. Arrow keys: previous or next step.");
     stage.onclick = () => actions.play();
     player.addEventListener("keydown", event => {
       const action = keys[event.key];
       if (!action || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select")) return;
-      if (event.key === " " && event.target.matches("button")) return;  // a button's own key
+      if (event.key === " " && event.target.matches("button")) return;  // space presses the button that has the focus
       event.preventDefault();
       event.stopPropagation();
       actions[action]();
     });
-    for (const stop of stops) {
+    for (const end of ends) {
       const tick = document.createElement("i");
       tick.className = "tick";
-      tick.style.left = `calc(8px + (100% - 16px) * ${stop / duration})`;
+      tick.style.left = `calc(8px + (100% - 16px) * ${end / duration})`;
       find(".track").prepend(tick);
     }
   }
 
-  // ---- on paper: the outcome, where nobody has moved the slider yet
+  // ---- printing: the last moment, unless the reader has chosen another one
   addEventListener("beforeprint", () => { setPlaying(false); seek(touched ? time : duration); });
   addEventListener("afterprint", () => seek(time));
 
-  // ---- theme: dark where the page behind the figure is dark, and again whenever it changes
+  // ---- theme: dark if the page behind the figure is dark, checked again whenever the page changes
   const luminance = () => {
     for (let node = figure; node; node = node.parentElement || node.getRootNode().host) {
       const rgba = getComputedStyle(node).backgroundColor.match(/[\d.]+/g);
@@ -119,12 +119,12 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
     return scheme.includes("dark") && (!scheme.includes("light") || matchMedia("(prefers-color-scheme: dark)").matches) ? 0 : 255;
   };
   const setTheme = () => player.classList.toggle("dark", luminance() < 110);
-  const themeSoon = () => { setTheme(); setTimeout(setTheme, 100); setTimeout(setTheme, 800); };  // a page's new style sheet may arrive late
-  const observer = new MutationObserver(themeSoon);
+  const updateTheme = () => { setTheme(); setTimeout(setTheme, 100); setTimeout(setTheme, 800); };  // a new style sheet may load late
+  const observer = new MutationObserver(updateTheme);
   for (const node of [document.documentElement, document.body]) observer.observe(node, { attributes: true });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeSoon);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateTheme);
 
-  // ---- a phone: the panels stand under each other, and the words go below the picture, where they can wrap
+  // ---- phones: the panels are stacked, and the caption is below the picture, where it can wrap
   const wide = svg.getAttribute("viewBox"), card = svg.querySelector(".card");
   player.classList.toggle("wide", !narrow);
   const fit = () => {
@@ -144,7 +144,7 @@ function mount(figure, { duration, steps, intro, title, narrow, css }) {
   svg.pauseAnimations();
   setPlaying(false);
   draw();
-  themeSoon();
+  updateTheme();
   fit();
   new ResizeObserver(fit).observe(player);
 }

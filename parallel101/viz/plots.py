@@ -1,7 +1,7 @@
-"""Plots in the house style: measured points hollow, the model a line, labels at the lines, log axes where sizes are swept.
+"""Plots of measurements: hollow points for what was measured, lines for a model, labels at the lines, log axes.
 
-time │      ╱ ring          `sweep(measured, model)` draws it with matplotlib, as SVG whose colours follow the page,
-     │  ○─○╱  tree          light or dark, like every other picture here.
+time │      ╱ ring          `sweep(measured, model)` draws it with matplotlib, as an SVG whose colours follow the page's
+     │  ○─○╱  tree          theme, as those of every other picture here do.
      └─────────── bytes
 """
 
@@ -18,12 +18,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parallel101.record.units import human_bytes, human_seconds
-from parallel101.viz.palette import FONT, LIGHT, PLOTTED, written_out
+from parallel101.viz.palette import FONT, LIGHT, PLOTTED, with_colours
 from parallel101.viz.scene import Scene
 
 Series = Mapping[str, Mapping[float, float]]
 
-WIDTH, HEIGHT, DPI = 960, 420, 72  #  at 72 dots an inch a point is a pixel
+WIDTH, HEIGHT, DPI = 960, 420, 72  # at 72 dots per inch, a point is a pixel
 MARKERS = "os^Dv"
 UNITS = {"bytes": human_bytes, "seconds": human_seconds, "": lambda value: f"{value:,.0f}"}
 STYLE: dict[Any, Any] = {
@@ -44,41 +44,48 @@ STYLE: dict[Any, Any] = {
 
 
 class Plot(Scene):
-    """A matplotlib figure as a picture that stands still and follows the page's theme."""
+    """A matplotlib figure as a still Scene that follows the page's theme."""
 
-    def __init__(self, figure: Figure, title: str, story: str = ""):
-        super().__init__(WIDTH, HEIGHT, title, story)
+    def __init__(self, figure: Figure, title: str, subtitle: str = ""):
+        super().__init__(WIDTH, HEIGHT, title, subtitle)
         self.add("text", title, x=28, y=40, class_="h")
-        self.add("text", story, x=28, y=64, font_size=14, class_="m")
+        self.add("text", subtitle, x=28, y=64, font_size=14, class_="m")
         written = io.StringIO()
         with matplotlib.rc_context(STYLE):
             figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
         drawing = written.getvalue()
-        self.drawing = _follow_the_page(drawing[drawing.index("</defs>") + len("</defs>") : drawing.rindex("</svg>")])
+        self.drawing = _with_variables(drawing[drawing.index("</defs>") + len("</defs>") : drawing.rindex("</svg>")])
 
     def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
-        """The picture as SVG; it has no time, so t and smil change nothing."""
-        drawing = self.drawing if theme is None else written_out(self.drawing, theme)
+        """The picture as SVG. A plot does not move, so t and smil have no effect."""
+        drawing = self.drawing if theme is None else with_colours(self.drawing, theme)
         return super().svg(t, smil, theme).replace("</svg>", drawing + "</svg>")
 
 
 def sweep(
-    measured: Series, model: Series | None = None, *, title: str, story: str = "", x: str = "bytes", y: str = "seconds", x_label: str = ""
+    measured: Series,
+    model: Series | None = None,
+    *,
+    title: str,
+    subtitle: str = "",
+    x: str = "bytes",
+    y: str = "seconds",
+    x_label: str = "",
 ) -> Plot:
-    """Plot what was measured, and what a model says, over a sweep.
+    """Plot measurements and a model's predictions over a swept size.
 
     Args:
-        measured: for each label its {x: y}; drawn as hollow points.
-        model: the same; drawn as lines. A label that both have has one colour.
-        title: above the plot. story: a muted sentence under the title.
-        x, y: the units, "bytes", "seconds" or "" for plain numbers.
-        x_label: what x is, where the ticks do not say it.
+        measured: {label: {x: y}}, drawn as hollow points.
+        model: the same, drawn as lines. A label in both has one colour.
+        title, subtitle: above the plot.
+        x, y: the units: "bytes", "seconds", or "" for plain numbers.
+        x_label: the name of the x axis, if the ticks do not say it.
 
     Returns:
-        A Plot, which displays itself.
+        A Plot, which displays itself in a notebook.
 
     Raises:
-        ValueError: nothing to draw, more than five labels, or a value that a log axis has no place for.
+        ValueError: nothing to draw, more than five labels, or a value that is not above zero.
     """
     model = model or {}
     names = list(dict.fromkeys([*model, *measured]))
@@ -86,7 +93,7 @@ def sweep(
     if not values or not 1 <= len(names) <= len(MARKERS):
         raise ValueError(f"got {len(names)} labels ({', '.join(names)}): expected 1 to {len(MARKERS)}, with points")
     if min(values) <= 0:
-        raise ValueError(f"a log axis has no place for {min(values)}: expected values above zero")
+        raise ValueError(f"the axes are logarithmic, and one value is {min(values)}: expected values above zero")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
         axes = figure.add_axes((0.09, 0.12, 0.69, 0.64))
@@ -108,7 +115,7 @@ def sweep(
         axes.set_xlabel(x_label, loc="right")
         ends = {name: max({**model.get(name, {}), **measured.get(name, {})}.items()) for name in names}
         _labels(axes, ends)
-        return Plot(figure, title, story)
+        return Plot(figure, title, subtitle)
 
 
 def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
@@ -124,7 +131,7 @@ def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
 
 
 def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Each label at the end of its line, pushed apart where two would touch."""
+    """Each label at the end of its line, with labels that would touch pushed apart."""
     right = max(x for x, _ in ends.values())
     heights = {name: axes.transData.transform(point)[1] for name, point in ends.items()}
     bottom, gap = float("-inf"), 19.0
@@ -143,8 +150,8 @@ def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
         )
 
 
-def _follow_the_page(drawing: str) -> str:
-    """Colours become the page's variables, the font the house's, and links what an SVG inside a page calls them."""
+def _with_variables(drawing: str) -> str:
+    """Replace the light theme's colours by CSS variables, the font by ours, and xlink:href by href, for an SVG inside a page."""
     names = {LIGHT[name].lower(): name for name in ("bg", "ink", "mute", "line", "faint", *PLOTTED)}
     drawing = re.sub(r"#[0-9a-f]{6}\b", lambda match: f"var(--{names[match[0]]})" if match[0] in names else match[0], drawing)
     drawing = drawing.replace("xlink:href", "href")

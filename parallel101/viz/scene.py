@@ -2,36 +2,46 @@
 
     circle = scene.add("circle", r=5).key("translate", (0.0, (10, 10)), (1.0, (90, 10)), mode="ease")
 
-A `Node` is an SVG element; `key` says what one of its attributes is at which second. `Scene.svg(t)` draws one moment,
-`Scene.svg(smil=True)` lets the SVG play by itself (SMIL: no script), and `html.py` adds the controls.
+    Scene.svg(t)           one moment
+    Scene.svg(smil=True)   an SVG that plays in a loop (SMIL animation, no script)
+    Scene.html()           that loop in an <img>, and a script (player.js) that replaces it with play, step and scrub controls
+
+Nothing is fetched: the SVG is a data URI and the script is part of the HTML. If a page removes scripts, the loop still plays.
+What the pictures show is in the other files of this folder, one file for each kind of picture.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel101.viz.palette import FONT, STYLE, THEMES, variables, written_out
+from parallel101.viz.palette import FONT, STYLE, THEMES, variables, with_colours
 
 MODES = ("linear", "discrete", "ease")
-HATCHING = (  #  what `definitions` take, for a class that is filled with url(#hatching)
+HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
 )
 
 
-class Step(NamedTuple):
-    """One step of the story: what "next" plays, and what is read aloud."""
+class Stop(NamedTuple):
+    """One stop of the player: the button "next" plays up to its end, and a screen reader reads its label."""
 
-    start: float  #  seconds of the scene's clock
-    end: float  #  where "next" comes to rest
+    start: float  # seconds from the start of the scene
+    end: float
     label: str
 
 
 class Node:
-    """An SVG element with keyframes. In attribute names a last underscore goes and the others become hyphens: `class_`, `font_size`."""
+    """An SVG element with keyframes.
+
+    Attribute names are SVG's, with underscores for hyphens (`font_size`). A trailing underscore is dropped (`class_`).
+    """
 
     def __init__(self, tag: str, text: object = None, **attributes: Any):
         self.tag = tag
@@ -47,16 +57,16 @@ class Node:
         return child
 
     def key(self, attribute: str, *frames: tuple[float, Any], mode: str = "linear") -> Node:
-        """Animate an attribute through (second, value) frames. "translate" takes (x, y). Modes: linear, discrete, ease (in and out)."""
+        """Animate an attribute through (second, value) frames. The value of "translate" is (x, y). `mode` is one of MODES."""
         if mode not in MODES:
-            raise ValueError(f"mode={mode!r} is not one of {', '.join(MODES)}")
+            raise ValueError(f"mode={mode!r} is unknown: expected one of {', '.join(MODES)}")
         if not frames:
-            raise ValueError(f"no frames were given for {attribute!r}: pass at least one (second, value) pair")
+            raise ValueError(f"key() got no frames for {attribute!r}: pass at least one (second, value) pair")
         self.tracks[attribute] = (mode, sorted(frames, key=lambda frame: frame[0]))
         return self
 
     def show(self, *spans: tuple[float, float]) -> Node:
-        """Make the element visible only in the given [from, to) spans of seconds."""
+        """Make the element visible only during the given [begin, end) spans of seconds."""
         frames: dict[float, str] = {0.0: "hidden"}
         for begin, end in sorted(spans):
             frames[begin] = "visible"
@@ -65,12 +75,13 @@ class Node:
 
 
 class Scene(Node):
-    """A picture of `width` × `height` that lasts `duration` seconds, in `steps`.
+    """A picture of `width` × `height`, with an animation of `duration` seconds.
 
     Attributes:
-        steps: what "next" and "previous" move by; empty for a picture that stands still.
-        intro: what is said before the first step.
-        narrow: (width, height) of the picture on a phone, where each panel stands as its `narrow` says; None where it has no such form.
+        stops: where "next" and "previous" go; empty for a still picture.
+        intro: the caption before the first stop.
+        narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`; None if there is no such layout.
+        definitions: SVG elements for <defs>. style: CSS rules.
     """
 
     def __init__(self, width: int, height: int, title: str, description: str = ""):
@@ -78,29 +89,29 @@ class Scene(Node):
         self.width, self.height = width, height
         self.title, self.description = title, description
         self.duration = 0.0
-        self.steps: list[Step] = []
+        self.stops: list[Stop] = []
         self.intro = ""
         self.narrow: tuple[int, int] | None = None
         self.definitions: list[str] = []
         self.style = STYLE
 
     def __repr__(self) -> str:
-        return f"<Scene {self.title!r}: {self.width} × {self.height}, {len(self.steps)} steps, {self.duration:.3g} s>"
+        return f"<Scene {self.title!r}: {self.width} × {self.height}, {len(self.stops)} stops, {self.duration:.3g} s>"
 
     def panel(self, narrow: str, **attributes: Any) -> Node:
-        """A group that stands elsewhere on a phone: `narrow` is its transform there, or "none" for a part that is left out."""
+        """Add a group that moves in the layout for phones: `narrow` is its transform there, or "none" to leave it out."""
         return self.add("g", data_narrow=narrow, **attributes)
 
     def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
         """The picture as SVG.
 
         Args:
-            t: the second to draw; None is the last one.
-            smil: play by itself, in a loop, in place of standing still at t.
-            theme: "light" or "dark" for colours written out; None follows the reader's preference.
+            t: the second to draw; None: the last one.
+            smil: draw a loop that plays, instead of the moment t.
+            theme: "light" or "dark" for fixed colours; None: the reader's preference.
         """
         if theme is not None and theme not in THEMES:
-            raise ValueError(f"theme={theme!r} is not one of {', '.join(THEMES)} (or None, which follows the reader's)")
+            raise ValueError(f"theme={theme!r} is unknown: expected one of {', '.join(THEMES)}, or None for the reader's preference")
         t = self.duration if t is None else min(max(t, 0.0), self.duration)
         body = "".join(_element(child, t, self.duration if smil and self.duration else None) for child in self.children)
         if theme is None:
@@ -116,33 +127,70 @@ class Scene(Node):
             f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" height="{self.height - 1}" rx="10"/>'
             f"{body}</svg>"
         )
-        return text if theme is None else written_out(text, theme)
+        return text if theme is None else with_colours(text, theme)
 
     def html(self) -> str:
-        """The picture as an HTML fragment with controls: it needs no kernel and no network, and loops where scripts are stripped."""
-        from parallel101.viz.html import figure
+        """The picture with controls, as HTML for a notebook cell or any page. The same scene gives the same text, byte for byte."""
+        loop = self.svg(smil=True)
+        name = "p101-" + hashlib.sha256(loop.encode()).hexdigest()[:12]
+        setup = {
+            "duration": self.duration,
+            "stops": [[round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops],
+            "intro": self.intro,
+            "title": self.title,
+            "narrow": self.narrow,
+            "css": _CSS,
+        }
+        still = f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">' if self.stops else ""
+        alt = escape(f"{self.title}. {self.description}".strip())
+        return (
+            f'<figure id="{name}" class="p101" data-lm-suppress-shortcuts="true" style="margin:0;max-width:{self.width}px">'
+            f'<picture>{still}<img src="{data_uri(loop)}" alt="{alt}" style="width:100%;height:auto"></picture></figure>'
+            f"<script>(() => {{\n{_PLAYER}\n"
+            f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, {_json(setup)}));\n}})()</script>"
+        )
 
-        return figure(self)
+    def page(self) -> str:
+        """The picture as a whole HTML page, in the reader's theme."""
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+            '<meta name="color-scheme" content="light dark">'
+            f"<title>{escape(self.title)}</title><style>body{{margin:24px auto;max-width:{self.width}px;padding:0 12px}}"
+            f"@media (prefers-color-scheme:dark){{body{{background:#0e1116}}}}</style></head><body>{self.html()}</body></html>\n"
+        )
 
     def _repr_html_(self) -> str:
         return self.html()
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write a whole page (.html) or a picture that plays by itself (.svg). Returns the path."""
-        from parallel101.viz.html import page
-
+        """Write an HTML page with controls (.html) or an SVG that plays in a loop (.svg). Returns the path."""
         path = Path(path)
         if path.suffix == ".html":
-            path.write_text(page(self), encoding="utf-8")
+            path.write_text(self.page(), encoding="utf-8")
         elif path.suffix == ".svg":
             path.write_text(self.svg(smil=True), encoding="utf-8")
         else:
-            raise ValueError(f"{path} ends in {path.suffix or 'nothing'}: a scene is saved as .html (with controls) or .svg (a loop)")
+            raise ValueError(f"can't save a scene as {path}: expected a name that ends in .html (with controls) or .svg (a loop)")
         return path
 
 
+_HERE = Path(__file__).parent
+_PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
+_CSS = (_HERE / "player.css").read_text(encoding="utf-8").replace("/*LIGHT*/", variables("light")).replace("/*DARK*/", variables("dark"))
+
+
+def data_uri(svg: str) -> str:
+    """An SVG as the `src` of an <img>."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def _json(value: object) -> str:
+    """JSON that is safe inside a <script>: it has no "</script>" and no "<!--"."""
+    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+
+
 def value_at(track: tuple[str, list[tuple[float, Any]]], t: float) -> Any:
-    """What a track of keyframes says at second t."""
+    """The value of a track of keyframes at second t."""
     mode, frames = track
     if t < frames[0][0]:
         return frames[0][1]
@@ -159,18 +207,18 @@ def value_at(track: tuple[str, list[tuple[float, Any]]], t: float) -> Any:
 
 
 def number(value: Any) -> str:
-    """A number as short as SVG allows, at a precision of a hundredth; anything else as it is."""
+    """A float as short text, rounded to hundredths; anything else as `str` gives it."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as a piece of a path: many of them make one element."""
+    """A rectangle as a piece of a path, so that many of them fit into one element."""
     x0, y0, across, down = (number(round(float(v), 1)) for v in (x, y, width, height))
     return f"M{x0} {y0}h{across}v{down}h-{across}z"
 
 
 def _element(node: Node, t: float, loop: float | None) -> str:
-    """One element and all inside it, at second t, or animated through `loop` seconds."""
+    """An element and its children as text, at second t, or animated in a loop of `loop` seconds."""
     attributes, animations = dict(node.attributes), ""
     for name, track in node.tracks.items():
         now = value_at(track, 0.0 if loop else t)
@@ -189,12 +237,12 @@ def _element(node: Node, t: float, loop: float | None) -> str:
 
 
 def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: float) -> str:
-    """One SMIL element for one track."""
+    """The SMIL element of one track."""
     mode, frames = track
     frames = [(min(max(t, 0.0), duration), value) for t, value in frames]
     if frames[0][0] > 0:
         frames.insert(0, (0.0, frames[0][1]))
-    if frames[-1][0] < duration and mode != "discrete":  # a discrete track holds its last value by itself; the others must end at 1
+    if frames[-1][0] < duration and mode != "discrete":  # the times of all but discrete tracks must end at 1
         frames.append((duration, frames[-1][1]))
     times = ";".join(f"{t / duration:.5f}".rstrip("0").rstrip(".") for t, _ in frames)
     values = ";".join(" ".join(number(float(x)) for x in v) if isinstance(v, tuple) else number(v) for _, v in frames)

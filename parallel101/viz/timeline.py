@@ -1,10 +1,11 @@
-"""The timeline: every rank's time as a row, with its spans of compute above and its messages below.
+"""The timeline: one row for each rank, with its spans of compute on top and its messages and collectives below.
 
-    rank 0  ▇▇forward▇▇        ▇▇backward▇▇      what it computed
-              ▬▬send▬▬ ╲                         what it sent, received, or did together with others
-    rank 1             ╲▬▬recv▬▬                 an arrow for each message, where they are few
+    rank 0  ▇▇forward▇▇        ▇▇backward▇▇      compute
+              ▬▬send▬▬ ╲                         sends, receives, collectives
+    rank 1             ╲▬▬recv▬▬                 an arrow for each message, if there are few
 
-It draws the record as it is: on gloo and NCCL a receive lasts from the call until its data was there, waiting included.
+The times are those of the record: on gloo and NCCL, a receive lasts from the call until its data has arrived, so it includes
+the wait. How much communication overlaps with compute is in lanes.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from parallel101.viz.scene import Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
 MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3
-HOUSE_COLOURS = {
+SPAN_COLOURS = {
     "forward": 0,
     "layer forward": 0,
     "backward": 1,
@@ -32,13 +33,13 @@ HOUSE_COLOURS = {
     "optimizer": 5,
 }
 STYLE = (
-    ".send{fill:var(--accent)}.recv{fill:var(--mute)}.together{fill:var(--ink)}.row{fill:var(--faint)}"
+    ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
     ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}"
 )
 
 
 class Bar:
-    """One bar of a row, or many that are too narrow to be told apart."""
+    """One bar of a row: an event, or several neighbouring events that are too narrow to draw one by one."""
 
     __slots__ = ("count", "end", "event", "start")
 
@@ -50,18 +51,19 @@ def timeline_scene(trace: Trace) -> Scene:
     """Draw a run's record over time.
 
     Args:
-        trace: of any run; spans (`p101.span`), messages and collectives are drawn.
+        trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
 
     Returns:
-        A Scene that stands still; hover over a bar for what it is and the line that asked for it.
+        A still Scene. A bar's tooltip gives its details and the line of source that made the call.
 
     Raises:
-        ValueError: more than 128 ranks (`trace.to_chrome` writes what ui.perfetto.dev shows for any number).
+        ValueError: more than 128 ranks (ui.perfetto.dev can show more: see `trace.to_chrome`).
     """
     n = trace.world_size
     if n > MOST_RANKS:
         raise ValueError(
-            f"{n} ranks are more rows than the {MOST_RANKS} that fit: run fewer, or write trace.to_chrome(path) for ui.perfetto.dev"
+            f"the run has {n} ranks, and the timeline can show up to {MOST_RANKS}: "
+            "use fewer, or write trace.to_chrome(path) and open it at ui.perfetto.dev"
         )
     begin = min((e.start for e in trace.events), default=0.0)
     span = trace.makespan
@@ -100,13 +102,11 @@ def timeline_scene(trace: Trace) -> Scene:
 
 def _head(scene: Scene, trace: Trace, span: float) -> None:
     scene.add("text", "Timeline", x=28, y=40, class_="h")
-    clock = "of virtual time" if trace.backend == "sim" else "as recorded"
-    ranks = f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''}"
-    scene.add("text", f"{ranks} · {trace.backend} · {human_seconds(span)} {clock}", x=932, y=40, font_size=13, class_="m e")
+    scene.add("text", f"{trace_facts(trace)} · {human_seconds(span)}", x=932, y=40, font_size=13, class_="m e")
     messages = sum(trace.messages_sent)
-    together = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
+    collectives = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
     parts = [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"] if messages else []
-    parts += [f"{together} event{'s' if together != 1 else ''} of collectives"] if together else []
+    parts += [f"{collectives} collective call{'s' if collectives != 1 else ''}"] if collectives else []
     scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
 
 
@@ -115,11 +115,11 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     entries = span_entries(colours)
     entries += [(label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds]
     others = sorted(kinds - P2P - {"span"})
-    entries += [(listed(others) if len(others) <= 2 else "collective", "together")] if others else []
+    entries += [(listed(others) if len(others) <= 2 else "collective", "collective")] if others else []
     x = 28.0
     below = "messages and collectives below" if colours else "Messages and collectives"
-    story = ["Compute above"] * bool(colours) + [below] * bool(kinds - {"span"})
-    sentence = ", ".join(story) + ". Hover for what each one is." if entries else "Nothing was recorded."
+    parts = ["Compute on top"] * bool(colours) + [below] * bool(kinds - {"span"})
+    sentence = ", ".join(parts) + ". Hover over a bar for details." if entries else "Nothing was recorded."
     scene.add("text", sentence, x=x, y=64, font_size=14, class_="m")
     for label, class_ in entries:
         scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_)
@@ -127,8 +127,14 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
         x += 38 + 7 * len(label)
 
 
+def trace_facts(trace: Trace) -> str:
+    """ "4 ranks · gloo · as recorded"."""
+    clock = "virtual time" if trace.backend == "sim" else "as recorded"
+    return f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''} · {trace.backend} · {clock}"
+
+
 def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
-    """For each span its lane: inside another it goes one down (its id, since events need not be hashable)."""
+    """The lane of each span, by the span's id(): a span inside another one is a lane below it. (Events with labels can't be hashed.)"""
     open_: dict[int, list[float]] = defaultdict(list)
     lanes = {}
     for event in sorted(spans, key=lambda e: (e.rank, e.start, -e.end)):
@@ -141,22 +147,22 @@ def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
 
 
 def span_colours(spans: Iterable[Event]) -> dict[str, int]:
-    """A colour for each name: the house's where it has one, or else in order of appearance."""
+    """A colour for each name: the one in SPAN_COLOURS, or else the next free one in order of appearance."""
     names = list(dict.fromkeys(e.name or "span" for e in spans))
-    taken = {HOUSE_COLOURS[name] for name in names if name in HOUSE_COLOURS}
+    taken = {SPAN_COLOURS[name] for name in names if name in SPAN_COLOURS}
     free = [c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or list(range(8))
-    others = [name for name in names if name not in HOUSE_COLOURS]
-    return {name: HOUSE_COLOURS[name] if name in HOUSE_COLOURS else free[others.index(name) % len(free)] for name in names}
+    others = [name for name in names if name not in SPAN_COLOURS]
+    return {name: SPAN_COLOURS[name] if name in SPAN_COLOURS else free[others.index(name) % len(free)] for name in names}
 
 
 def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]]:
-    """What a legend says of spans: (name, class), each colour once, by the first name that has it."""
+    """The legend of spans as (name, class): each colour once, under the first name that has it."""
     first = {colour: name for name, colour in reversed(colours.items())}
     return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][:most]
 
 
 def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[tuple[int, str, int], list[Bar]]:
-    """The bars of each (rank, kind, lane). What is narrower than a pixel and next to the like is drawn as one."""
+    """The bars of each (rank, kind, lane). Neighbouring events of one name that are narrower than a pixel share a bar."""
     rows: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
     for event in events:
         bars = rows[event.rank, event.kind, lanes.get(id(event), 0)]
@@ -171,7 +177,7 @@ def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[
 
 
 def draw_bar(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
-    class_ = kind if kind in P2P or kind.startswith("f") else "together"
+    class_ = kind if kind in P2P or kind.startswith("f") else "collective"
     width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
     rect = scene.add("rect", x=x(bar.start), y=y, width=width, height=height, rx=1.5 if width > 3 else 0, class_=class_)
     rect.add("title", _tooltip(bar))
@@ -204,7 +210,7 @@ def _tooltip(bar: Bar) -> str:
 
 
 def _arrows(scene: Scene, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]) -> None:
-    """A line for each message, from when it left to when it was there, where they are few enough to follow."""
+    """A line for each message, from its start at the sender to its end at the receiver, if there are few enough to follow."""
     messages = trace.messages()
     if len(messages) <= MOST_ARROWS:
         path = "".join(f"M{x(m.start):.1f} {y(m.src):.1f}L{x(m.end):.1f} {y(m.dst):.1f}" for m in messages if m.src != m.dst)
@@ -213,7 +219,7 @@ def _arrows(scene: Scene, trace: Trace, x: Callable[[float], float], y: Callable
 
 
 def time_axis(scene: Scene, span: float, y: float, left: float, right: float) -> None:
-    """Ticks of round times from 0 to `span` seconds, between two x."""
+    """A time axis from 0 to `span` seconds with round ticks, from x = left to x = right."""
     scene.add("path", d=f"M{left} {y:.1f}H{right}", class_="axis")
     step = round_step(span, 8)
     for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):

@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from parallel101.viz.collective import collective_scene
-from tests.viz import algorithms as a
-from tests.viz.virtual_ranks import run
+from tests.viz import programs as p
+from tests.viz.programs import exchange, me, recorded
 
 
-def one_further(rank, n, x):
+def one_further(x):
     """The first half of the textbook's ring all-reduce: rank r ends with chunk r + 1."""
-    x, cut, right, left = list(x), a.parts(len(x), n), (rank + 1) % n, (rank - 1) % n
+    (rank, n), x = me(), x.clone()
+    parts = x.tensor_split(n)
     for step in range(n - 1):
-        out, into = cut[(rank - step) % n], cut[(rank - step - 1) % n]
-        (got,) = yield a.Exchange([(right, x[out])], [left])
-        x[into] = a.add(x[into], got)
-    return x[cut[(rank + 1) % n]]
+        out, into = parts[(rank - step) % n], parts[(rank - step - 1) % n]
+        into += exchange([((rank + 1) % n, out)], [((rank - 1) % n, into)])[0]
+    return parts[(rank + 1) % n]
 
 
-def shifted_scatter(rank, n, x):
-    cut = a.parts(len(x), n)
+def shifted_scatter(x):
+    rank, n = me()
+    parts = x.tensor_split(n)
     if rank:
-        (got,) = yield a.Exchange([], [0])
-        return got
-    yield a.Exchange([(peer, x[cut[(peer + 1) % n]]) for peer in range(1, n)], [])
-    return x[cut[1]]
+        return exchange([], [(0, parts[(rank + 1) % n])])[0]
+    exchange([(peer, parts[(peer + 1) % n]) for peer in range(1, n)], [])
+    return parts[1]
 
 
-def shifted_all_to_all(rank, n, x):
-    cut, mine = a.parts(len(x), n), {rank: x[a.parts(len(x), n)[(rank + 1) % n]]}
+def shifted_all_to_all(x):
+    rank, n = me()
+    parts = x.tensor_split(n)
+    mine = {rank: parts[(rank + 1) % n]}
     for shift in range(1, n):
         to, source = (rank + shift) % n, (rank - shift) % n
-        (mine[source],) = yield a.Exchange([(to, x[cut[(to + 1) % n]])], [source])
-    return sum((mine[r] for r in range(n)), [])
+        (mine[source],) = exchange([(to, parts[(to + 1) % n])], [(source, mine[rank])])
+    return torch.cat([mine[r] for r in range(n)])
 
 
 RIGHT = {
-    "reduce-scatter": (a.ring_reduce_scatter, "its own part, with the data of all"),
-    "scatter": (a.flat_scatter, "its own part."),
-    "all-to-all": (a.direct_all_to_all, "its part of every rank's data."),
+    "reduce-scatter": (p.ring_reduce_scatter, "its own part, with the data of all"),
+    "scatter": (p.flat_scatter, "its own part."),
+    "all-to-all": (p.pairwise_all_to_all, "its part of every rank's data."),
 }
 SHIFTED = {"reduce-scatter": one_further, "scatter": shifted_scatter, "all-to-all": shifted_all_to_all}
 
@@ -49,40 +52,41 @@ SHIFTED = {"reduce-scatter": one_further, "scatter": shifted_scatter, "all-to-al
 @pytest.mark.parametrize("operation", RIGHT)
 def test_a_part_is_a_ranks_own_only_where_the_parts_are_in_the_order_of_the_ranks(operation, n, numel):
     program, ending = RIGHT[operation]
-    right, shifted = (collective_scene(*run(p, n, numel(n))) for p in (program, SHIFTED[operation]))
-    assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in right.steps[-1].label
-    assert operation not in shifted.title.lower() and "its own part" not in shifted.steps[-1].label
+    right, shifted = (collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation]))
+    assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in right.stops[-1].label
+    assert operation not in shifted.title.lower() and "its own part" not in shifted.stops[-1].label
     told = ", ".join(f"rank {rank} ends with {'abcdef'[(rank + 1) % n]}" for rank in range(n))
-    assert shifted.steps[-1].label.endswith(f" {told[0].upper()}{told[1:]}." if n <= 4 else " This is what each rank ends with.")
+    assert shifted.stops[-1].label.endswith(f" {told[0].upper()}{told[1:]}." if n <= 4 else " This is what each rank ends with.")
 
 
-def exchange_with_all(rank, n, x):
+def exchange_with_all(x):
+    rank, n = me()
     others = [r for r in range(n) if r != rank]
-    got = dict(zip(others, (yield a.Exchange([(r, x) for r in others], others)), strict=True))
-    return sum((got.get(r, x) for r in range(n)), [])
+    got = dict(zip(others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True))
+    return torch.cat([got.get(r, x) for r in range(n)])
 
 
-def there_and_back(rank, n, x):
-    """A sum in rank 0, which sends it back."""
+def there_and_back(x):
+    """A sum on rank 0, which sends it back."""
+    rank, n = me()
     if rank:
-        yield a.Exchange([(0, x)], [])
-        (x,) = yield a.Exchange([], [0])
-        return x
-    for got in (yield a.Exchange([], list(range(1, n)))):
-        x = a.add(x, got)
-    yield a.Exchange([(peer, x) for peer in range(1, n)], [])
-    return x
+        exchange([(0, x)], [])
+        return exchange([], [(0, x)])[0]
+    total = x + sum(exchange([], [(peer, x) for peer in range(1, n)]))
+    exchange([(peer, total) for peer in range(1, n)], [])
+    return total
 
 
 @pytest.mark.parametrize(
     ("program", "numel", "three", "five"),
     [
-        (a.ring_all_reduce, 2, "Ring all-reduce", "Ring all-reduce"),
-        (a.bidirectional_all_gather, 2, "All-gather", "Bidirectional ring all-gather"),
+        (p.ring_all_reduce, 2, "Ring all-reduce", "Ring all-reduce"),
+        (p.halves_all_gather, 2, "All-gather", "Bidirectional ring all-gather"),
         (exchange_with_all, 2, "Direct all-gather", "Direct all-gather"),
-        (a.direct_all_to_all, 15, "Direct all-to-all", "Direct all-to-all"),
+        (p.pairwise_all_to_all, 15, "Direct all-to-all", "Direct all-to-all"),
         (there_and_back, 2, "Flat all-reduce", "Flat all-reduce"),
     ],
+    ids=["ring", "both directions", "exchange with all", "pairwise", "there and back"],
 )
 def test_three_ranks_are_a_ring_in_both_directions_by_nature_and_are_not_called_so(program, numel, three, five):
-    assert [collective_scene(*run(program, n, numel)).title for n in (3, 5)] == [three, five]
+    assert [collective_scene(*recorded(program, n, numel)).title for n in (3, 5)] == [three, five]

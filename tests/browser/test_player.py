@@ -11,8 +11,7 @@ import pytest
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.timeline import timeline_scene
 from tests.browser.devtools import Browser
-from tests.viz.algorithms import ring_all_reduce
-from tests.viz.virtual_ranks import run
+from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser
 
@@ -28,7 +27,7 @@ def browser(chromium) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
-    trace, results = run(ring_all_reduce, 4, 8, jitter=0.3, backend="gloo")
+    trace, results = recorded(ring_all_reduce, 4, 8, uneven=True)
     folder = tmp_path_factory.mktemp("pages")
     timeline_scene(trace).save(folder / "timeline.html")
     ring = collective_scene(trace, results).save(folder / "ring.html")

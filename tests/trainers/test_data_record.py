@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101.analysis.overlap import time_breakdown, time_windows
 from parallel101.models.mlp import MLP
 from parallel101.sim.network import Network
 from parallel101.trainers.data import DataParallelTrainer
-from parallel101.viz.lanes import panels_of, shares
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},
@@ -145,11 +145,11 @@ def test_time_is_saved_by_sending_while_computing():
 def test_to_wait_for_gradients_is_no_compute():
     """Where a gradient takes longer than a layer, backward lasts as long as the network does; the lanes show the 60 s of compute."""
     trace = p101.launch(deep, True, world_size=2, backend="sim", network=Network(latency=0.0, bandwidth=10.0)).trace
-    (panel,) = panels_of(trace, ["step"])
+    (window,) = time_windows(trace, ["step"])
     for rank in range(2):
         (backward,) = (e for e in trace.spans("backward") if e.rank == rank)
         waits = [e for e in trace.spans("wait for gradients") if e.rank == rank and backward.start <= e.start < backward.end]
         waited = sum(e.end - e.start for e in waits)
         assert waited > 0
         assert backward.end - backward.start == pytest.approx(60.0 + waited)
-        assert shares(panel, rank).computing == pytest.approx(60.0)
+        assert time_breakdown(window, rank).compute == pytest.approx(60.0)

@@ -1,4 +1,4 @@
-"""The collective view says what the record proves: every cell, every step, every error, on replays that really moved values."""
+"""The collective view says what the record proves: every cell, every step, every error, on runs that really moved values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from parallel101.analysis.replay import history_of
 from parallel101.record.trace import Event, Trace
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.matrix import Matrix
-from tests.viz import algorithms as a
+from tests.viz import programs as p
 from tests.viz.drawn import SVG
-from tests.viz.virtual_ranks import run
+from tests.viz.programs import exchange, me, recorded
 
 SIZES = [2, 3, 5, 8]
 
 # program, elements a rank for n ranks, steps, operation, layout
 CASES = {
-    "ring all-reduce": (a.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "all-reduce", "ring"),
-    "uneven ring all-reduce": (a.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "all-reduce", "ring"),
-    "ring reduce-scatter": (a.ring_reduce_scatter, lambda n: n, lambda n: n - 1, "reduce-scatter", "ring"),
-    "ring all-gather": (a.ring_all_gather, lambda n: 2, lambda n: n - 1, "all-gather", "ring"),
-    "binomial broadcast": (a.binomial_broadcast, lambda n: 3, lambda n: math.ceil(math.log2(n)), "broadcast", None),
-    "binomial reduce": (a.binomial_reduce, lambda n: 3, lambda n: math.ceil(math.log2(n)), "reduce", None),
-    "flat scatter": (a.flat_scatter, lambda n: 2 * n - 1, lambda n: n - 1, "scatter", "star"),
-    "eager scatter": (a.eager_scatter, lambda n: n, lambda n: n - 1, "scatter", "star"),
-    "flat gather": (a.flat_gather, lambda n: 2, lambda n: n - 1, "gather", "star"),
-    "direct all-to-all": (a.direct_all_to_all, lambda n: n, lambda n: n - 1, "all-to-all", None),
+    "ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "all-reduce", "ring"),
+    "uneven ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "all-reduce", "ring"),
+    "ring reduce-scatter": (p.ring_reduce_scatter, lambda n: n, lambda n: n - 1, "reduce-scatter", "ring"),
+    "ring all-gather": (p.ring_all_gather, lambda n: 2, lambda n: n - 1, "all-gather", "ring"),
+    "binomial broadcast": (p.binomial_broadcast, lambda n: 3, lambda n: math.ceil(math.log2(n)), "broadcast", None),
+    "binomial reduce": (p.binomial_reduce, lambda n: 3, lambda n: math.ceil(math.log2(n)), "reduce", None),
+    "flat scatter": (p.flat_scatter, lambda n: 2 * n - 1, lambda n: n - 1, "scatter", "star"),
+    "eager scatter": (p.eager_scatter, lambda n: n, lambda n: n - 1, "scatter", "star"),
+    "flat gather": (p.flat_gather, lambda n: 2, lambda n: n - 1, "gather", "star"),
+    "pairwise all-to-all": (p.pairwise_all_to_all, lambda n: n, lambda n: n - 1, "all-to-all", None),
 }
 
 
@@ -60,15 +60,14 @@ def cells_panel(scene):
     return next(panel for panel in ET.fromstring(scene.svg()) if "chunk" in [text.text for text in panel.iter(f"{SVG}text")])
 
 
-@pytest.mark.parametrize("clock", ["virtual", "jittery"])
+@pytest.mark.parametrize("clock", ["virtual", "uneven"])
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_names_and_cells(case, n, clock):
     program, numel, steps, operation, kind = CASES[case]
-    options = {"jitter": 0.8, "backend": "gloo", "seed": n} if clock == "jittery" else {}
-    trace, results = run(program, n, numel(n), **options)
+    trace, results = recorded(program, n, numel(n), uneven=clock == "uneven")
     scene = collective_scene(trace, results)
-    assert len(scene.steps) == steps(n)
+    assert len(scene.stops) == steps(n)
     assert scene.title.lower().endswith(operation) or scene.title == f"{operation.capitalize()} on two ranks"
     history, drawn = stripes_at_the_end(scene, trace, results)
     if n > 3 and kind:
@@ -87,7 +86,7 @@ def test_steps_names_and_cells(case, n, clock):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_cells_add_up_to_what_was_returned(n):
-    trace, results = run(a.ring_all_reduce, n, 3 * n - 1)
+    trace, results = recorded(p.ring_all_reduce, n, 3 * n - 1)
     history = history_of(trace, results)
     assert sum(column.elements for column in history.columns) == 3 * n - 1
     assert len(history.columns) == n
@@ -96,7 +95,7 @@ def test_cells_add_up_to_what_was_returned(n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
-    trace, results = run(a.ring_reduce_scatter, n, n, jitter=0.5, backend="gloo")
+    trace, results = recorded(p.ring_reduce_scatter, n, n, uneven=True)
     history = history_of(trace, results)
     for step in range(n - 1):
         landings = [(history.messages[i].dst, landing) for i in history.in_step(step) for landing in history.landings[i]]
@@ -105,30 +104,30 @@ def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
 
 
 def test_one_rank_has_a_picture_too():
-    trace, results = run(a.ring_all_reduce, 1, 4)
+    trace, results = recorded(p.ring_all_reduce, 1, 4)
     scene = collective_scene(trace, results)
-    assert scene.title == "One rank" and scene.steps == []
+    assert scene.title == "One rank" and scene.stops == []
     ET.fromstring(scene.svg())
-    assert "One rank has nobody to send to." in scene.html()
+    assert "One rank has no other rank to send to." in scene.html()
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])
 def test_what_is_summed_twice_is_said_and_drawn(n):
-    trace, results = run(partial(a.ring_all_reduce, twice=(1, 0)), n, 2 * n)
+    trace, results = recorded(partial(p.broken_ring_all_reduce, twice=(1, 0)), n, 2 * n)
     scene = collective_scene(trace, results)
-    assert "On rank 1, chunk a now has rank 0's data more than once." in scene.steps[0].label
-    assert scene.steps[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
+    assert "On rank 1, chunk a now contains rank 0's data more than once." in scene.stops[0].label
+    assert scene.stops[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
     assert "all-reduce" not in scene.title.lower()
     texts = [text.text for text in cells_panel(scene).iter(f"{SVG}text")]
     assert texts.count("×2") == n
-    assert "×2" not in scene.svg(scene.steps[0].start)
+    assert "×2" not in scene.svg(scene.stops[0].start)
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])
 def test_what_is_missing_is_said_and_drawn(n):
-    trace, results = run(partial(a.ring_all_reduce, lost=(2, 0)), n, 2 * n)
+    trace, results = recorded(partial(p.broken_ring_all_reduce, lost=(2, 0)), n, 2 * n)
     scene = collective_scene(trace, results)
-    assert scene.steps[-1].label.endswith("On every rank, chunk b lacks rank 2's data.")
+    assert scene.stops[-1].label.endswith("On every rank, chunk b lacks rank 2's data.")
     gone = [e for e in cells_panel(scene).iter(f"{SVG}rect") if e.get("class") == "gone"]
     assert len(gone) == n
     _, drawn = stripes_at_the_end(scene, trace, results)
@@ -136,74 +135,74 @@ def test_what_is_missing_is_said_and_drawn(n):
 
 
 def test_elements_of_different_places_added_together_are_shown_as_mixed():
-    def shifted(rank, n, x):
-        (got,) = yield a.Exchange([((rank + 1) % n, x)], [(rank - 1) % n])
-        return a.add(x, got[1:] + got[:1])
+    def shifted(x):
+        rank, n = me()
+        (got,) = exchange([((rank + 1) % n, x)], [((rank - 1) % n, x)])
+        return x + got.roll(-1)
 
-    trace, results = run(shifted, 3, 6)
+    trace, results = recorded(shifted, 3, 6)
     scene = collective_scene(trace, results)
-    assert scene.steps[-1].label.endswith("Elements of different places were added together, on every rank.")
+    assert scene.stops[-1].label.endswith("Elements of different places were added together, on every rank.")
     assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3  # the column's name, and a flag for each rank
 
 
 def test_two_groups_do_not_lack_each_other():
-    def in_pairs(rank, n, x):
-        (got,) = yield a.Exchange([(rank ^ 1, x)], [rank ^ 1])
-        return a.add(x, got)
+    def in_pairs(x):
+        partner = me()[0] ^ 1
+        return x + exchange([(partner, x)], [(partner, x)])[0]
 
-    trace, results = run(in_pairs, 4, 2)
-    assert "lacks" not in collective_scene(trace, results).steps[-1].label
+    trace, results = recorded(in_pairs, 4, 2)
+    assert "lacks" not in collective_scene(trace, results).stops[-1].label
 
 
 def test_idle_ranks_are_left_out():
-    def two_of_four(rank, n, x):
-        if rank in (1, 3):
-            (got,) = yield a.Exchange([(4 - rank, x)], [4 - rank])
-            return a.add(x, got)
-        return []
+    def two_of_four(x):
+        rank, _ = me()
+        return x + exchange([(4 - rank, x)], [(4 - rank, x)])[0] if rank in (1, 3) else x[:0]
 
-    trace, results = run(two_of_four, 4, 2)
+    trace, results = recorded(two_of_four, 4, 2)
     scene = collective_scene(trace, results)
     assert scene.title == "All-reduce on two ranks" and "2 of 4 ranks" in scene.description
 
 
 def test_without_results_the_last_state_stands():
-    trace, _ = run(a.ring_all_reduce, 4, 8)
+    trace, _ = recorded(p.ring_all_reduce, 4, 8)
     assert collective_scene(trace).title == "Ring all-reduce"
-    trace, _ = run(partial(a.ring_all_reduce, twice=(1, 0)), 4, 8)
-    assert "twice" in collective_scene(trace).steps[-1].label
+    trace, _ = recorded(partial(p.broken_ring_all_reduce, twice=(1, 0)), 4, 8)
+    assert "twice" in collective_scene(trace).stops[-1].label
 
 
 def test_inputs_say_what_each_rank_began_with():
-    trace, results = run(a.binomial_broadcast, 4, 2)
+    trace, results = recorded(p.binomial_broadcast, 4, 2)
     begun = [torch.tensor([]) if rank else results[0] for rank in range(4)]
     history = history_of(trace, results, begun)
     assert [any(history.cells[rank, 0][0][1]) for rank in range(4)] == [True, False, False, False]
 
 
 def test_values_without_origin_are_drawn_as_bytes():
-    trace, results = run(a.ring_all_reduce, 4, 8, payload=False)
+    trace, results = recorded(p.ring_all_reduce, 4, 8, payload=False)
     scene = collective_scene(trace, results)
     texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
     assert texts.count("96 B") == 4  # what each rank sent on its link: six messages of 16 bytes
-    assert "What was in the messages was not kept:" in texts
-    assert scene.steps[2].label == "Step 3 of 6: Each rank sends 16 B to the next rank."
+    assert "The contents of the messages were not recorded." in texts
+    assert scene.stops[2].label == "Step 3 of 6: Each rank sends 16 B to its right neighbour."
 
 
 def test_ordinary_values_are_drawn_as_bytes():
-    def ones(rank, n, x):
-        (got,) = yield a.Exchange([((rank + 1) % n, [1.5, 2.5])], [(rank - 1) % n])
-        return [round(v) for v in got]
+    def ordinary(x):
+        rank, n = me()
+        values = torch.tensor([1.5, 2.5])
+        return exchange([((rank + 1) % n, values)], [((rank - 1) % n, values)])[0].round()
 
-    assert "These values do not tell whose data is in them:" in collective_scene(*run(ones, 4, 2)).svg()
+    assert "These values do not show which rank they came from." in collective_scene(*recorded(ordinary, 4, 2)).svg()
 
 
 def test_messages_without_bytes_and_results_without_messages_have_their_facts():
-    def empty(rank, n, x):
-        yield a.Exchange([(1 - rank, [])], [1 - rank])
-        return []
+    def empty(x):
+        peer = 1 - me()[0]
+        return exchange([(peer, x[:0])], [(peer, x[:0])])[0]
 
-    facts = [t.text for t in ET.fromstring(collective_scene(*run(empty, 2, 1, payload=False)).svg()).iter(f"{SVG}text")]
+    facts = [t.text for t in ET.fromstring(collective_scene(*recorded(empty, 2, 1, payload=False)).svg()).iter(f"{SVG}text")]
     assert "0 B sent so far" in facts
     scene = collective_scene(Trace([], 4, "gloo"), [origin_tensor(rank, 4, 8) for rank in range(4)])
     assert scene.description.startswith("4 ranks · gloo · 4 chunks.")
@@ -213,14 +212,16 @@ def test_messages_without_bytes_and_results_without_messages_have_their_facts():
 def test_no_sentence_runs_into_the_facts_beside_it(n):
     """In DejaVu Sans, the widest of the usual fonts: up to 0.52 of its size a letter in such sentences, 0.6 where it is bold."""
 
-    def partial_hearing(rank, n, x):
+    def miscounted(x):
+        rank, n = me()
         others = [r for r in range(n) if r != rank]
-        for r, got in zip(others, (yield a.Exchange([(r, x) for r in others], others)), strict=True):
-            x = x if (rank, r % 2) == (0, 1) else a.add(x, a.add(got, got) if (rank, r % 2) == (1, 0) else got)
-        return x
+        total = x
+        for r, got in zip(others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True):
+            total = total + got * (0 if (rank, r % 2) == (0, 1) else 2 if (rank, r % 2) == (1, 0) else 1)
+        return total
 
-    for program in (partial_hearing, a.ring_all_reduce, a.binomial_reduce, partial(a.ring_all_reduce, twice=(1, 0))):
-        scene = collective_scene(*run(program, n, 2 * n))
+    for program in (miscounted, p.ring_all_reduce, p.binomial_reduce, partial(p.broken_ring_all_reduce, twice=(1, 0))):
+        scene = collective_scene(*recorded(program, n, 2 * n))
         lines = [t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("y") == "64"]
         facts = max(0.52 * 13 * len(t.text) for t in lines if t.get("x") == "932")
         for text in (t for t in lines if t.get("x") == "28"):
@@ -228,9 +229,9 @@ def test_no_sentence_runs_into_the_facts_beside_it(n):
             assert 28 + wide + 12 < 932 - facts, text.text
 
 
-@pytest.mark.parametrize("program", [a.ring_all_reduce, a.ring_all_gather, a.binomial_reduce])
+@pytest.mark.parametrize("program", [p.ring_all_reduce, p.ring_all_gather, p.binomial_reduce], ids=["all-reduce", "all-gather", "reduce"])
 def test_the_ring_of_steps_has_the_colours_of_the_sends_below(program):
-    trace, results = run(program, 4, 8)
+    trace, results = recorded(program, 4, 8)
     history, root = history_of(trace, results), ET.fromstring(collective_scene(trace, results).svg())
     arcs = [e.get("style").removeprefix("stroke:") for e in root.iter(f"{SVG}path") if e.get("class") == "arc"][1::2]
     assert arcs == ["var(--ink)" if history.adds(step) else "var(--accent)" for step in range(history.steps)]
@@ -242,7 +243,7 @@ def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded()
     data = [torch.ones(4)] * 2
     event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, "world", 0, (4,), "int64")
     scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), data)
-    assert scene.steps == [] and "Torch's own all_reduce moved the data" in scene.svg()
+    assert scene.stops == [] and "torch's own all_reduce moved the data" in scene.svg()
     summed = sum(origin_tensor(rank, 2, 4) for rank in range(2))
     scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), [summed, summed])
     assert scene.title == "All-reduce"
@@ -251,32 +252,33 @@ def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded()
 
 
 def test_the_sentences_of_a_ring():
-    scene = collective_scene(*run(a.ring_all_reduce, 4, 8))
-    assert scene.intro == "Each rank begins with data of its own."
-    assert scene.steps[1].label == "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to the next rank, which adds it to its own."
-    assert scene.steps[4].label == "Step 5 of 6, all-gather: Each rank passes a finished chunk on; the next rank copies it."
+    scene = collective_scene(*recorded(p.ring_all_reduce, 4, 8))
+    assert scene.intro == "Each rank starts with its own data."
+    second = "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to its right neighbour, which adds it to its own."
+    assert scene.stops[1].label == second
+    assert scene.stops[4].label == "Step 5 of 6, all-gather: Each rank sends a finished chunk to its right neighbour, which copies it."
     assert "96 B sent by each rank so far" in scene.svg() and "4 ranks · sim · 64 B in 4 chunks" in scene.svg()
 
 
 def test_a_bidirectional_ring_sends_both_ways_in_one_step():
-    scene = collective_scene(*run(a.bidirectional_all_gather, 5, 4, jitter=0.3, backend="gloo"))
-    assert scene.title == "Bidirectional ring all-gather" and len(scene.steps) == 4
+    scene = collective_scene(*recorded(p.halves_all_gather, 5, 4, uneven=True))
+    assert scene.title == "Bidirectional ring all-gather" and len(scene.stops) == 4
 
 
 def test_recursive_doubling_and_the_chain_are_recognised():
-    assert collective_scene(*run(a.recursive_doubling_all_reduce, 8, 4)).title == "Recursive-doubling all-reduce"
-    assert collective_scene(*run(a.recursive_doubling_all_gather, 4, 2)).title == "Recursive-doubling all-gather"
-    chain = collective_scene(*run(a.chain_broadcast, 4, 4))
-    assert chain.title == "Chain broadcast" and len(chain.steps) == 4 + 4 - 2
+    assert collective_scene(*recorded(p.doubling_all_reduce, 8, 4)).title == "Recursive-doubling all-reduce"
+    assert collective_scene(*recorded(p.doubling_all_gather, 4, 2)).title == "Recursive-doubling all-gather"
+    chain = collective_scene(*recorded(p.segmented_chain_broadcast, 4, 4))
+    assert chain.title == "Chain broadcast" and len(chain.stops) == 4 + 4 - 2
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_every_moment_of_a_picture_is_well_formed_and_small(n):
-    scene = collective_scene(*run(a.ring_all_reduce, n, 2 * n))
+    scene = collective_scene(*recorded(p.ring_all_reduce, n, 2 * n))
     for k in range(11):
         ET.fromstring(scene.svg(scene.duration * k / 10))
     ET.fromstring(scene.svg(smil=True))
-    assert scene.steps[0].start > 0 and scene.steps[-1].end == scene.duration
-    assert all(x.end <= y.start for x, y in zip(scene.steps, scene.steps[1:], strict=False))
+    assert scene.stops[0].start > 0 and scene.stops[-1].end == scene.duration
+    assert all(x.end <= y.start for x, y in zip(scene.stops, scene.stops[1:], strict=False))
     if n <= 5:
         assert len(scene.html()) < 115_000

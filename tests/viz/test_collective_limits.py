@@ -8,34 +8,34 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.viz.collective import collective_scene
-from tests.viz import algorithms as a
-from tests.viz.virtual_ranks import run
+from tests.viz import programs as p
+from tests.viz.programs import exchange, me, recorded
 
 
 @pytest.mark.parametrize("n", [17, 32, 64])
 def test_many_ranks_are_drawn_as_bytes_or_small(n):
-    trace, results = run(a.binomial_broadcast, n, 1, payload=n < 20) if n < 20 else run_without_origin(n)
+    trace, results = recorded(p.binomial_broadcast, n, 1) if n < 20 else without_origin(n)
     scene = collective_scene(trace, results)
     ET.fromstring(scene.svg())
-    assert len(scene.steps) == math.ceil(math.log2(n))
+    assert len(scene.stops) == math.ceil(math.log2(n))
 
 
-def run_without_origin(n):
+def without_origin(n):
     """More ranks than an int64 can tell apart: plain numbers."""
-    return run(lambda rank, n, x: a.binomial_broadcast(rank, n, [1]), n, 0, payload=False)
+    return recorded(p.binomial_broadcast, n, 0, payload=False)
 
 
 def test_too_much_is_refused_with_advice():
-    trace, _ = run_without_origin(65)
+    trace, _ = without_origin(65)
     with pytest.raises(ValueError, match=r"65 ranks.*run\.timeline\(\)"):
         collective_scene(trace)
 
-    def chatter(rank, n, x):
+    def chatter(x):
+        peer = 1 - me()[0]
         for _ in range(1001):
-            yield a.Exchange([(1 - rank, [1])], [1 - rank])
-        return []
+            exchange([(peer, x)], [(peer, x)])
 
-    trace, _ = run(chatter, 2, 1, payload=False)
+    trace, _ = recorded(chatter, 2, 1, payload=False)
     with pytest.raises(ValueError, match="2002 messages"):
         collective_scene(trace)
     with pytest.raises(ValueError, match="results has 1 entries for 2 ranks"):
@@ -43,7 +43,5 @@ def test_too_much_is_refused_with_advice():
 
 
 def test_more_chunks_than_letters_are_drawn_as_bytes():
-    trace, results = run(a.direct_all_to_all, 9, 18)
-    assert "chunk" in collective_scene(trace, results).svg()
-    halves = run(a.bidirectional_all_gather, 9, 2)
-    assert "More ranks or chunks than can be drawn" in collective_scene(*halves).svg()
+    assert "chunk" in collective_scene(*recorded(p.pairwise_all_to_all, 9, 18)).svg()
+    assert "There are too many ranks or chunks to draw them all." in collective_scene(*recorded(p.halves_all_gather, 9, 2)).svg()

@@ -34,7 +34,7 @@ def test_ranks_root_size_and_links_change_the_run(explorer):
     explorer.ranks.value = 7
     assert "6 messages, 6 s" in shown(explorer)
     explorer.root.value = 6
-    assert "rank 6 begins" in explorer.html.lower()
+    assert "rank 6 starts" in explorer.html.lower()
     explorer.ranks.value = 3  # there is no rank 6 now
     assert explorer.root.value == 2 and "2 messages, 2 s" in shown(explorer)
     explorer.operation.value, explorer.algorithm.value, explorer.ranks.value = "all_gather", "bidirectional_ring", 8

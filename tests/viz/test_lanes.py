@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from parallel101.analysis.overlap import TimeWindow, intersection, seconds, time_breakdown, time_windows, union
 from parallel101.record.trace import Event, Trace
-from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, Panel, both, lanes_scene, panels_of, seconds, shares, union
+from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
 from parallel101.viz.timeline import span_colours, span_entries
 from tests.viz.drawn import SVG, span, titled
 
@@ -33,18 +34,18 @@ def step(hidden):
 
 @pytest.mark.parametrize("hidden", [0.0, 0.5, 1.0, 2.0])
 def test_what_moves_under_compute_is_counted_as_hidden(hidden):
-    (panel,) = panels_of(Trace(step(hidden), 2, "gloo"), ["step"])
-    share = shares(panel, 0)
-    assert share == pytest.approx((5.0, 2.0, hidden, 2.0))
-    assert shares(panel, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
+    (window,) = time_windows(Trace(step(hidden), 2, "gloo"), ["step"])
+    breakdown = time_breakdown(window, 0)
+    assert breakdown == pytest.approx((5.0, 2.0, hidden, 2.0))
+    assert time_breakdown(window, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
     scene = lanes_scene(Trace(step(hidden), 2, "gloo"), "step")
     assert f">{hidden / 2:.0%}<" in scene.svg()
-    assert scene.description == f"step: 7 s, computing by rank: 5 s, 0 µs; of its communication under compute: {hidden / 2:.0%}, 0%."
+    assert scene.description == f"step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: {hidden / 2:.0%}, 0%."
 
 
 def test_a_wait_inside_compute_is_none():
     inside = [span(0, "forward", 0.0, 4.0), span(0, "wait for weights", 1.0, 3.0, 1), message("recv", 0, 1, 0.0, 3.0)]
-    assert shares(Panel("", 0.0, 4.0, inside), 0) == pytest.approx((2.0, 3.0, 1.0, 2.0))
+    assert time_breakdown(TimeWindow("", 0.0, 4.0, inside), 0) == pytest.approx((2.0, 3.0, 1.0, 2.0))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,7 +54,7 @@ def test_intervals_agree_with_counting_moments(seed):
     pieces = [[(a, a + noise.randrange(1, 6)) for a in noise.choices(range(40), k=8)] for _ in range(2)]
     moments = [{t for a, b in of for t in range(a, b)} for of in pieces]
     assert seconds(union(pieces[0])) == len(moments[0])
-    assert seconds(both(union(pieces[0]), union(pieces[1]))) == len(moments[0] & moments[1])
+    assert seconds(intersection(union(pieces[0]), union(pieces[1]))) == len(moments[0] & moments[1])
 
 
 def test_bars_stand_where_the_record_says():
@@ -98,7 +99,7 @@ def test_a_name_has_the_same_colour_in_every_picture_and_a_colour_one_name_in_th
 
 
 def test_what_cannot_be_drawn_is_an_error_that_says_why():
-    with pytest.raises(ValueError, match=r"no span is called 'stp'; the record has backward, optimizer"):
+    with pytest.raises(ValueError, match=r"no span is called 'stp': the record has backward, optimizer"):
         lanes_scene(Trace(step(0.0), 2, "gloo"), "stp")
     with pytest.raises(ValueError, match=r"17 ranks.*run\.timeline"):
         lanes_scene(Trace([], 17, "sim"))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel101.record.units import decimal_bytes
 from parallel101.trainers.memory import readable
 from parallel101.viz.memory import LEFT, RIGHT, memory_scene
 from tests.viz.drawn import titled
@@ -34,7 +35,7 @@ def test_shares_stand_side_by_side_and_fill_the_whole(n):
         assert left == pytest.approx(full[0][0] + i * width, abs=0.1)
     weights = bars(scene, "weights")
     assert weights[0] == weights[-1] and weights[0][1] * 2 == pytest.approx(full[0][1], abs=0.1)
-    assert ">3.6 kB<" in scene.svg() and f">{readable(1200 + 2400 // n)}<" in scene.svg()
+    assert ">3.6 kB<" in scene.svg() and f">{decimal_bytes(1200 + 2400 // n)}<" in scene.svg()
 
 
 def test_uneven_shares_stay_inside_and_a_rank_may_hold_nothing():
@@ -55,5 +56,10 @@ def test_what_is_there_for_a_moment_is_drawn_but_not_as_a_share():
 @pytest.mark.parametrize("theme", ["light", "dark", None])
 def test_themes_and_nothing_to_draw(theme):
     ET.fromstring(memory_scene(counted(weights=[0, 0])).svg(theme=theme))
-    with pytest.raises(ValueError, match="0 rows"):
+    with pytest.raises(ValueError, match="0 ranks together: expected 1 to 48 rows"):
         memory_scene({})
+
+
+@pytest.mark.parametrize("count", [0, 999, 999.6, 1234, 18_874_368, 7.5e9])
+def test_the_picture_writes_bytes_as_the_table_does(count):
+    assert decimal_bytes(count) == readable(count)

@@ -6,11 +6,12 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 
 from parallel101.viz.collective import collective_scene
-from tests.viz import algorithms as a
+from tests.viz import programs as p
 from tests.viz.drawn import SVG
-from tests.viz.virtual_ranks import run
+from tests.viz.programs import exchange, me, recorded
 
 Box = tuple[float, float, float, float]  #  left, top, right, bottom
 
@@ -44,18 +45,18 @@ def words_and_strip(scene, t: float) -> list[tuple[str, Box]]:
     return found
 
 
-def told_of_nothing(rank, n, x):
-    """An exchange of bytes that do not tell whose data they are, with two ranks."""
-    others = [(rank + 1) % n, (rank - 1) % n]
-    yield a.Exchange([(r, [1.5]) for r in others], others)
-    return []
+def ordinary_values(x):
+    """An exchange with both neighbours, of values that do not carry their origin."""
+    rank, n = me()
+    neighbours, value = [(rank + 1) % n, (rank - 1) % n], torch.tensor([1.5])
+    exchange([(r, value) for r in neighbours], [(r, value) for r in neighbours])
 
 
-@pytest.mark.parametrize("backend", ["sim", "gloo"])
+@pytest.mark.parametrize("uneven", [False, True], ids=["sim", "as on gloo"])
 @pytest.mark.parametrize("n", [3, 4, 8, 16])
-@pytest.mark.parametrize("program", [a.ring_all_reduce, a.binomial_broadcast, told_of_nothing])
-def test_words_have_their_room_on_a_phone(program, n, backend):
-    scene = collective_scene(*run(program, n, 1 if n > 8 else n, backend=backend))
+@pytest.mark.parametrize("program", [p.ring_all_reduce, p.binomial_broadcast, ordinary_values], ids=["ring", "tree", "bytes"])
+def test_texts_do_not_overlap_on_a_phone(program, n, uneven):
+    scene = collective_scene(*recorded(program, n, 1 if n > 8 else n, uneven=uneven))
     for t in (0.0, scene.duration):
         boxes = words_and_strip(scene, t)
         assert "the strip" in [words for words, _ in boxes]

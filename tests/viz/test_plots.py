@@ -20,7 +20,7 @@ def heights(svg: str, *labels: str) -> list[float]:
 
 
 def test_a_sweep_is_drawn_in_the_pages_colours():
-    plot = sweep(MODEL, MODEL, title="Time against size", story="points measured")
+    plot = sweep(MODEL, MODEL, title="Time against size", subtitle="points measured")
     svg = plot.svg()
     ET.fromstring(svg)
     assert "Time against size" in svg and "points measured" in svg and "4 MiB" in svg and "1 ms" in svg
@@ -47,7 +47,11 @@ def test_points_and_lines_are_told_apart():
 
 @pytest.mark.parametrize(
     ("measured", "told"),
-    [({}, "got 0 labels"), ({str(i): {1: 1.0} for i in range(6)}, "got 6 labels"), ({"a": {1: 0.0}}, r"no place for 0\.0")],
+    [
+        ({}, "got 0 labels"),
+        ({str(i): {1: 1.0} for i in range(6)}, "got 6 labels"),
+        ({"a": {1: 0.0}}, r"one value is 0\.0: expected"),
+    ],
 )
 def test_what_cannot_be_drawn_is_refused(measured, told):
     with pytest.raises(ValueError, match=told):

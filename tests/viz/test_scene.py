@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.viz.palette import DARK, letter
-from parallel101.viz.scene import Scene, Step, box, value_at
+from parallel101.viz.scene import Scene, Stop, box, value_at
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -19,7 +19,7 @@ def scene():
     scene.duration = 4.0
     scene.add("circle", r=5, class_="ball", fill_opacity=0.5).key("translate", (1.0, (0, 10)), (3.0, (100, 10)))
     scene.add("text", "only <then>", x=1).show((1.0, 2.0))
-    scene.steps += [Step(0.5, 2.0, "there"), Step(2.0, 4.0, "</script><!-- and back")]
+    scene.stops += [Stop(0.5, 2.0, "there"), Stop(2.0, 4.0, "</script><!-- and back")]
     scene.intro = "before"
     return scene
 

@@ -32,15 +32,15 @@ def ring(x: torch.Tensor, again: bool = False) -> torch.Tensor:
 def test_the_learners_own_function(backend):
     run = watch(ring, 3, backend=backend)
     scene = run.animate()
-    assert scene.title == "Ring all-reduce" and len(scene.steps) == 4
-    assert scene.steps[-1].label.endswith("Every rank ends with all 3 chunks, with the data of all 3 ranks in it once.")
+    assert scene.title == "Ring all-reduce" and len(scene.stops) == 4
+    assert scene.stops[-1].label.endswith("Every rank ends with all 3 chunks, with the data of all 3 ranks in it once.")
     assert run.animate("My ring").title == "My ring"
     assert "receive" in run.timeline().svg()
 
 
 def test_the_learners_own_mistake():
     scene = watch(lambda x: ring(x, again=True), 4, backend="sim").animate()
-    assert scene.steps[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
+    assert scene.stops[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
 
 
 @pytest.mark.parametrize(("n", "numel"), [(2, 1), (3, 2), (5, 11), (1, 4)])
@@ -53,7 +53,7 @@ def test_any_size(n, numel):
 def test_shape_and_dtype():
     run = watch(lambda x: x.double().sum() * 0 + torch.tensor(x.shape), 2, shape=(2, 3), dtype=torch.float64, backend="sim")
     assert [result.tolist() for result in run.results] == [[2, 3], [2, 3]]
-    with pytest.raises(ValueError, match=r"shape=.* has 6 elements and numel=5"):
+    with pytest.raises(ValueError, match=r"shape=.* has 6 elements, but numel=5"):
         watch(ring, 2, shape=(2, 3), numel=5)
     with pytest.raises(ValueError, match="do not fit"):
         watch(ring, 16, numel=1000)

@@ -8,21 +8,21 @@ import re
 import pytest
 
 from parallel101.viz.collective import collective_scene
-from tests.viz.algorithms import Exchange
-from tests.viz.virtual_ranks import run
+from tests.viz.programs import exchange, me, recorded
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 6, 7, 11, 17, *range(18, 33), 40, 62])
 def test_what_the_player_seeks_to_lies_within_the_loop(steps):
     """Past the `dur` of its animations an SVG begins anew, and would end by showing its beginning."""
 
-    def to_and_fro(rank, n, x):
+    def back_and_forth(x):
+        rank, _ = me()
         for step in range(steps):
-            yield Exchange([(1 - rank, x)], []) if step % 2 == rank else Exchange([], [1 - rank])
+            exchange([(1 - rank, x)], []) if step % 2 == rank else exchange([], [(1 - rank, x)])
         return x
 
-    scene = collective_scene(*run(to_and_fro, 2, 1))
-    assert len(scene.steps) == steps
+    scene = collective_scene(*recorded(back_and_forth, 2, 1))
+    assert len(scene.stops) == steps
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
     told = json.loads(re.search(r'"duration": ([\d.]+)', scene.html())[1])
     assert {float(dur) for dur in written} == ({told} if steps else set())

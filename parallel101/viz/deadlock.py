@@ -1,9 +1,9 @@
 """A deadlock as a picture: who waits for whom, and in which line.
 
-    rank 0 ──waits for──▶ rank 1          arrows that close to a circle are why nobody can go on;
-       ▲──────waits for─────┘             an arrow to a rank that has returned waits for what will never come
+    rank 0 ──waits for──▶ rank 1          a cycle of arrows means that none of its ranks can continue;
+       ▲──────waits for─────┘             an arrow to a rank that has returned means waiting forever
 
-Drawn from what a `DeadlockError` carries, and from nothing else.
+This draws the wait-for graph that a `DeadlockError` carries. `parallel101.record.wait_for` finds the deadlock.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ STYLE = (
 Point = tuple[float, float]
 
 
-def waiting_scene(error: DeadlockError) -> Scene:
+def deadlock_scene(error: DeadlockError) -> Scene:
     """Draw who waits for whom.
 
     Args:
-        error: of a deadlock among up to 64 ranks.
+        error: a deadlock of up to 64 ranks.
 
     Returns:
-        A Scene that stands still: the ranks at the left, what each of the first seven waits in at the right.
+        A still Scene: the ranks at the left; at the right, the call in which each of the first seven waits.
 
     Raises:
-        ValueError: more ranks than can be told apart.
+        ValueError: more than 64 ranks.
     """
-    arrows = [(rank, peer) for rank, (_, peers, _) in sorted(error.waiting.items()) for peer in _all(peers)]
+    arrows = [(rank, peer) for rank, (_, peers, _) in sorted(error.waiting.items()) for peer in _ranks_of(peers)]
     everyone = sorted({*error.waiting, *error.returned, *(peer for _, peer in arrows)})
     if len(everyone) > MOST_RANKS:
-        raise ValueError(f"{len(everyone)} ranks are more than the {MOST_RANKS} that this picture tells apart: print the error instead")
+        raise ValueError(f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: print the error instead")
     centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
     end = centre[1] + 22.0 * min(len(error.waiting), MOST_ROWS) + 18 * len(_notes(error)) + 24
-    below = 290 if len(everyone) > 2 else 130  # where the rows stand on a narrow screen
+    below = 290 if len(everyone) > 2 else 130  # the top of the rows on a phone
     scene = Scene(960, max(404 if len(everyone) > 2 else 238, math.ceil(end)), "Deadlock: who waits for whom", str(error))
     scene.style += STYLE
     scene.narrow = (480, max(704 if len(everyone) > 2 else 360, below + math.ceil(end)))
@@ -57,27 +57,27 @@ def waiting_scene(error: DeadlockError) -> Scene:
         )
     head = scene.panel(narrow="translate(0,0)")
     head.add("text", scene.title, x=28, y=40, class_="h")
-    head.add("text", _story(error), x=28, y=64, font_size=14, class_="w b")
+    head.add("text", _summary(error), x=28, y=64, font_size=14, class_="w b")
     _graph(scene.panel(narrow="translate(40,0)"), error, everyone, arrows, centre)
     _rows(scene.panel(narrow=f"translate(-402,{below})"), error, centre[1])
     return scene
 
 
-def _all(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
+def _ranks_of(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if peers is None else peers if isinstance(peers, tuple) else (peers,)
 
 
-def _story(error: DeadlockError) -> str:
+def _summary(error: DeadlockError) -> str:
     if not error.cycle:
-        return "What is waited for will never come."
+        return "A rank waits for something that will never arrive."
     if len(error.cycle) > 8:
-        return f"{len(error.cycle)} ranks wait for each other in a circle."
-    return "The circle: " + " → ".join(str(rank) for rank in [*error.cycle, error.cycle[0]])
+        return f"{len(error.cycle)} ranks wait for each other in a cycle."
+    return "Cycle: " + " → ".join(str(rank) for rank in [*error.cycle, error.cycle[0]])
 
 
 def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[tuple[int, int]], centre: Point) -> None:
     node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
-    start = -math.pi / 2 if len(everyone) == 2 else 0.0  # two ranks stand side by side, more on a circle with the first on top
+    start = -math.pi / 2 if len(everyone) == 2 else 0.0  # two ranks are side by side; more are on a circle, with the first on top
     at = {}
     for i, rank in enumerate(everyone):
         angle = start + 2 * math.pi * i / len(everyone)
@@ -97,7 +97,7 @@ def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[
 
 
 def _bow(a: Point, b: Point, node: float) -> str:
-    """From rim to rim, bent to the left of its way: a circle of waits is round, and two arrows between two ranks are told apart."""
+    """An arrow from rim to rim, bent to its left, so that two arrows between the same two ranks do not overlap."""
     length = math.dist(a, b)
     ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
     bend = 0.16 * length
@@ -112,13 +112,13 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
 
 
 def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
-    """What each rank waits in, and the line itself where it can be had (a notebook's cells can, too)."""
+    """The call in which each rank waits, with its line of source if Python can find it (also in a notebook's cells)."""
     rows = sorted(error.waiting.items())
     shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
     y = middle - 22.0 * len(shown) + 18
     for rank, (kind, peers, where) in shown:
         link = {"send": "to", "recv": "from"}.get(kind, "for")
-        whom = ranks(_all(peers)) if _all(peers) else "any rank"
+        whom = ranks(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
         panel.add("text", f"rank {rank}", x=430, y=y, font_size=14, class_="b")
         panel.add("text", f"waits in {kind} {link} {whom}", x=496, y=y, font_size=14)
         panel.add("text", _line(where), x=496, y=y + 18, font_size=12.5, class_="m code")
@@ -132,7 +132,7 @@ def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
 
 
 def _notes(error: DeadlockError) -> list[tuple[str, bool]]:
-    """What else the error knows, in lines as wide as the panel, and whether each is code."""
+    """The error's notes, wrapped to the panel's width: (line, whether it is code)."""
     lines: list[tuple[str, bool]] = []
     for note, where in error.notes[:MOST_NOTES]:
         lines += [(line, False) for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
@@ -141,7 +141,7 @@ def _notes(error: DeadlockError) -> list[tuple[str, bool]]:
 
 
 def _line(where: str) -> str:
-    """ "line 4: dist.send(x, dst=1)", or where the source is not at hand the place as it was recorded."""
+    """ "line 4: dist.send(x, dst=1)", or the place as recorded if the source can't be found."""
     file, _, number = where.rpartition(":")
     source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     if not source:

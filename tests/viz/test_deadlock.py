@@ -7,7 +7,7 @@ import re
 import pytest
 
 from parallel101.record.errors import DeadlockError
-from parallel101.viz.waiting import waiting_scene
+from parallel101.viz.deadlock import deadlock_scene
 
 PLACE = "program.py"
 
@@ -18,29 +18,29 @@ def ring(n: int) -> DeadlockError:
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 64])
 def test_a_circle_of_any_size_is_drawn_as_one(n):
-    svg = waiting_scene(ring(n)).svg()
+    svg = deadlock_scene(ring(n)).svg()
     assert len(re.findall(r'class="wait stuck"', svg)) == n
     assert len(re.findall(r'class="node stuck"', svg)) == n
     assert ("0 → 1" in svg) == (n <= 8)
 
 
 def test_the_line_itself_is_shown_where_its_source_is_at_hand():
-    svg = waiting_scene(DeadlockError({0: ("recv", 1, f"{__file__}:1")}, returned=[1])).svg()
+    svg = deadlock_scene(DeadlockError({0: ("recv", 1, f"{__file__}:1")}, returned=[1])).svg()
     assert "line 1: " in svg and "The picture of a deadlock" in svg
-    assert "gone.py:7" in waiting_scene(DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1])).svg()
+    assert "gone.py:7" in deadlock_scene(DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1])).svg()
 
 
 def test_a_rank_that_returned_is_told_from_one_that_waits():
     error = DeadlockError({0: ("barrier", (2, 3), "a.py:1"), 1: ("recv", None, "a.py:2")}, returned=[2])
-    svg = waiting_scene(error).svg()
+    svg = deadlock_scene(error).svg()
     assert len(re.findall(r'class="node gone"', svg)) == 1 and ">returned<" in svg
     assert len(re.findall(r'class="wait "', svg)) == 2  # from rank 0 to both; a receive from anyone points nowhere
     assert "waits in barrier for ranks 2 and 3" in svg and "waits in recv from any rank" in svg
 
 
 def test_more_ranks_than_can_be_told_apart_are_refused():
-    with pytest.raises(ValueError, match="65 ranks are more than the 64"):
-        waiting_scene(ring(65))
+    with pytest.raises(ValueError, match="65 ranks take part, and this picture can show up to 64"):
+        deadlock_scene(ring(65))
 
 
 @pytest.mark.parametrize("n", [2, 7, 16])
@@ -49,7 +49,7 @@ def test_what_else_may_be_why_is_told_below_and_inside_the_picture(n, count):
     error = DeadlockError(
         ring(n).waiting, range(n), notes=[(f"rank {k} posted a send that nobody receives", f"a.py:{k}") for k in range(count)]
     )
-    scene = waiting_scene(error)
+    scene = deadlock_scene(error)
     svg = scene.svg()
     assert re.findall(r">(a\.py:\d)</text>", svg) == [f"a.py:{k}" for k in range(min(count, 3))]
     assert max(float(y) for y in re.findall(r'<text[^>]* y="([\d.]+)"', svg)) < scene.height

@@ -1,0 +1,134 @@
+"""Runs to draw: collectives, right and wrong, on the sim backend, with values that carry their origin."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import parallel101 as p101
+from parallel101.analysis.provenance import origin_tensor
+from parallel101.record.trace import Trace
+from parallel101.sim.network import Network, Route, Router
+
+ONE_SECOND = Network(latency=1.0, bandwidth=float("inf"))  # each message takes one second
+
+ring_all_reduce = partial(p101.all_reduce, algorithm="ring")
+ring_reduce_scatter = partial(p101.reduce_scatter, algorithm="ring")
+ring_all_gather = partial(p101.all_gather, algorithm="ring")
+bidirectional_all_gather = partial(p101.all_gather, algorithm="bidirectional_ring")
+doubling_all_reduce = partial(p101.all_reduce, algorithm="recursive_doubling")
+doubling_all_gather = partial(p101.all_gather, algorithm="recursive_doubling")
+binomial_broadcast = partial(p101.broadcast, algorithm="binomial")
+binomial_reduce = partial(p101.reduce, algorithm="binomial")
+flat_scatter = partial(p101.scatter, algorithm="flat")
+flat_gather = partial(p101.gather, algorithm="flat")
+pairwise_all_to_all = partial(p101.all_to_all, algorithm="pairwise")
+
+
+@functools.lru_cache(maxsize=256)
+def recorded(
+    program: Callable[[Tensor], object], n: int, numel: int, *, payload: bool = True, uneven: bool = False
+) -> tuple[Trace, list[object]]:
+    """The trace and the results of program(x) on n virtual ranks, as `collective_scene` takes them.
+
+    `uneven`: ranks start at different times, links differ, and the times are those that gloo records. numel 0: x is plain ones.
+    """
+    network = replace(ONE_SECOND, topology=UnevenLinks()) if uneven else ONE_SECOND
+    run = p101.launch(_rank, program, numel, uneven, world_size=n, backend="sim", network=network, trace="payload" if payload else True)
+    trace = run.trace
+    if uneven:
+        trace = Trace([e._replace(start=e.posted) for e in trace.events], n, "gloo", trace.groups)
+    return trace, run.results
+
+
+def _rank(program: Callable[[Tensor], object], numel: int, uneven: bool) -> object:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    if uneven:
+        p101.compute(random.Random(rank).random())
+    return program(origin_tensor(rank, n, numel) if numel else torch.ones(1, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class UnevenLinks:
+    """Links whose latency differs by up to four fifths, so that no two ranks keep the same pace."""
+
+    def router(self, network: Network, world_size: int) -> Router:
+        def route(src: int, dst: int) -> Route:
+            latency = network.latency * (1.0 + 0.8 * random.Random(src * world_size + dst).random())
+            return Route(latency, network.bandwidth, ((src, world_size + dst),))
+
+        return route
+
+
+def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """Post all sends (to, tensor) and receives (from, tensor of the shape to expect), wait for them, return what arrived."""
+    arrived = [(source, torch.empty_like(like)) for source, like in receives]
+    works = [dist.irecv(buffer, source) for source, buffer in arrived] + [dist.isend(x.contiguous(), to) for to, x in sends]
+    for work in works:
+        work.wait()
+    return [buffer for _, buffer in arrived]
+
+
+def me() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def broken_ring_all_reduce(x: Tensor, twice: tuple[int, int] | None = None, lost: tuple[int, int] | None = None) -> Tensor:
+    """The textbook's ring. At `twice` = (rank, step) a rank adds what it received two times, at `lost` it copies it."""
+    (rank, n), x = me(), x.clone()
+    parts = x.tensor_split(n)
+    for step in range(n - 1):
+        out, into = parts[(rank - step) % n], parts[(rank - step - 1) % n]
+        (got,) = exchange([((rank + 1) % n, out)], [((rank - 1) % n, into)])
+        if (rank, step) == lost:
+            into.copy_(got)
+        else:
+            into += got * (2 if (rank, step) == twice else 1)
+    for step in range(n - 1):
+        out, into = parts[(rank + 1 - step) % n], parts[(rank - step) % n]
+        into.copy_(exchange([((rank + 1) % n, out)], [((rank - 1) % n, into)])[0])
+    return x
+
+
+def eager_scatter(x: Tensor) -> Tensor:
+    """A scatter whose root posts all its sends at once. Its link still lets one message through at a time."""
+    rank, n = me()
+    parts = x.tensor_split(n)
+    if rank:
+        return exchange([], [(0, parts[rank])])[0]
+    exchange([(peer, parts[peer]) for peer in range(1, n)], [])
+    return parts[0]
+
+
+def halves_all_gather(x: Tensor) -> Tensor:
+    """An all-gather on a ring that sends one half of each part to the right and the other half to the left."""
+    rank, n = me()
+    up, down = list(x.tensor_split(2)) if x.numel() > 1 else (x, x[:0])
+    right, left = {rank: up}, {rank: down}
+    for step in range(n - 1):
+        right[(rank - step - 1) % n], left[(rank + step + 1) % n] = exchange(
+            [((rank + 1) % n, right[(rank - step) % n]), ((rank - 1) % n, left[(rank + step) % n])],
+            [((rank - 1) % n, up), ((rank + 1) % n, down)],
+        )
+    return torch.cat([half for r in range(n) for half in (right[r], left[r])])
+
+
+def segmented_chain_broadcast(x: Tensor) -> Tensor:
+    """A broadcast along a chain, in as many segments as there are ranks: one arrives while the one before it leaves."""
+    rank, n = me()
+    held: list[Tensor] = []
+    for segment in x.tensor_split(n):
+        if rank == 0:
+            exchange([(1, segment)], [])
+        else:
+            held += exchange([(rank + 1, held[-1])] if held and rank + 1 < n else [], [(rank - 1, segment)])
+    if 0 < rank < n - 1:
+        exchange([(rank + 1, held[-1])], [])
+    return x if rank == 0 else torch.cat(held)
