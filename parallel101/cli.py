@@ -1,7 +1,6 @@
 """The command line: `parallel101 doctor | lab | lessons | bench`.
 
-Each command is a few lines around the part of the house that does the work, imported only when it is asked for, so that
-`doctor` can still speak where something else is broken.
+A command imports what it needs only when it runs, so that `doctor` still works where torch or Jupyter is broken.
 """
 
 from __future__ import annotations
@@ -19,94 +18,94 @@ from parallel101 import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 when all went well, 1 when not, 2 when it was asked wrongly."""
-    _write_any_character()
+    """Run one command. Returns the exit status: 0 for success, 1 for failure. Wrong arguments exit with status 2."""
+    _escape_unsupported_characters()
     try:
         try:
             return _run(argv)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  #  what can't be written is known here, not as Python ends
-    except BrokenPipeError:  #  nobody reads on (`| head`): no error of ours
-        _write_nothing_more()
+                sys.stdout.flush()  # here, so that a write error is handled below and not while Python exits
+    except BrokenPipeError:  # the reader has closed the pipe (`| head`), which is not an error
+        _discard_further_output()
         return 141
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _write_nothing_more()
-        print(f"parallel101: {error.filename or 'the output'} can't be written: {error.strerror}", file=sys.stderr)
+        _discard_further_output()
+        print(f"parallel101: cannot write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
         return 1
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args, rest = _parser().parse_known_args(argv)
-    if rest and not args.passes_on:
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args, extra = _parser().parse_known_args(argv)
+    if extra and not args.takes_extra:
+        args.parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
-        return args.run(args, rest)
+        return args.run(args, extra)
     except KeyboardInterrupt:
         print(f"parallel101 {args.command}: stopped", file=sys.stderr)
         return 130
 
 
-def _write_nothing_more() -> None:
-    """Let stdout lead nowhere: Python flushes it once more as it ends, and would tell of the same error again."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  #  a stdout that is no file of the system's
+def _discard_further_output() -> None:
+    """Redirect stdout to nowhere: Python flushes it once more when it exits, and would report the same error again."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout may be an object without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _write_any_character() -> None:
-    """Where the output knows few characters (LC_ALL=C), write the others as \\u2713: a row of doctor's is no reason to crash."""
+def _escape_unsupported_characters() -> None:
+    r"""If the output's encoding lacks a character (with LC_ALL=C it lacks ✓), print its escape, such as \u2713."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  #  not None (a daemon's), and not a notebook's
+        if hasattr(stream, "reconfigure"):  # not None, as in a daemon, and not a notebook's stream
             stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="parallel101", description="Learn how neural networks are trained on many machines.")
+    parser = argparse.ArgumentParser(prog="parallel101", description="Learn how neural networks are trained on many GPUs and machines.")
     parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | lessons | bench")
+    commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name, run, text, passes_on=False):
-        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
-        sub.set_defaults(run=run, passes_on=passes_on, parser=sub)
+    def command(name, run, text, takes_extra=False):
+        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")  # bench has a --help of its own
+        sub.set_defaults(run=run, takes_extra=takes_extra, parser=sub)
         return sub
 
-    doctor = command("doctor", _doctor, "Say what works on this machine, and what to do about what does not.")
-    doctor.add_argument("--json", action="store_true", help="for programs: the same rows as JSON")
+    doctor = command("doctor", _doctor, "Check what works on this machine, and say how to fix what does not.")
+    doctor.add_argument("--json", action="store_true", help="print the table as JSON, for programs")
 
-    lab = command("lab", _lab, "Open the lessons in JupyterLab; further options go to it (e.g. --no-browser).", passes_on=True)
-    lab.add_argument("--lessons", metavar="FOLDER", help="where the notebooks are (default: the lessons/ of this clone)")
+    lab = command("lab", _lab, "Open the lessons in JupyterLab. Other options go to JupyterLab (e.g. --no-browser).", takes_extra=True)
+    lessons = command("lessons", _lessons, "Run the lessons on real ranks and write them as web pages that work offline.")
+    for sub in (lab, lessons):
+        sub.add_argument("--lessons", metavar="FOLDER", help="folder with the notebooks (default: lessons/ in this clone)")
+    lessons.add_argument("names", nargs="*", metavar="NAME", help="lessons to run, e.g. 01 or 01_collectives (default: all)")
+    lessons.add_argument("--out", metavar="FOLDER", type=Path, default=Path("site"), help="folder for the pages (default: site)")
+    lessons.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="time limit for each cell (default: 600)")
 
-    lessons = command("lessons", _lessons, "Run the lessons on real ranks and write them as HTML that plays offline.")
-    lessons.add_argument("names", nargs="*", metavar="NAME", help="which ones: 01, or 01_collectives (default: all)")
-    lessons.add_argument("--lessons", metavar="FOLDER", help="where the notebooks are (default: the lessons/ of this clone)")
-    lessons.add_argument("--out", metavar="FOLDER", type=Path, default=Path("site"), help="where the pages go (default: site)")
-    lessons.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="for one cell (default: 600)")
-
-    command("bench", _bench, "Measure this machine: ranks, collectives against torch's own, the sim.", passes_on=True)
+    command("bench", _bench, "Measure parallel101 on this machine, and compare it with torch.", takes_extra=True)
+    commands.metavar = " | ".join(commands.choices)
     return parser
 
 
-def _doctor(args: argparse.Namespace, rest: list[str]) -> int:
+def _doctor(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101 import doctor
 
     return doctor.main(as_json=args.json)
 
 
-def _lab(args: argparse.Namespace, rest: list[str]) -> int:
+def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
-    LabApp.launch_instance(argv=[str(_folder(args)), *(a for a in rest if a != "--")])
+    LabApp.launch_instance(argv=[str(_lessons_folder(args)), *(option for option in extra if option != "--")])
     return 0
 
 
-def _lessons(args: argparse.Namespace, rest: list[str]) -> int:
-    from parallel101.publish import make_folder, publish, select
+def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
+    from parallel101.publish import make_output_folder, publish, select_lessons
 
     try:
-        notebooks = select(_folder(args), args.names)
-        make_folder(args.out)
+        notebooks = select_lessons(_lessons_folder(args), args.names)
+        make_output_folder(args.out)
     except ValueError as error:
         args.parser.error(str(error))
     print(f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: {', '.join(n.stem for n in notebooks)}", flush=True)
@@ -116,17 +115,17 @@ def _lessons(args: argparse.Namespace, rest: list[str]) -> int:
         print(f"\n✗ {failure}", file=sys.stderr)
     if done.failed:
         return 1
-    print(f"Open {done.written[-1]} in a browser: it needs no network.")
+    print(f"Open {done.written[-1]} in a browser. The pages work offline.")
     return 0
 
 
-def _folder(args: argparse.Namespace) -> Path:
+def _lessons_folder(args: argparse.Namespace) -> Path:
     from parallel101.publish import find_lessons
 
     try:
         return find_lessons(args.lessons)
     except FileNotFoundError as error:
-        return args.parser.error(str(error))  #  which ends the program
+        return args.parser.error(str(error))  # exits
 
 
 def _seconds(text: str) -> float:
@@ -135,14 +134,14 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a time; give a finite number of seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a valid time limit; expected a finite number of seconds greater than 0")
     return seconds
 
 
-def _bench(args: argparse.Namespace, rest: list[str]) -> int:
+def _bench(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.bench import main as bench
 
-    return bench(rest) or 0
+    return bench(extra)
 
 
 if __name__ == "__main__":

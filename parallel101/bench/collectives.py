@@ -27,7 +27,7 @@ from parallel101.record.units import human_bytes
 SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
 WORLDS = [2, 4]
 ROUNDS = 5
-SLICE = 0.12  #  seconds a side and round: what decides how many calls stand between two barriers
+SLICE = 0.12  # seconds a side and round: what decides how many calls stand between two barriers
 
 
 #  torch 2.13 has renamed them
@@ -38,9 +38,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 class Contest(NamedTuple):
     """One operation: what goes in for S bytes, our call, torch's call, and the factor from algbw to busbw."""
 
-    given: Callable[[int, int], torch.Tensor]  #  (numel of the whole, ranks) -> x
+    given: Callable[[int, int], torch.Tensor]  # (numel of the whole, ranks) -> x
     ours: Callable[[torch.Tensor], torch.Tensor]
-    theirs: Callable[[torch.Tensor, int, int], object]  #  (x, rank, ranks)
+    theirs: Callable[[torch.Tensor, int, int], object]  # (x, rank, ranks)
     factor: Callable[[int], float]
 
 
@@ -151,7 +151,7 @@ def compete(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[float,
         lambda calls: ask(port, name, nbytes, calls=calls),
         lambda calls: time_torchs(name, nbytes, calls=calls),
     )
-    for side in sides:  #  connections, memory
+    for side in sides:  # connections, memory
         side(2)
     calls = [max(1, min(2000, int(SLICE / _agreed(side(2))))) for side in sides]
     return [tuple(side(count) for side, count in zip(sides, calls)) for _ in range(rounds)]

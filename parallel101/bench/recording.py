@@ -11,12 +11,12 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.bench.report import Report
 
-NUMEL = 1024  #  4 KiB of float32
+NUMEL = 1024  # 4 KiB of float32
 
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
     if backend == "nccl":
-        return  #  messages there are queued, not sent, when the call returns: a round trip of the CPU says nothing
+        return  # messages there are queued, not sent, when the call returns: a round trip of the CPU says nothing
     report.heading(f"What the record costs: 4 KiB there and back on {backend}, microseconds")
     rows = []
     for trace, name in ((False, "not recorded (who waits for whom is known)"), (True, "recorded and checked")):

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 
 from parallel101.bench.ranks import as_launch_does
 
-Timed = Callable[..., float]  #  (*what, calls) → seconds a call, called by every spawned rank
+Timed = Callable[..., float]  # (*what, calls) → seconds a call, called by every spawned rank
 HOUR = timedelta(hours=1)
 
 
@@ -33,7 +33,7 @@ def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
     try:
         yield store.port
         store.set(f"ask {store.add('turn', 1)}", "")
-        while not context.join():  #  until the last of them has ended
+        while not context.join():  # until the last of them has ended
             pass
     finally:
         for process in context.processes:

@@ -1,7 +1,7 @@
-"""Runs a notebook from top to bottom, in a fresh kernel of this very Python.
+"""Runs a notebook from top to bottom in a fresh kernel.
 
-Whatever kernels are installed in a user's home, the lesson runs with the packages that `parallel101 lessons` itself
-runs with. A failure names the lesson, the cell and the error, as a reader would look for them.
+The kernel uses the same Python and packages as `parallel101 lessons`, whatever other kernels the user has installed. If a cell fails, the
+error names the lesson and the cell, and shows the traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LessonFailed(Exception):
-    """A lesson that did not become a page. `.lesson` is its name; the message says where it failed and why."""
+    """A lesson failed, so it has no page. `.lesson` is its name; the message says where it failed and why."""
 
     def __init__(self, lesson: str, why: str):
         self.lesson = lesson
@@ -32,28 +32,28 @@ class LessonFailed(Exception):
 
 
 class _KernelOfThisPython(AsyncKernelManager):
-    """Starts `sys.executable -m ipykernel_launcher`, past any kernel named python3 that is installed somewhere."""
+    """Starts `sys.executable -m ipykernel_launcher`, and ignores installed kernels that are also named python3."""
 
     @default("kernel_spec_manager")
-    def _only_the_native_kernel(self) -> KernelSpecManager:
+    def _native_kernel_only(self) -> KernelSpecManager:
         return KernelSpecManager(kernel_dirs=[], parent=self)
 
     @default("transport_encryption")
-    def _where_it_can_be_had(self) -> str:
-        return "auto"  #  a kernel that could be listened to warns at each start; older ones know no encryption
+    def _encrypt_if_possible(self) -> str:
+        return "auto"  # without encryption a new ipykernel warns at each start; an old one does not support it
 
 
-class _Stoppable(NotebookClient):
-    """Knows that it was stopped: nbclient's handler of Ctrl-C and SIGTERM ends the kernel, and what waits for that breaks somehow."""
+class _InterruptibleClient(NotebookClient):
+    """Raises KeyboardInterrupt after Ctrl-C or SIGTERM. NotebookClient only ends the kernel, and its methods then fail in various ways."""
 
-    _ending: asyncio.Lock
+    _cleanup_lock: asyncio.Lock
 
     @property
     def stopped(self) -> bool:
-        return hasattr(self, "_async_cleanup_kernel_future")  #  which the handler makes
+        return hasattr(self, "_async_cleanup_kernel_future")  # NotebookClient's signal handler sets it
 
     def run(self) -> None:
-        """Run the notebook. Raises KeyboardInterrupt when it was stopped, whatever broke because of that."""
+        """Run the notebook. Raises KeyboardInterrupt if it was stopped, whichever exception followed from that."""
         try:
             self.execute()
         except (Exception, asyncio.CancelledError):
@@ -64,23 +64,23 @@ class _Stoppable(NotebookClient):
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
         await super().async_start_new_kernel(**kwargs)
-        if self.stopped:  #  before there was a kernel to end
+        if self.stopped:  # the signal came before there was a kernel to end
             await self._async_cleanup_kernel()
             raise KeyboardInterrupt
 
     async def _async_cleanup_kernel(self) -> None:
-        """Once: the handler and the one whose kernel it took both come here, the second to wait until the kernel is gone."""
-        if not hasattr(self, "_ending"):
-            self._ending = asyncio.Lock()
+        """End the kernel once. Both the signal handler and `execute` call this; the second call waits until the kernel has ended."""
+        if not hasattr(self, "_cleanup_lock"):
+            self._cleanup_lock = asyncio.Lock()
         if self.stopped:
-            self.shutdown_kernel = "immediate"  #  asked to leave, it would interrupt its cell and show a traceback
-        async with self._ending:
+            self.shutdown_kernel = "immediate"  # a graceful shutdown would interrupt the cell and show a traceback
+        async with self._cleanup_lock:
             if self.km is not None:
                 await super()._async_cleanup_kernel()
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """The notebook at `path` as it is. Raises LessonFailed when the file is none."""
+    """Read the notebook at `path`. Raises LessonFailed if the file is not a notebook."""
     try:
         return nbformat.read(path, as_version=4)
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, KeyError) as error:
@@ -88,26 +88,26 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
-    """Run the notebook at `path` in its own folder and return it with its outputs; the file stays as it is.
+    """Run the notebook at `path` in the folder where it lies, and return it with its outputs. The file itself does not change.
 
     Args:
-        path: an .ipynb file. A cell tagged `raises-exception` may fail, and shows its error as part of the lesson.
-        timeout: seconds for one cell.
+        path: an .ipynb file. A cell with the tag `raises-exception` may fail; its error is shown as part of the lesson.
+        timeout: time limit for each cell, in seconds.
 
     Raises:
-        LessonFailed: the file is no notebook, a cell raised, took longer than `timeout`, or ended the kernel.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; the kernel has ended.
+        LessonFailed: the file is not a notebook, or a cell raised an exception, took too long or ended the kernel.
+        KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM. The kernel has ended.
     """
     notebook = read_notebook(path)
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     running = None
 
-    def began(cell: NotebookNode, cell_index: int) -> None:
+    def note_cell(cell: NotebookNode, cell_index: int) -> None:
         nonlocal running
         running = cell_index
 
     with tqdm(total=len(code_cells), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
-        client = _Stoppable(
+        client = _InterruptibleClient(
             notebook,
             kernel_name="python3",
             kernel_manager_class=_KernelOfThisPython,
@@ -116,25 +116,25 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
             coalesce_streams=True,
             store_widget_state=False,
             record_timing=False,
-            on_cell_execute=began,
+            on_cell_execute=note_cell,
             on_cell_executed=lambda **_: bar.update(),
         )
         try:
             client.run()
         except (CellControlSignal, DeadKernelError, RuntimeError) as error:
             if running is None:
-                raise LessonFailed(path.stem, f"its kernel did not start: {error}") from error
+                raise LessonFailed(path.stem, f"the kernel did not start: {error}") from error
             code = "\n".join(f"    {line}" for line in notebook.cells[running].source.strip().splitlines())
             where = f"code cell {code_cells.index(running) + 1} of {len(code_cells)} failed"
-            raise LessonFailed(path.stem, f"{where}:\n\n{code}\n\n{_told(error, notebook.cells[running], timeout)}") from error
+            raise LessonFailed(path.stem, f"{where}:\n\n{code}\n\n{_explain(error, notebook.cells[running], timeout)}") from error
     return notebook
 
 
-def _told(error: Exception, cell: NotebookNode, timeout: float) -> str:
-    """The error as its reader needs it: the cell's own traceback, or what became of the kernel."""
+def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:
+    """The cell's own traceback, or what happened to the kernel."""
     if isinstance(error, CellTimeoutError):
-        return f"It did not finish within {timeout:g} s. Does it wait for a message that nobody sends?"
+        return f"The cell did not finish within {timeout:g} s. Does a rank wait for a message that no rank sends?"
     if isinstance(error, CellExecutionError):
         raised = [output for output in cell.outputs if output.output_type == "error"]
         return ANSI.sub("", "\n".join(raised[-1].traceback)) if raised else f"{error.ename}: {error.evalue}"
-    return f"Its kernel died ({error}). Was there enough memory? Did compiled code crash?"
+    return f"The kernel died ({error}). The machine may have run out of memory, or compiled code may have crashed."

@@ -1,7 +1,7 @@
-"""Writes a notebook that has run as one HTML file that needs nothing else: no network, no kernel, no other file.
+"""Converts a notebook that has run into one HTML file that needs no network, no kernel and no other file.
 
-nbconvert's own pages fetch MathJax, RequireJS and a widget manager from the network. Here formulas become MathML, which
-browsers draw by themselves; an explorer that needs a kernel says so; and a page that would still fetch anything is refused.
+nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas become MathML, which browsers draw
+themselves. An explorer, which needs a kernel, says how to get one. A page that would still load something is refused.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-NEEDS_KERNEL = "This explorer runs the program anew at each change, so it needs a kernel: open the lesson with <code>make lab</code>."
+NEEDS_KERNEL = "This explorer runs the program again after each change, so it needs a kernel. Open the lesson with <code>make lab</code>."
 
-# The browser itself refuses what is not in the page; `fetched` tells the lesson's author before a reader sees a hole.
+# With this policy the browser loads nothing from outside the page. `external_addresses` tells the lesson's author earlier.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; media-src data:"
 
 
 class Lesson(NamedTuple):
-    """What the index and the links between lessons say of one lesson."""
+    """A lesson as the index and the links between lessons show it."""
 
     name: str
     title: str
-    summary: str  #  its first paragraph, as plain text
+    summary: str  # its first paragraph, as plain text
 
     @classmethod
     def of(cls, name: str, notebook: NotebookNode) -> Lesson:
-        """Title and summary are the first heading and the first paragraph of the lesson's own prose."""
+        """Take the first heading as the title and the first paragraph as the summary."""
         prose = BeautifulSoup("\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"), "html.parser")
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
         return cls(name, heading.get_text() if heading else name, paragraph.get_text() if paragraph else "")
@@ -51,7 +51,7 @@ class _OfflineRenderer(IPythonRenderer):
     """Markdown as JupyterLab shows it, with formulas as MathML."""
 
     def block_html(self, html: str) -> str:
-        """As it is: to find images nbconvert parses each block, which would close a <details> whose answer is more than one block."""
+        """Keep HTML without images as it is: nbconvert parses each block alone, and closes a <details> that spans several blocks."""
         return super().block_html(html) if "<img" in html else html + "\n"
 
     def inline_math(self, body: str) -> str:
@@ -65,7 +65,7 @@ class _OfflineRenderer(IPythonRenderer):
 
 
 class _OfflineExporter(HTMLExporter):
-    """nbconvert's plain fragments of cells and outputs, without prompts and with our Markdown."""
+    """nbconvert's HTML for cells and outputs, with our Markdown."""
 
     @pass_context
     def markdown2html(self, context, source):
@@ -81,49 +81,53 @@ def _markdown(source: str, attachments: dict | None = None, path: str = "") -> s
 def _formula(tex: str, display: str) -> str:
     mathml = to_mathml(tex, display=display)
     if unknown := re.search(r"\\[A-Za-z]+", mathml):
-        raise ValueError(f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be drawn without a network; write it more simply")
+        raise ValueError(
+            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to MathML; write it with simpler commands"
+        )
     return mathml
 
 
 def lesson_body(notebook: NotebookNode, folder: Path) -> str:
-    """The cells and outputs of a notebook that has run, as HTML that needs no network.
+    """Return the cells and outputs of a notebook that has run, as HTML that loads nothing.
 
     Args:
-        folder: where the notebook lies; images it shows from there are taken into the page.
+        folder: the notebook's folder. Images from this folder are embedded in the page.
 
     Raises:
-        ValueError: it shows what would have to be fetched (an image at a web address, say), or a formula that cannot be drawn.
+        ValueError: the page would load something, such as an image from the web, or a formula cannot be converted.
     """
     exporter = _OfflineExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(_without_kernel(notebook), {"metadata": {"path": str(folder)}})
-    if asked := sorted(set(fetched(body))):
-        raise ValueError(f"the page would have to fetch {', '.join(asked)}, and must play offline; put it into the notebook or beside it")
+    if addresses := sorted(set(external_addresses(body))):
+        raise ValueError(f"the page would load {', '.join(addresses)}, but pages must work offline; put the file in the notebook's folder")
     return body
 
 
 def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
-    """The whole page of one of `lessons`, around what `lesson_body` wrote of a run of `seconds`, with links to its neighbours."""
+    """Return the whole page of a lesson: its body, how long it ran, and links to the lessons before and after it."""
     at = lessons.index(lesson)
     before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
     after = [f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]]
     links = '<nav><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
-    ran = f"<footer>Every output on this page comes from a run of {seconds:.1f} s with {_machine()}.</footer>"
+    ran = f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with {_machine()}.</footer>"
     return _html(lesson.title, f"{links}\n<main>\n{body}\n</main>\n{ran}\n{links}")
 
 
 def index_page(lessons: Sequence[Lesson]) -> str:
-    """The page that lists the lessons in their order."""
+    """Return the page that lists the lessons in order."""
     rows = [
         f'<li><a href="{_page(e)}"><strong>{escape(e.title)}</strong></a><p>{escape(e.summary)}</p><small>{escape(e.name)}</small></li>'
         for e in lessons
     ]
-    intro = "<p>How neural networks are trained on many machines. Every lesson ran; its pictures are drawn from what was recorded.</p>"
-    listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has run to its end.</p>"
+    intro = (
+        "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from programs that ran in the lessons.</p>"
+    )
+    listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
     return _html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}</main>")
 
 
-def fetched(html: str) -> Iterator[str]:
-    """What a browser would fetch by itself on opening `html`; nothing, for a page that plays offline. A link to click is no such thing."""
+def external_addresses(html: str) -> Iterator[str]:
+    """Yield every address that a browser would load when it opens `html`. Links that a reader can click are not loaded."""
     soup = BeautifulSoup(html, "html.parser")
     for tag in soup.find_all(True):
         names = ["src", "srcset", "poster", "data"] + ([] if tag.name in ("a", "area") else ["href", "xlink:href"])
@@ -134,13 +138,13 @@ def fetched(html: str) -> Iterator[str]:
 
 
 def _without_kernel(notebook: NotebookNode) -> NotebookNode:
-    """A copy in which what only a kernel can bring to life says so, and what it shows without one is shown."""
+    """Return a copy for pages: each widget is replaced by its last picture, if it has one, and a note that it needs a kernel."""
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             data.pop("application/javascript", None)
-            if data.pop(WIDGET, None):  #  an explorer brings its last picture along, a slider does not
+            if data.pop(WIDGET, None):  # an explorer has its last picture as HTML beside it; a slider has none
                 data["text/html"] = data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
     return notebook
 

@@ -1,4 +1,4 @@
-"""The command line answers wrong questions at once, and doctor tells what it found."""
+"""The command line refuses wrong arguments with a useful message, and doctor reports what it found."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ import pytest
 from parallel101 import cli, doctor
 
 
-def asked_wrongly(capsys, *argv: str) -> str:
+def usage_error(capsys, *argv: str) -> str:
+    """Run a command that must exit with status 2, and return its message."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
 
-def test_wrong_questions_are_told_with_what_was_expected(capsys, tmp_path):
-    assert "invalid choice: 'train' (choose from" in asked_wrongly(capsys, "train")
-    assert "doctor | lab | lessons | bench" in asked_wrongly(capsys)
-    assert "unrecognized arguments: --fast" in asked_wrongly(capsys, "lessons", "--fast")
-    assert "nowhere is not a folder" in asked_wrongly(capsys, "lessons", "--lessons", "nowhere")
-    assert "no notebook" in asked_wrongly(capsys, "lessons", "--lessons", str(tmp_path))
+def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
+    assert "invalid choice: 'train' (choose from" in usage_error(capsys, "train")
+    assert "doctor | lab | lessons | bench" in usage_error(capsys)
+    assert "unrecognized arguments: --fast" in usage_error(capsys, "lessons", "--fast")
+    assert "nowhere is not a folder" in usage_error(capsys, "lessons", "--lessons", "nowhere")
+    assert "no notebook" in usage_error(capsys, "lessons", "--lessons", str(tmp_path))
     for seconds in ("0", "-1", "nan", "inf", "soon"):
-        told = f"argument --timeout: {seconds} is not a time; give a finite number of seconds, more than 0"
-        assert told in asked_wrongly(capsys, "lessons", f"--timeout={seconds}")
+        message = f"argument --timeout: {seconds} is not a valid time limit; expected a finite number of seconds greater than 0"
+        assert message in usage_error(capsys, "lessons", f"--timeout={seconds}")
     (tmp_path / "00_ranks.ipynb").touch()
     for out in (tmp_path / "00_ranks.ipynb", tmp_path / "00_ranks.ipynb" / "site", "/dev/null/site"):
-        told = asked_wrongly(capsys, "lessons", "--lessons", str(tmp_path), "--out", str(out)).splitlines()[-1]
-        assert f"pages can't be written to {out} (" in told and told.endswith("give a folder, e.g. --out site")
-    assert "'07' is not a lesson; there are: 00_ranks" in asked_wrongly(capsys, "lessons", "07", "--lessons", str(tmp_path))
+        message = usage_error(capsys, "lessons", "--lessons", str(tmp_path), "--out", str(out)).splitlines()[-1]
+        assert f"cannot write pages to {out} (" in message and message.endswith("give a writable folder, e.g. --out site")
+    assert "'07' is not a lesson; the lessons are: 00_ranks" in usage_error(capsys, "lessons", "07", "--lessons", str(tmp_path))
 
 
-def test_help_and_version_are_there(capsys):
+def test_help_and_version(capsys):
     for argv, expected in ((["--help"], "doctor"), (["lessons", "--help"], "--timeout"), (["--version"], "parallel101 ")):
         with pytest.raises(SystemExit) as stopped:
             cli.main(argv)
@@ -46,12 +47,12 @@ def test_help_and_version_are_there(capsys):
         assert expected in capsys.readouterr().out
 
 
-def test_a_failed_lesson_is_told_and_makes_the_exit_status_1(capsys, tmp_path):
+def test_a_failed_lesson_is_reported_and_the_exit_status_is_1(capsys, tmp_path):
     (tmp_path / "00_torn.ipynb").write_text("no notebook")
     assert cli.main(["lessons", "--lessons", str(tmp_path), "--out", str(tmp_path / "site")]) == 1
-    told = capsys.readouterr()
-    assert "lesson 00_torn" in told.err
-    assert str(tmp_path / "site" / "index.html") in told.out
+    output = capsys.readouterr()
+    assert "lesson 00_torn" in output.err
+    assert str(tmp_path / "site" / "index.html") in output.out
 
 
 def test_doctor_finds_that_the_lessons_run_here(capsys):
@@ -64,7 +65,7 @@ def test_doctor_finds_that_the_lessons_run_here(capsys):
         assert rows[needed]["state"] == "works", rows[needed]
 
 
-def test_doctor_prints_a_row_for_each_check_and_what_to_do(capsys, monkeypatch):
+def test_doctor_prints_a_row_for_each_check_with_its_advice(capsys, monkeypatch):
     def broken() -> doctor.Row:
         raise RuntimeError("a check\nthat breaks")
 
@@ -79,7 +80,7 @@ def test_doctor_prints_a_row_for_each_check_and_what_to_do(capsys, monkeypatch):
     assert "Not working: two, three." in printed
 
 
-def test_an_output_of_few_characters_gets_the_others_spelled_out(monkeypatch):
+def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
@@ -90,21 +91,23 @@ def test_an_output_of_few_characters_gets_the_others_spelled_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "status", "told"), [(errno.EPIPE, 141, ""), (errno.ENOSPC, 1, "the output can't be written: No space left")]
+    ("number", "status", "message"),
+    [(errno.EPIPE, 141, ""), (errno.ENOSPC, 1, "cannot write the output: No space left")],
+    ids=["closed pipe", "full disk"],
 )
-def test_an_output_that_takes_no_more_ends_a_command_without_a_traceback(monkeypatch, capfd, wrong, status, told):
+def test_a_closed_pipe_and_a_full_disk_end_a_command_without_a_traceback(monkeypatch, capfd, number, status, message):
     class Full(io.StringIO):
         def flush(self):
-            raise OSError(wrong, os.strerror(wrong))
+            raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
     monkeypatch.setattr(sys, "stdout", Full())
     assert cli.main(["doctor"]) == status
-    said = capfd.readouterr().err
-    assert told in said and len(said.splitlines()) == bool(told)
+    printed = capfd.readouterr().err
+    assert message in printed and len(printed.splitlines()) == bool(message)
 
 
-def test_doctor_tells_a_closed_loopback_and_a_missing_browser(monkeypatch):
+def test_doctor_reports_a_closed_loopback_and_a_missing_browser(monkeypatch):
     def refused(*args, **kwargs):
         raise OSError("Network is unreachable")
 
@@ -120,7 +123,7 @@ def test_doctor_tells_a_closed_loopback_and_a_missing_browser(monkeypatch):
     assert doctor.check_browser().state == "absent"
 
 
-def test_doctor_tells_an_old_torch_and_a_wrong_sum(monkeypatch):
+def test_doctor_reports_an_old_torch_and_a_wrong_sum(monkeypatch):
     import torch
 
     import parallel101
@@ -137,8 +140,8 @@ def test_doctor_tells_an_old_torch_and_a_wrong_sum(monkeypatch):
     assert doctor.check_launch("gloo").state == "fails"
 
 
-@pytest.mark.parametrize(("count", "told"), [(1, "With one GPU"), (4, "up to 4 ranks on nccl")])
-def test_doctor_tells_what_the_gpus_can_do(monkeypatch, count, told):
+@pytest.mark.parametrize(("count", "message"), [(1, "With one GPU"), (4, "up to 4 ranks on nccl")])
+def test_doctor_says_what_the_gpus_can_do(monkeypatch, count, message):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -148,4 +151,4 @@ def test_doctor_tells_what_the_gpus_can_do(monkeypatch, count, told):
     row = doctor.check_gpus()
     assert row.state == "works"
     assert "a GPU (16 GiB)" in row.found
-    assert told in row.found + row.advice
+    assert message in row.found + row.advice

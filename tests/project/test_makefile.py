@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
-#  Makes a venv whose Python is a copy of itself, and whose pip writes down what it is asked; `broken` has no ensurepip.
+# Makes a venv whose Python is a copy of itself, and whose pip writes down what it is asked; `broken` has no ensurepip.
 PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
@@ -46,7 +46,7 @@ def clone(tmp_path):
 
 def make(folder: Path, *words: str, python: str = "../python3", **kwargs) -> subprocess.CompletedProcess[str]:
     command = ["make", "setup", f"PYTHON={python}", *words]
-    alone = {"PATH": os.environ["PATH"]}  #  without the variables of a `make test` that runs this
+    alone = {"PATH": os.environ["PATH"]}  # without the variables of a `make test` that runs this
     return subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=60, **kwargs)
 
 
@@ -121,12 +121,12 @@ def test_of_several_pythons_the_first_that_is_there_is_taken(clone):
 
 
 def test_a_folder_that_is_not_ours_to_write_to_is_said_to_be_that(clone):
-    with tempfile.TemporaryDirectory() as folder:  #  not tmp_path, which only its owner may enter
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which only its owner may enter
         there = shutil.copytree(clone, Path(folder) / "clone")
         Path(folder).chmod(0o755)
         there.chmod(0o555)
         try:
-            made = make(there, user=65534 if os.geteuid() == 0 else None)  #  root may write anywhere
+            made = make(there, user=65534 if os.geteuid() == 0 else None)  # root may write anywhere
         except OSError as error:
             pytest.skip(f"root may not run a program as nobody here ({error})")
         finally:

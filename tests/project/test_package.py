@@ -19,7 +19,7 @@ from parallel101.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  #  comes with pytest there
+    import tomli as tomllib  # comes with pytest there
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""Lessons become pages: run in this Python, offline to the last byte, and failures that name their cell."""
+"""Lessons become pages: they run in this Python, the pages load nothing, and a failure names its cell."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bs4 import BeautifulSoup
 from nbformat import v4, write
 
 from parallel101 import cli
-from parallel101.publish import LessonFailed, find_lessons, publish, select
+from parallel101.publish import LessonFailed, find_lessons, publish, select_lessons
 from parallel101.publish.execute import run_notebook
-from parallel101.publish.page import POLICY, Lesson, fetched, lesson_body, lesson_page
+from parallel101.publish.page import POLICY, Lesson, external_addresses, lesson_body, lesson_page
 from tests.browser.devtools import Browser
 
 PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000") + b"\x1f\x15\xc4\x89"
 
 
 def notebook(folder: Path, name: str, *cells: str, tags: tuple[str, ...] = ()) -> Path:
-    """A notebook of code cells, and of Markdown cells where the text begins with "md:"."""
+    """Write a notebook. A cell whose text begins with "md:" is Markdown, the others are code."""
     made = [v4.new_markdown_cell(c[3:]) if c.startswith("md:") else v4.new_code_cell(c, metadata={"tags": list(tags)}) for c in cells]
     write(v4.new_notebook(cells=made), folder / f"{name}.ipynb")
     return folder / f"{name}.ipynb"
@@ -47,7 +47,7 @@ def site(tmp_path_factory):
     out = folder / "site"
     out.mkdir()
     (out / "02_broken.html").write_text("a page of an earlier run")
-    done = publish(select(folder), out, say=said.append)
+    done = publish(select_lessons(folder), out, report=said.append)
     return out, done, said, folder
 
 
@@ -58,12 +58,12 @@ def test_a_lesson_runs_in_this_python_and_in_its_own_folder(site):
     assert BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find(id="answer").get_text() == "42"
 
 
-def test_pages_fetch_nothing_and_tell_the_browser_so(site):
+def test_pages_load_nothing_and_forbid_the_browser_to(site):
     _, done, _, _ = site
     assert [p.name for p in done.written] == ["00_first.html", "01_second.html", "index.html"]
     for page in done.written:
         html = page.read_text()
-        assert list(fetched(html)) == []
+        assert list(external_addresses(html)) == []
         assert POLICY in html
         assert "<script src" not in html
 
@@ -78,7 +78,7 @@ def test_formulas_images_and_links_are_in_the_page(site):
     assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("math", display="block") is not None
 
 
-def test_an_explorer_leaves_its_picture_and_says_what_moves_it(tmp_path):
+def test_an_explorer_becomes_its_last_picture_and_a_note_that_it_needs_a_kernel(tmp_path):
     shown = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "Explorer()", "text/html": "<b>picture</b>"}
     cell = v4.new_code_cell("explorer", outputs=[v4.new_output("execute_result", shown, execution_count=1)])
     body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), tmp_path), "html.parser")
@@ -93,7 +93,7 @@ def test_a_folded_answer_of_several_blocks_stays_folded(tmp_path):
     assert "After" not in body.details.get_text()
 
 
-def test_index_and_pages_lead_to_each_other_past_the_one_that_failed(site):
+def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site):
     out, _, said, _ = site
     index = BeautifulSoup((out / "index.html").read_text(), "html.parser")
     assert [a["href"] for a in index.select(".lessons a")] == ["00_first.html", "01_second.html"]
@@ -104,16 +104,16 @@ def test_index_and_pages_lead_to_each_other_past_the_one_that_failed(site):
     assert [line.split()[0:3] for line in said] == [["✓", "00_first", "ran"], ["✓", "01_second", "ran"], ["✗", "02_broken", "failed"]]
 
 
-def test_one_lesson_alone_joins_those_that_ran_before(tmp_path):
+def test_a_lesson_that_runs_alone_is_linked_to_those_that_ran_before(tmp_path):
     paths = [notebook(tmp_path, name, f"md:# {name}", "1") for name in ("00_a", "01_b")]
     for path in paths:
-        publish([path], tmp_path / "site", say=lambda _: None)
+        publish([path], tmp_path / "site", report=lambda _: None)
     index = BeautifulSoup((tmp_path / "site" / "index.html").read_text(), "html.parser")
     assert [a["href"] for a in index.select(".lessons a")] == ["00_a.html", "01_b.html"]
     assert 'rel="prev" href="00_a.html"' in (tmp_path / "site" / "01_b.html").read_text()
 
 
-def test_a_failure_names_lesson_cell_and_error_and_leaves_no_old_page(site):
+def test_a_failure_names_lesson_cell_and_error_and_deletes_the_old_page(site):
     out, done, _, _ = site
     (failure,) = done.failed
     assert failure.lesson == "02_broken"
@@ -134,7 +134,7 @@ def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_p
         run_notebook(notebook(tmp_path, "dead", "import os; os._exit(3)"))
 
 
-def test_a_run_that_is_stopped_leaves_the_pages_of_lessons_that_ran_and_no_kernel(tmp_path):
+def test_a_run_that_is_stopped_keeps_the_finished_pages_and_leaves_no_kernel(tmp_path):
     notebook(tmp_path, "00_first", "1")
     notebook(tmp_path, "01_stopped", f"import os, signal, threading; open('{tmp_path}/pid', 'w').write(str(os.getpid()))",
              "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()")  # fmt: skip
@@ -150,7 +150,7 @@ def test_a_run_that_is_stopped_leaves_the_pages_of_lessons_that_ran_and_no_kerne
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_page_that_finds_the_disk_full_is_named_and_leaves_the_old_one(tmp_path, monkeypatch, capsys):
+def test_on_a_full_disk_the_page_is_named_and_its_old_content_is_kept(tmp_path, monkeypatch, capsys):
     page = tmp_path / "site" / "index.html"
     page.parent.mkdir()
     page.write_text("a page of an earlier run")
@@ -162,42 +162,43 @@ def test_a_page_that_finds_the_disk_full_is_named_and_leaves_the_old_one(tmp_pat
 
     monkeypatch.setattr(Path, "write_text", half)
     assert cli.main(["lessons", "--lessons", str(tmp_path), "--out", str(page.parent)]) == 1
-    assert capsys.readouterr().err == f"parallel101: {page} can't be written: No space left on device\n"
+    assert capsys.readouterr().err == f"parallel101: cannot write {page}: No space left on device\n"
     assert [(file.name, file.read_text()) for file in page.parent.iterdir()] == [("index.html", "a page of an earlier run")]
 
 
-def test_what_is_no_notebook_is_told(tmp_path):
+def test_a_file_that_is_not_a_notebook_is_refused(tmp_path):
     (tmp_path / "torn.ipynb").write_text('{"cells": [')
     with pytest.raises(LessonFailed, match="cannot be read as a notebook"):
         run_notebook(tmp_path / "torn.ipynb")
 
 
 @pytest.mark.parametrize(
-    ("cell", "told"),
+    ("cell", "message"),
     [
-        ("![x](https://example.org/x.png)", "would have to fetch https://example.org/x.png"),
-        ("![x](missing.png)", "would have to fetch missing.png"),
+        ("![x](https://example.org/x.png)", "would load https://example.org/x.png, but pages must work offline"),
+        ("![x](missing.png)", "would load missing.png"),
         ("$\\undefinedcommand x$", r"uses \\undefinedcommand"),
     ],
 )
-def test_what_cannot_be_shown_offline_is_refused(tmp_path, cell, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_shown_offline_is_refused(tmp_path, cell, message):
+    with pytest.raises(ValueError, match=message):
         lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(cell)]), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("html", "asked"),
+    ("html", "addresses"),
     [
         ('<script src="https://cdn.example/x.js"></script>', ["https://cdn.example/x.js"]),
         ('<link rel="stylesheet" href="//cdn.example/x.css">', ["//cdn.example/x.css"]),
         ("<style>@import 'a.css'; b { background: url(c.png) }</style>", ["a.css", "c.png"]),
         ('<p style="background: url(&quot;d.png&quot;)">', ["d.png"]),
         ('<svg><image href="e.png"/><use xlink:href="#here"/></svg>', ["e.png"]),
-        ('<img src="data:image/gif;base64,R0"><a href="https://example.org">a link is not fetched</a>', []),
+        ('<img src="data:image/gif;base64,R0"><a href="https://example.org">a link is not loaded</a>', []),
     ],
+    ids=["script", "stylesheet", "style element", "style attribute", "svg", "nothing"],
 )
-def test_fetched_finds_what_a_browser_would_fetch(html, asked):
-    assert list(fetched(html)) == asked
+def test_external_addresses_are_those_that_a_browser_would_load(html, addresses):
+    assert list(external_addresses(html)) == addresses
 
 
 def test_a_lesson_without_prose_has_its_file_name_as_title():
@@ -207,17 +208,17 @@ def test_a_lesson_without_prose_has_its_file_name_as_title():
 def test_lessons_are_chosen_by_name_or_number(tmp_path):
     for name in ("00_ranks", "01_collectives", "010_more"):
         notebook(tmp_path, name, "1")
-    assert [p.stem for p in select(tmp_path)] == ["00_ranks", "010_more", "01_collectives"]
-    assert [p.stem for p in select(tmp_path, ["01_collectives.ipynb", "00"])] == ["00_ranks", "01_collectives"]
-    with pytest.raises(ValueError, match=r"'07' is not a lesson; there are: 00_ranks, 010_more, 01_collectives"):
-        select(tmp_path, ["07"])
-    with pytest.raises(ValueError, match="'01' is the name of more than one lesson"):
-        select(tmp_path, ["01"])
+    assert [p.stem for p in select_lessons(tmp_path)] == ["00_ranks", "010_more", "01_collectives"]
+    assert [p.stem for p in select_lessons(tmp_path, ["01_collectives.ipynb", "00"])] == ["00_ranks", "01_collectives"]
+    with pytest.raises(ValueError, match=r"'07' is not a lesson; the lessons are: 00_ranks, 010_more, 01_collectives"):
+        select_lessons(tmp_path, ["07"])
+    with pytest.raises(ValueError, match="'01' matches more than one lesson"):
+        select_lessons(tmp_path, ["01"])
     with pytest.raises(ValueError, match="no notebook"):
-        select(tmp_path / "empty")
+        select_lessons(tmp_path / "empty")
 
 
-def test_the_lessons_folder_is_found_from_below_and_missed_with_a_reason(tmp_path, monkeypatch):
+def test_the_lessons_folder_is_found_from_a_folder_inside_it_and_a_missing_one_is_named(tmp_path, monkeypatch):
     (tmp_path / "lessons" / "deeper").mkdir(parents=True)
     (tmp_path / "parallel101").mkdir()
     monkeypatch.chdir(tmp_path / "lessons" / "deeper")
@@ -229,7 +230,7 @@ def test_the_lessons_folder_is_found_from_below_and_missed_with_a_reason(tmp_pat
 @pytest.mark.browser
 def test_a_browser_draws_the_page_and_runs_its_script(site, chromium, tmp_path):
     page = notebook(tmp_path, "live", "from IPython.display import HTML; HTML('<i id=i></i><script>i.textContent = 6 * 7</script>')")
-    done = publish([page], tmp_path / "site", say=lambda _: None)
+    done = publish([page], tmp_path / "site", report=lambda _: None)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
     command = [chromium, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", done.written[0].as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
@@ -238,7 +239,7 @@ def test_a_browser_draws_the_page_and_runs_its_script(site, chromium, tmp_path):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 800, 1280])
-def test_a_page_never_scrolls_sideways_whatever_is_in_it(chromium, tmp_path, width):
+def test_a_page_never_scrolls_sideways(chromium, tmp_path, width):
     table = (
         "| a | b | c |\n|---|---|---|\n"
         + "| scatter + all-gather | $2\\frac{p-1}{p}n + \\lceil\\log_2 p\\rceil$ | `reduce_broadcast_two_level` |\n"
