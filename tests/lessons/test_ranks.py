@@ -22,13 +22,13 @@ def steps(program, world_size):
     return p101.launch(program, world_size=world_size, backend="sim", network=STEPS).trace.makespan
 
 
-INSTALLED_FROM = {  #  by what lies beside the notebook, in `lessons`
+INSTALLED_FROM = {  # by what lies beside the notebook, in `lessons`
     "parallel101-main.zip": "parallel101-main.zip",
-    "parallel101/pyproject.toml parallel101/parallel101/": "parallel101",  #  a clone
-    "../pyproject.toml ../parallel101/": "..",  #  in a clone
-    "parallel101/ parallel101-main.zip": "parallel101-main.zip",  #  a folder that only has the name
+    "parallel101/pyproject.toml parallel101/parallel101/": "parallel101",  # a clone
+    "../pyproject.toml ../parallel101/": "..",  # in a clone
+    "parallel101/ parallel101-main.zip": "parallel101-main.zip",  # a folder that only has the name
     "../parallel101/ ../../pyproject.toml": None,
-    "pyproject.toml": None,  #  another project's
+    "pyproject.toml": None,  # another project's
     "": None,
 }
 
@@ -47,13 +47,13 @@ def test_a_hosted_notebook_installs_from_what_lies_beside_it(beside, namesake, t
     asked = []
     shell = types.SimpleNamespace(run_line_magic=lambda *words: asked.append(words))
     names = {"get_ipython": lambda: shell}
-    #  A folder that only has the name is a namespace package, which has no origin.
+    # A folder that only has the name is a namespace package, which has no origin.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if namesake else None)
     exec(TransformerManager().transform_cell(cell.source), names)
     assert asked == [("pip", 'install --quiet "{source}"')]
     told, expected = names["source"], INSTALLED_FROM[beside]
     if expected is None:
-        assert told == "a .zip of parallel101, which is not here yet"
+        assert told == "no parallel101 .zip found: upload it next to this notebook"
     else:
         assert (here / told).resolve() == (here / expected).resolve()
 
@@ -63,12 +63,12 @@ def test_a_clone_installs_nothing():
     exec(TransformerManager().transform_cell(cell.source), {"get_ipython": lambda: pytest.fail("it would install")})
 
 
-EXPECTED = ("deadlock-run", "isend-changed", "dies-run", "dies-killed", "sizes-run", "sizes-checked")  #  the errors that cells show
+EXPECTED = ("deadlock-run", "isend-changed", "dies-run", "dies-killed", "sizes-run", "sizes-checked")  # the errors that cells show
 
 
 @pytest.mark.parametrize("cell_id", EXPECTED)
 def test_a_corrected_cell_says_that_it_went_through_and_the_next_ones_run(cell_id, capsys):
-    """In a fresh kernel, where nothing stands in for the error that did not come."""
+    """In a fresh kernel, where no earlier run has defined what the error would define."""
     cells = {cell.id: cell.source for cell in read("00_ranks").cells}
     assert [i for i, source in cells.items() if "as error:" in source] == [*EXPECTED[:1], "deadlock-eager", *EXPECTED[1:]]
     errors = {name: getattr(p101, name) for name in ("DeadlockError", "MisuseError", "RankFailed")}
@@ -108,10 +108,10 @@ def test_exercise_3_a_barrier_that_one_rank_skips():
 
 
 @pytest.mark.parametrize(("nbytes", "seconds"), [(8, 0.32e-3), (64_000_000, 82e-3)])
-def test_exercise_4_a_lap_of_a_small_token_and_of_a_large_one(nbytes, seconds):
-    """Eight ranks in place of 64, an eighth of the memory: the lap is as many messages as ranks."""
+def test_exercise_4_one_round_of_a_small_token_and_of_a_large_one(nbytes, seconds):
+    """Eight ranks instead of 64, with an eighth of the memory: one round is as many messages as there are ranks."""
 
-    def lap():
+    def one_round():
         rank, n = dist.get_rank(), dist.get_world_size()
         token = torch.empty(nbytes, dtype=torch.uint8)
         if rank > 0:
@@ -121,7 +121,7 @@ def test_exercise_4_a_lap_of_a_small_token_and_of_a_large_one(nbytes, seconds):
             dist.recv(token, n - 1)
 
     network = p101.Network(latency=5e-6, bandwidth=50e9)
-    took = p101.launch(lap, world_size=8, backend="sim", network=network).trace.makespan
+    took = p101.launch(one_round, world_size=8, backend="sim", network=network).trace.makespan
     assert took * 64 / 8 == pytest.approx(seconds, rel=0.01)
 
 
