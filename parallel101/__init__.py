@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from parallel101.ranks.launch import launch
     from parallel101.ranks.run import Run
     from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
+    from parallel101.record.events import Event, Message
     from parallel101.record.spans import compute, span
-    from parallel101.record.trace import Event, Message, Trace
+    from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
     from parallel101.trainers.data import DataParallelTrainer
     from parallel101.trainers.sharded import ShardedTrainer
@@ -52,7 +53,8 @@ _WHERE = {
     "parallel101.ranks.launch": "launch",
     "parallel101.ranks.run": "Run",
     "parallel101.autograd.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",
-    "parallel101.record.trace": "Event Message Trace",
+    "parallel101.record.events": "Event Message",
+    "parallel101.record.trace": "Trace",
     "parallel101.record.spans": "compute span",
     "parallel101.viz.watch": "watch",
 }

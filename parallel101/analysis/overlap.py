@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from parallel101.record.trace import Event, Trace
+from parallel101.record.events import Event
+from parallel101.record.trace import Trace
 
 WAITS = ("wait", "synchronise", "agree", "gather weights")  # a span whose name starts so is a wait, not compute
 

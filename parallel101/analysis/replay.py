@@ -16,7 +16,8 @@ from parallel101.analysis.columns import Column, Counts, columns_of
 from parallel101.analysis.diagram import Layout, groups_of, layout_of
 from parallel101.analysis.provenance import Term, decode, flat_values
 from parallel101.analysis.steps import steps_of
-from parallel101.record.trace import Message, Trace
+from parallel101.record.events import Message
+from parallel101.record.trace import Trace
 
 States = list[tuple[float, Counts]]  #  from which moment on a cell holds what
 START = -1.0  #  moments: START is before the first step, s is the begin of step s, s + 0.5 the landing of its messages

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
-from parallel101.record.trace import Event, Message
+from parallel101.record.events import Event, Message
 
 
 def steps_of(messages: Sequence[Message], port_per_link: bool = False) -> list[int]:

@@ -136,14 +136,12 @@ def launch(
 
 
 def _trace(monitor: Monitor, size: int, backend: str) -> Trace:
-    groups: dict[str, list[int]] = {"world": list(range(size))}
     rows: list[tuple] = []
     unfinished: list[tuple] = []
     for state in monitor.states:
-        groups.update(state.groups)
         rows += state.events or []
         unfinished += state.unfinished
-    return Trace.from_rows(rows, size, backend, groups, unfinished)
+    return Trace.from_rows(rows, size, backend, unfinished)
 
 
 def _pack_call(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:

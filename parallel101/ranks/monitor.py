@@ -45,7 +45,6 @@ class State:
     consequence: bool = False  #  its error only says that another rank has failed
     events: list[tuple] | None = None
     unfinished: list[tuple] = field(default_factory=list)
-    groups: dict[str, list[int]] = field(default_factory=dict)
     places: list[tuple[int, str]] | None = None  #  where it is (each virtual rank, on sim), when it was asked
     status: bytes = b""
     exitcode: int | None = None
@@ -163,7 +162,7 @@ class Monitor:
         elif kind == FREE:
             state.standing.blocked = None
         elif kind == BOOKS:
-            state.events, state.unfinished, state.groups, report = value
+            state.events, state.unfinished, report = value
             state.heard(report)
         elif kind == IMPORTED:
             self.imported.update(value)

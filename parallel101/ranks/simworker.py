@@ -49,7 +49,7 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
         outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes, watched_by=watcher.watch)
     _speaking.rank = None
     wire.send(IMPORTED, worth_preloading(loaded))
-    wire.send(BOOKS, (outcome.events, outcome.unfinished, outcome.groups, NOT_POSTED))
+    wire.send(BOOKS, (outcome.events, outcome.unfinished, NOT_POSTED))
     if outcome.error is not None:
         report_failure(wire, 0, outcome.error)
     elif outcome.errors:
@@ -83,7 +83,7 @@ class _SimWatcher(Obedient):
             unfinished: list[tuple] = []
             with contextlib.suppress(RuntimeError):  #  the ranks go on meanwhile, and may change what is being read
                 unfinished = traffic.unfinished()
-            self.wire.send(BOOKS, (list(traffic.world.events), unfinished, dict(traffic.groups), NOT_POSTED))
+            self.wire.send(BOOKS, (list(traffic.world.events), unfinished, NOT_POSTED))
 
     def places(self) -> list[tuple[int, str]]:
         frames = sys._current_frames()

@@ -228,7 +228,7 @@ def join(
         ledger.close()
         watcher.returned()
         gathered: list[Any] = [None] * size
-        about = pickle.dumps((calls, ledger.events, ledger.unfinished, ledger.groups))
+        about = pickle.dumps((calls, ledger.events, ledger.unfinished))
         dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers], about))
     finally:
         record_into(None)
@@ -293,8 +293,5 @@ def _see_misuse(calls: list[Call]) -> None:
 
 
 def _trace(parts: list, size: int, backend: str) -> Trace:
-    groups: dict[str, list[int]] = {"world": list(range(size))}
-    for *_, own in parts:
-        groups.update(own)
     events, unfinished = ([row for part in parts for row in part[kind]] for kind in (1, 2))
-    return Trace.from_rows(events, size, backend, groups, unfinished)
+    return Trace.from_rows(events, size, backend, unfinished)

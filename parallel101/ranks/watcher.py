@@ -142,7 +142,7 @@ class Watcher(Obedient):
         self.seen = waiting
 
     def tell(self) -> None:
-        self.wire.send(BOOKS, (self.ledger.events, self.ledger.unfinished, dict(self.ledger.groups), self.ledger.report()))
+        self.wire.send(BOOKS, (self.ledger.events, self.ledger.unfinished, self.ledger.report()))
 
     def places(self) -> list[tuple[int, str]]:
         return [(self.ledger.rank, self.apart or self.where())]

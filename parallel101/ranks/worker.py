@@ -159,7 +159,7 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
     else:
         record_into(None)
         ledger.close()
-        wire.send(BOOKS, (ledger.events, ledger.unfinished, ledger.groups, ledger.report()))
+        wire.send(BOOKS, (ledger.events, ledger.unfinished, ledger.report()))
         wire.send(IMPORTED, worth_preloading(loaded))
         del value
         wire.send_packed(RESULT, *packed, give_back=True)
@@ -224,7 +224,7 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
 def report_failure(wire: Wire, rank: int, error: BaseException, ledger: Ledger | None = None) -> None:
     """Send an exception with its traceback; one that can't be pickled goes as its text."""
     headline, text, consequence = named(error), story(error), broken_connection(error) or reports_another(error, rank)
-    books = None if ledger is None else (ledger.events, ledger.unfinished, ledger.groups, ledger.report())
+    books = None if ledger is None else (ledger.events, ledger.unfinished, ledger.report())
     #  an exception's frames hold tensors, works and groups: it travels without them
     error.__traceback__ = None
     try:

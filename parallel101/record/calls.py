@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.events import Event, EventGroup
 from parallel101.record.spans import COLLECTIVE_TAG, Collective
 from parallel101.record.where import caller, shown
 
@@ -32,9 +33,10 @@ class Call(NamedTuple):
     op: str | None  #  the reduction ("sum", …) of a reducing collective
     root: int | None
     where: str
-    alike: tuple[tuple[str, str], ...] = ()  #  of a collective of parallel101's own, and of its messages: what else must be the same
+    alike: tuple[tuple[str, str], ...] = ()  # of a collective of parallel101's own: what else must be the same on all ranks
     given: dict[int, int] | None = None  #  of an all-to-all: the bytes for each rank of the group, whose shapes need not agree …
     taken: dict[int, int] | None = None  #  … and those expected of each
+    within: tuple[str, tuple[int, ...]] | None = None  # of a message of parallel101's own collectives: the operation and its ranks
 
     @property
     def part(self) -> str:
@@ -55,24 +57,37 @@ class Call(NamedTuple):
                 self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.given else self.dtype),
                 ", ".join(f"{name} {value}" for name, value in self.alike if name != "group"),
                 self.op and f"op {self.op}",
+                self.within and _named(self.within),
                 self.root is not None and f"root {self.root}",
             )
             if part
         )
         return f"{what}) at {shown(self.where)}"
 
+    def event(
+        self, group: EventGroup, *, peer: int | None, posted: Any, start: Any, end: Any, seq: int | None = None, payload: list | None = None
+    ) -> Event:
+        """The event of this call. On NCCL its times are moments of the GPU's clock.
 
-def member_of(collective: Collective | None) -> tuple[tuple[str, str], ...]:
-    """What both sides of a message of our collectives must agree on: nothing for `send` and `receive`, which also pair with torch's."""
-    if collective is None or collective.operation in ("send", "receive"):
-        return ()
-    return (("in", f"{collective.operation} on ranks {list(collective.ranks)}"),)
+        Args:
+            peer: the other rank of a message (None: not known), or the root of a collective.
+            seq: its sequence number, if that is not the call's.
+        """
+        return Event(
+            rank=self.rank, kind=self.kind, peer=peer, tag=self.tag, nbytes=self.nbytes, start=start, end=end, where=self.where,
+            posted=posted, group=group, seq=self.seq if seq is None else seq, shape=self.shape, dtype=self.dtype, payload=payload,
+            name=self.op,
+        )  # fmt: skip
 
 
-def mixed_up(ours: Collective | None, theirs: Collective | None) -> bool:
-    """Whether the two sides of a message belong to different collectives of ours."""
-    a, b = member_of(ours), member_of(theirs)
-    return a != b and bool(a) and bool(b)
+def terms_within(collective: Collective | None) -> tuple[str, tuple[int, ...]] | None:
+    """What the two sides of a message of a collective must agree on. Nothing for p101.send and p101.receive, which may meet torch's own."""
+    return None if collective is None or collective.operation in ("send", "receive") else (collective.operation, collective.ranks)
+
+
+def _named(within: tuple[str, tuple[int, ...]]) -> str:
+    operation, ranks = within
+    return f"{operation} on ranks {list(ranks)}"
 
 
 def tag_named(tag: int) -> str:
@@ -112,10 +127,9 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
     pair = f"\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
-        if send.alike != recv.alike and send.alike and recv.alike:
-            return (
-                f"a message of {send.alike[0][1]} is received in {recv.alike[0][1]}: all must make the same calls on the same ranks{pair}"
-            )
+        if send.within and recv.within and send.within != recv.within:
+            sender, receiver = _named(send.within), _named(recv.within)
+            return f"a message of {sender} is received in {receiver}: all must make the same calls on the same ranks{pair}"
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
             return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected{pair}"

@@ -7,28 +7,30 @@ An arrow ends at the slice that is open at its moment: it is drawn to within the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from parallel101.record.trace import Event, Message, Trace
+from parallel101.record.events import Event, Message
 
 ROWS = ("compute", "send", "receive", "collective")
 MICRO = 1e6  #  its unit of time is the microsecond
 SHORTEST = 1e-9  #  seconds, its resolution: what takes no time is drawn this long, for no arrow could end inside it
 
 
-def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """The trace's events, one dict each, as "traceEvents" wants them."""
+def chrome_events(
+    world_size: int, events: Sequence[Event], unfinished: Sequence[Event], messages: Sequence[Message]
+) -> list[dict[str, Any]]:
+    """A trace's events, one dict each, as "traceEvents" wants them."""
     out: list[dict[str, Any]] = []
-    lane = _lanes(trace)
-    for rank in range(trace.world_size):
+    everything = [*events, *unfinished]
+    lane = _lanes(everything)
+    for rank in range(world_size):
         out.append({"ph": "M", "pid": _process(rank), "name": "process_name", "args": {"name": f"rank {rank}"}})
         out.append({"ph": "M", "pid": _process(rank), "name": "process_sort_index", "args": {"sort_index": rank}})
-    everything = [*trace.events, *trace.unfinished]
     for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
         out.append({"ph": "M", "pid": _process(rank), "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
     for number, event in enumerate(everything):
-        label = (event.name or event.kind if event.kind == "span" else event.kind) + " (never ended)" * (number >= len(trace.events))
+        label = (event.name or event.kind if event.kind == "span" else event.kind) + " (never ended)" * (number >= len(events))
         about = {
             "where": event.where,
             "bytes": event.nbytes,
@@ -36,11 +38,13 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
             "dtype": event.dtype,
             "peer": event.peer,
             "tag": event.tag,
+            "group": list(event.group.ranks),
+            "axis": event.group.axis,
         }
         place = {"pid": _process(event.rank), "tid": lane[id(event)]}
         time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
         out.append({"ph": "X", **place, **time, "name": label, "cat": event.kind, "args": event.args or about})
-    for number, message in enumerate(trace.messages()):
+    for number, message in enumerate(messages):
         arrow = {"name": "message", "cat": "message", "id": number}
         send, recv = ({"pid": _process(event.rank), "tid": lane[id(event)]} for event in (message.send, message.recv))
         out.append({**arrow, "ph": "s", **send, "ts": message.send.start * MICRO})
@@ -65,11 +69,11 @@ def _arrival(message: Message) -> float:
     return (begin + _end(recv)) / 2
 
 
-def _lanes(trace: Trace) -> dict[int, int]:
+def _lanes(events: Sequence[Event]) -> dict[int, int]:
     """For each event, the thread it is drawn on: the first of its row that is free when it starts. Spans nest, and keep one."""
     free: dict[tuple[int, int], list[float]] = {}
     lanes = {}
-    for event in [*trace.events, *trace.unfinished]:
+    for event in events:
         row = _row(event)
         ends = free.setdefault((event.rank, row), [])
         if row == 0:

@@ -9,9 +9,11 @@ So on NCCL a moment is an event in the stream, and becomes a number once the GPU
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from parallel101.record.events import Event
 
 
 class Moment(NamedTuple):
@@ -29,8 +31,8 @@ class CpuClock:
     def catch_up(self) -> None:
         """Nothing is queued on a CPU."""
 
-    def seconds(self, moment: float) -> float:
-        return moment
+    def in_seconds(self, events: list[Event]) -> list[Event]:
+        return events
 
 
 class GpuClock:
@@ -51,6 +53,11 @@ class GpuClock:
     def catch_up(self) -> None:
         """Wait until the GPU has done all that is queued."""
         torch.cuda.synchronize()
+
+    def in_seconds(self, events: list[Event]) -> list[Event]:
+        """Events whose times are moments, with their times in seconds."""
+        seconds: Any = self.seconds
+        return [e._replace(start=seconds(e.start), end=seconds(e.end), posted=seconds(e.posted)) for e in events]
 
     def seconds(self, moment: Moment) -> float:
         """When the GPU came by; when the program did, where the GPU never will: it hangs in a message that nobody sends."""

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, Key, agreement, member_at, member_of
+from parallel101.record.calls import Call, Key, agreement, member_at, terms_within
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
+from parallel101.record.events import Event, EventGroup, EventGroups, Row, span_event
 from parallel101.record.signatures import COLLECTIVES, flat, shares, snapshot, unchanged, unfit
-from parallel101.record.spans import current_collective
+from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller, shown
 
 # ── torch's own work, watched: who waits in it, when it ended, and whether what is being sent stayed what it was.
@@ -143,10 +144,17 @@ class RecordedWork(WatchedWork):
     done = True  #  until it is made
 
     def __init__(
-        self, inner: dist.Work, posted: Posted, call: Call, start: Any, given: Given, received: torch.Tensor | None, root: int | None
+        self,
+        inner: dist.Work,
+        posted: Posted,
+        call: Call,
+        group: EventGroup,
+        start: Any,
+        given: Given,
+        received: torch.Tensor | None = None,
     ):
         super().__init__(inner, posted)
-        self.call, self.start, self.root = call, start, root
+        self.call, self.event_group, self.start = call, group, start
         self.given: Given | None = given
         self.received = received
         self.done = False
@@ -161,7 +169,7 @@ class RecordedWork(WatchedWork):
         """Nobody will see it end: a collective ends all the same, of a message that is not known."""
         message = self.call.kind in ("send", "recv")
         payload = None if self.given is None else self.given.payload
-        self.posted.group.ledger.left.append((None if message else self.inner, self.row(self.start, payload=payload)))
+        self.posted.group.ledger.left.append((None if message else self.inner, self.event(self.start, payload=payload)))
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)
@@ -181,13 +189,12 @@ class RecordedWork(WatchedWork):
         self.ended()
         return future.value()
 
-    def row(self, end: Any, source: int | None = None, payload: list | None = None) -> tuple:
-        """The fields of its Event. `source`: whose message a receive from anyone got; its number is among its like, and so negative."""
+    def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
+        """Its event. `source`: who sent what a receive from anyone got. Such receives are numbered apart, and so have a negative seq."""
         call = self.call
         seq = call.seq if source is None else -call.seq
-        peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in ("send", "recv") else self.root
-        who = (call.rank, call.kind, peer, call.tag, call.nbytes)
-        return (*who, self.start, end, call.where, self.start, call.group, seq, call.shape, call.dtype, payload, call.op, None)
+        peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in ("send", "recv") else call.root
+        return call.event(self.event_group, peer=peer, posted=self.start, start=self.start, end=end, seq=seq, payload=payload)
 
     def ended(self, checked: bool = False) -> None:
         """Write the event, once; in a checked run, see whether what was sent is still what it was."""
@@ -200,7 +207,7 @@ class RecordedWork(WatchedWork):
         source = self.posted.group.ranks[self.inner._source_rank()] if call.kind == "recv" and len(call.peers) != 1 else None
         given, received, self.given, self.received = self.given, self.received, None, None
         assert given is not None
-        ledger.rows.append(self.row(end, source, given.payload if received is None else values([received])))
+        ledger.recorded.append(self.event(end, source, given.payload if received is None else values([received])))
         if checked and given.changed():
             what = f"that was still being sent to rank {call.peers[0]}" if call.kind == "send" else f"that it gave to its {call.kind}"
             advice = "Wait for the send first, or send a clone." if call.kind == "send" else "Wait first, or give it a clone."
@@ -223,13 +230,13 @@ class Ledger:
         self.waiting: Posted | None = None  #  what the program's own thread is blocked in; the watcher thread reads it
         self.thread = threading.get_ident()
         self.clock: Any = CpuClock()
-        self.rows: list[tuple] = []  #  an Event's fields each, with moments of the clock where it has seconds
+        self.recorded: list[Event] = []  # with moments of the clock in place of seconds
         self.open: weakref.WeakSet[RecordedWork] = weakref.WeakSet()  #  posted, and not seen to end
-        self.left: list[tuple[dist.Work | None, tuple]] = []  #  whose work was thrown away: torch's own, for a collective, and the row
+        self.left: list[tuple[dist.Work | None, Event]] = []  # whose work was thrown away: torch's own, for a collective, and the event
         self.taken: collections.deque[tuple[dist.Work, Posted]] = collections.deque()  #  works whose future torch or the program has
         self.places: dict[Key, str] = {}  #  where the newest was posted
         self.dropped: dict[tuple[Key, int], str] = {}  #  messages whose work was thrown away unwaited, and where: gloo takes them back
-        self.groups: dict[str, list[int]] = {}
+        self.event_groups = EventGroups()
         self.collectives: dict[str, int] = {}
         self.recent: dict[str, collections.deque[str]] = {}  #  the last collectives of each group, by name
 
@@ -237,32 +244,34 @@ class Ledger:
         return self.clock.now()
 
     def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None:
-        self.rows.append((self.rank, "span", None, 0, 0, start, end, caller(), start, "", len(self.rows), (), "", None, name, args))
+        seq = len(self.recorded)
+        self.recorded.append(
+            span_event(rank=self.rank, name=name, start=start, end=end, seq=seq, where=caller(), labels=args, waiting=waiting)
+        )
 
     @property
-    def events(self) -> list[tuple]:
-        """What is recorded so far, as fields of Events."""
+    def events(self) -> list[Row]:
+        """What is recorded so far."""
         self._look_after(over=False)
-        return self._in_seconds(list(self.rows))
+        return self._rows(self.recorded)
 
     @property
-    def unfinished(self) -> list[tuple]:
-        """What was posted and has not been seen to end, as fields of Events that end now."""
+    def unfinished(self) -> list[Row]:
+        """What was posted and has not been seen to end, as events that end now."""
         now = self.now()
         self._look_after(over=False)
-        lost = [(*row[:6], now, *row[7:]) for _, row in self.left]
-        return self._in_seconds([work.row(now) for work in list(self.open) if not work.done] + lost)
+        lost = [event._replace(end=now) for _, event in self.left]
+        return self._rows([work.event(now) for work in list(self.open) if not work.done] + lost)
 
     def _look_after(self, over: bool) -> None:
         """Write the events of collectives whose work was thrown away and that have ended since; when the run is over, all have."""
         now, left = self.now(), self.left
         ended = [work is not None and (over or (work.is_completed() and work.is_success())) for work, _ in left]
-        self.rows += [(*row[:6], now, *row[7:]) for (_, row), done in zip(left, ended) if done]
+        self.recorded += [event._replace(end=now) for (_, event), done in zip(left, ended) if done]
         self.left = [entry for entry, done in zip(left, ended) if not done]
 
-    def _in_seconds(self, rows: list[tuple]) -> list[tuple]:
-        seconds = self.clock.seconds
-        return [(*row[:5], seconds(row[5]), seconds(row[6]), row[7], seconds(row[8]), *row[9:]) for row in rows]
+    def _rows(self, events: list[Event]) -> list[Row]:
+        return [tuple(event) for event in self.clock.in_seconds(list(events))]
 
     def compute(self, seconds: float) -> None:
         """Real ranks compute in real time: nothing to pretend."""
@@ -322,7 +331,6 @@ class RecordedGroup(dist.ProcessGroup):
         self.ledger = ledger
         self.backend = backend
         self.torch_name = label
-        ledger.groups[label] = self.ranks
 
     def size(self) -> int:
         return len(self.ranks)
@@ -372,26 +380,17 @@ class RecordedGroup(dist.ProcessGroup):
         tensor = tensors[0]
         peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        collective = current_collective()
         call = Call(
-            self.ledger.rank,
-            kind,
-            peers,
-            tag,
-            self.label,
-            posted.seq,
-            tensor.nbytes,
-            shape,
-            dtype,
-            None,
-            None,
-            place,
-            member_of(current_collective()),
-        )
+            rank=self.ledger.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=tensor.nbytes, shape=shape,
+            dtype=dtype, op=None, root=None, where=place, within=terms_within(collective),
+        )  # fmt: skip
         self._check(call, tensors)
         small = tensor.nbytes <= self.ledger.payload_bytes
         given = Given([tensor], values([tensor]) if small else None) if kind == "send" else Given([])
         began = self.ledger.now()
-        return RecordedWork(start(), posted, call, began, given, tensor if kind == "recv" and small else None, None)
+        received = tensor if kind == "recv" and small else None
+        return RecordedWork(start(), posted, call, self._event_group(collective), began, given, received)
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
@@ -418,8 +417,9 @@ class RecordedGroup(dist.ProcessGroup):
         tensors = flat(args)
         root = None if told.root is None else member_at(self.ledger.rank, spec.kind, told.root, self.ranks)
         call = Call(
-            self.ledger.rank, spec.kind, self.others, 0, self.label, seq, told.nbytes, told.shape, told.dtype, told.op, root, caller()
-        )
+            rank=self.ledger.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=told.nbytes,
+            shape=told.shape, dtype=told.dtype, op=told.op, root=root, where=caller(),
+        )  # fmt: skip
         if spec.kind == "all_to_all":
             gives, takes = shares(args, self.ranks)
             call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), given=gives, taken=takes)
@@ -428,7 +428,10 @@ class RecordedGroup(dist.ProcessGroup):
         began = self.ledger.now()
         with self.ledger.waits_in(posted):
             inner = run(*args, **kwargs)
-        return RecordedWork(inner, posted, call, began, given, None, root)
+        return RecordedWork(inner, posted, call, self._event_group(None), began, given)
+
+    def _event_group(self, collective: Collective | None) -> EventGroup:
+        return self.ledger.event_groups.of(self.label, self.ranks, self.group_desc, collective)
 
     def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:
         if self.ledger.tell is not None:

@@ -20,6 +20,7 @@ import torch
 
 from parallel101.record.calls import Call, Referee, agreement, stuck
 from parallel101.record.errors import reports_another
+from parallel101.record.events import EventGroups, Row, span_event
 from parallel101.record.spans import record_into
 from parallel101.record.where import caller, where
 from parallel101.sim.network import Happening, Links, Network
@@ -82,7 +83,8 @@ class Rank:
         return call.seq
 
     def add_span(self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False) -> None:
-        self.world.events.append((self.number, "span", None, 0, 0, start, end, caller(), start, "", self.spans, (), "", None, name, args))
+        span = span_event(rank=self.number, name=name, start=start, end=end, seq=self.spans, where=caller(), labels=args, waiting=waiting)
+        self.world.events.append(tuple(span))
         self.spans += 1
 
 
@@ -105,7 +107,8 @@ class World:
         self.now = 0.0
         self.ranks = [Rank(number, self) for number in range(size)]
         self.links = Links(self.at)
-        self.events: list[tuple] = []  #  as Trace.from_rows takes them
+        self.events: list[Row] = []
+        self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
         self.reported: tuple[BaseException, Rank] | None = None  #  the first error that says that another rank has failed

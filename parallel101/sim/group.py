@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from parallel101.record.calls import Call, Referee, disagreement, member_at
 from parallel101.record.errors import MisuseError
+from parallel101.record.events import Row
 from parallel101.record.signatures import COLLECTIVES, Told, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import Rank
@@ -77,8 +78,8 @@ class Traffic:
         """Nothing goes on any more: is it because the ranks of a collective do not agree?"""
         return next((verdict for meeting in self.meetings.values() if (verdict := meeting.verdict())), None)
 
-    def unfinished(self) -> list[tuple]:
-        """What was posted and has not ended, as fields of Events that end now."""
+    def unfinished(self) -> list[Row]:
+        """What was posted and has not ended, as events that end now."""
         under_way = self.world.under_way()
         matched = [send for send in under_way if isinstance(send, SendWork) and send.receive is not None]
         rows = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
@@ -123,7 +124,8 @@ class SimGroup(Messenger):
         if self.member.number not in ranks:
             return None
         group = self.part(ranks, group_name)
-        group._set_group_desc(group_desc or "")
+        if group_desc is not None:
+            group._set_group_desc(group_desc)
         Founding(group).wait()
         return group
 
@@ -196,16 +198,19 @@ class CollectiveWork(SimWork, dist.Work):
     def call(self) -> Call:
         group, told, me = self.group, self.told, self.rank.number
         others = tuple(r for r in group.ranks if r != me)
-        what = (told.nbytes, told.shape, told.dtype, told.op, self.root)
-        return Call(me, self.kind, others, 0, group.label, self.seq, *what, self.where)
+        return Call(
+            rank=me, kind=self.kind, peers=others, tag=0, group=group.label, seq=self.seq, nbytes=told.nbytes, shape=told.shape,
+            dtype=told.dtype, op=told.op, root=self.root, where=self.where,
+        )  # fmt: skip
 
-    def row(self, started: float) -> tuple:
-        """The fields of its Event, if it ended now."""
-        told, now = self.told, self.world.now
-        one = self.kind == "all_to_all" and len(told.tensors) == 1  #  its shape need not be the other ranks', and is not compared
-        shape = tuple(told.tensors[0].shape) if one else told.shape
-        about = (self.where, self.posted, self.group.label, self.seq, shape, told.dtype, self.payload, told.op, None)
-        return (self.rank.number, self.kind, self.root, 0, told.nbytes, started, now, *about)
+    def row(self, started: float) -> Row:
+        """Its event, if it ended now."""
+        call, told, group = self.call(), self.told, self.group
+        if self.kind == "all_to_all" and len(told.tensors) == 1:  # its shape need not be the other ranks', and is not compared
+            call = call._replace(shape=tuple(told.tensors[0].shape))
+        event_group = self.world.event_groups.of(group.label, group.ranks, group.group_desc, None)
+        posted, now = self.posted, self.world.now
+        return tuple(call.event(event_group, peer=self.root, posted=posted, start=started, end=now, payload=self.payload))
 
     def changed(self) -> bool:
         """Whether what the rank put in is no longer what it was when it did."""

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, disagreement, member_at, member_of, mixed_up
+from parallel101.record.calls import Call, disagreement, member_at, terms_within
 from parallel101.record.errors import MisuseError
+from parallel101.record.events import EventGroup, Row
 from parallel101.record.recorder import waited_twice
 from parallel101.record.signatures import unfit
 from parallel101.record.spans import Collective, current_collective
@@ -31,6 +32,7 @@ from parallel101.sim.work import SimWork
 
 WHOLE = 1 << 20  #  bytes up to which a sent tensor is kept and compared whole; of a larger one
 SAMPLES, SAMPLE = 64, 64  #  so many samples of so many bytes
+NONE_YET = object()
 
 _shapes: dict[Any, tuple[int, ...]] = {}  #  one plain tuple for all equal shapes, one string a dtype: a run holds millions of events
 _dtypes: dict[torch.dtype, str] = {}
@@ -62,23 +64,8 @@ class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: anyone of the group."""
 
     __slots__ = (
-        *(
-            "collective",
-            "dtype",
-            "done",
-            "future",
-            "group",
-            "nbytes",
-            "number",
-            "peer",
-            "pointer",
-            "posted",
-            "rank",
-            "shape",
-            "tag",
-            "tensor",
-        ),
-        *("__weakref__", "waited", "where", "world"),
+        *("collective", "dtype", "done", "event_group", "future", "group", "nbytes", "number", "peer", "pointer", "posted", "rank"),
+        *("shape", "tag", "tensor", "__weakref__", "waited", "where", "world"),
     )
     kind = ""
     group: Messenger
@@ -92,7 +79,8 @@ class MessageWork(SimWork):
     dtype: torch.dtype
     pointer: int
     number: int  #  of all that is posted in the run
-    collective: Collective | None  #  of parallel101's own, to which it belongs
+    collective: Collective | None  # of parallel101's own, which it belongs to
+    event_group: EventGroup
     waited: bool  #  gloo lets a program wait for a message once
 
     def wait(self, timeout: object = None) -> bool:
@@ -113,17 +101,17 @@ class MessageWork(SimWork):
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
         shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
         return Call(
-            me, self.kind, peers, self.tag, group.label, 0, self.nbytes, shape, dtype, None, None, self.where, member_of(self.collective)
-        )
+            rank=me, kind=self.kind, peers=peers, tag=self.tag, group=group.label, seq=0, nbytes=self.nbytes, shape=shape, dtype=dtype,
+            op=None, root=None, where=self.where, within=terms_within(self.collective),
+        )  # fmt: skip
 
     def missing(self) -> set[int]:
         return set(self.call().peers)
 
-    def row(self, seq: int) -> tuple:
-        """The fields of its Event, if it ended now."""
-        call = self.call()
-        about = (self.where, self.posted, call.group, seq, call.shape, call.dtype, None, None, None)
-        return (call.rank, self.kind, self.peer, self.tag, self.nbytes, self.posted, self.world.now, *about)
+    def row(self, seq: int) -> Row:
+        """Its event, if it ended now."""
+        posted, now = self.posted, self.world.now
+        return tuple(self.call().event(self.event_group, peer=self.peer, posted=posted, start=posted, end=now, seq=seq))
 
 
 class RecvWork(MessageWork):
@@ -206,20 +194,22 @@ class SendWork(MessageWork):
             self.world.wake(rank)
 
     def deliver(self, receive: RecvWork) -> None:
-        """The bytes enter the receiver's tensor; the message is written down, both sides in one row (see trace.events)."""
+        """The bytes enter the receiver's tensor; the message is written down, both sides in one row (see record/events.py)."""
         block(self.nbytes).from_address(receive.pointer).raw = self.data  # type: ignore[assignment]
         self.data = None
-        src, dst, tag, nbytes, group = self.rank.number, self.peer, self.tag, self.nbytes, self.group.label
+        world = self.world
         shape, dtype = _shapes.get(self.shape) or plain_shape(self.shape), _dtypes.get(self.dtype) or dtype_name(self.dtype)
-        sent = (self.where, self.posted, group, self.seq, shape, dtype, self.payload, None, None)
-        self.world.events.append((src, "send", dst, tag, nbytes, self.started, self.world.now, *sent, receive.where, receive.posted))
+        world.events.append((  # the fields of a MessageRow
+            self.rank.number, self.peer, self.tag, self.nbytes, self.started, world.now, self.event_group, self.seq, shape, dtype,
+            self.payload, self.where, self.posted, receive.where, receive.posted,
+        ))  # fmt: skip
         receive.done = True
         if receive.future is not None:
             receive.finish()
             return
         receive.tensor = None
         if receive.rank.waiting is receive:
-            self.world.wake(receive.rank)
+            world.wake(receive.rank)
 
 
 # ── Where the sim's sends and receives find each other: by group, sender, receiver and tag, in the order in which they were posted.
@@ -234,8 +224,8 @@ class Mailbox:
         self.channels: dict[str, dict[int, list]] = {}
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  #  by (group, dst, tag)
 
-    def unfinished(self) -> list[tuple]:
-        """What has not found its other side, as fields of Events that end now."""
+    def unfinished(self) -> list[Row]:
+        """What has not found its other side, as events that end now."""
         channels = [channel for group in self.channels.values() for channel in group.values()]
         rows = [work.row(channel[0] + i) for channel in channels for i, work in enumerate(channel[1:], start=1)]
         return rows + [work.row(i) for works in self.from_anyone.values() for i, work in enumerate(works, start=1)]
@@ -243,14 +233,22 @@ class Mailbox:
     def matches(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send and a receive belong together: they must agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype and send.shape == receive.shape
-        if not fit or (send.collective is not receive.collective and mixed_up(send.collective, receive.collective)):
-            #  where their collectives do not agree, that is why
-            error = send.world.referee.verdict() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
-            send.world.fail(error, receive.rank)
-            raise error
+        if (
+            not fit
+            or send.event_group is not receive.event_group
+            or (send.collective and receive.collective and send.collective.operation != receive.collective.operation)
+        ):
+            self.check(send, receive)
         send.seq = channel[0] = channel[0] + 1
         send.receive = receive
         receive.source = send.group.position
+
+    def check(self, send: SendWork, receive: RecvWork) -> None:
+        """End the run if a send and a receive do not agree. If their collectives do not either, that is the reason to give."""
+        if problem := disagreement(send.call(), receive.call()):
+            error = send.world.referee.verdict() or MisuseError(problem, receive.rank.number)
+            send.world.fail(error, receive.rank)
+            raise error
 
 
 class Messenger(dist.ProcessGroup):
@@ -268,6 +266,8 @@ class Messenger(dist.ProcessGroup):
         self.count = len(ranks)
         self.payload_bytes = payload_bytes
         self.eager = world.network.eager or -1
+        self.collective: object = NONE_YET  # the one that posted last here, and the group of its events: most post many messages
+        self.event_group: EventGroup
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
         """Post a send to the position `dst` of the group."""
@@ -288,7 +288,12 @@ class Messenger(dist.ProcessGroup):
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
         work.tag = tag
-        work.collective = current_collective()
+        collective = current_collective()
+        if collective is not self.collective:
+            self.collective = collective
+            self.event_group = world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
+        work.collective = collective
+        work.event_group = self.event_group
         work.posted = now = world.now
         work.nbytes = nbytes = tensor.nbytes
         work.shape = tensor.shape
@@ -345,7 +350,12 @@ class Messenger(dist.ProcessGroup):
         work.tensor = tensor
         work.peer = peer
         work.tag = tag
-        work.collective = current_collective()
+        collective = current_collective()
+        if collective is not self.collective:
+            self.collective = collective
+            self.event_group = world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
+        work.collective = collective
+        work.event_group = self.event_group
         work.posted = now = world.now
         work.nbytes = tensor.nbytes
         work.shape = tensor.shape

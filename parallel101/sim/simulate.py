@@ -25,6 +25,7 @@ import torch.distributed.nn  #  now: its functions' default is the default group
 
 from parallel101.record import torch_private
 from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.events import Row
 from parallel101.sim.clock import World
 from parallel101.sim.group import SimGroup, Traffic
 from parallel101.sim.network import Network
@@ -40,9 +41,8 @@ class Outcome:
 
     results: list[Any]  #  what each rank returned; None where it did not come to that
     errors: dict[int, BaseException]  #  the exception of the rank that failed first, in virtual time
-    events: list[tuple]  #  as Trace.from_rows takes them
-    groups: dict[str, list[int]]  #  the ranks of each group the events name
-    unfinished: list[tuple]  #  of a run that failed: what was posted and had not ended
+    events: list[Row]
+    unfinished: list[Row]  #  of a run that failed: what was posted and had not ended
     error: DeadlockError | MisuseError | None = field(default=None)
 
 
@@ -109,7 +109,7 @@ def simulate(
         gc.set_threshold(*collector)
         torch.set_num_threads(threads)
         threading.stack_size(stack)
-    outcome = Outcome(results, {}, world.events, traffic.groups, traffic.unfinished() if world.failure is not None else [])
+    outcome = Outcome(results, {}, world.events, traffic.unfinished() if world.failure is not None else [])
     if isinstance(world.failure, DeadlockError | MisuseError):
         outcome.error = world.failure
     elif world.failure is not None:

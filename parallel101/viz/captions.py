@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from parallel101.analysis.replay import START, History
 from parallel101.analysis.verdict import Outcome, chunk_name, data_of
-from parallel101.record.trace import P2P
+from parallel101.record.events import P2P
 from parallel101.record.units import human_bytes, labels, listed, ranks, sentence
 
 NOT_KEPT = ("The contents of the messages were not recorded.", "p101.watch(fn) records them and shows whose data they are.")

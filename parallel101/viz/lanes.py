@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterable
 
 from parallel101.analysis.overlap import TimeBreakdown, TimeWindow, is_wait, time_breakdown, time_windows
-from parallel101.record.trace import P2P, Event, Trace
+from parallel101.record.events import P2P, Event
+from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz.scene import HATCHING, Node, Scene
 from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_entries, span_lanes, time_axis, trace_facts

@@ -14,7 +14,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from parallel101.record.trace import P2P, Event, Trace
+from parallel101.record.events import P2P, Event
+from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed, round_step
 from parallel101.viz.scene import Node, Scene
 

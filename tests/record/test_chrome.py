@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.record.chrome import chrome_events
-from parallel101.record.trace import Event, Trace
+from parallel101.record.events import Event, EventGroup
+from parallel101.record.trace import Trace
 
 NETWORKS = {
     "a second each": p101.Network(latency=1.0, bandwidth=math.inf),
@@ -32,9 +33,13 @@ def program():
                 work.wait()
 
 
+def exported(trace: Trace) -> list[dict]:
+    return chrome_events(trace.world_size, trace.events, trace.unfinished, trace.messages())
+
+
 def skewed() -> Trace:
     """Two clocks that disagree: here the receive is over before the send begins."""
-    send = Event(0, "send", 1, 0, 8, 2.0, 3.0, "a.py:1", 2.0, "world", 0, (1,), "int64")
+    send = Event(0, "send", 1, 0, 8, 2.0, 3.0, "a.py:1", 2.0, EventGroup("world", (0, 1), None), 0, (1,), "int64")
     return Trace([send, send._replace(rank=1, kind="recv", peer=0, start=0.5, end=1.5)], 2, "gloo")
 
 
@@ -45,7 +50,7 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
     else:
         links = {"backend": "sim", "network": NETWORKS[world]} if world in NETWORKS else {}
         trace = p101.launch(program, world_size=3, trace=True, **links).trace
-    events = chrome_events(trace)
+    events = exported(trace)
     slices = [e for e in events if e["ph"] == "X"]
     assert len(slices) == len(trace.events)
     messages = trace.messages()
@@ -68,7 +73,7 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
 
 def test_no_process_or_thread_is_number_0_and_each_has_its_name():
     trace = p101.launch(program, world_size=3, backend="sim").trace
-    events = chrome_events(trace)
+    events = exported(trace)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -79,7 +84,7 @@ def test_no_process_or_thread_is_number_0_and_each_has_its_name():
 
 
 def test_slices_of_a_thread_lie_side_by_side_or_one_in_the_other():
-    events = chrome_events(p101.launch(program, world_size=3, backend="sim", network=NETWORKS["no time at all"]).trace)
+    events = exported(p101.launch(program, world_size=3, backend="sim", network=NETWORKS["no time at all"]).trace)
     slices = sorted(((e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"), key=lambda s: (*s[:3], -s[3]))
     for (*here, _, end), (*there, start, until) in zip(slices, slices[1:]):
         assert here != there or start >= end or until <= end

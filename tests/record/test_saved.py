@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from parallel101.record.trace import FIELDS, Event, Trace
+from parallel101.record.events import Event, EventGroup
+from parallel101.record.trace import FIELDS, Trace
 
-SEND = Event(0, "send", 1, 0, 8, 0.0, 1.0, "a.py:1", 0.0, "world", 0, (1,), "int64", [7], None, {"layer": 3})
+SEND = Event(0, "send", 1, 0, 8, 0.0, 1.0, "a.py:1", 0.0, EventGroup("world", (1, 0), "dp"), 0, (1,), "int64", [7], None, {"layer": 3})
 
 
 @pytest.fixture
@@ -49,15 +50,20 @@ def test_a_field_of_another_type_is_named(saved, where, field):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda c: c["events"][0].pop(), r"a list of 16 fields, and one of its events is \[0, 'send'"),
-        (lambda c: c["events"][0].append(1), "a list of 16 fields"),
-        (lambda c: c["events"].append(None), "a list of 16 fields, and one of its events is None"),
+        (lambda c: c["events"][0].pop(), r"a list of 17 fields, and one of its events is \[0, 'send'"),
+        (lambda c: c["events"][0].append(1), "a list of 17 fields"),
+        (lambda c: c["events"].append(None), "a list of 17 fields, and one of its events is None"),
         (lambda c: c["events"][0].__setitem__(0, 2), "rank 2, in a world of 2"),
         (lambda c: c["events"][0].__setitem__(0, -1), "rank -1, in a world of 2"),
         (lambda c: c["events"][0].__setitem__(2, 5), "peer 5, in a world of 2"),
         (lambda c: c.update(world_size=0), "its world_size is 0"),
-        (lambda c: c["groups"].update(world=[0, 2]), r"its group 'world' is \[0, 2\]"),
-        (lambda c: c["groups"].update(world=3), "its group 'world' is 3"),
+        (lambda c: c["events"][0].__setitem__(9, 1), "group 1, and the file has 1 groups"),
+        (lambda c: c["events"][0].__setitem__(9, -1), "group -1, and the file has 1 groups"),
+        (lambda c: c["groups"].append(["world", [0, 2], None]), r"one of its groups is \['world', \[0, 2\]"),
+        (lambda c: c["groups"].append(["world", 3, None]), r"one of its groups is \['world', 3"),
+        (lambda c: c["groups"].append([3, [0], None]), r"one of its groups is \[3, \[0\]"),
+        (lambda c: c["groups"].append(["world", [0], 3]), r"one of its groups is \['world', \[0\], 3\]"),
+        (lambda c: c["groups"].append(["world"]), r"one of its groups is \['world'\]"),
     ],
     ids=[
         "a field too few",

@@ -23,7 +23,7 @@ def run(rank_main: Callable[[int], Any], world_size: int, network: Network | Non
 
 
 def trace(outcome: Outcome) -> Trace:
-    return Trace.from_rows(outcome.events, len(outcome.results), "sim", outcome.groups)
+    return Trace.from_rows(outcome.events, len(outcome.results), "sim")
 
 
 def makespan(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None) -> float:

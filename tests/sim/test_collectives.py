@@ -220,7 +220,7 @@ def test_each_takes_the_rings_time_from_the_last_arrival_and_is_one_event_a_rank
     at = p - 1.0
     for seq, (kind, seconds) in enumerate(SECONDS.items(), start=1):
         mine = [e for e in events if e.kind == kind]
-        assert [e.rank for e in mine] == list(range(p)) and all(e.seq == seq and e.group == "world" for e in mine)
+        assert [e.rank for e in mine] == list(range(p)) and all(e.seq == seq and e.group.name == "world" for e in mine)
         assert all(e.start == at and e.posted <= at for e in mine)
         took = seconds(p, 4 * 2 * p) if p > 1 else 0.0
         assert all(e.end == pytest.approx(at + took) for e in mine)
@@ -238,7 +238,7 @@ def test_a_ring_over_nodes_takes_the_slow_links_time():
         dist.all_reduce(torch.ones(1))
 
     network = Network.two_level(2, latency=5.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf)
-    ends = {e.group: e.end - e.start for e in trace(run(program, 4, network)).events}
+    ends = {e.group.name: e.end - e.start for e in trace(run(program, 4, network)).events}
     assert ends == {"1": 2.0, "2": 2.0, "world": 30.0}
 
 
@@ -266,7 +266,7 @@ def test_the_collectives_of_a_group_end_in_their_order():
 
     outcome = run(program, 3)
     assert outcome.results == [(True, True)] * 3
-    ends = {(e.kind, e.group): e.end for e in trace(outcome).events}
+    ends = {(e.kind, e.group.name): e.end for e in trace(outcome).events}
     assert ends["all_reduce", "1"] < ends["all_reduce", "world"] < ends["barrier", "world"], "another group need not wait"
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from parallel101.record.trace import Event
+from parallel101.record.events import NO_GROUP, Event
 from parallel101.viz.scene import Scene
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def span(rank: int, name: str, start: float, end: float, seq: int = 0, **labels: object) -> Event:
-    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, "", seq, (), "", None, name, labels)
+    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, NO_GROUP, seq, (), "", None, name, labels)
 
 
 def titled(scene: Scene, word: str) -> list[ET.Element]:

@@ -12,7 +12,8 @@ import torch
 
 from parallel101.analysis.provenance import decode, origin_tensor
 from parallel101.analysis.replay import history_of
-from parallel101.record.trace import Event, Trace
+from parallel101.record.events import Event, EventGroup
+from parallel101.record.trace import Trace
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.matrix import Matrix
 from tests.viz import programs as p
@@ -241,7 +242,7 @@ def test_the_ring_of_steps_has_the_colours_of_the_sends_below(program):
 
 def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded():
     data = [torch.ones(4)] * 2
-    event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, "world", 0, (4,), "int64")
+    event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, EventGroup("world", (0, 1), None), 0, (4,), "int64")
     scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), data)
     assert scene.stops == [] and "torch's own all_reduce moved the data" in scene.svg()
     summed = sum(origin_tensor(rank, 2, 4) for rank in range(2))

@@ -8,14 +8,17 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.analysis.overlap import TimeWindow, intersection, seconds, time_breakdown, time_windows, union
-from parallel101.record.trace import Event, Trace
+from parallel101.record.events import Event, EventGroup
+from parallel101.record.trace import Trace
 from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
 from parallel101.viz.timeline import span_colours, span_entries
 from tests.viz.drawn import SVG, span, titled
 
+WORLD = EventGroup("world", (0, 1), None)
+
 
 def message(kind, rank, peer, start, end, nbytes=8, seq=0):
-    return Event(rank, kind, peer, 0, nbytes, start, end, "train.py:9", start, "world", seq, (nbytes // 4,), "float32")
+    return Event(rank, kind, peer, 0, nbytes, start, end, "train.py:9", start, WORLD, seq, (nbytes // 4,), "float32")
 
 
 def step(hidden):

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.record.trace import Event, Trace
+from parallel101.record.events import Event, EventGroup
+from parallel101.record.trace import Trace
 from parallel101.viz.timeline import LEFT, RIGHT, timeline_scene
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, span, titled
@@ -44,7 +45,7 @@ def test_messages_and_arrows():
 
 
 def test_collectives_have_their_own_bars():
-    event = Event(0, "all_reduce", None, 0, 1024, 0.0, 0.001, "x.py:3", 0.0, "world", 0, (256,), "float32")
+    event = Event(0, "all_reduce", None, 0, 1024, 0.0, 0.001, "x.py:3", 0.0, EventGroup("world", (0, 1), None), 0, (256,), "float32")
     scene = timeline_scene(Trace([event], 1, "gloo"))
     (bar,) = titled(scene, "all_reduce: 1 KiB, 1 ms at x.py:3")
     assert bar.get("class") == "collective"

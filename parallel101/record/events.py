@@ -1,0 +1,127 @@
+"""What a record consists of: one `Event` for each side of a message, each rank's part in a collective, and each named span.
+
+    rank 0  ──send──▶ ........ ──span "forward"──
+    rank 1  ........ ◀──recv── ..................
+
+Ranks hand their record over as rows: plain tuples, which are pickled ten times as fast as NamedTuples. A row holds the fields of an
+`Event`, or of a `MessageRow`, which is both sides of a message. This file alone knows their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from parallel101.record.spans import Collective
+
+P2P = frozenset({"send", "recv"})
+Row = tuple
+
+
+class EventGroup(NamedTuple):
+    """The ranks that an event's operation went among."""
+
+    name: str  # the process group's, in the record: the k-th send to a rank in it is received by the k-th receive
+    ranks: tuple[int, ...]  # in order; of a message of parallel101's own collectives, the ranks of that collective
+    axis: str | None  # the mesh axis along which they lie; None: no mesh, several axes, or an axis that is the whole world
+
+
+NO_GROUP = EventGroup("", (), None)  # a span's
+
+
+def axis_described(description: str) -> str | None:
+    """The mesh axis whose process group has this description: DeviceMesh calls the group of axis "tp" "mesh_tp"."""
+    return description.removeprefix("mesh_") if description.startswith("mesh_") and description != "mesh_default" else None
+
+
+class EventGroups:
+    """The groups of a run's events. Equal ones are one object, so that a record of a million events holds and sends each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[EventGroup, EventGroup] = {}
+
+    def of(self, name: str, ranks: Sequence[int], description: str, collective: Collective | None) -> EventGroup:
+        """The group of what is posted in a process group: the ranks of the collective it belongs to, or all of the process group's."""
+        if collective is None:
+            group = EventGroup(name, tuple(ranks), axis_described(description))
+        else:
+            group = EventGroup(name, collective.ranks, collective.axis)
+        return self._known.setdefault(group, group)
+
+
+class Event(NamedTuple):
+    """One thing that one rank did. Times are in seconds on the run's clock (wall time on gloo and NCCL, virtual time on sim)."""
+
+    rank: int
+    kind: str  # "send", "recv", a collective's name ("all_reduce", …), or "span"
+    peer: int | None  # the other rank of a message, or the root of a rooted collective; numbered in the world, not in the group
+    tag: int
+    nbytes: int  # of the message; of a collective: its payload on this rank (the larger of its input and its output)
+    start: float  # when it began: on sim when its links were free, on gloo when it was called, on NCCL when the GPU reached it
+    end: float  # when it was complete, as far as this rank could see
+    where: str  # "file:line" of the first caller outside torch and parallel101
+    posted: float  # when the program called it (equal to start on gloo and NCCL)
+    group: EventGroup
+    seq: int  # sequence number, which pairs the k-th send with the k-th receive of the same ranks, tag and group name
+    shape: tuple[int, ...]
+    dtype: str
+    payload: list | None = None  # the values, flattened, if the run was asked to keep them and they are few
+    name: str | None = None  # of a span: its name; of a reducing collective: its operation
+    args: dict[str, Any] | None = None  # of a span: its labels, such as microbatch=3
+    waiting: bool = False  # of a span: the rank waits in it and computes nothing
+
+
+class Message(NamedTuple):
+    """One message with both its sides: what left `src` and what arrived at `dst`."""
+
+    src: int
+    dst: int
+    nbytes: int
+    start: float  # when both sides were ready for it
+    end: float  # when the receiver had it
+    payload: list | None
+    send: Event
+    recv: Event
+
+
+class MessageRow(NamedTuple):
+    """A message as the simulator writes it down: a plain tuple of these fields, made in one step, since a run has millions of them."""
+
+    src: int
+    dst: int
+    tag: int
+    nbytes: int
+    start: float
+    end: float
+    group: EventGroup
+    seq: int
+    shape: tuple[int, ...]
+    dtype: str
+    payload: list | None
+    send_where: str
+    send_posted: float
+    recv_where: str
+    recv_posted: float
+
+
+def span_event(*, rank: int, name: str, start: Any, end: Any, seq: int, where: str, labels: dict[str, Any], waiting: bool = False) -> Event:
+    """The event of a named span. On NCCL its times are moments of the GPU's clock."""
+    return Event(
+        rank=rank, kind="span", peer=None, tag=0, nbytes=0, start=start, end=end, where=where, posted=start, group=NO_GROUP,
+        seq=seq, shape=(), dtype="", name=name, args=labels, waiting=waiting,
+    )  # fmt: skip
+
+
+def events_of(rows: Iterable[Row]) -> list[Event]:
+    """The events that rows hold, unsorted."""
+    events: list[Event] = []
+    add, new, one_side = events.append, tuple.__new__, len(Event._fields)  # new: what Event._make does, less its check
+    for row in rows:
+        if len(row) == one_side:
+            add(new(Event, row))
+            continue
+        src, dst, tag, nbytes, start, end, group, seq, shape, dtype, payload, send_where, send_posted, recv_where, recv_posted = row
+        about = (group, seq, shape, dtype, payload, None, None, False)
+        add(new(Event, (src, "send", dst, tag, nbytes, start, end, send_where, send_posted, *about)))
+        add(new(Event, (dst, "recv", src, tag, nbytes, start, end, recv_where, recv_posted, *about)))
+    return events
