@@ -73,8 +73,13 @@ def test_a_field_of_another_type_is_named(saved, where, field):
         "a negative rank",
         "a peer too high",
         "no ranks",
+        "a group too high",
+        "a negative group",
         "a group with a rank too high",
-        "no group",
+        "a group without a list of ranks",
+        "a group whose name is a number",
+        "a group whose axis is a number",
+        "a group of a name only",
     ],
 )
 def test_rows_and_ranks_that_can_not_be_are_told(saved, change, told):
