@@ -27,7 +27,7 @@ def reduce_over_both_axes(how: str) -> None:
         elif how == "ours":
             p101.all_reduce(x, group=mesh[axis])
         else:
-            asynchronous.begin_all_reduce(x, group=mesh[axis]).wait()
+            asynchronous.all_reduce_async(x, group=mesh[axis]).wait()
 
 
 @pytest.mark.parametrize("how", ["torch", "ours", "asynchronous"])
