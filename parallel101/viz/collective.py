@@ -135,8 +135,8 @@ def _draw_sends(scene: Scene, history: History, timing: Timing) -> None:
     bottom = TOP + row * len(senders)
     cursor = bars.add("path", d=f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", class_="now")
     cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())])
-    clock = "every send, " + ("in virtual time" if history.trace.backend == "sim" else "as recorded")
-    legend = f"{clock}; grey: added on arrival, blue: copied" if all(paths.values()) else clock
+    clock = "All sends, in virtual time." if history.trace.backend == "sim" else "All sends, as recorded."
+    legend = f"{clock} Grey: added on arrival. Blue: copied." if all(paths.values()) else clock
     for text, place, anchor, narrow in (
         ("0", LEFT, "", "translate(0,334)"),
         (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  # on a phone, one line lower
