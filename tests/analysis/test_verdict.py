@@ -50,7 +50,7 @@ SHIFTED = {"reduce-scatter": one_further, "scatter": shifted_scatter, "all-to-al
 @pytest.mark.parametrize("numel", [lambda n: n, lambda n: 2 * n + 1], ids=["even", "uneven"])
 @pytest.mark.parametrize("n", [3, 4, 6])
 @pytest.mark.parametrize("operation", RIGHT)
-def test_a_part_is_a_ranks_own_only_where_the_parts_are_in_the_order_of_the_ranks(operation, n, numel):
+def test_a_part_is_a_ranks_own_only_if_the_parts_are_in_the_order_of_the_ranks(operation, n, numel):
     program, ending = RIGHT[operation]
     right, shifted = (collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation]))
     assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in right.stops[-1].label
@@ -88,5 +88,5 @@ def there_and_back(x):
     ],
     ids=["ring", "both directions", "exchange with all", "pairwise", "there and back"],
 )
-def test_three_ranks_are_a_ring_in_both_directions_by_nature_and_are_not_called_so(program, numel, three, five):
+def test_three_ranks_that_send_in_both_directions_are_not_called_a_ring(program, numel, three, five):
     assert [collective_scene(*recorded(program, n, numel)).title for n in (3, 5)] == [three, five]

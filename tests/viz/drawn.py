@@ -1,4 +1,4 @@
-"""What the tests of timelines and lanes share: spans to draw, and the bars that were drawn."""
+"""Helpers of the tests of drawings: spans to draw, and the bars that were drawn."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def span(rank: int, name: str, start: float, end: float, seq: int = 0, **labels:
 
 
 def titled(scene: Scene, word: str) -> list[ET.Element]:
-    """The rectangles whose tooltip has this word in it."""
+    """The rectangles whose tooltip contains this word."""
     root = ET.fromstring(scene.svg())
     return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]

@@ -1,4 +1,4 @@
-"""The collective view says what the record proves: every cell, every step, every error, on runs that really moved values."""
+"""The collective view shows what the record proves: every cell, every step and every error, on runs of real algorithms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.viz.programs import exchange, me, recorded
 
 SIZES = [2, 3, 5, 8]
 
-# program, elements a rank for n ranks, steps, operation, layout
+# program, elements per rank on n ranks, steps, operation, layout
 CASES = {
     "ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "all-reduce", "ring"),
     "uneven ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "all-reduce", "ring"),
@@ -73,7 +73,7 @@ def test_steps_names_and_cells(case, n, clock):
     history, drawn = stripes_at_the_end(scene, trace, results)
     if n > 3 and kind:
         assert history.layout.kind == kind
-    truth = {}  # straight from what the ranks returned
+    truth = {}  # decoded from what the ranks returned
     for rank, result in enumerate(results):
         for term in decode(result.tolist(), n):
             for column in history.returned[rank]:
@@ -104,7 +104,7 @@ def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
         assert all(landing.added and sum(landing.carried) == step + 1 for _, landing in landings)
 
 
-def test_one_rank_has_a_picture_too():
+def test_one_rank():
     trace, results = recorded(p.ring_all_reduce, 1, 4)
     scene = collective_scene(trace, results)
     assert scene.title == "One rank" and scene.stops == []
@@ -113,7 +113,7 @@ def test_one_rank_has_a_picture_too():
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])
-def test_what_is_summed_twice_is_said_and_drawn(n):
+def test_data_that_is_added_twice_is_flagged(n):
     trace, results = recorded(partial(p.broken_ring_all_reduce, twice=(1, 0)), n, 2 * n)
     scene = collective_scene(trace, results)
     assert "On rank 1, chunk a now contains rank 0's data more than once." in scene.stops[0].label
@@ -125,7 +125,7 @@ def test_what_is_summed_twice_is_said_and_drawn(n):
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])
-def test_what_is_missing_is_said_and_drawn(n):
+def test_missing_data_is_flagged(n):
     trace, results = recorded(partial(p.broken_ring_all_reduce, lost=(2, 0)), n, 2 * n)
     scene = collective_scene(trace, results)
     assert scene.stops[-1].label.endswith("On every rank, chunk b lacks rank 2's data.")
@@ -135,7 +135,7 @@ def test_what_is_missing_is_said_and_drawn(n):
     assert {rank: drawn[rank, 1] for rank in range(n)} == dict.fromkeys(range(n), tuple(r for r in range(n) if r != 2))
 
 
-def test_elements_of_different_places_added_together_are_shown_as_mixed():
+def test_sums_of_elements_from_different_positions_are_flagged():
     def shifted(x):
         rank, n = me()
         (got,) = exchange([((rank + 1) % n, x)], [((rank - 1) % n, x)])
@@ -147,7 +147,7 @@ def test_elements_of_different_places_added_together_are_shown_as_mixed():
     assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3  # the column's name, and a flag for each rank
 
 
-def test_two_groups_do_not_lack_each_other():
+def test_data_of_another_group_is_not_missing():
     def in_pairs(x):
         partner = me()[0] ^ 1
         return x + exchange([(partner, x)], [(partner, x)])[0]
@@ -166,14 +166,14 @@ def test_idle_ranks_are_left_out():
     assert scene.title == "All-reduce on two ranks" and "2 of 4 ranks" in scene.description
 
 
-def test_without_results_the_last_state_stands():
+def test_without_results_the_last_state_is_final():
     trace, _ = recorded(p.ring_all_reduce, 4, 8)
     assert collective_scene(trace).title == "Ring all-reduce"
     trace, _ = recorded(partial(p.broken_ring_all_reduce, twice=(1, 0)), 4, 8)
     assert "twice" in collective_scene(trace).stops[-1].label
 
 
-def test_inputs_say_what_each_rank_began_with():
+def test_inputs_set_what_each_rank_starts_with():
     trace, results = recorded(p.binomial_broadcast, 4, 2)
     begun = [torch.tensor([]) if rank else results[0] for rank in range(4)]
     history = history_of(trace, results, begun)
@@ -198,7 +198,7 @@ def test_ordinary_values_are_drawn_as_bytes():
     assert "These values do not show which rank they came from." in collective_scene(*recorded(ordinary, 4, 2)).svg()
 
 
-def test_messages_without_bytes_and_results_without_messages_have_their_facts():
+def test_facts_of_empty_messages_and_of_results_without_messages():
     def empty(x):
         peer = 1 - me()[0]
         return exchange([(peer, x[:0])], [(peer, x[:0])])[0]
@@ -210,8 +210,8 @@ def test_messages_without_bytes_and_results_without_messages_have_their_facts():
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
-def test_no_sentence_runs_into_the_facts_beside_it(n):
-    """In DejaVu Sans, the widest of the usual fonts: up to 0.52 of its size a letter in such sentences, 0.6 where it is bold."""
+def test_sentences_do_not_run_into_the_facts_at_their_right(n):
+    """In DejaVu Sans, the widest of the usual fonts, a letter is up to 0.52 of the font size wide, or 0.6 in bold."""
 
     def miscounted(x):
         rank, n = me()
@@ -231,7 +231,7 @@ def test_no_sentence_runs_into_the_facts_beside_it(n):
 
 
 @pytest.mark.parametrize("program", [p.ring_all_reduce, p.ring_all_gather, p.binomial_reduce], ids=["all-reduce", "all-gather", "reduce"])
-def test_the_ring_of_steps_has_the_colours_of_the_sends_below(program):
+def test_the_step_ring_has_the_colours_of_the_sends(program):
     trace, results = recorded(program, 4, 8)
     history, root = history_of(trace, results), ET.fromstring(collective_scene(trace, results).svg())
     arcs = [e.get("style").removeprefix("stroke:") for e in root.iter(f"{SVG}path") if e.get("class") == "arc"][1::2]
@@ -240,7 +240,7 @@ def test_the_ring_of_steps_has_the_colours_of_the_sends_below(program):
     assert bars == {"sum" if arc == "var(--ink)" else "copy" for arc in arcs}
 
 
-def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded():
+def test_torchs_own_collectives_are_named():
     data = [torch.ones(4)] * 2
     event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, EventGroup("world", (0, 1), None), 0, (4,), "int64")
     scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), data)
@@ -252,7 +252,7 @@ def test_collectives_of_torch_are_named_though_their_messages_are_not_recorded()
     assert drawn == {(0, 0): (0, 1), (1, 0): (0, 1)}
 
 
-def test_the_sentences_of_a_ring():
+def test_the_captions_of_a_ring():
     scene = collective_scene(*recorded(p.ring_all_reduce, 4, 8))
     assert scene.intro == "Each rank starts with its own data."
     second = "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to its right neighbour, which adds it to its own."

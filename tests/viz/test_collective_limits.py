@@ -1,4 +1,4 @@
-"""What the collective view can't show chunk by chunk is drawn as bytes, or refused with advice."""
+"""Runs that are too large to show chunk by chunk are drawn as bytes, or refused with advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def without_origin(n):
     return recorded(p.binomial_broadcast, n, 0, payload=False)
 
 
-def test_too_much_is_refused_with_advice():
+def test_too_many_ranks_or_messages_are_refused_with_advice():
     trace, _ = without_origin(65)
     with pytest.raises(ValueError, match=r"65 ranks.*run\.timeline\(\)"):
         collective_scene(trace)

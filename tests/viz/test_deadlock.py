@@ -1,4 +1,4 @@
-"""The picture of a deadlock says what the error says: every rank, every arrow, the circle, the lines."""
+"""The picture of a deadlock shows what the error carries: every rank, every arrow, the cycle, the lines of source."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def ring(n: int) -> DeadlockError:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 64])
-def test_a_circle_of_any_size_is_drawn_as_one(n):
+def test_a_cycle_of_any_size(n):
     svg = deadlock_scene(ring(n)).svg()
     assert len(re.findall(r'class="wait stuck"', svg)) == n
     assert len(re.findall(r'class="node stuck"', svg)) == n
     assert ("0 → 1" in svg) == (n <= 8)
 
 
-def test_the_line_itself_is_shown_where_its_source_is_at_hand():
+def test_the_line_of_source_is_shown_if_it_can_be_found():
     svg = deadlock_scene(DeadlockError({0: ("recv", 1, f"{__file__}:1")}, returned=[1])).svg()
     assert "line 1: " in svg and "The picture of a deadlock" in svg
     assert "gone.py:7" in deadlock_scene(DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1])).svg()
 
 
-def test_a_rank_that_returned_is_told_from_one_that_waits():
+def test_ranks_that_returned_and_receives_from_any_rank():
     error = DeadlockError({0: ("barrier", (2, 3), "a.py:1"), 1: ("recv", None, "a.py:2")}, returned=[2])
     svg = deadlock_scene(error).svg()
     assert len(re.findall(r'class="node gone"', svg)) == 1 and ">returned<" in svg
@@ -38,14 +38,14 @@ def test_a_rank_that_returned_is_told_from_one_that_waits():
     assert "waits in barrier for ranks 2 and 3" in svg and "waits in recv from any rank" in svg
 
 
-def test_more_ranks_than_can_be_told_apart_are_refused():
+def test_more_than_64_ranks_are_refused():
     with pytest.raises(ValueError, match="65 ranks take part, and this picture can show up to 64"):
         deadlock_scene(ring(65))
 
 
 @pytest.mark.parametrize("n", [2, 7, 16])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_what_else_may_be_why_is_told_below_and_inside_the_picture(n, count):
+def test_notes_are_below_the_rows_and_inside_the_picture(n, count):
     error = DeadlockError(
         ring(n).waiting, range(n), notes=[(f"rank {k} posted a send that nobody receives", f"a.py:{k}") for k in range(count)]
     )

@@ -1,4 +1,4 @@
-"""The explorer: every control asks for a run, each run is drawn, and what cannot be is said in its place."""
+"""The explorer: every control starts a run, each run is drawn, and an error is shown in place of the picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def explorer():
 
 
 def shown(explorer: Explorer) -> str:
-    """What stands under the picture for readers of plain text: the run's own record."""
+    """The plain-text form of the picture: the repr of the run's record."""
     return explorer.picture.outputs[0]["data"]["text/plain"]
 
 
@@ -35,7 +35,7 @@ def test_ranks_root_size_and_links_change_the_run(explorer):
     assert "6 messages, 6 s" in shown(explorer)
     explorer.root.value = 6
     assert "rank 6 starts" in explorer.html.lower()
-    explorer.ranks.value = 3  # there is no rank 6 now
+    explorer.ranks.value = 3  # so there is no rank 6
     assert explorer.root.value == 2 and "2 messages, 2 s" in shown(explorer)
     explorer.operation.value, explorer.algorithm.value, explorer.ranks.value = "all_gather", "bidirectional_ring", 8
     explorer.links.value = "ring, one way"
@@ -46,7 +46,7 @@ def test_ranks_root_size_and_links_change_the_run(explorer):
     assert "<figure" in explorer.html
 
 
-def test_what_the_slider_says_is_what_runs(explorer):
+def test_the_run_has_as_many_numbers_as_the_slider_says(explorer):
     explorer.operation.value, explorer.ranks.value = "all_gather", 2
     explorer.numbers.value = 48
     assert f"{2 * 48 * 8} B" in explorer.html
@@ -58,7 +58,7 @@ def test_what_the_slider_says_is_what_runs(explorer):
     explorer.numbers.value = 8
 
 
-def test_going_back_to_processes_takes_no_more_of_them_than_a_laptop_has_room_for(explorer):
+def test_switching_back_to_gloo_lowers_the_number_of_ranks(explorer):
     explorer.operation.value, explorer.ranks.value = "barrier", MOST_RANKS["sim"]
     explorer.ranks.value = 2
     explorer.backend.value = "gloo"
@@ -67,7 +67,7 @@ def test_going_back_to_processes_takes_no_more_of_them_than_a_laptop_has_room_fo
     explorer.backend.value = "sim"
 
 
-def test_an_error_stands_where_the_picture_would(explorer, monkeypatch):
+def test_an_error_is_shown_in_place_of_the_picture(explorer, monkeypatch):
     monkeypatch.setattr(explorer, "program", lambda: lambda x: 1 // 0)
     explorer.numbers.value += 1
     assert "ZeroDivisionError" in explorer.html and "<figure" not in explorer.html
@@ -80,7 +80,7 @@ def test_a_page_without_a_kernel_gets_the_picture(explorer):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"operation": "allreduce"}, "operation='allreduce' is unknown: expected one of 'broadcast'"),
         ({"algorithm": "star"}, "algorithm='star' is unknown: expected one of 'reduce_broadcast'"),
@@ -95,6 +95,6 @@ def test_a_page_without_a_kernel_gets_the_picture(explorer):
         ({"links": "mesh"}, f"links='mesh' is unknown: expected one of {', '.join(map(repr, LINKS))}"),
     ],
 )
-def test_what_there_is_not_is_refused(wrong, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_settings_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
         Explorer(**wrong)

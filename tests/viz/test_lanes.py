@@ -1,4 +1,4 @@
-"""The lanes show what the record says: where spans and messages stand, and how much of the traffic had compute above it."""
+"""The lanes show the record's spans and messages, and how much of the communication overlaps with compute."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def message(kind, rank, peer, start, end, nbytes=8, seq=0):
     return Event(rank, kind, peer, 0, nbytes, start, end, "train.py:9", start, WORLD, seq, (nbytes // 4,), "float32")
 
 
-def step(hidden):
-    """Four seconds of backward, of which the two of the message share `hidden`; then a wait, then the optimizer."""
-    start = 4.0 - hidden
+def step(overlap):
+    """Four seconds of backward, which overlap with `overlap` of the message's two seconds; then a wait, then the optimizer."""
+    start = 4.0 - overlap
     return [
         span(0, "step", 0.0, 7.0),
         span(0, "backward", 0.0, 4.0, 1),
@@ -35,18 +35,18 @@ def step(hidden):
     ]
 
 
-@pytest.mark.parametrize("hidden", [0.0, 0.5, 1.0, 2.0])
-def test_what_moves_under_compute_is_counted_as_hidden(hidden):
-    (window,) = time_windows(Trace(step(hidden), 2, "gloo"), ["step"])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0, 2.0])
+def test_overlap_of_a_message_with_compute(overlap):
+    (window,) = time_windows(Trace(step(overlap), 2, "gloo"), ["step"])
     breakdown = time_breakdown(window, 0)
-    assert breakdown == pytest.approx((5.0, 2.0, hidden, 2.0))
+    assert breakdown == pytest.approx((5.0, 2.0, overlap, 2.0))
     assert time_breakdown(window, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
-    scene = lanes_scene(Trace(step(hidden), 2, "gloo"), "step")
-    assert f">{hidden / 2:.0%}<" in scene.svg()
-    assert scene.description == f"step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: {hidden / 2:.0%}, 0%."
+    scene = lanes_scene(Trace(step(overlap), 2, "gloo"), "step")
+    assert f">{overlap / 2:.0%}<" in scene.svg()
+    assert scene.description == f"step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: {overlap / 2:.0%}, 0%."
 
 
-def test_a_wait_inside_compute_is_none():
+def test_a_wait_inside_compute_is_not_compute():
     inside = [span(0, "forward", 0.0, 4.0), span(0, "wait for weights", 1.0, 3.0, 1), message("recv", 0, 1, 0.0, 3.0)]
     assert time_breakdown(TimeWindow("", 0.0, 4.0, inside), 0) == pytest.approx((2.0, 3.0, 1.0, 2.0))
 
@@ -60,7 +60,7 @@ def test_intervals_agree_with_counting_moments(seed):
     assert seconds(intersection(union(pieces[0]), union(pieces[1]))) == len(moments[0] & moments[1])
 
 
-def test_bars_stand_where_the_record_says():
+def test_positions_of_bars():
     scene = lanes_scene(Trace(step(1.0), 2, "gloo"), "step")
     scale = (RIGHT - LEFT) / 7.0
     (backward,), (sent,), (received,) = titled(scene, "backward"), titled(scene, "send to rank 1"), titled(scene, "recv from rank 0")
@@ -92,7 +92,7 @@ def test_any_number_of_ranks_in_any_theme(n, theme):
         assert float(rect.get("y")) + float(rect.get("height")) <= scene.height
 
 
-def test_a_name_has_the_same_colour_in_every_picture_and_a_colour_one_name_in_the_legend():
+def test_colours_of_spans_are_the_same_in_every_picture():
     names = ["layer forward", "forward", "gradient ready", "backward", "layer backward", "optimizer", "mine"]
     drawn = [span_colours([span(0, name, 0.0, 1.0) for name in some]) for some in (names, names[::-1], names[2:5])]
     assert all(colours[name] == drawn[0][name] for colours in drawn for name in colours if name != "mine")
@@ -101,7 +101,7 @@ def test_a_name_has_the_same_colour_in_every_picture_and_a_colour_one_name_in_th
     assert len({colour for _, colour in entries}) == len(entries) == 5
 
 
-def test_what_cannot_be_drawn_is_an_error_that_says_why():
+def test_unknown_spans_and_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match=r"no span is called 'stp': the record has backward, optimizer"):
         lanes_scene(Trace(step(0.0), 2, "gloo"), "stp")
     with pytest.raises(ValueError, match=r"17 ranks.*run\.timeline"):

@@ -1,4 +1,4 @@
-"""Losses over steps: drawn where they are, gathered from ranks, redrawn in place in a notebook."""
+"""Loss curves: drawn at the right place, collected from ranks, redrawn in place in a notebook."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_ranks_add_to_what_the_notebook_draws():
             there.add("2 ranks", step, 3.0 - step)
         live.add("1 rank", 0, 3.0)
         with open(live.path, "a", encoding="utf-8") as file:
-            file.write('["2 ranks", 3')  # half a line: somebody is writing it
+            file.write('["2 ranks", 3')  # half a line, as if a rank were still writing it
         assert live.update() and live.curves == {"2 ranks": [(0, 3.0), (1, 2.0), (2, 1.0)], "1 rank": [(0, 3.0)]}
         assert not live.update()
         with open(live.path, "a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Memory a rank: bars are as long as the bytes that were counted, and a share stands in its own place."""
+"""Memory per rank: bars are as long as their bytes, and each shard is at its own place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bars(scene, kind):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_shares_stand_side_by_side_and_fill_the_whole(n):
+def test_shards_are_side_by_side_and_fill_the_whole_bar(n):
     whole, part = counted(weights=[1200] * n, optimizer_state=[2400] * n), counted(weights=[1200] * n, optimizer_state=[2400 // n] * n)
     scene = memory_scene({"all": whole, "shared": part})
     states = bars(scene, "optimizer state")
@@ -38,14 +38,14 @@ def test_shares_stand_side_by_side_and_fill_the_whole(n):
     assert ">3.6 kB<" in scene.svg() and f">{decimal_bytes(1200 + 2400 // n)}<" in scene.svg()
 
 
-def test_uneven_shares_stay_inside_and_a_rank_may_hold_nothing():
+def test_uneven_shards_stay_inside_the_bar_and_a_rank_may_hold_nothing():
     scene = memory_scene({"all": counted(weights=[900] * 3), "cut": counted(weights=[600, 600, 0])})
     full, *rest = bars(scene, "weights")
     assert len(rest) == 4 and all(left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest)
     assert full[0] + full[1] <= RIGHT
 
 
-def test_what_is_there_for_a_moment_is_drawn_but_not_as_a_share():
+def test_temporary_memory_is_not_drawn_as_a_shard():
     passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered, at most": [100, 50], "weights": [200, 200]})
     scene = memory_scene(passing)
     svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered, at most")

@@ -1,4 +1,4 @@
-"""Plots: hollow points for what was measured, a line for the model, labels apart, and colours that are the page's."""
+"""Plots: hollow points for measurements, a line for the model, labels that do not touch, and the page's colours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01
 
 
 def heights(svg: str, *labels: str) -> list[float]:
-    """Where each label stands, in pixels from the top."""
+    """The y of each label, in pixels from the top."""
     return [float(re.search(rf'<text[^>]* y="([\d.]+)"[^>]*>{label}<', svg)[1]) for label in labels]
 
 
@@ -40,19 +40,19 @@ def test_labels_that_would_touch_are_pushed_apart():
     assert abs(a - b) >= 18
 
 
-def test_points_and_lines_are_told_apart():
+def test_points_are_hollow_and_lines_have_no_points():
     points, lines = sweep(MODEL, title="a").drawing, sweep({}, MODEL, title="a").drawing
     assert points.count("fill: var(--bg)") == 2 * len(SIZES) and "fill: var(--bg)" not in lines
 
 
 @pytest.mark.parametrize(
-    ("measured", "told"),
+    ("measured", "message"),
     [
         ({}, "got 0 labels"),
         ({str(i): {1: 1.0} for i in range(6)}, "got 6 labels"),
         ({"a": {1: 0.0}}, r"one value is 0\.0: expected"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(measured, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_data_is_refused(measured, message):
+    with pytest.raises(ValueError, match=message):
         sweep(measured, title="a")

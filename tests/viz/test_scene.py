@@ -1,4 +1,4 @@
-"""Keyframes to SVG: every still and every loop is well-formed, and a still shows what the keyframes say."""
+"""Scenes: every still and every loop is well-formed SVG, and a still shows what its keyframes say."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_themes(scene):
         scene.svg(theme="sepia")
 
 
-def test_html_stands_alone_and_is_the_same_each_time(scene):
+def test_html_needs_nothing_else_and_is_the_same_each_time(scene):
     html = scene.html()
     assert html == scene.html() == scene._repr_html_()
     assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", html) and "http" not in html.replace("http://www.w3.org/2000/svg", "")

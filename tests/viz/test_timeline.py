@@ -1,4 +1,4 @@
-"""The timeline draws every span and message where the record says it was."""
+"""The timeline draws every span and message at its time in the record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.viz.drawn import SVG, span, titled
 from tests.viz.programs import recorded
 
 
-def test_spans_stand_where_the_record_says():
+def test_positions_of_spans():
     trace = Trace([span(0, "forward", 1.0, 3.0, microbatch=2), span(1, "backward", 2.0, 5.0)], 2, "sim")
     scene = timeline_scene(trace)
     (forward,), (backward,) = titled(scene, "forward"), titled(scene, "backward")
@@ -28,7 +28,7 @@ def test_spans_stand_where_the_record_says():
     assert (forward.get("class"), backward.get("class")) == ("f0", "f1")
 
 
-def test_a_span_inside_another_goes_one_down():
+def test_a_span_inside_another_is_one_lane_below():
     trace = Trace([span(0, "step", 0.0, 4.0), span(0, "forward", 1.0, 2.0, 1), span(0, "backward", 2.0, 4.0, 2)], 1, "sim")
     scene = timeline_scene(trace)
     step, forward, backward = (float(titled(scene, name)[0].get("y")) for name in ("step", "forward", "backward"))
@@ -51,7 +51,7 @@ def test_collectives_have_their_own_bars():
     assert bar.get("class") == "collective"
 
 
-def test_what_is_too_narrow_is_drawn_as_one():
+def test_narrow_events_share_a_bar():
     events = [span(0, "tiny", t / 1e6, (t + 0.5) / 1e6, t) for t in range(10_000)] + [span(0, "long", 0.02, 1.0, 10_000)]
     scene = timeline_scene(Trace(events, 1, "gloo"))
     assert len(scene.svg()) < 30_000

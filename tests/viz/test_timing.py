@@ -1,4 +1,4 @@
-"""However many steps a picture has, the player is told of the same time that the SVG lasts."""
+"""The player gets the same duration as the SVG, for any number of steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.viz.programs import exchange, me, recorded
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 6, 7, 11, 17, *range(18, 33), 40, 62])
-def test_what_the_player_seeks_to_lies_within_the_loop(steps):
-    """Past the `dur` of its animations an SVG begins anew, and would end by showing its beginning."""
+def test_the_player_and_the_loop_have_the_same_duration(steps):
+    """After the `dur` of its animations an SVG starts again, so a longer player would end with the first moment."""
 
     def back_and_forth(x):
         rank, _ = me()
@@ -24,5 +24,5 @@ def test_what_the_player_seeks_to_lies_within_the_loop(steps):
     scene = collective_scene(*recorded(back_and_forth, 2, 1))
     assert len(scene.stops) == steps
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
-    told = json.loads(re.search(r'"duration": ([\d.]+)', scene.html())[1])
-    assert {float(dur) for dur in written} == ({told} if steps else set())
+    duration = json.loads(re.search(r'"duration": ([\d.]+)', scene.html())[1])
+    assert {float(dur) for dur in written} == ({duration} if steps else set())

@@ -1,4 +1,4 @@
-"""`watch` on functions that talk through torch.distributed itself, on virtual ranks and once on real ones."""
+"""`watch` on functions that use torch.distributed directly, on the sim backend and on gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ring(x: torch.Tensor, again: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_the_learners_own_function(backend):
+def test_a_learners_function(backend):
     run = watch(ring, 3, backend=backend)
     scene = run.animate()
     assert scene.title == "Ring all-reduce" and len(scene.stops) == 4
@@ -38,7 +38,7 @@ def test_the_learners_own_function(backend):
     assert "receive" in run.timeline().svg()
 
 
-def test_the_learners_own_mistake():
+def test_a_learners_mistake():
     scene = watch(lambda x: ring(x, again=True), 4, backend="sim").animate()
     assert scene.stops[-1].label.endswith("On every rank, chunk a has rank 0's data twice.")
 
@@ -60,7 +60,7 @@ def test_shape_and_dtype():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"dtype": torch.float32}, r"dtype=torch\.float32: values that carry their origin need torch\.int64"),
         ({"world_size": "4"}, "world_size='4': expected a whole number of ranks"),
@@ -72,17 +72,17 @@ def test_shape_and_dtype():
         ({"shape": "ab"}, "shape='ab': expected"),
     ],
 )
-def test_what_cannot_be_watched_is_said_before_any_rank_starts(wrong, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_arguments_are_refused_before_any_rank_starts(wrong, message):
+    with pytest.raises(ValueError, match=message):
         watch(ring, **wrong)
 
 
-def test_what_is_no_function_is_refused_before_any_rank_starts():
+def test_only_a_function_can_be_watched():
     with pytest.raises(TypeError, match=r"watch\(\) takes a function of a tensor, to run on each rank; got a int: 3"):
         watch(3)
 
 
-def test_the_largest_world_has_room_in_an_int64():
+def test_18_ranks_fit_into_an_int64():
     assert len(watch(ring, 18, numel=1, backend="sim").results) == 18
 
 
