@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from parallel101.record.spans import compute, span
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
-    from parallel101.trainers.data import DataParallelTrainer
+    from parallel101.trainers.data_parallel import DataParallelTrainer
     from parallel101.trainers.sharded import ShardedTrainer
     from parallel101.trainers.trainer import Trainer
     from parallel101.viz.watch import watch
@@ -46,7 +46,7 @@ _WHERE = {
     "parallel101.sim.network": "Network",
     "parallel101.record.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
     "parallel101.mesh": "split_sizes",
-    "parallel101.trainers.data": "DataParallelTrainer",
+    "parallel101.trainers.data_parallel": "DataParallelTrainer",
     "parallel101.trainers.sharded": "ShardedTrainer",
     "parallel101.trainers.trainer": "Trainer",
     "parallel101.autograd.point_to_point": "receive send",

@@ -135,8 +135,8 @@ def _data_parallel(model: nn.Module) -> Step:
     return p101.DataParallelTrainer(model, mse_loss, _adamw).step
 
 
-def _sharded(stage: int) -> Callable[[nn.Module], Step]:
-    return lambda model: p101.ShardedTrainer(model, mse_loss, _adamw, stage=stage).step
+def _sharded(zero_stage: int) -> Callable[[nn.Module], Step]:
+    return lambda model: p101.ShardedTrainer(model, mse_loss, _adamw, zero_stage=zero_stage).step
 
 
 CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
@@ -144,7 +144,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
     "torch DDP": _ddp,
     "DataParallelTrainer": _data_parallel,
     "torch FSDP2": _fsdp,
-    "ShardedTrainer, stage 1": _sharded(1),
-    "ShardedTrainer, stage 2": _sharded(2),
-    "ShardedTrainer, stage 3": _sharded(3),
+    "ShardedTrainer, ZeRO stage 1": _sharded(1),
+    "ShardedTrainer, ZeRO stage 2": _sharded(2),
+    "ShardedTrainer, ZeRO stage 3": _sharded(3),
 }

@@ -116,10 +116,14 @@ class GPT(nn.Module):
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)}: expected (batch, time), of time at most context={self.config.context}"
             )
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        x = tokens
+        for module in self.sequence():
+            x = module(x)
+        return x
+
+    def sequence(self) -> list[nn.Module]:
+        """The modules whose composition is the forward, in order: the embedding, every block, the norm, the head."""
+        return [self.embedding, *self.blocks, self.norm, self.head]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel101.models.seeding import seed_weights
@@ -40,7 +39,11 @@ class MLP(nn.Module):
         seed_weights(self, seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        *hidden, last = self.layers
-        for layer in hidden:
-            x = F.gelu(layer(x))
-        return last(x)
+        for module in self.sequence():
+            x = module(x)
+        return x
+
+    def sequence(self) -> list[nn.Module]:
+        """The modules whose composition is the forward, in order: a linear layer, a GELU, a linear layer, …, a linear layer."""
+        first, *others = self.layers
+        return [first, *(module for layer in others for module in (nn.GELU(), layer))]

@@ -1,4 +1,8 @@
-"""Trainers: one interface, `step` and `fit`, and a strategy behind it: who holds which weights, who sees which samples, and what is sent.
+"""Trainers: one Trainer, put together from parts, and equal to one process whatever the parts.
 
-Every one of them minimises the mean loss of the whole batch and is equal to one process; see trainer.py for what they share.
+trainer.py        the step, readable as the textbook's loop        layout.py      where every parameter lies
+stage.py          the actions of a step: forward, backward         agreement.py   what ranks agree on, errors included
+gradients.py      naive, bucketed, overlapped all-reduce           optimizers.py, checkpoint.py, fit.py, memory.py   support
+zero.py, unshard.py, flat.py    ZeRO 1 and 2, ZeRO 3, and the flat arrays that they share
+data_parallel.py, sharded.py    the public trainers: two ways to put a Trainer together
 """

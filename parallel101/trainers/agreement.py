@@ -1,92 +1,120 @@
-"""Are all ranks of one mind? Asked with a few bytes; where they are not, it is said on every rank, with the parameter and the rank.
+"""What the ranks agree on with a few numbers, so that all go on together or all raise together.
 
-rank 0   hash of everything 3f9a…  ┐  all alike: 8 bytes a rank, and training goes on;
-rank 1   hash of everything 3f9a…  ┘  not alike: a line a parameter, and an error that says which
+rank 0   loss 0.71, fine            ┐  all fine: 16 bytes a rank, and training goes on
+rank 1   loss 0.64, fine            ┘
+rank 2   failed: IndexError …       →  every rank raises: rank 2 its own error, the others one that names rank 2 and quotes it
+
+It compares hashes first and texts only where they differ. It does not catch a rank that died or that never comes: the launcher does.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_gather, broadcast
 from parallel101.mesh import GroupLike, group_of
-from parallel101.record.signatures import in_bytes
+from parallel101.record.spans import wait_span
 
-DIGEST = 8  #  bytes of a hash
+DIGEST = 8  # bytes of a hash
+KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 SEED_ALIKE = "seed all ranks alike before you build the model (torch.manual_seed(0)), or pass sync=True to take the first rank's weights"
 
 
-def check_or_copy(model: nn.Module, group: GroupLike, device: torch.device, sync: bool = False) -> None:
-    """Make sure that parameters and buffers are the same on every rank, or, with `sync`, make them so: the first rank's.
+class Agreement:
+    """Small exchanges among all ranks that train together. Every rank of the group calls the same methods in the same order."""
 
-    Raises ValueError, the same on every rank, where names, shapes or dtypes differ, or, without `sync`, values.
-    """
-    check(tensors_of(model), group, device, "the models differ at the start", SEED_ALIKE, values=not sync)
-    if sync:
-        with torch.no_grad():
-            for _, tensor in tensors_of(model):
-                tensor.copy_(broadcast(tensor, 0, group=group))
+    def __init__(self, group: GroupLike, device: torch.device):
+        self.group, self.device = group, device
+        self.ranks = group_of(group).ranks
+
+    def numbers(self, *mine: float) -> list[list[float]]:
+        """Each of these numbers of every rank: a list by position for each."""
+        with wait_span("agree"):
+            return all_gather(torch.tensor([mine], dtype=torch.float64, device=self.device), group=self.group).t().tolist()
+
+    def texts(self, mine: str) -> list[str]:
+        """Every rank's text, by position."""
+        data = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=self.device)
+        sizes = all_gather(torch.tensor([len(data)], device=self.device), group=self.group).tolist()
+        return [bytes(part.tolist()).decode() for part in all_gather(data, group=self.group, sizes=sizes).split(sizes)]
+
+    def same(self, mine: str) -> bool:
+        """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""
+        number = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest(), "big", signed=True)
+        with wait_span("agree"):
+            return len(set(all_gather(torch.tensor([number], device=self.device), group=self.group).tolist())) == 1
+
+    def all_or_none(self, doing: str, work: Callable[[], Any]) -> Any:
+        """What `work()` returns, if it succeeds on all ranks; otherwise an error on all of them."""
+        done, problem = None, None
+        try:
+            done = work()
+        except Exception as error:
+            problem = error
+        if any(self.numbers(problem is not None)[0]):
+            self.raise_problem(problem, doing)
+        return done
+
+    def raise_problem(self, problem: Exception | None, doing: str) -> None:
+        """Raise on every rank, after one of them or several failed: `problem` on those, on the others an error that quotes the first.
+
+        That is an OSError or a ValueError if it was one there, else a RuntimeError. Its `failed_rank` tells a launcher whose error
+        to report.
+        """
+        kind = next((name for name, kind in KINDS.items() if isinstance(problem, kind)), "RuntimeError")
+        with wait_span("agree"):
+            texts = self.texts(f"{kind} {type(problem).__name__}: {problem}" if problem else "")
+        if problem:
+            raise problem
+        for rank, text in zip(self.ranks, texts):
+            if text:
+                kind, _, why = text.partition(" ")
+                error = KINDS[kind](f"rank {rank} could not {doing}: {why}")
+                error.failed_rank = rank  # type: ignore[attr-defined]
+                raise error
+
+    def check_same(self, tensors: Iterable[tuple[str, Tensor]], what: str, advice: str, *, values: bool = True) -> None:
+        """Raises ValueError, the same on every rank, if names, shapes, dtypes or (if asked) values differ: `what`, where, `advice`."""
+        if len(self.ranks) == 1:
+            return
+        mine = "\n".join(f"{name}\t{tuple(t.shape)} {t.dtype}\t{_fingerprint(t) if values else ''}" for name, t in tensors)
+        if self.same(mine):
+            return
+        models = [dict(line.split("\t", 1) for line in text.splitlines()) for text in self.texts(mine)]
+        raise ValueError(f"{what}: {_difference(models, self.ranks, advice)}")
+
+    def check_or_copy(self, model: nn.Module, sync: bool) -> None:
+        """Make sure that parameters and buffers are the same on every rank or, with `sync`, copy the first rank's.
+
+        Raises ValueError, the same on every rank, if names, shapes or dtypes differ, or, without `sync`, values.
+        """
+        with wait_span("agree"):
+            self.check_same(_tensors_of(model), "the models differ at the start", SEED_ALIKE, values=not sync)
+            if sync:
+                with torch.no_grad():
+                    for _, tensor in _tensors_of(model):
+                        tensor.copy_(broadcast(tensor, 0, group=self.group))
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, each once, however often it is tied."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def check(
-    tensors: Iterable[tuple[str, Tensor]], group: GroupLike, device: torch.device, what: str, advice: str, *, values: bool = True
-) -> None:
-    """Raises ValueError, the same on every rank, where names, shapes, dtypes or (if asked) values are not: `what`, where, `advice`."""
-    if group_of(group).size == 1:
-        return
-    mine = "\n".join(f"{name}\t{tuple(t.shape)} {t.dtype}\t{fingerprint(t) if values else ''}" for name, t in tensors)
-    if same_everywhere(mine, group, device):
-        return
-    models = [dict(line.split("\t", 1) for line in text.splitlines()) for text in tell(mine, group, device)]
-    raise ValueError(f"{what}: {difference(models, group_of(group).ranks, advice)}")
-
-
-def same_everywhere(text: str, group: GroupLike, device: torch.device) -> bool:
-    """Whether all ranks say the same; they tell each other its hash, 8 bytes."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=DIGEST).digest(), "big", signed=True)
-    return len(set(all_gather(torch.tensor([number], device=device), group=group).tolist())) == 1
-
-
-def tell(text: str, group: GroupLike, device: torch.device) -> list[str]:
-    """What every rank has to say, by position, on every rank."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    sizes = all_gather(torch.tensor([len(mine)], device=device), group=group).tolist()
-    return [bytes(part.tolist()).decode() for part in all_gather(mine, group=group, sizes=sizes).split(sizes)]
-
-
-def agree_that_none(problem: Exception | None, doing: str, group: GroupLike, device: torch.device) -> None:
-    """Where something went wrong on any rank, raise on every rank, so that none goes on alone: `problem` where there is one.
-
-    On the others an OSError or a ValueError, as it was there, that says which rank could not do what, and why.
-    """
-    kinds = {"OSError": OSError, "ValueError": ValueError}
-    kind = "OSError" if isinstance(problem, OSError) else "ValueError"
-    told = tell(f"{kind} {type(problem).__name__}: {problem}" if problem else "", group, device)
-    if problem:
-        raise problem
-    for rank, text in zip(group_of(group).ranks, told):
-        if text:
-            kind, _, why = text.partition(" ")
-            raise kinds[kind](f"rank {rank} could not {doing}: {why}")
-
-
-def fingerprint(tensor: Tensor) -> str:
+def _fingerprint(tensor: Tensor) -> str:
     """A hash of the values, bit by bit: the same for the same numbers on any rank of the same kind of machine."""
-    return hashlib.blake2b(in_bytes(tensor.cpu()).numpy().data, digest_size=DIGEST).hexdigest()
+    row = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))  # of one element, too, which may have any stride
+    return hashlib.blake2b(row.view(torch.uint8).numpy().data, digest_size=DIGEST).hexdigest()
 
 
-def difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:
-    """What is wrong, in words: the first entry that some ranks have otherwise than the first rank."""
+def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: str) -> str:
+    """What differs, in words: the first entry that some ranks do not share with the first rank."""
     for name in dict.fromkeys(name for model in models for name in model):
         entries = [model.get(name) for model in models]
         others = [rank for rank, entry in zip(ranks, entries) if entry != entries[0]]

@@ -1,4 +1,9 @@
-"""A file that is whole or not there: what a run needs to go on, written beside the old one and put in its place in one move.
+"""Saving and resuming, on this layout or another: a checkpoint knows parameters by name, and nothing of ranks.
+
+2 ranks   step, step, step, save ─▶ run.pt        weights, optimizer state, steps and history of the whole model
+3 ranks   run.pt ─▶ resume, step, step, …         each rank takes its part; first everything is checked, then everything is changed
+
+A file is whole or not there:
 
 write run.pt.part ──▶ fsync ──▶ rename to run.pt        killed before the rename: the old run.pt is untouched;
                                                         after it: the new one is complete. There is no third case.
@@ -6,19 +11,100 @@ write run.pt.part ──▶ fsync ──▶ rename to run.pt        killed befor
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from parallel101.trainers.history import History
 
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}
 
 
+def state_dict(trainer: Any) -> dict[str, Any]:
+    """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere. Collective: call it on every rank."""
+    untrained = {name: t for name, t in tensors_of_state(trainer.model).items() if name not in trainer.trained}
+    parts = untrained | dict(trainer.owned)
+    whole = trainer.layout.gather(parts, list(trainer.layout.entries))
+    state = copy.copy(trainer.model.state_dict())
+    for key, value in state.items():
+        name = trainer.state_names.get(key)
+        state[key] = copy.deepcopy(value if name is None else whole[name].detach())
+    return state
+
+
+def gradients(trainer: Any) -> dict[str, Tensor | None]:
+    """The gradients of the last step (clipped, if they were), by the names of the model's parameters. Collective."""
+    parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
+    return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
+
+
+def save(trainer: Any, path: str | os.PathLike) -> None:
+    """Write all that is needed to continue: weights, optimizer state, steps, history. Collective; the first rank writes, atomically.
+
+    Any trainer on any number of ranks can `resume` it. Raises OSError on every rank if the file could not be written.
+    """
+    content = {
+        "model": trainer.state_dict(),
+        "optimizer": trainer.sharded_optimizer.state(),
+        "steps": trainer.steps,
+        "history": trainer.history.as_dict(),
+    }
+    trainer.agree.all_or_none(f"save to {path}", lambda: write_checkpoint(path, content) if trainer.position == 0 else None)
+
+
+def resume(trainer: Any, path: str | os.PathLike) -> int:
+    """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the number of steps that were taken. Collective.
+
+    Everything is checked before anything is changed. Raises, on every rank, OSError if the file can't be read on one, and ValueError if it
+    is not such a file, is of another model or optimizer, or differs from the one that the first rank reads.
+    """
+
+    def read() -> tuple[dict[str, Any], dict[str, Any], History]:
+        content = read_checkpoint(path)
+        check_state(content["model"], trainer)
+        return content, trainer.sharded_optimizer.state_to_load(content["optimizer"]), History(**content["history"])
+
+    content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
+    tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
+    found = [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
+    trainer.agree.check_same(found, f"the ranks do not read the same in {path}", "expected one file, or copies of it")
+    load_model(trainer, content["model"])
+    trainer.optimizer.load_state_dict(optimizer)
+    trainer.steps, trainer.history = content["steps"], history
+    return trainer.steps
+
+
+@torch.no_grad()
+def load_model(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Give every rank its part of a whole model's state."""
+    names = trainer.state_names
+    trainer.model.load_state_dict({key: value for key, value in state.items() if names.get(key) not in trainer.trained}, strict=False)
+    for key, value in state.items():
+        if names.get(key) in trainer.owned:
+            trainer.owned[names[key]].copy_(trainer.layout.cut(names[key], value))
+    trainer.gradient_sync.publish()
+
+
+def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a state_dict has, by name, each once however often it is tied."""
+    kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    return {name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if id(t) in kept}
+
+
+def names_of_state(model: nn.Module) -> dict[str, str]:
+    """Key of the state_dict → name of the parameter or buffer; several keys have the same name if they are tied."""
+    names = {id(t): name for name, t in tensors_of_state(model).items()}
+    return {key: names[id(value)] for key, value in model.state_dict(keep_vars=True).items() if id(value) in names}
+
+
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
-    """Write `content` (tensors, numbers, strings, in dicts and lists) to `path`, atomically. Raises OSError where that can't be."""
+    """Write `content` (tensors, numbers, strings, in dicts and lists) to `path`, atomically. Raises OSError if that fails."""
     check_place(path)
     path = Path(path)
     part = path.with_name(path.name + ".part")
@@ -30,7 +116,7 @@ def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
         os.replace(part, path)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError):  #  so torch says that the disk is full
+        if isinstance(error, RuntimeError):  # torch's error for a full disk
             raise OSError(f"{path} could not be written: {error}") from error
         raise
     if os.name == "posix":  # the folder's entry is on disk only when the folder is
@@ -44,14 +130,14 @@ def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Read what `write_checkpoint` wrote, onto the CPU. Nothing in the file is executed.
 
-    Raises OSError where there is nothing to read, ValueError for a file that is not such a checkpoint, or not all of one.
+    Raises OSError if there is nothing to read, ValueError for a file that is not such a checkpoint, or not all of one.
     """
     with open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= FIELDS:
                 raise ValueError("it holds something else")
-        except Exception as error:  # torch's unpickler meets foreign bytes with whatever they lead it to
+        except Exception as error:  # torch's unpickler raises anything on foreign bytes
             raise ValueError(
                 f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected), or not all of it: {error}"
             ) from error
@@ -59,7 +145,7 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def check_place(path: str | os.PathLike) -> None:
-    """Raises OSError where `write_checkpoint` would not be able to write, as far as can be known before."""
+    """Raises OSError if `write_checkpoint` could not write there, as far as can be known before."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file")
@@ -69,17 +155,15 @@ def check_place(path: str | os.PathLike) -> None:
         raise PermissionError(f"the folder {path.parent} can't be written to")
 
 
-def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises ValueError where a model's state has not the names and shapes that are expected (None: what is no tensor)."""
-    for name in dict.fromkeys([*expected, *state]):
-        if name not in state:
-            raise ValueError(f"the checkpoint is another model's: it has no {name!r}")
-        if name not in expected:
-            raise ValueError(f"the checkpoint is another model's: it has {name!r}, and this model has not")
-        here, there = expected[name], shape_of(state[name])
-        if here != there:
-            raise ValueError(f"the checkpoint is another model's: {name!r} is {there} there and {here} here")
-
-
-def shape_of(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+def check_state(state: Mapping[str, Any], trainer: Any) -> None:
+    """Raises ValueError if the names and shapes in a model's state are not those of the trainer's whole model."""
+    keys = trainer.model.state_dict().keys()
+    for key in dict.fromkeys([*keys, *state]):
+        if key not in state:
+            raise ValueError(f"the checkpoint is another model's: it has no {key!r}")
+        if key not in keys:
+            raise ValueError(f"the checkpoint is another model's: it has {key!r}, and this model has not")
+        if (name := trainer.state_names.get(key)) is not None:
+            here, there = tuple(trainer.layout.entries[name].shape), tuple(getattr(state[key], "shape", ()))
+            if here != there:
+                raise ValueError(f"the checkpoint is another model's: {key!r} is {there} there and {here} here")

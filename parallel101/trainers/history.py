@@ -1,31 +1,28 @@
-"""What `fit` hands back: the loss of every step, and how fast the steps were.
+"""What `fit` returns: the loss of every step, and how fast the steps were.
 
 history = trainer.fit(batches)
-history.losses, history.plot()        the curve goes on where `resume` took it up
+history.losses, history.plot()        the curve continues where `resume` took it up
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from typing import Any, NamedTuple
 
 
-class Step(NamedTuple):
-    """What `fit` tells of a step, to its history and to `on_step`: of the whole batch, the same on every rank but for `seconds`."""
+class StepResult(NamedTuple):
+    """What `fit` reports of a step, to its history and to `on_step`: of the whole batch, the same on every rank except `seconds`."""
 
-    step: int  #  which it was, from 0
-    loss: float  #  mean over the whole batch, before the step's update
-    seconds: float  #  that it took on this rank
-    samples: int  #  in the whole batch
-    tokens: int  #  in it, where its inputs are whole numbers (as a text's are), else 0
+    step: int  # its number, from 0
+    loss: float  # mean over the whole batch, before the step's update
+    seconds: float  # that it took on this rank
+    samples: int  # in the whole batch
+    tokens: int  # in the whole batch, if its inputs are whole numbers in rows (as a text's are), else 0
 
 
 @dataclass
 class History:
-    """All steps, a list for each of what `Step` tells of one."""
+    """All steps: a list for each field of `StepResult`."""
 
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -41,7 +38,7 @@ class History:
             return "<History: no steps yet>"
         return f"<History: {len(self)} steps, loss {self.losses[0]:.4g} → {self.losses[-1]:.4g}, {self.rate()}>"
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepResult) -> None:
         self.steps.append(step.step)
         self.losses.append(step.loss)
         self.seconds.append(step.seconds)
@@ -49,13 +46,13 @@ class History:
         self.tokens.append(step.tokens)
 
     def rate(self, last: int = 20) -> str:
-        """Tokens a second over the last steps, in words; samples a second where there are no tokens."""
+        """Tokens a second over the last steps, in words; samples a second if there are no tokens."""
         seconds = sum(self.seconds[-last:])
         amount, unit = (sum(self.tokens[-last:]), "tokens") if any(self.tokens[-last:]) else (sum(self.samples[-last:]), "samples")
         return f"{amount / seconds:,.0f} {unit}/s" if seconds else f"? {unit}/s"
 
-    def plot(self, ax: Axes | None = None, **line: Any) -> Axes:
-        """The loss over the steps, on `ax` or on axes of its own; `line` goes to matplotlib's plot, such as label="2 ranks"."""
+    def plot(self, ax: Any = None, **line: Any) -> Any:
+        """Draw the loss over the steps, on matplotlib axes `ax` or new ones; `line` goes to plot(), such as label="2 ranks"."""
         import matplotlib.pyplot as plt
 
         if ax is None:

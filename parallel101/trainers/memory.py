@@ -6,10 +6,13 @@ rank 1   weights 4.2 MB   …                                            two vie
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -18,15 +21,47 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+class LiveBytes:
+    """Bytes that are alive only for a moment (gathered layers, gradients on their way), as long as anything holds their memory.
+
+    gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
+    leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
+
+    It holds weak references to storages: one counts until its last tensor, view or place in a graph is gone.
+
+    Attributes:
+        peak: kind → the most bytes of it that were alive at once since `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[str, list[weakref.ref[UntypedStorage]]] = defaultdict(list)
+        self.peak: dict[str, int] = defaultdict(int)
+
+    def begin(self) -> None:
+        self.peak = defaultdict(int, {kind: self.now(kind) for kind in self.storages})
+
+    def watch(self, kind: str, tensor: Tensor) -> None:
+        """From now on it counts."""
+        self.storages[kind].append(weakref.ref(tensor.untyped_storage()))
+        self.peak[kind] = max(self.peak[kind], self.now(kind))
+
+    def now(self, kind: str) -> int:
+        """Bytes of this kind that are alive."""
+        refs = self.storages[kind]
+        alive = {id(storage): (ref, storage) for ref in refs if (storage := ref()) is not None}
+        refs[:] = [ref for ref, _ in alive.values()]
+        return sum(storage.nbytes() for _, storage in alive.values())
+
+
 @dataclass(frozen=True)
 class Holdings:
-    """What `describe()` gives: for each rank of the group, in order, the bytes of each kind that it holds.
+    """What `describe()` returns: for each rank of the group, in order, the bytes of each kind that it holds. Print it to see a table.
 
     Attributes:
         title: which trainer, on how many ranks.
         ranks: their ranks in the world.
         bytes: kind → bytes by position, such as {"weights": [4096, 4096], …}.
-        notes: what else is worth telling, a sentence each.
+        notes: what else is worth telling, a sentence each: how parameters are placed, and how gradients are synchronised.
     """
 
     title: str
@@ -50,8 +85,24 @@ class Holdings:
     __repr__ = __str__
 
 
+def describe(trainer: Any) -> Holdings:
+    """Who holds what, in bytes a rank, counted from the storages that are alive now. Collective; print it to see a table."""
+    parameters, state = list(trainer.model.parameters()), trainer.optimizer.state.values()
+    held: dict[str, list[Tensor]] = {
+        "weights": [*parameters, *trainer.model.buffers()],
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer state": [value for of_one in state for value in of_one.values() if isinstance(value, Tensor)],
+    }
+    more = trainer.gradient_sync.held()
+    mine = {kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()} | trainer.gradient_sync.peaks()
+    counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, trainer.agree.numbers(*mine.values()))}
+    ranks = trainer.agree.ranks
+    notes = [*trainer.layout.describe(), trainer.gradient_sync.describe()]
+    return Holdings(f"{type(trainer).__name__} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}", ranks, counts, notes)
+
+
 def readable(count: float) -> str:
-    """18_874_368 → "18.9 MB": powers of 1000, as memory is told in papers."""
+    """18_874_368 → "18.9 MB": powers of 1000, as papers write memory."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

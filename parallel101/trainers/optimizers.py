@@ -1,36 +1,50 @@
-"""The optimizer that a trainer is given as a function, and its state by the names of parameters, so that any layout can take it over.
+"""The optimizer that a trainer is given as a function; handed the pieces that this rank owns; its state saved whole and by name.
 
-optimizer = lambda p: torch.optim.AdamW(p, lr=1e-3)        the trainer calls it with the parameters that this rank updates
-{"state": {"layers.0.weight": {"exp_avg": …}}, "groups": [{"names": […], "lr": 1e-3, …}]}
+optimizer = lambda p: torch.optim.AdamW(p, lr=1e-3)        the trainer calls it with the model's parameters
+rank 0   exp_avg of weight[0:8]  ┐
+rank 1   exp_avg of weight[8:16] ┘ ─▶ the first rank: exp_avg of weight, 4 × 4, so that any layout can continue with it
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import io
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel101.collectives import all_gather, gather
+from parallel101.mesh import GroupLike, group_of
+from parallel101.trainers.layout import Coordinates, Layout
 
-def build_optimizer(optimizer: Any, owned: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Call it with the owned parameters. Raises TypeError or ValueError where what comes back is not an optimizer of just these."""
+ROWS, COLUMNS, STEPS = 4, 6, 3  # of the matrix on which `check_elementwise` tries an optimizer
+
+
+def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter], elementwise: bool) -> Optimizer:
+    """Call it with the parameters. Raises TypeError or ValueError if the result is not an optimizer of just these.
+
+    `elementwise`: refuse it also if it does not update each element on its own.
+    """
     hint = "expected a function that builds one over the parameters it is given, such as lambda p: torch.optim.AdamW(p, lr=1e-3)"
     if isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__} that was built already, over whatever it was given: {hint}")
     if not callable(optimizer):
         raise TypeError(f"optimizer={optimizer!r}: {hint}")
-    if not owned:
+    if not parameters:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
-    built = optimizer(list(owned.values()))
+    built = optimizer(list(parameters.values()))
     if not isinstance(built, Optimizer):
         raise TypeError(f"optimizer gave a {type(built).__name__}: {hint}")
     try:
         inspect.signature(built.step).bind()
     except TypeError as error:  #  LBFGS wants a function that computes the loss again
         raise ValueError(f"trainers call {type(built).__name__}.step() without arguments, and that fails: {error}") from error
-    expected = {id(p): name for name, p in owned.items()}
+    expected = {id(p): name for name, p in parameters.items()}
     found = [p for group in built.param_groups for p in group["params"]]
     strangers = [p for p in found if id(p) not in expected]
     if strangers:
@@ -42,67 +56,170 @@ def build_optimizer(optimizer: Any, owned: Mapping[str, nn.Parameter]) -> Optimi
     if left_out:
         raise ValueError(
             f"the optimizer leaves out {len(left_out)} of the parameters that it was given, {left_out[0]!r} first: expected all of them; "
-            "what shall not be trained gets requires_grad_(False)"
+            "use requires_grad_(False) on what shall not be trained"
         )
+    if elementwise:
+        check_elementwise(built)
     return built
 
 
-def names_by_group(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """The names of the parameters in each of its groups."""
-    names = {id(p): name for name, p in owned.items()}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def optimizer_state(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Its state and its options by parameter name. The tensors are the live ones: copy or save them before the next step."""
-    state = {name: dict(optimizer.state[p]) for name, p in owned.items() if p in optimizer.state}
-    return told(optimizer, names_by_group(optimizer, owned), state)
-
-
-def told(optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]) -> dict[str, Any]:
-    """`names` by group, and `state` by name, with the optimizer's type and its options: as a checkpoint keeps them."""
-    groups = [
-        {"names": list(in_group), **{key: value for key, value in group.items() if key != "params"}}
-        for in_group, group in zip(names, optimizer.param_groups)
-    ]
-    return {"type": type(optimizer).__name__, "state": state, "groups": groups}
-
-
-def to_load(
-    optimizer: Optimizer,
-    names: Sequence[Sequence[str]],
-    saved: Mapping[str, Any],
-    held: Collection[str],
-    cut: Callable[[str, Any], Any] = lambda name, state: state,
-) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes of what a checkpoint has `told`. Changes nothing.
+class ShardedOptimizer:
+    """An optimizer that was built over the whole parameters, and from now on updates those that this rank owns, in the same groups.
 
     Args:
-        names: of the model's parameters, by group of the optimizer.
-        held: those that this rank's optimizer updates, or has a piece of.
-        cut: name and state of a whole parameter → what of it this rank needs.
-
-    Raises ValueError where the optimizer, the parameters or their groups differ.
+        optimizer: built over `whole`.
+        whole: the model's trained parameters by name.
+        owned: name → what this rank updates of them; the same parameters, or its pieces.
+        layout: how the pieces make up the whole.
     """
-    here, there = type(optimizer).__name__, saved["type"]
-    if here != there:
-        raise ValueError(f"the checkpoint has the state of {there}, and this trainer's optimizer is {here}: expected the same")
-    options = {name: {key: value for key, value in group.items() if key != "names"} for group in saved["groups"] for name in group["names"]}
-    groups: list[dict[str, Any]] = []
-    order: list[str] = []
-    for i, (in_group, group) in enumerate(zip(names, optimizer.param_groups)):
-        missing = [name for name in in_group if name not in options]
-        if missing:
-            raise ValueError(f"the checkpoint knows no optimizer state of {missing[0]!r}: was it saved with another model?")
-        unlike = [name for name in in_group if options[name] != options[in_group[0]]]
-        if unlike:
+
+    def __init__(self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter], owned: Mapping[str, nn.Parameter], layout: Layout):
+        self.optimizer, self.owned, self.layout = optimizer, owned, layout
+        names = {id(p): name for name, p in whole.items()}
+        self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        state = {name: optimizer.state[p] for name, p in whole.items() if p in optimizer.state}  # Adagrad has some from the start
+        optimizer.state.clear()
+        for options, in_group in zip(optimizer.param_groups, self.names):
+            options["params"] = [owned[name] for name in in_group if name in owned]
+        for name, p in owned.items():
+            if name in state:
+                optimizer.state[p] = self.cut(name, state[name])
+
+    def cut(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of one parameter's state. What has not the parameter's shape, such as the number of steps, is everyone's."""
+        shape = self.layout.entries[name].shape
+        return {key: self.layout.cut(name, value).clone() if is_like(key, value, shape) else value for key, value in state.items()}
+
+    def state(self) -> dict[str, Any]:
+        """State and options by parameter name, as a checkpoint keeps them. Collective; complete on the first rank only."""
+        layout, states = self.layout, self.optimizer.state
+        mine = {name: dict(states[p]) for name, p in self.owned.items() if p in states and layout.counts(name)}
+        of_all = tell_first(mine, layout.axes.along(layout.cut_axes), layout.device)
+        by_place = {tuple(at.values()): of_rank for at, of_rank in zip(layout.line, of_all)}
+
+        def part(name: str, key: str, at: Coordinates) -> Tensor:
+            return by_place[tuple(at.values())][name][key]
+
+        whole: dict[str, dict[str, Any]] = {}
+        for name in sum(self.names, []):
+            at, first = next(((at, of_rank[name]) for at, of_rank in zip(layout.line, of_all) if name in of_rank), (None, {}))
+            whole[name] = {
+                key: layout.join(name, partial(part, name, key)) if is_like(key, value, layout.shape(name, at)) else value
+                for key, value in first.items()
+            }
+        groups = [
+            {"names": list(in_group), **{key: value for key, value in group.items() if key != "params"}}
+            for in_group, group in zip(self.names, self.optimizer.param_groups)
+        ]
+        return {"type": type(self.optimizer).__name__, "state": {name: state for name, state in whole.items() if state}, "groups": groups}
+
+    def state_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What `optimizer.load_state_dict` takes on this rank of what `state` returned. Changes nothing.
+
+        Raises ValueError if the optimizer, the parameters or their groups differ.
+        """
+        here, there = type(self.optimizer).__name__, saved["type"]
+        if here != there:
+            raise ValueError(f"the checkpoint has the state of {there}, and this trainer's optimizer is {here}: expected the same")
+        options = {
+            name: {key: value for key, value in group.items() if key != "names"} for group in saved["groups"] for name in group["names"]
+        }
+        groups: list[dict[str, Any]] = []
+        order: list[str] = []
+        for i, (in_group, group) in enumerate(zip(self.names, self.optimizer.param_groups)):
+            missing = [name for name in in_group if name not in options]
+            if missing:
+                raise ValueError(f"the checkpoint knows no optimizer state of {missing[0]!r}: was it saved with another model?")
+            unlike = [name for name in in_group if options[name] != options[in_group[0]]]
+            if unlike:
+                raise ValueError(
+                    f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the optimizer, and had unlike options in the "
+                    "checkpoint: expected the same groups"
+                )
+            mine = [name for name in in_group if name in self.owned]
+            numbers = list(range(len(order), len(order) + len(mine)))
+            groups.append({**group, **(options[in_group[0]] if in_group else {}), "params": numbers})
+            order += mine
+        state = {number: self.cut(name, saved["state"][name]) for number, name in enumerate(order) if name in saved["state"]}
+        return {"state": state, "param_groups": groups}
+
+
+def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
+    """Whether a value of an optimizer's state belongs to the elements of a parameter of this shape."""
+    return isinstance(value, Tensor) and value.shape == torch.Size(shape) and key != "step"  # torch treats that key specially, too
+
+
+def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any]:
+    """What every rank passes (tensors, numbers, strings, in dicts and tuples), by position, on the first rank; [] on the others."""
+    members = group_of(group)
+    if members.size == 1:
+        return [content]
+    file = io.BytesIO()
+    torch.save(content, file)
+    packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)
+    sizes = all_gather(torch.tensor([len(packed)], device=device), group=group).tolist()
+    packed_of_all = gather(packed, 0, group=group, sizes=sizes)
+    if members.position != 0:
+        return []
+    return [
+        torch.load(io.BytesIO(part.cpu().numpy().tobytes()), map_location=device, weights_only=True) for part in packed_of_all.split(sizes)
+    ]
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises ValueError unless the optimizer updates each element on its own. It is tried: a matrix at once, and in two flat pieces.
+
+        SGD, Adam, AdamW, Adagrad, …    the same numbers: their parameters can be cut anywhere
+        Muon, Adafactor, LAMB, …        other numbers, since they look at rows, columns or the norm of a whole matrix
+
+    One that can't be built again as `type(optimizer)(param_groups)` can't be tried, and is accepted.
+    """
+    name = type(optimizer).__name__
+    for group in (group for group in optimizer.param_groups if group["params"]):
+        like: Tensor = group["params"][0]
+        generator = torch.Generator().manual_seed(0)
+        scale = torch.logspace(-1, 1, ROWS)[:, None]  #  rows of unlike size: the norm of some is not that of all
+        start, *gradients = ((torch.randn(ROWS, COLUMNS, generator=generator) * scale).to(like) for _ in range(1 + STEPS))
+        try:
+            at_once = built_like(optimizer, group, [start])
+        except Exception:
+            return
+        try:
+            whole = updated(at_once, [[g] for g in gradients])
+        except Exception as error:
+            raise ValueError(f"{name}.step() failed on a {ROWS} × {COLUMNS} matrix; trainers call it without arguments: {error}") from error
+        if not whole.isfinite().all():
+            continue  #  as Adam's in float16: nothing to compare
+        problem: Exception | None = None
+        try:
+            pieces = updated(built_like(optimizer, group, halves(start)), [halves(g) for g in gradients])
+            alike = torch.allclose(whole, pieces, rtol=0, atol=1e-3 * float((whole - start.flatten()).abs().max()))
+        except Exception as error:
+            alike, problem = False, error
+        if not alike:
+            why = f" ({problem})" if problem else ""
             raise ValueError(
-                f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the optimizer, and had unlike options in the checkpoint: "
-                "expected the same groups"
+                f"{name} is not elementwise: it makes something else of a matrix than of its pieces{why}, and sharded, "
+                "each rank has pieces only. Expected SGD, Adam, AdamW or another that updates every element on its own; "
+                f"DataParallelTrainer, where each rank has whole matrices, takes {name} too"
             )
-        mine = [name for name in in_group if name in held]
-        numbers = list(range(len(order), len(order) + len(mine)))
-        groups.append({**group, **(options[in_group[0]] if in_group else {}), "params": numbers})
-        order += mine
-    state = {number: cut(name, saved["state"][name]) for number, name in enumerate(order) if name in saved["state"]}
-    return {"state": state, "param_groups": groups}
+
+
+def built_like(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    again: Any = type(optimizer)
+    return again([{**options, "params": [nn.Parameter(value.clone()) for value in values]}])
+
+
+def updated(optimizer: Optimizer, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
+    """All values, in one row, after a step with each of these gradients."""
+    (parameters,) = (group["params"] for group in optimizer.param_groups)
+    for of_step in gradients:
+        for p, gradient in zip(parameters, of_step):
+            p.grad = gradient.clone()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def halves(matrix: Tensor) -> list[Tensor]:
+    return list(matrix.flatten().split(ROWS * COLUMNS // 2))

@@ -1,70 +1,55 @@
-"""What every trainer does, however the work is split: a step, a fit, an evaluation, saving and going on.
+"""The training step of every trainer, and the trainer that is put together from parts which each do one thing.
 
-    for each microbatch of my share:   forward → loss × (my samples / all samples) → backward
-    then:                              synchronise → agree on the loss → clip → optimizer
+    for each action:       forward → loss × (my samples / all samples), or backward         stage.py
+    finish                 the gradients of all ranks are summed                            gradients.py, zero.py, unshard.py
+    agree                  on the loss, or on the error of a rank                           agreement.py
+    clip, optimizer        each rank updates what it owns                                   layout.py, optimizers.py
+    publish                and tells the others, if they need it
 
-The objective is the mean loss of the whole batch, so that any number of ranks does what one does. A strategy says what is cut and sent.
+The objective is the mean loss of the whole batch, so that any number of ranks computes what one process does.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from parallel101.collectives import all_gather, all_reduce
-from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.record.spans import span
-from parallel101.trainers.agreement import check, check_or_copy
-from parallel101.trainers.arguments import check_batch, check_depends, check_loss, check_model, check_options
-from parallel101.trainers.checkpoint import shape_of
+from parallel101.collectives import all_reduce
+from parallel101.record.spans import span, wait_span
+from parallel101.trainers import checkpoint, fit, memory
+from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options
+from parallel101.trainers.gradients import GradientSync
 from parallel101.trainers.history import History
-from parallel101.trainers.loop import Loop
-from parallel101.trainers.memory import Holdings, storage_bytes
-from parallel101.trainers.optimizers import build_optimizer, names_by_group, optimizer_state, to_load
-from parallel101.trainers.saving import Saving
-
-LossFn = Callable[[Tensor, Tensor], Tensor]
-OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
+from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.optimizers import ShardedOptimizer, build_optimizer
+from parallel101.trainers.stage import Stage
 
 
-class Trainer(Loop, Saving):
-    """The base of all trainers. On its own it is one rank's: it sends nothing but counts and losses, and expects nobody else to train.
+class Trainer:
+    """Trains one model on all ranks of a mesh; equal to one process with the whole batch. The public trainers are ways to assemble it.
 
     Args:
         model: the whole model, the same on every rank; it knows nothing of parallelism.
         loss_fn: (outputs, targets) → the mean loss over the samples, which lie along dim 0.
         optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
-        group: the ranks that train together; see `group_of`. None: all, or this one where there is no process group.
+        axes: the ranks that train together, as a mesh; the samples are cut along its axis "dp".
+        gradient_sync: (parameters by name) → how the data axis sums their gradients, and who owns what; see `GradientSync`.
+        actions: what this rank does in a step; see stage.py.
+        elementwise: refuse optimizers that look at whole matrices, since this rank will own pieces.
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
-        accumulate: microbatches into which a rank's share of the batch is cut: as many forwards and backwards, one communication.
         autocast: a dtype such as torch.bfloat16 in which the forward computes what allows it; weights and gradients keep theirs.
-        sync: models that differ at the start are an error that names the parameter; True: take the first rank's weights instead.
-
-    A strategy overrides what it does otherwise:
-        `_cut(model)`            name → Parameter that this rank's optimizer updates; where a model is cut, it is cut here
-        `_samples`               the ranks among which a batch is cut (default: the group)
-        `_forward_backward(…)`   the loop over microbatches, for a strategy with a schedule of its own
-        `_backward(loss, last)`  one backward; `last` in this step: gradients are complete after it
-        `_synchronise()`         after the last backward: every owned parameter's .grad becomes the whole batch's
-        `_unused`                names of owned parameters that none of this rank's samples reached in this step; where some rank has such,
-                                 `_agree` asks whether all have, and leaves those without a gradient, as one process would
-        `_gradient_norm()`       of all gradients of the model together
-        `_apply()`               the optimizer's step, and what must follow it
-        `gradients()`, `state_dict()`, `_load_model(…)`, `_optimizer_state()`   the whole model's, on any layout
-        `_optimizer_to_load(…)`  what this rank's optimizer takes of a saved state; it changes nothing, so that `resume` can check all first
-        `_holdings()`            kind → tensors that this rank holds, for `describe()`
-        `_moments()`, `_notes()` kind → bytes that it held at most for a moment in the last step; sentences; for `describe()` too
+        sync: copy the first rank's weights at the start. Without it, models that differ are an error that names the parameter.
 
     Attributes:
         model, optimizer: as they are used, for a learning-rate schedule or a look inside.
-        steps: how many have been taken, those before `resume` counted.
+        steps: how many have been taken, those before `resume` included.
         history: of `fit`.
+        position: this rank's, in the group. device: the model's.
     """
 
     def __init__(
@@ -73,31 +58,37 @@ class Trainer(Loop, Saving):
         loss_fn: LossFn,
         optimizer: OptimizerFn,
         *,
-        group: GroupLike = None,
+        axes: Axes,
+        gradient_sync: Callable[[Mapping[str, nn.Parameter]], GradientSync],
+        actions: Sequence[str],
+        elementwise: bool = False,
         clip_norm: float | None = None,
-        accumulate: int = 1,
         autocast: torch.dtype | None = None,
         sync: bool = False,
     ):
-        check_options(loss_fn, clip_norm, accumulate, autocast)
-        self.model, self.loss_fn = model, loss_fn
-        self.clip_norm, self.accumulate, self.autocast = clip_norm, accumulate, autocast
-        self.group: Group = group_of(group)
-        if self.group.position is None:
-            raise ValueError(f"this rank is not in group={group!r}: build a trainer on its members only, or leave group out")
-        self.position: int = self.group.position
-        self._group = group  #  what the collectives are given
-        self._samples: GroupLike = group
-        self.device = check_model(model, self.group)
-        with span("agree"):
-            check_or_copy(model, group, self.device, sync)
-        self._shapes = {name: shape_of(value) for name, value in model.state_dict().items()}  #  of the whole model's, cut or not
-        self._owned: dict[str, nn.Parameter] = self._cut(model)
-        self.optimizer = build_optimizer(optimizer, self._owned)
-        self._names = list(self._owned)  #  of what is trained, wherever it is
-        self._unused: list[str] = []
-        self._left_out: set[str] = set()
-        self._first = True
+        check_options(loss_fn, clip_norm, autocast)
+        self.model, self.axes, self.clip_norm = model, axes, clip_norm
+        self.device = check_model(model, axes.members)
+        self.position = axes.position
+        self.agree = Agreement(axes.group, self.device)
+        self.agree.check_or_copy(model, sync)
+
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.state_names = checkpoint.names_of_state(model)
+        built = build_optimizer(optimizer, trained, elementwise)
+        entries = {name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()}
+        self.gradient_sync = gradient_sync(trained)
+        for name, pieces in self.gradient_sync.placements.items():
+            entries[name] = entries[name]._replace(placements={"dp": pieces})
+        self.layout = Layout(axes, entries, self.device)
+        self.owned = self.gradient_sync.owned
+        self.sharded_optimizer = ShardedOptimizer(built, trained, self.owned, self.layout)
+        self.optimizer = built
+        self.stage = Stage(model, loss_fn, self.gradient_sync, actions, autocast)
+
+        self.trained = list(trained)
+        self.reached: list[str] = []  # parameters that some rank's samples reached in the last step
+        self.checked_buffers = False
         self.steps = 0
         self.history = History()
 
@@ -109,149 +100,97 @@ class Trainer(Loop, Saving):
         Args:
             inputs, targets: this rank's samples, along dim 0; `share` cuts them out of a whole batch. Shares need not be equal.
 
-        Raises, on every rank alike, ValueError where a rank has fewer samples than microbatches, and FloatingPointError where the loss
-        of some rank is not finite: no weight has been changed then.
+        Raises, on every rank: ValueError if a rank has fewer samples than microbatches, FloatingPointError if the loss of some rank is
+        not finite, and what the model raised on one rank. In each case no weight has been changed.
         """
-        check_batch((inputs, targets))
-        samples = self._counts(len(inputs))
-        self._zero_grad()
-        loss = self._forward_backward(inputs, targets, sum(samples))
-        whole = self._agree(loss)
-        if self._first:
-            self._check_buffers()
-            self._first = False
+        total = self.count_samples((inputs, targets))
+        self.reached = []
+        self.optimizer.zero_grad()
+        self.gradient_sync.begin()
+        self.stage.begin(inputs, targets, total)
+        for action in self.stage.actions:
+            self.stage.run(action)
+        unused = self.finish_gradients()
+        loss = self.agree_on_loss(unused)
         with span("optimizer"):
             if self.clip_norm is not None:
-                norm = self._gradient_norm()
-                nn.utils.clip_grads_with_norm_(list(self._owned.values()), self.clip_norm, norm)
-            self._apply()
+                gradients = {name: p.grad for name, p in self.owned.items() if p.grad is not None}
+                nn.utils.clip_grads_with_norm_(list(self.owned.values()), self.clip_norm, self.layout.norm(gradients))
+            self.optimizer.step()
+            self.gradient_sync.publish()
         self.steps += 1
-        return whole
+        return loss
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor, total: int) -> float:
-        """Forward and backward of this rank's share; returns its part of the loss of the whole batch of `total` samples."""
-        parts, last = [], self.accumulate - 1
-        for i, (x, y) in enumerate(zip(inputs.tensor_split(self.accumulate), targets.tensor_split(self.accumulate))):
-            with span("forward", microbatch=i):
-                loss = self._loss(x, y) * (len(x) / total)
-            check_depends(loss)
-            with span("backward", microbatch=i):
-                self._backward(loss, last=i == last)
-            parts.append(loss.detach())
-        with span("synchronise"):
-            self._synchronise()
-        return sum(part.item() for part in parts)
+    def finish_gradients(self) -> list[str]:
+        """Afterwards every owned .grad is the whole batch's. Returns the parameters that this rank's samples did not reach."""
+        try:
+            with wait_span("synchronise"):
+                return self.gradient_sync.finish()
+        except Exception as error:
+            self.stage.failure = self.stage.failure or error
+            return []
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return check_loss(self.loss_fn(self.model(inputs), targets))
+    # ── what the ranks agree on ──
 
-    def _zero_grad(self) -> None:
-        self._left_out = set()
-        self.optimizer.zero_grad()
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
-
-    def _synchronise(self) -> None:
-        pass
-
-    def _gradient_norm(self) -> Tensor:
-        return nn.utils.get_total_norm([p.grad for p in self._owned.values() if p.grad is not None])
-
-    def _apply(self) -> None:
-        self.optimizer.step()
-
-    # ── what ranks tell each other about a step ──
-
-    def _of_all(self, *numbers: float, group: GroupLike) -> list[list[float]]:
-        """Each of these numbers of every rank: a list by position for each."""
-        with span("agree"):
-            return all_gather(torch.tensor([numbers], dtype=torch.float64, device=self.device), group=group).t().tolist()
-
-    def _counts(self, samples: int) -> list[int]:
-        """How many samples each rank gave; an error on all ranks where one of them has too few."""
-        counts = [int(count) for count in self._of_all(samples, group=self._samples)[0]]
-        for rank, count in zip(group_of(self._samples).ranks, counts):
-            if count < self.accumulate:
-                wanted = "at least one sample a rank" if self.accumulate == 1 else f"at least accumulate={self.accumulate} samples a rank"
+    def count_samples(self, batch: Any) -> int:
+        """How many samples the whole batch has. An error on all ranks if one of them has too few."""
+        problem, mine = None, -1
+        try:
+            mine = len(check_batch(batch)[0])
+        except (TypeError, ValueError) as error:
+            problem = error
+        (counts,) = self.agree.numbers(mine)
+        if min(counts) < 0:
+            self.agree.raise_problem(problem, f"take its batch in step {self.steps}")
+        shares = [int(counts[position]) for position in self.axes.line(["dp"])]
+        for position, count in zip(self.axes.line(["dp"]), shares):
+            if count < (least := self.stage.microbatches):
+                wanted = "at least one sample a rank" if least == 1 else f"at least accumulate={least} samples a rank"
                 raise ValueError(
-                    f"the batch is too small: rank {rank} has {count} of its {sum(counts)} samples, and {len(counts)} ranks train; "
-                    f"expected {wanted}: use a larger batch or fewer ranks"
+                    f"the batch is too small: rank {self.agree.ranks[position]} has {count} of its {sum(shares)} samples, "
+                    f"and {len(shares)} ranks train; expected {wanted}: use a larger batch or fewer ranks"
                 )
-        return counts
+        return sum(shares)
 
-    def _agree(self, loss: float) -> float:
-        """The loss of the whole batch out of every rank's part, added up in the order of the ranks, so the same float everywhere."""
-        parts, unused = self._of_all(loss, len(self._unused), group=self._samples)
-        if any(unused):
-            self._leave_out_unused()
-        broken = {r: part for r, part in zip(group_of(self._samples).ranks, parts) if not math.isfinite(part)}
+    def agree_on_loss(self, unused: Sequence[str]) -> float:
+        """The loss of the whole batch: every rank's part, added in the order of the ranks, so the same float everywhere."""
+        failure = self.stage.failure
+        try:
+            mine = sum(part.item() for part in self.stage.losses.values()) if failure is None else math.nan
+            parts, counts = self.agree.numbers(mine, len(unused) if failure is None else -1)
+        except Exception:
+            if failure is not None:  # more interesting than a broken connection that may be its consequence
+                raise failure from None
+            raise
+        if min(counts) < 0:
+            self.agree.raise_problem(failure, f"finish step {self.steps}, and no weight was changed")
+        broken = {rank: part for rank, part in zip(self.agree.ranks, parts) if not math.isfinite(part)}
         if broken:
-            where = ", ".join(f"{part} on rank {r}" for r, part in broken.items())
+            where = ", ".join(f"{part} on rank {rank}" for rank, part in broken.items())
             raise FloatingPointError(
                 f"step {self.steps}: the loss is {where}; no weight was changed. "
                 "Look at that rank's samples, or lower the learning rate, or set clip_norm"
             )
+        left_out = self.reached_by_none(unused) if any(counts) else set()
+        for name in left_out & self.owned.keys():
+            self.owned[name].grad = None  # as in one process
+        self.reached = [name for name in self.trained if name not in left_out]
+        if not self.checked_buffers:
+            self.checked_buffers = True
+            if next(self.model.buffers(), None) is not None:
+                advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
+                self.agree.check_same(self.model.named_buffers(), "the first step changed buffers, and not alike", advice)
         return math.fsum(parts)
 
-    def _check_buffers(self) -> None:
-        if next(self.model.buffers(), None) is not None:
-            advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
-            with span("agree"):
-                check(self.model.named_buffers(), self._group, self.device, "the first step changed buffers, and not alike", advice)
+    def reached_by_none(self, unused: Sequence[str]) -> set[str]:
+        """The parameters that no rank's samples reached."""
+        flags = torch.tensor([name in set(unused) for name in self.trained], dtype=torch.int32, device=self.device)
+        counts = all_reduce(flags, group=self.axes.along(["dp"])).tolist()
+        return {name for name, count in zip(self.trained, counts) if count == self.axes.sizes["dp"]}
 
-    def _leave_out_unused(self) -> None:
-        """A parameter that no sample of any rank reached keeps no gradient; one that some rank's did reach has theirs."""
-        unused = set(self._unused)
-        mine = torch.tensor([name in unused for name in self._names], dtype=torch.int32, device=self.device)
-        counts = all_reduce(mine, group=self._samples).tolist()
-        self._left_out = {name for name, by in zip(self._names, counts) if by == group_of(self._samples).size}
-        for name in self._left_out & self._owned.keys():
-            self._owned[name].grad = None
+    # ── what the whole model needs, on any layout ──
 
-    # ── the whole model, on any layout ──
-
-    def _cut(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """The gradients of the last step (clipped, where they were), by the names of the model's parameters. Collective."""
-        return {name: p.grad for name, p in self._owned.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere. Collective: call it on every rank."""
-        return copy.deepcopy(self.model.state_dict())
-
-    def _load_model(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state)
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        return optimizer_state(self.optimizer, self._owned)
-
-    def _optimizer_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return to_load(self.optimizer, names_by_group(self.optimizer, self._owned), saved, self._owned)
-
-    # ── who holds what ──
-
-    def describe(self) -> Holdings:
-        """Who holds what, in bytes a rank, counted from the storages that are alive now. Collective; print it to see a table."""
-        mine = {kind: storage_bytes(tensors) for kind, tensors in self._holdings().items()} | self._moments()
-        counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, self._of_all(*mine.values(), group=self._group))}
-        ranks = f"{self.group.size} rank{'s' if self.group.size > 1 else ''}"
-        return Holdings(f"{type(self).__name__} on {ranks}", self.group.ranks, counts, self._notes())
-
-    def _moments(self) -> dict[str, int]:
-        return {}
-
-    def _notes(self) -> list[str]:
-        return []
-
-    def _holdings(self) -> dict[str, Iterator[Tensor]]:
-        parameters = list(self.model.parameters())
-        state = self.optimizer.state.values()
-        return {
-            "weights": iter([*parameters, *self.model.buffers()]),
-            "gradients": (p.grad for p in parameters if p.grad is not None),
-            "optimizer state": (value for of_one in state for value in of_one.values() if isinstance(value, Tensor)),
-        }
+    share, fit, evaluate = fit.share, fit.fit, fit.evaluate
+    gradients, state_dict = checkpoint.gradients, checkpoint.state_dict
+    save, resume = checkpoint.save, checkpoint.resume
+    describe = memory.describe

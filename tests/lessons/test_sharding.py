@@ -64,7 +64,7 @@ def test_exercise_1_the_paper_s_table():
 def test_exercise_2_two_layers_are_whole_whatever_the_depth(layers):
     def hold():
         model, x = MLP([32] * (layers + 1)), torch.randn(2, 8, 32).unbind()
-        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], stage=3)
+        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], zero_stage=3)
         for _ in range(2):
             trainer.step(*trainer.share(x))
         return trainer.describe()
@@ -93,7 +93,7 @@ def test_exercise_3_slower_links():
 def test_exercise_5_accumulation(stage, passages):
     def accumulate():
         model, x = MLP([32] * 5), torch.randn(2, 8, 32).unbind()
-        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], stage=stage, accumulate=4)
+        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], zero_stage=stage, accumulate=4)
         for _ in range(2):
             with p101.span("step"):
                 trainer.step(*trainer.share(x))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 
 STEPS = 5
@@ -28,9 +28,9 @@ TRAINERS: dict[str, Callable[..., Any]] = {
     "naive": partial(DataParallelTrainer, overlap=False, bucket_bytes=0),
     "bucketed": partial(DataParallelTrainer, overlap=False, bucket_bytes=200),
     "overlapped": partial(DataParallelTrainer, overlap=True, bucket_bytes=200),
-    "stage 1": partial(ShardedTrainer, stage=1, bucket_bytes=200),
-    "stage 2": partial(ShardedTrainer, stage=2, bucket_bytes=200),
-    "stage 3": partial(ShardedTrainer, stage=3),
+    "ZeRO-1": partial(ShardedTrainer, zero_stage=1, bucket_bytes=200),
+    "ZeRO-2": partial(ShardedTrainer, zero_stage=2, bucket_bytes=200),
+    "ZeRO-3": partial(ShardedTrainer, zero_stage=3),
 }
 
 

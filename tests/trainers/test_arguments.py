@@ -12,7 +12,7 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import TRAINERS
 
@@ -55,8 +55,8 @@ CASES = [  # what is done with a trainer, and what the error says
     (wraps(lambda: model().requires_grad_(False)), ValueError, "nothing to train"),
     (loss(None), TypeError, r"loss_fn=None: expected a function of \(outputs, targets\)"),
     (loss(nn.MSELoss), TypeError, r"expected a function .* such as torch\.nn\.functional\.mse_loss or nn\.MSELoss\(\)"),
-    (loss(lambda y, t: (y - t).square().mean(1)), ValueError, r"loss_fn gave a tensor of shape \(6,\): expected the mean"),
-    (loss(lambda y, t: F.mse_loss(y, t).item()), ValueError, r"loss_fn gave 0\.\d+: expected the mean"),
+    (loss(lambda y, t: (y - t).square().mean(1)), ValueError, r"loss_fn returned a tensor of shape \(6,\): expected the mean"),
+    (loss(lambda y, t: F.mse_loss(y, t).item()), ValueError, r"loss_fn returned 0\.\d+: expected the mean"),
     (loss(lambda y, t: F.mse_loss(y, t).detach()), ValueError, "the loss depends on no weight that is trained: was it detached"),
     (loss(lambda y, t: (y.argmax(1) == 1).sum()), ValueError, "made of whole numbers"),
     (optimizer(sgd(model().parameters())), TypeError, "is a SGD that was built already"),
@@ -131,7 +131,7 @@ def test_a_model_that_the_group_has_no_messages_for():
 
 def twice():
     kept = model()
-    first = ShardedTrainer(kept, F.mse_loss, sgd, stage=3)
+    first = ShardedTrainer(kept, F.mse_loss, sgd, zero_stage=3)
     for build in TRAINERS.values():
         for other in (kept, nn.Sequential(kept.layers[0])):
             with pytest.raises(ValueError, match="weights are cut up already, by a trainer that was built before"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.text import CharTokenizer, TextBatches, read_text
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import OPTIMIZERS, TASKS, differences, one_process, trained
 
@@ -99,7 +99,7 @@ def fifty_steps(autocast=None, trainer_class=DataParallelTrainer, **options):
 
 
 def every_trainer():
-    return [fifty_steps(), *(fifty_steps(trainer_class=ShardedTrainer, stage=stage) for stage in (1, 2, 3))]
+    return [fifty_steps(), *(fifty_steps(trainer_class=ShardedTrainer, zero_stage=zero_stage) for zero_stage in (1, 2, 3))]
 
 
 def test_a_gpt_in_float32_for_fifty_steps_is_one_process_within_rounding():

@@ -17,7 +17,7 @@ from tests.ranks.test_left_behind import state
 from tests.trainers.cases import TRAINERS
 
 STEPS, EVERY, DIES_IN = 8, 2, 5  #  steps in all, between two saves, and the one in which rank 1 dies
-KINDS = ("overlapped", "stage 1", "stage 2", "stage 3")
+KINDS = ("overlapped", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 PLACES = ("between steps", "backward", "save")
 
 

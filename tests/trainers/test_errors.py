@@ -13,7 +13,7 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 
 
 def sgd(parameters):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.checkpoint import read_checkpoint, write_checkpoint
-from parallel101.trainers.data import DataParallelTrainer
-from parallel101.trainers.history import Step
+from parallel101.trainers.data_parallel import DataParallelTrainer
+from parallel101.trainers.history import StepResult
 from parallel101.viz.loss import LiveLoss
 
 STEPS = 8
@@ -119,7 +119,7 @@ def test_history_tells_and_plots(capsys):
     assert trainer.fit(map(batch, [3]), progress=False) is history
     assert len(history) == 4
     assert "3/3" not in capsys.readouterr().err
-    trainer.history.add(Step(4, 1.0, 0.5, 10, 640))
+    trainer.history.add(StepResult(4, 1.0, 0.5, 10, 640))
     assert "tokens/s" in trainer.history.rate(last=1)
 
 

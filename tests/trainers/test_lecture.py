@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 
 BATCH, WIDTH, LAYERS = 16, 24, 4
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.checkpoint import read_checkpoint, write_checkpoint
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import adamw_by_shape
 
@@ -24,9 +24,13 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def build(stage=None, optimizer=adamw, model=None):
+def build(zero_stage=None, optimizer=adamw, model=None):
     model = MLP([4, 5, 4], dtype=torch.float64) if model is None else model
-    return DataParallelTrainer(model, F.mse_loss, optimizer) if stage is None else ShardedTrainer(model, F.mse_loss, optimizer, stage=stage)
+    return (
+        DataParallelTrainer(model, F.mse_loss, optimizer)
+        if zero_stage is None
+        else ShardedTrainer(model, F.mse_loss, optimizer, zero_stage=zero_stage)
+    )
 
 
 def steps(trainer, count):
@@ -73,20 +77,20 @@ OTHERS = {  # what was saved, and why it is not for the trainer that `build()` g
 }
 
 
-def refused(stage, files, place):
+def refused(zero_stage, files, place):
     """Every one of these files, tried by a trainer that has taken two steps and then takes a third."""
-    trainer, untouched = steps(build(stage), 2), steps(build(stage), 2)
-    before = content_of(trainer, place / f"{stage}.pt")
+    trainer, untouched = steps(build(zero_stage), 2), steps(build(zero_stage), 2)
+    before = content_of(trainer, place / f"{zero_stage}.pt")
     for path, message in files:
         with pytest.raises((ValueError, OSError), match=message):
             trainer.resume(path)
-    assert same(content_of(trainer, place / f"{stage}.pt"), before)
+    assert same(content_of(trainer, place / f"{zero_stage}.pt"), before)
     assert steps(trainer, 1).history.losses == steps(untouched, 1).history.losses
 
 
 def all_refused(files, place):
-    for stage in (None, 1, 2, 3):
-        refused(stage, files, place)
+    for zero_stage in (None, 1, 2, 3):
+        refused(zero_stage, files, place)
 
 
 @pytest.fixture
@@ -112,8 +116,8 @@ def test_a_resume_that_fails_changes_nothing(files, tmp_path):
 def on_disks_of_their_own(place, second):
     """Rank 0 has a good checkpoint, and rank 1 something else."""
     said = []
-    for stage in (None, 1, 3):
-        trainer = steps(build(stage), 2)
+    for zero_stage in (None, 1, 3):
+        trainer = steps(build(zero_stage), 2)
         before = content_of(trainer, place / "now")
         with pytest.raises((ValueError, OSError)) as error:
             trainer.resume(place / ("good" if trainer.position == 0 else second))
@@ -146,10 +150,10 @@ def empty_group(parameters):
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def saved_and_resumed(stage, path):
-    trainer = steps(build(stage, empty_group), 1)
+def saved_and_resumed(zero_stage, path):
+    trainer = steps(build(zero_stage, empty_group), 1)
     trainer.save(path)
-    again = build(stage, empty_group)
+    again = build(zero_stage, empty_group)
     p101.barrier()
     assert again.resume(path) == 1
     assert again.optimizer.param_groups[1]["lr"] == 0.5
@@ -157,9 +161,9 @@ def saved_and_resumed(stage, path):
 
 
 def test_a_group_without_parameters(tmp_path):
-    for stage in (None, 1, 2, 3):
-        assert saved_and_resumed(stage, tmp_path / "alone.pt")
-        assert p101.launch(saved_and_resumed, stage, tmp_path / "two.pt", world_size=2).results == [True] * 2
+    for zero_stage in (None, 1, 2, 3):
+        assert saved_and_resumed(zero_stage, tmp_path / "alone.pt")
+        assert p101.launch(saved_and_resumed, zero_stage, tmp_path / "two.pt", world_size=2).results == [True] * 2
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -28,14 +28,19 @@ def unlike_one_process(tasks):
     wrong = []
     for name, (optimizer, options) in itertools.product(tasks, SETTINGS):
         expected = one_process(TASKS[name], optimizer, options["clip_norm"])
-        for stage in (1, 2, 3):
-            wrong += [(name, optimizer, stage, options, w) for w in unlike(expected, TASKS[name], OPTIMIZERS[optimizer], stage, **options)]
+        for zero_stage in (1, 2, 3):
+            wrong += [
+                (name, optimizer, zero_stage, options, w)
+                for w in unlike(expected, TASKS[name], OPTIMIZERS[optimizer], zero_stage, **options)
+            ]
     return wrong
 
 
-def unlike(expected, task, optimizer, stage, **options):
-    buckets = {} if stage == 3 else {"bucket_bytes": 300}
-    return differences(trained(ShardedTrainer(task.build(), task.loss_fn, optimizer, stage=stage, **buckets, **options), task), expected)
+def unlike(expected, task, optimizer, zero_stage, **options):
+    buckets = {} if zero_stage == 3 else {"bucket_bytes": 300}
+    return differences(
+        trained(ShardedTrainer(task.build(), task.loss_fn, optimizer, zero_stage=zero_stage, **buckets, **options), task), expected
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -90,8 +95,8 @@ def unusual_ways():
         expected = one_process(task, way, 0.05)
         trained_names = [name for name, p in task.build().named_parameters() if p.requires_grad]
         expected = expected._replace(gradients=[{name: of_step[name] for name in trained_names} for of_step in expected.gradients])
-        for stage in (1, 2, 3):
-            wrong += [(way, stage, w) for w in unlike(expected, task, optimizer, stage, clip_norm=0.05, accumulate=2)]
+        for zero_stage in (1, 2, 3):
+            wrong += [(way, zero_stage, w) for w in unlike(expected, task, optimizer, zero_stage, clip_norm=0.05, accumulate=2)]
     return wrong
 
 
@@ -100,9 +105,11 @@ def test_layers_in_another_order_and_optimizers_with_groups_and_state_of_their_o
     assert unusual_ways() == []
 
 
-def some_steps(stage, autocast=None, steps=8, **options):
+def some_steps(zero_stage, autocast=None, steps=8, **options):
     model = GPT(GPTConfig(13, context=8, layers=2, heads=2, width=16))
-    trainer = ShardedTrainer(model, next_token_loss, lambda p: torch.optim.AdamW(p, lr=3e-3), stage=stage, autocast=autocast, **options)
+    trainer = ShardedTrainer(
+        model, next_token_loss, lambda p: torch.optim.AdamW(p, lr=3e-3), zero_stage=zero_stage, autocast=autocast, **options
+    )
     tokens = [torch.randint(13, (6, 9), generator=torch.Generator().manual_seed(s)) for s in range(2)]
     batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
     history = trainer.fit([batches[s % 2] for s in range(steps)], progress=False)
@@ -110,7 +117,7 @@ def some_steps(stage, autocast=None, steps=8, **options):
 
 
 def stages_agree(autocast, **options):
-    return [some_steps(stage, autocast, **options) for stage in (1, 2, 3)] + [some_steps(3, autocast, layers=(Block,), **options)]
+    return [some_steps(zero_stage, autocast, **options) for zero_stage in (1, 2, 3)] + [some_steps(3, autocast, layers=(Block,), **options)]
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -120,10 +127,10 @@ def test_a_gpt_in_float32_and_in_bfloat16_autocast_is_one_process_within_roundin
     rtol, atol = (1e-5, 1e-6) if autocast is None else (0.02, 0.02)
     for of_stages in p101.launch(stages_agree, autocast, clip_norm=1.0, world_size=2).results:
         first = of_stages[0]
-        for stage in of_stages:
-            torch.testing.assert_close(stage[0], first[0], rtol=rtol, atol=0)
-            torch.testing.assert_close(stage[1], first[1], rtol=rtol, atol=0)
-            torch.testing.assert_close(stage[2], first[2], rtol=rtol, atol=atol)
+        for zero_stage in of_stages:
+            torch.testing.assert_close(zero_stage[0], first[0], rtol=rtol, atol=0)
+            torch.testing.assert_close(zero_stage[1], first[1], rtol=rtol, atol=0)
+            torch.testing.assert_close(zero_stage[2], first[2], rtol=rtol, atol=atol)
     for of_stages in p101.launch(stages_agree, autocast, world_size=2).results:
         torch.testing.assert_close(of_stages[2][0], losses, rtol=rtol, atol=0)
         torch.testing.assert_close(of_stages[2][1], held_out, rtol=rtol, atol=0)

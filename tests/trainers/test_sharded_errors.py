@@ -10,8 +10,8 @@ from torch import nn
 import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig
 from parallel101.models.mlp import MLP
-from parallel101.trainers.elementwise import check_elementwise
-from parallel101.trainers.layers import layers_of
+from parallel101.trainers.model_layers import layers_of
+from parallel101.trainers.optimizers import check_elementwise
 from parallel101.trainers.sharded import ShardedTrainer
 
 
@@ -25,8 +25,8 @@ def trainer(model=None, optimizer=sgd, **options):
 
 def test_options_that_mean_nothing():
     for options, message in (
-        ({"stage": 0}, "stage=0: expected 1"),
-        ({"stage": "3"}, "stage='3'"),
+        ({"zero_stage": 0}, "zero_stage=0: expected 1"),
+        ({"zero_stage": "3"}, "zero_stage='3'"),
         ({"optimizer": lambda p: sgd(MLP([4, 4]).parameters())}, "built over other parameters"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -92,7 +92,7 @@ def test_a_weight_that_is_used_outside_of_its_module_is_explained():
 
 
 def nan_on_one_rank():
-    x, sharded = torch.ones(4, 4), trainer(stage=3)
+    x, sharded = torch.ones(4, 4), trainer(zero_stage=3)
     sharded.step(x, x)
     before = sharded.state_dict()
     with pytest.raises(FloatingPointError, match="nan on rank 1"):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.flat import Flat
-from parallel101.trainers.gathered import Gathered, Layer
-from parallel101.trainers.leaving import Leaving
-from parallel101.trainers.lent import Place, lent_weights
-from parallel101.trainers.live import Live
+from parallel101.trainers import saved_weights
 from parallel101.trainers.memory import readable
+from parallel101.trainers.saved_weights import Place
 from parallel101.trainers.sharded import ShardedTrainer
 
 WIDTH, DEPTH = 24, 6
@@ -23,8 +20,8 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 ALL = DEPTH * LAYER
 
 
-def trainer(stage, **options):
-    return ShardedTrainer(MLP([WIDTH] * (DEPTH + 1)), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-3), stage=stage, **options)
+def trainer(zero_stage, **options):
+    return ShardedTrainer(MLP([WIDTH] * (DEPTH + 1)), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-3), zero_stage=zero_stage, **options)
 
 
 def step(trainer):
@@ -34,19 +31,19 @@ def step(trainer):
 
 
 def held(**options):
-    return {stage: step(trainer(stage, **options)) for stage in (1, 2, 3)}
+    return {zero_stage: step(trainer(zero_stage, **options)) for zero_stage in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_weights_gradients_and_optimizer_state_fall_to_one_nth(n):
     """ZeRO's table 1 in float32: 4 + 4 + 8/n, 4 + 4/n + 8/n, 4/n + 4/n + 8/n bytes a parameter."""
     for found in p101.launch(held, world_size=n, bucket_bytes=LAYER).results:
-        for stage, holdings in found.items():
+        for zero_stage, holdings in found.items():
             share = {kind: [count / ALL for count in counts] for kind, counts in holdings.bytes.items()}
-            assert share["weights"] == pytest.approx([1 if stage < 3 else 1 / n] * n, rel=1e-3)
-            assert share["gradients"] == pytest.approx([1 if stage < 2 else 1 / n] * n, rel=1e-3)
+            assert share["weights"] == pytest.approx([1 if zero_stage < 3 else 1 / n] * n, rel=1e-3)
+            assert share["gradients"] == pytest.approx([1 if zero_stage < 2 else 1 / n] * n, rel=1e-3)
             assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01), "and a few counts of steps"
-            assert holdings.bytes["gathered, at most"] == [0 if stage < 3 else 2 * LAYER] * n, "two layers at a time"
+            assert holdings.bytes["gathered, at most"] == [0 if zero_stage < 3 else 2 * LAYER] * n, "two layers at a time"
             on_their_way = holdings.bytes["gradients on their way, at most"]
             assert all(0 < most <= 3.2 * LAYER for most in on_their_way), "two layers' that leave and one's that is packed"
         assert "stage 3" in str(found[3])
@@ -99,22 +96,32 @@ def test_tied_weights_are_whole_beside_two_layers():
         assert most == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(dtype):
-    linear, x, live = nn.Linear(5, 4), torch.randn(3, 5, requires_grad=True), Live()
-    weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
-    flat = Flat(dict(linear.named_parameters()), None, live, weights=False, gradients=False)
-    assert linear.weight.shape == (0,)
-    gathered = Gathered(linear, [layer := Layer("linear", linear, [flat])], [], Leaving(None), None, ahead=False)
-    lent = lent_weights(gathered, torch.bfloat16)
-    gathered.visit(layer)
-    torch.testing.assert_close(linear.weight, nn.Parameter(weight))
-    saved = [lent.pack_hook(t) for t in (linear.weight.detach().to(dtype).t(), linear.bias.detach().to(dtype), x.to(torch.bfloat16))]
-    assert [isinstance(place, Place) for place in saved] == [True, True, False]
-    gathered.leave()
-    assert live.now("weights") == 0
-    for place, expected in zip(saved, (weight.to(dtype).t(), bias.to(dtype))):
-        torch.testing.assert_close(lent.unpack_hook(place), expected, rtol=0, atol=0)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
+    """Of two layers' weights the graph keeps places, and the values are those that were saved; an activation is kept as it is."""
+    model = MLP([5, 4, 3])
+    saved, whole = [], {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), autocast=autocast)
+    with trainer.gradient_sync.forward(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        pack, unpack = saved_weights.pack_and_unpack(trainer.gradient_sync.whole_now, autocast)
+
+        def keep(tensor):
+            saved.append((pack(tensor), tensor.detach().clone()))
+            return saved[-1][0]
+
+        with saved_tensors_hooks(keep, unpack):
+            output = model(torch.randn(3, 5, requires_grad=True))
+        assert trainer.gradient_sync.live.now("weights") == 0, "every layer is freed, though the graph is alive"
+    assert output.grad_fn is not None
+    places = [(place, values) for place, values in saved if isinstance(place, Place)]
+    assert len(places) == 2
+    assert len(saved) > 2
+    for (place, values), name in zip(places, ("layers.0.weight", "layers.1.weight")):
+        expected = whole[name].to(autocast or torch.float32)
+        assert values.shape in (expected.shape, expected.t().shape)
+        torch.testing.assert_close(unpack(place), values, rtol=0, atol=0)
+        assert sorted(values.flatten().tolist()) == sorted(expected.flatten().tolist())
+    trainer.gradient_sync.reset()
 
 
 def test_bytes_as_papers_write_them():

@@ -14,17 +14,19 @@ SIZES = [12, 24, 36, 48, 60, 72]  # 2, 3 and 4 divide every layer; no two layers
 LAYERS = [4 * (a * b + b) for a, b in zip(SIZES, SIZES[1:])]  # bytes
 
 
-def one_step(stage, accumulate=1, **options):
+def one_step(zero_stage, accumulate=1, **options):
     model = MLP(SIZES)
-    trainer = ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), stage=stage, accumulate=accumulate, **options)
+    trainer = ShardedTrainer(
+        model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), zero_stage=zero_stage, accumulate=accumulate, **options
+    )
     trainer.step(*trainer.share((torch.ones(24, SIZES[0]), torch.ones(24, SIZES[-1]))))
 
 
 def steps(settings):
-    for i, (stage, accumulate) in enumerate(settings):
+    for i, (zero_stage, accumulate) in enumerate(settings):
         p101.barrier()
         with p101.span("step", number=i):
-            one_step(stage, accumulate)
+            one_step(zero_stage, accumulate)
 
 
 def bytes_by_step(trace):
@@ -37,7 +39,7 @@ def bytes_by_step(trace):
     return sent
 
 
-SETTINGS = {  # (stage, accumulate) → how often (n−1)/n of the weights' bytes are sent
+SETTINGS = {  # (zero_stage, accumulate) → how often (n−1)/n of the weights' bytes are sent
     (1, 1): 2,
     (2, 1): 2,
     (3, 1): 3,
@@ -81,10 +83,10 @@ def test_the_next_layer_is_on_its_way_before_this_one_ends(backend):
     assert not any(on_demand)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_first_gradients_leave_before_the_last_is_ready(stage, backend):
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_the_first_gradients_leave_before_the_last_is_ready(zero_stage, backend):
     for overlap in (True, False):
-        trace = p101.launch(one_step, stage, world_size=2, backend=backend, trace=True, overlap=overlap, bucket_bytes=LAYERS[-1]).trace
+        trace = p101.launch(one_step, zero_stage, world_size=2, backend=backend, trace=True, overlap=overlap, bucket_bytes=LAYERS[-1]).trace
         for rank in range(2):
             last = max(e.start for e in trace.spans("gradient ready") if e.rank == rank)
             first = min(e.start for e in trace.events if e.kind == "send" and e.rank == rank and "float32" in e.dtype)
@@ -95,7 +97,7 @@ def forward_in_time(overlap, seconds):
     model = MLP([8] * 5, bias=False)
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda *_: p101.compute(seconds))
-    trainer = ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), stage=3, overlap=overlap)
+    trainer = ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), zero_stage=3, overlap=overlap)
     with p101.span("evaluate all"):
         trainer.evaluate([(torch.ones(2, 8), torch.ones(2, 8))])
 

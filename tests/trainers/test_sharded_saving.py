@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.data import DataParallelTrainer
+from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import TASKS, differing
 
@@ -21,14 +21,14 @@ def groups(parameters):
     return torch.optim.AdamW([{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.3}], lr=1e-2)
 
 
-def trainer_of(stage):
-    if stage is None:
+def trainer_of(zero_stage):
+    if zero_stage is None:
         return DataParallelTrainer(TASK.build(), TASK.loss_fn, groups)
-    return ShardedTrainer(TASK.build(), TASK.loss_fn, groups, stage=stage)
+    return ShardedTrainer(TASK.build(), TASK.loss_fn, groups, zero_stage=zero_stage)
 
 
-def go_on(stage, path, until):
-    trainer = trainer_of(stage)
+def go_on(zero_stage, path, until):
+    trainer = trainer_of(zero_stage)
     if path.exists():
         trainer.resume(path)
         trainer.optimizer.param_groups[0]["lr"] *= 0.5  # an option that only the checkpoint can tell the next
@@ -36,14 +36,16 @@ def go_on(stage, path, until):
     return history.losses, trainer.state_dict()
 
 
-LAYOUTS = [(3, 2), (1, 3), (None, 2), (2, 4), (3, 1), (3, 3), (None, None)]  # (stage, ranks)
+LAYOUTS = [(3, 2), (1, 3), (None, 2), (2, 4), (3, 1), (3, 3), (None, None)]  # (zero_stage, ranks)
 
 
 def test_any_trainer_goes_on_with_the_same_curve(tmp_path):
     """A chain of trainers, each of which takes over what the one before has saved; beside it one process that does all steps alone."""
-    for i, (stage, ranks) in enumerate(LAYOUTS):
+    for i, (zero_stage, ranks) in enumerate(LAYOUTS):
         chain, alone = tmp_path / "chain.pt", tmp_path / "alone.pt"
-        results = [go_on(stage, chain, i + 1)] if ranks is None else p101.launch(go_on, stage, chain, i + 1, world_size=ranks).results
+        results = (
+            [go_on(zero_stage, chain, i + 1)] if ranks is None else p101.launch(go_on, zero_stage, chain, i + 1, world_size=ranks).results
+        )
         losses, weights = go_on(None, alone, i + 1)
         for other_losses, other_weights in results:
             assert other_losses == pytest.approx(losses, rel=1e-10)
@@ -78,7 +80,7 @@ def smaller_than_the_ranks(path):
     """Two weights on three ranks: the last has nothing to update, and takes part all the same."""
 
     def trainer():
-        return ShardedTrainer(MLP([1, 1]), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.1), stage=3, clip_norm=0.5)
+        return ShardedTrainer(MLP([1, 1]), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.1), zero_stage=3, clip_norm=0.5)
 
     batch = torch.ones(3, 1), torch.zeros(3, 1)
     first, second = trainer(), trainer()

@@ -156,7 +156,7 @@ def twice():
 def test_a_gradient_that_is_completed_twice_is_right_or_an_error():
     for said in [twice(), *p101.launch(twice, world_size=2).results]:
         for name, what in said.items():
-            if name in ("overlapped", "stage 1", "stage 2"):
+            if name in ("overlapped", "ZeRO-1", "ZeRO-2"):
                 assert "'a.layers.0." in what
                 assert "was completed twice in one backward" in what
                 assert "overlap=False" in what
@@ -203,10 +203,14 @@ def test_statistics_of_a_share_are_not_those_of_the_batch():
     assert statistics_of_the_batch() == [], "one rank has the whole batch"
 
 
-def penalty(stage, **options):
+def penalty(zero_stage, **options):
     model, x = Parts(), randn(0, 6, 4)
     trainer = ShardedTrainer(
-        model, lambda y, t: F.mse_loss(y, t) + sum(p.square().sum() for p in model.parameters()), OPTIMIZERS["sgd"], stage=stage, **options
+        model,
+        lambda y, t: F.mse_loss(y, t) + sum(p.square().sum() for p in model.parameters()),
+        OPTIMIZERS["sgd"],
+        zero_stage=zero_stage,
+        **options,
     )
     return trainer.step(*trainer.share((x, x)))
 

@@ -1,12 +1,13 @@
-"""Which parts of a model are gathered one at a time: found in the model itself, which knows nothing of it.
+"""Which parts of a model are gathered one at a time. They are found in the model itself, which knows nothing of it.
 
-GPT    embedding    blocks.0   blocks.1   …    norm    head          the modules that a ModuleList or Sequential holds, and
-MLP    layers.0   layers.1   …                                       those beside it: each is a layer, and runs as a whole
+GPT    embedding    blocks.0   blocks.1   …    norm    head          a model's own `sequence()`, if it has one; otherwise the modules
+MLP    layers.0   layers.1   …                                       that a ModuleList or Sequential holds, and those beside it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -18,9 +19,16 @@ def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None
     """Names and modules, in order; none lies in another.
 
     Args:
-        types: modules of these types are the layers. None: every module below the model that has parameters and holds no ModuleList,
-            ModuleDict or Sequential to look into; a Sequential inside a module of another type is a part of that module.
+        types: modules of these types are the layers. None: the entries of `model.sequence()` that have parameters. Without such a method:
+            every module below the model that has parameters and holds no ModuleList, ModuleDict or Sequential to look into; a
+            Sequential inside a module of another type is a part of that module.
     """
+    sequence: Any = getattr(model, "sequence", None)
+    if types is None and callable(sequence):
+        names = {module: prefix + name for name, module in model.named_modules()}
+        entries = dict.fromkeys(entry for entry in sequence() if next(entry.parameters(), None) is not None)
+        yield from ((names[entry], entry) for entry in entries)
+        return
     for name, module in model.named_children():
         if is_layer(module, types):
             yield prefix + name, module

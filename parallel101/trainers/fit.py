@@ -1,0 +1,138 @@
+"""Many steps: a whole batch in, this rank's share trained on, the loss reported and kept, a checkpoint now and then.
+
+for batch in batches:  step(share(batch))          every rank gets the same batches and cuts out its own part,
+                                                   so that the run is the same on any number of ranks
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from parallel101.mesh import split_sizes
+from parallel101.record.spans import span
+from parallel101.trainers.arguments import Batch, check_batch
+from parallel101.trainers.checkpoint import check_place
+from parallel101.trainers.history import History, StepResult
+
+END = object()
+
+
+def share(trainer: Any, batch: Batch) -> Batch:
+    """This rank's part of a whole batch (inputs, targets), cut along dim 0 as `split_sizes` does; on the model's device.
+
+    Raises TypeError for what is not two tensors, ValueError for a batch of fewer samples than ranks.
+    """
+    inputs, targets = check_batch(batch)
+    ranks, mine = trainer.axes.sizes["dp"], trainer.axes.here["dp"]
+    if len(inputs) < ranks:
+        raise ValueError(f"a batch of {len(inputs)} samples can't be shared by {ranks} ranks: expected one a rank at least")
+    sizes = split_sizes(len(inputs), ranks)
+    return inputs.split(sizes)[mine].to(trainer.device), targets.split(sizes)[mine].to(trainer.device)
+
+
+def fit(
+    trainer: Any,
+    batches: Iterable[Batch] | Callable[[int], Batch],
+    *,
+    until: int | None = None,
+    save_to: str | os.PathLike | None = None,
+    save_every: int | None = None,
+    on_step: Callable[[StepResult], object] | None = None,
+    progress: bool = True,
+) -> History:
+    """Train on batch after batch, with a progress bar, and return the history of this trainer, which `plot`s.
+
+    Args:
+        batches: whole batches (inputs, targets), the same on every rank, which cuts out its share: an iterable, or a function that
+            gives the batch of a step by its number, so that a resumed run continues with the batch that it would have had.
+        until: stop when the trainer has taken so many steps in all, those before `resume` counted. A function of the step needs it.
+        save_to: a checkpoint to write, every `save_every` steps and at the end.
+        on_step: called after every step, on every rank, with its `StepResult`: number, loss, seconds, samples, tokens.
+        progress: show the bar (on the first rank only).
+    """
+    check_fit(batches, until, save_to, save_every, on_step)
+    if save_to is not None:
+        trainer.agree.all_or_none(f"save to {save_to}", lambda: check_place(save_to) if trainer.position == 0 else None)
+    stream = map(batches, itertools.count(trainer.steps)) if callable(batches) else iter(batches)
+    saved = trainer.steps
+    with progress_bar(trainer, batches, until, progress) as bar:
+        while until is None or trainer.steps < until:
+            batch: Any = next(stream, END)
+            if batch is END:
+                break
+            began = time.perf_counter()
+            loss = trainer.step(*trainer.share(batch))
+            step = StepResult(trainer.steps - 1, loss, time.perf_counter() - began, len(batch[0]), tokens_in(batch[0]))
+            trainer.history.add(step)
+            bar.set_postfix_str(f"loss {loss:.4f}, {trainer.history.rate()}", refresh=False)
+            bar.update()
+            if on_step is not None:
+                on_step(step)
+            if save_every and trainer.steps % save_every == 0 and save_to is not None:
+                trainer.save(save_to)
+                saved = trainer.steps
+    if save_to is not None and saved < trainer.steps:
+        trainer.save(save_to)
+    return trainer.history
+
+
+def progress_bar(trainer: Any, batches: Any, until: int | None, progress: bool) -> tqdm:
+    lengths = [length for length in (until, trainer.steps + len(batches) if hasattr(batches, "__len__") else None) if length is not None]
+    total = min(lengths, default=None)
+    return tqdm(total=total, initial=trainer.steps, desc="fit", unit="step", disable=not progress or trainer.position != 0)
+
+
+@torch.no_grad()
+def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
+    """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same float on every rank."""
+    training = [module for module in trainer.model.modules() if module.training]
+    trainer.model.eval()
+    total, samples, problem = 0.0, 0, None
+    try:
+        for batch in batches:
+            try:
+                with trainer.gradient_sync.forward():  # after an error, too: on ZeRO-3 the other ranks wait for this one's weights
+                    if problem is None:
+                        x, y = share(trainer, batch)
+                        with span("evaluate"):
+                            total += trainer.stage.loss(x, y).item() * len(x)
+                        samples += len(x)
+            except Exception as error:
+                problem = problem or error
+    finally:
+        for module in training:  # and no other: some may be frozen
+            module.training = True
+    totals, counts = trainer.agree.numbers(total, -1 if problem else samples)
+    if min(counts) < 0:
+        trainer.agree.raise_problem(problem, "evaluate")
+    if not sum(counts):
+        raise ValueError("evaluate() was given no batches")
+    return math.fsum(totals) / sum(counts)
+
+
+def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: Any) -> None:
+    """Raises TypeError or ValueError for arguments with which `fit` could not begin or would never end."""
+    if not callable(batches) and not isinstance(batches, Iterable):
+        raise TypeError(f"batches={batches!r}: expected batches (inputs, targets), or a function that gives the batch of a step")
+    if callable(batches) and until is None:
+        raise ValueError("batches is a function of the step, and would never end: say until=, the number of steps in all")
+    if until is not None and not (isinstance(until, int) and until >= 0):
+        raise ValueError(f"until={until!r}: expected the number of steps in all, 0 or more, or None")
+    if save_every is not None and not (save_to is not None and isinstance(save_every, int) and save_every >= 1):
+        raise ValueError(f"save_every={save_every!r}, save_to={save_to!r}: expected steps, 1 or more, and a file to save to")
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step={on_step!r}: expected a function of a step, such as lambda step: print(step.loss)")
+
+
+def tokens_in(inputs: Tensor) -> int:
+    """How many tokens: whole numbers in rows are text."""
+    return 0 if inputs.is_floating_point() or inputs.dim() < 2 else inputs.numel()

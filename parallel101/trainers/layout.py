@@ -1,0 +1,211 @@
+"""Where every parameter lies: its whole shape, and how each axis of the mesh places it. Nothing is sent here but in `gather` and `norm`.
+
+    weight (8, 4)     pp: on stage 1           present on some stages only
+                      tp: Shard(dim 0)         rank 0 has rows 0 … 3, rank 1 rows 4 … 7
+                      dp: Pieces               of its 4 × 4 numbers in a row, rank 0 has the first 8, rank 1 the others
+
+The axes cut in this order, the outermost first; an axis that is not named replicates. All that concerns the whole model follows from the
+layout: `state_dict`, gradients, checkpoints, and the norm, in which each element counts once. It does not decide who holds what: the
+plans and the gradient synchronisations do, and say so here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel101.collectives import all_gather
+from parallel101.mesh import GroupLike, along, group_of
+
+ORDER = ("pp", "tp", "dp")  # in which the axes cut a parameter, the outermost first
+Coordinates = Mapping[str, int]  # a rank's position on each axis
+
+
+class Stages(NamedTuple):
+    """Present on these positions of the axis only, on each of them whole. Several positions: a tied weight."""
+
+    positions: tuple[int, ...]
+
+
+class Shard(NamedTuple):
+    """Cut along `dim`: position i of the axis holds `sizes[i]` of it."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class Pieces(NamedTuple):
+    """Flattened and cut: position i of the axis holds the elements from `bounds[i][0]` to `bounds[i][1]` − 1; none if they are equal."""
+
+    bounds: tuple[tuple[int, int], ...]
+
+
+Placement = Stages | Shard | Pieces
+
+
+class Entry(NamedTuple):
+    """A parameter or buffer of the whole model."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    placements: Mapping[str, Placement] = {}  # by axis
+
+
+class Axes:
+    """The ranks that train as a mesh: the lines of ranks through this one.
+
+    Args:
+        group: all these ranks; see `group_of`.
+        sizes: name of an axis → its size, in the order in which the group numbers its ranks; the last axis varies fastest.
+    """
+
+    def __init__(self, group: GroupLike, sizes: Mapping[str, int]):
+        self.group, self.sizes = group, dict(sizes)
+        self.members = group_of(group)
+        if self.members.position is None:
+            raise ValueError(f"this rank is not in group={group!r}: build a trainer on its members only, or leave group out")
+        self.position: int = self.members.position
+        self.here = self.coordinates(self.position)
+
+    def coordinates(self, position: int) -> dict[str, int]:
+        """On each axis, of a position in the group."""
+        found = {}
+        for name, size in reversed(self.sizes.items()):
+            position, found[name] = divmod(position, size)
+        return found
+
+    def line(self, names: Sequence[str]) -> list[int]:
+        """Positions in the group of the ranks that differ from this one along these axes only, row by row."""
+        order = list(self.sizes)
+        return along(list(self.sizes.values()), self.position, sorted(order.index(name) for name in names))
+
+    def along(self, names: Sequence[str]) -> GroupLike:
+        """These ranks as a group."""
+        line = self.line(names)
+        return self.group if len(line) == len(self.members.ranks) else [self.members.ranks[i] for i in line]
+
+
+class Layout:
+    """Every parameter and buffer by name, and how to take it apart and put it together.
+
+    Args:
+        axes: the ranks.
+        entries: of the whole model, the same on every rank.
+        device: where the parts lie.
+    """
+
+    def __init__(self, axes: Axes, entries: Mapping[str, Entry], device: torch.device):
+        self.axes, self.entries, self.device = axes, dict(entries), device
+        self.cut_axes = [axis for axis in ORDER if any(axis in entry.placements for entry in self.entries.values())]
+        self.line = [axes.coordinates(position) for position in axes.line(self.cut_axes)]  # the ranks that together have everything
+
+    # ── one entry, no messages ──
+
+    def cut(self, name: str, whole: Tensor, at: Coordinates | None = None) -> Tensor:
+        """What a rank (default: this one) holds of the whole; without elements if that is nothing. A view if it can be."""
+        at, part = at or self.axes.here, whole
+        for axis in ORDER:
+            match self.entries[name].placements.get(axis):
+                case Stages(positions) if at[axis] not in positions:
+                    return whole.new_empty(0)
+                case Shard(dim, sizes):
+                    part = part.narrow(dim, sum(sizes[: at[axis]]), sizes[at[axis]])
+                case Pieces(bounds):
+                    low, high = bounds[at[axis]]
+                    part = part.reshape(-1)[low:high]
+        return part
+
+    def shape(self, name: str, at: Coordinates | None = None) -> torch.Size:
+        """Of what a rank (default: this one) holds."""
+        return self.cut(name, torch.empty(self.entries[name].shape, device="meta"), at).shape
+
+    def join(self, name: str, part: Callable[[Coordinates], Tensor]) -> Tensor:
+        """The whole, from the parts: `part(coordinates)` is what the rank there holds. Each element is asked of one rank only."""
+        entry = self.entries[name]
+
+        def joined(axes: Sequence[str], at: dict[str, int], shape: list[int]) -> Tensor:
+            if not axes:
+                return part(at)
+            axis, *inner = axes
+            match entry.placements.get(axis):
+                case Shard(dim, sizes):
+                    shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
+                    return torch.cat([joined(inner, at | {axis: i}, shapes[i]) for i in range(len(sizes))], dim)
+                case Pieces(bounds):
+                    held = [i for i, (low, high) in enumerate(bounds) if low < high]
+                    row = [joined(inner, at | {axis: i}, shape).reshape(-1) for i in held or [0]]
+                    return torch.cat(row).view(shape)
+                case Stages(positions):
+                    return joined(inner, at | {axis: positions[0]}, shape)
+                case None:
+                    return joined(inner, at | {axis: 0} if axis in self.cut_axes else at, shape)
+
+        return joined(ORDER, dict(self.axes.here), list(entry.shape))
+
+    def counts(self, name: str, at: Coordinates | None = None) -> bool:
+        """Whether what this rank holds is the copy that `join` asks for and `norm` counts. Of equal copies it is the first."""
+        at = at or self.axes.here
+        for axis in self.cut_axes:
+            placement = self.entries[name].placements.get(axis)
+            first = placement.positions[0] if isinstance(placement, Stages) else 0
+            if not isinstance(placement, (Shard, Pieces)) and at[axis] != first:
+                return False
+        return True
+
+    # ── all of them, collective ──
+
+    def gather(self, parts: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+        """The whole of each of these names, on every rank, where each rank gives its part. If nothing is cut, the parts themselves.
+
+        One all-gather a dtype. A rank's `parts` lacks a name if it holds no element of it.
+        """
+        if not self.cut_axes:
+            return {name: parts[name] for name in names}
+        held: dict[tuple[int, ...], dict[str, Tensor]] = {tuple(at.values()): {} for at in self.line}  # by rank
+        for dtype in dict.fromkeys(self.entries[name].dtype for name in names):
+            alike = [name for name in names if self.entries[name].dtype == dtype]
+            sizes = [{name: self.shape(name, at).numel() if self.counts(name, at) else 0 for name in alike} for at in self.line]
+            mine = [parts[name].detach().reshape(-1) for name in alike if name in parts and self.counts(name)]
+            packed = torch.cat([torch.empty(0, dtype=dtype, device=self.device), *mine])
+            rows = all_gather(packed, group=self.axes.along(self.cut_axes), sizes=[sum(s.values()) for s in sizes])
+            for at, of_rank, row in zip(self.line, sizes, rows.split([sum(s.values()) for s in sizes])):
+                held[tuple(at.values())].update(zip(alike, row.split(list(of_rank.values()))))
+
+        def part(name: str, at: Coordinates) -> Tensor:
+            return held[tuple(at.values())][name].view(self.shape(name, at))
+
+        return {name: self.join(name, partial(part, name)) for name in names}
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The norm of the whole model's gradients, the same on every rank, from each rank's parts."""
+        mine = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
+        if not self.cut_axes:
+            return mine
+        squares = all_gather(mine.double().square().view(1), group=self.axes.along(self.cut_axes))
+        return mine.new_tensor(math.sqrt(math.fsum(squares.tolist())))
+
+    # ── in words ──
+
+    def describe(self) -> Iterator[str]:
+        """A line for each way in which parameters are placed."""
+        ways: dict[str, list[str]] = {}
+        for name, entry in self.entries.items():
+            words = [f"{_in_words(placement)} over {axis}" for axis, placement in entry.placements.items()]
+            ways.setdefault(" and ".join(words) or "replicated", []).append(name)
+        for how, names in ways.items():
+            yield f"{names[0] if len(names) == 1 else f'{len(names)} parameters and buffers'}: {how}"
+
+
+def _in_words(placement: Placement) -> str:
+    match placement:
+        case Stages(positions):
+            return f"on stage{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
+        case Shard(dim, _):
+            return f"sharded along dim {dim}"
+        case Pieces():
+            return "in flat pieces"
