@@ -1,10 +1,11 @@
-"""`parallel101 bench`: every figure this project claims, measured here and now, each beside a peer in the same run.
+"""`parallel101 bench`: measures this machine. Each figure stands beside that of a peer, which is measured in the same run.
 
-launch        four ranks to their first result        against torch.multiprocessing.spawn
-collectives   time, algbw, busbw by size              against torch's own, on the same group
-record        what recording costs a small message    against torch's backend, called past it
-training      a step, and its memory                  against DDP and FSDP2
-sim           messages a second, ranks, memory        (no peer: the promise is a number)
+section       what is measured                        compared with
+launch        four ranks up to their first result     torch.multiprocessing.spawn
+collectives   time and bandwidth for several sizes    torch's own collectives
+record        the cost of recording a small message   the same message on torch's backend, without the record
+training      time and memory of a training step      DDP and FSDP2
+sim           messages per second, ranks, memory      nothing
 """
 
 from __future__ import annotations
@@ -14,34 +15,34 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel101.bench import collectives, launching, recording, simulation, training
+from parallel101.bench import collectives, launch, record, sim, training
 from parallel101.bench.report import Report
 
 SECTIONS = {
-    "launch": launching.measure,
+    "launch": launch.measure,
     "collectives": collectives.measure,
-    "record": recording.measure,
+    "record": record.measure,
     "training": training.measure,
-    "sim": simulation.measure,
+    "sim": sim.measure,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print as it goes, and write the report where asked. Returns the exit status."""
+    """Measure the chosen sections and print each result as soon as it is known. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="parallel101 bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"which: {', '.join(SECTIONS)}; all of them if none is named")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="of the real ranks")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions: to see that it works, not to quote")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report there as Markdown (the project's is BENCHMARKS.md)")
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)} (default: all)")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="backend of the real ranks (default: gloo)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, to see that it works; don't quote these results")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the results to FILE, as Markdown (as in BENCHMARKS.md)")
     options = parser.parse_args(argv)
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
-        parser.error(f"no section is called {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+        parser.error(f"{unknown[0]!r} is not a section; the sections are: {', '.join(SECTIONS)}")
     report = Report(sys.stdout)
-    report.machine(options)
+    report.machine()
     for name in options.sections or SECTIONS:
         SECTIONS[name](report, backend=options.backend, quick=options.quick)
     if options.write:
         options.write.write_text(report.markdown())
-        print(f"\nwritten to {options.write}")
+        print(f"\nWrote {options.write}")
     return 0

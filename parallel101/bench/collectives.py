@@ -1,11 +1,12 @@
-"""Each collective by hand against torch's own, in the style of nccl-tests: size, time, algorithm and bus bandwidth, ratio.
+"""Measures each of our collectives against torch's, in the style of nccl-tests: size, time, algorithm bandwidth, bus bandwidth, ratio.
 
     ours            our function, on the ranks of a launch
-    torch           torch's function as torch runs it: in processes that torch.multiprocessing.spawn starts
-    in our ranks    torch's function in the very ranks of ours, with launch's settings: what is left is the algorithm
+    torch           torch's function, in processes that torch.multiprocessing.spawn starts
+    in our ranks    torch's function on the ranks of the launch: same settings, so that only the algorithms differ
 
-Turn by turn, many calls between two barriers, each making its result anew. S is the size of the whole array: of an all-gather's
-result, of a reduce-scatter's input. Bandwidths: algbw = S / time, busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
+The three are measured in turn. Each measurement is many calls between two barriers, and each call allocates its result. S is the size of
+the whole array: the result of an all-gather, the input of a reduce-scatter. algbw = S / time, and busbw = algbw × factor (nccl-tests,
+PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -19,29 +20,28 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.ranks import settle
-from parallel101.bench.report import Report
+from parallel101.bench.process import synchronize
+from parallel101.bench.report import Report, median_and_range
 from parallel101.bench.spawned import ask, spawned_ranks
 from parallel101.record.units import human_bytes
 
 SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
 WORLDS = [2, 4]
 ROUNDS = 5
-SLICE = 0.12  # seconds a side and round: what decides how many calls stand between two barriers
+SECONDS = 0.12  # that each side is measured in each round; this sets the number of calls between two barriers
 
-
-#  torch 2.13 has renamed them
+# torch 2.13 has renamed these two
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Contest(NamedTuple):
-    """One operation: what goes in for S bytes, our call, torch's call, and the factor from algbw to busbw."""
+class Comparison(NamedTuple):
+    """One operation: its input, our call, torch's call, and the factor from algbw to busbw."""
 
-    given: Callable[[int, int], torch.Tensor]  # (numel of the whole, ranks) -> x
+    make_input: Callable[[int, int], torch.Tensor]  # (numel of the whole array, ranks) → x
     ours: Callable[[torch.Tensor], torch.Tensor]
-    theirs: Callable[[torch.Tensor, int, int], object]  # (x, rank, ranks)
-    factor: Callable[[int], float]
+    torchs: Callable[[torch.Tensor, int, int], object]  # called with x, rank, ranks
+    bus_factor: Callable[[int], float]  # of the number of ranks
 
 
 def _whole(numel: int, n: int) -> torch.Tensor:
@@ -84,23 +84,23 @@ def _all_to_all(x: torch.Tensor, rank: int, n: int) -> None:
     dist.all_to_all_single(torch.empty_like(x), x)
 
 
-def _once(n: int) -> float:
+def _one(n: int) -> float:
     return 1.0
 
 
-def _others(n: int) -> float:
+def _share_of_others(n: int) -> float:
     return (n - 1) / n
 
 
-CONTESTS = {
-    "broadcast": Contest(_whole, p101.broadcast, _broadcast, _once),
-    "scatter": Contest(_whole, p101.scatter, _scatter, _others),
-    "gather": Contest(_shard, p101.gather, _gather, _others),
-    "reduce": Contest(_whole, p101.reduce, _reduce, _once),
-    "all_gather": Contest(_shard, p101.all_gather, _all_gather, _others),
-    "reduce_scatter": Contest(_whole, p101.reduce_scatter, _reduce_scatter, _others),
-    "all_reduce": Contest(_whole, p101.all_reduce, _all_reduce, lambda n: 2 * (n - 1) / n),
-    "all_to_all": Contest(_whole, p101.all_to_all, _all_to_all, _others),
+COMPARISONS = {
+    "broadcast": Comparison(_whole, p101.broadcast, _broadcast, _one),
+    "scatter": Comparison(_whole, p101.scatter, _scatter, _share_of_others),
+    "gather": Comparison(_shard, p101.gather, _gather, _share_of_others),
+    "reduce": Comparison(_whole, p101.reduce, _reduce, _one),
+    "all_gather": Comparison(_shard, p101.all_gather, _all_gather, _share_of_others),
+    "reduce_scatter": Comparison(_whole, p101.reduce_scatter, _reduce_scatter, _share_of_others),
+    "all_reduce": Comparison(_whole, p101.all_reduce, _all_reduce, lambda n: 2 * (n - 1) / n),
+    "all_to_all": Comparison(_whole, p101.all_to_all, _all_to_all, _share_of_others),
 }
 
 
@@ -114,72 +114,68 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
         with spawned_ranks(time_torchs, n, backend) as port:
             report.table(head, _rows(n, backend, port, sizes, rounds))
     report.sentence(
-        "torch: its own call, in processes that torch.multiprocessing.spawn started. In our ranks: the same call in ranks of `launch`, "
-        "which keep freed memory and run as batch work. Medians of the rounds, run turn by turn; ratios are taken round by round, and "
-        "above 1 ours is faster."
+        "torch: torch's own call, in processes that torch.multiprocessing.spawn started. In our ranks: the same call on ranks of `launch`, "
+        "which keep freed memory and are scheduled as batch work. Times are medians of the rounds, and ratios are taken round by round. "
+        "If a ratio is above 1, ours is faster."
     )
 
 
 def _rows(n: int, backend: str, port: int, sizes: list[int], rounds: int) -> Iterator[tuple[str, ...]]:
-    for name, contest in CONTESTS.items():
+    for name, comparison in COMPARISONS.items():
         for nbytes in sizes:
-            turns = p101.launch(compete, name, nbytes, rounds, port, world_size=n, backend=backend, timeout=300).results[0]
-            ours, torchs, within = (statistics.median(side) for side in zip(*turns))
-            algbw, bus = nbytes / ours / 1e9, contest.factor(n)
+            turns = p101.launch(time_rounds, name, nbytes, rounds, port, world_size=n, backend=backend, timeout=300).results[0]
+            ours, torchs, in_our_ranks = (statistics.median(side) for side in zip(*turns))
+            algbw, factor = nbytes / ours / 1e9, comparison.bus_factor(n)
             yield (
                 f"{name}, {human_bytes(nbytes)}",
                 f"{ours * 1e6:.0f}",
                 f"{algbw:.3f}",
-                f"{algbw * bus:.3f}",
+                f"{algbw * factor:.3f}",
                 f"{torchs * 1e6:.0f}",
-                f"{nbytes / torchs / 1e9 * bus:.3f}",
-                *_ratio([b / a for a, b, _ in turns]),
-                f"{within * 1e6:.0f}",
-                *_ratio([c / a for a, _, c in turns]),
+                f"{nbytes / torchs / 1e9 * factor:.3f}",
+                *median_and_range([b / a for a, b, _ in turns]),
+                f"{in_our_ranks * 1e6:.0f}",
+                *median_and_range([c / a for a, _, c in turns]),
             )
 
 
-def _ratio(ratios: list[float]) -> tuple[str, str]:
-    return f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} … {max(ratios):.2f}"
-
-
-def compete(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[float, ...]]:
-    """On each rank of ours: seconds a call of (ours, torch's in ranks of its own, torch's in ours), for each round."""
+def time_rounds(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[float, ...]]:
+    """Seconds per call of (ours, torch's on spawned ranks, torch's on our ranks), for each round. Every launched rank calls this."""
     x = _input(name, nbytes)
     sides: tuple[Callable[[int], float], ...] = (
-        lambda calls: _timed(lambda: CONTESTS[name].ours(x), calls),
+        lambda calls: _timed(lambda: COMPARISONS[name].ours(x), calls),
         lambda calls: ask(port, name, nbytes, calls=calls),
         lambda calls: time_torchs(name, nbytes, calls=calls),
     )
-    for side in sides:  # connections, memory
+    for side in sides:  # warm up: connections are opened and memory is allocated
         side(2)
-    calls = [max(1, min(2000, int(SLICE / _agreed(side(2))))) for side in sides]
+    calls = [max(1, min(2000, int(SECONDS / _slowest(side(2))))) for side in sides]
     return [tuple(side(count) for side, count in zip(sides, calls)) for _ in range(rounds)]
 
 
 def time_torchs(name: str, nbytes: int, *, calls: int) -> float:
-    """Seconds a call of torch's own function, on the ranks that call this."""
+    """Seconds per call of torch's own function, on the ranks that call this."""
     rank, n, x = dist.get_rank(), dist.get_world_size(), _input(name, nbytes)
-    return _timed(lambda: CONTESTS[name].theirs(x, rank, n), calls)
+    return _timed(lambda: COMPARISONS[name].torchs(x, rank, n), calls)
 
 
 def _input(name: str, nbytes: int) -> torch.Tensor:
     n = dist.get_world_size()
-    return CONTESTS[name].given(nbytes // 4 // n * n, n)
+    return COMPARISONS[name].make_input(nbytes // 4 // n * n, n)
 
 
 def _timed(side: Callable[[], object], calls: int) -> float:
-    """Seconds a call, between two barriers."""
-    settle()
+    """Seconds per call, between two barriers."""
+    synchronize()
     began = time.perf_counter()
     for _ in range(calls):
         side()
-    settle()
+    synchronize()
     return (time.perf_counter() - began) / calls
 
 
-def _agreed(seconds: float) -> float:
-    """The slowest rank's figure: all must make the same number of calls."""
+def _slowest(seconds: float) -> float:
+    """The slowest rank's time: all ranks must compute the same number of calls from it."""
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()

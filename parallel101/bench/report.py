@@ -1,11 +1,11 @@
-"""What was measured, on the screen as it comes and as Markdown in the end, with the machine, the versions and the date."""
+"""Prints the results as they are measured, and keeps them as Markdown, with the date, the machine and the versions."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,17 +16,17 @@ import torch
 
 
 class Report:
-    """Headings, sentences and tables, in order."""
+    """Headings, sentences and tables, in order. Each line is printed at once."""
 
     def __init__(self, screen: TextIO):
         self.screen = screen
         self.lines: list[str] = []
 
-    def machine(self, options: argparse.Namespace) -> None:
-        """Open with where and when this is."""
+    def machine(self) -> None:
+        """The title, and a table of the date, the machine and the versions."""
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        self._say("# Benchmarks\n")
-        self._say(f"Written by `parallel101 bench {' '.join(sys.argv[2:])}`".rstrip() + ".\n")
+        self._print("# Benchmarks\n")
+        self._print(f"Written by `parallel101 bench {' '.join(sys.argv[2:])}`".rstrip() + ".\n")
         rows = [
             ("date", datetime.date.today().isoformat()),
             ("processor", f"{_processor()}, {os.cpu_count()} cores"),
@@ -39,25 +39,30 @@ class Report:
         self.table(["", ""], rows)
 
     def heading(self, text: str) -> None:
-        self._say(f"\n## {text}\n")
+        self._print(f"\n## {text}\n")
 
     def sentence(self, text: str) -> None:
-        self._say(f"{text}\n")
+        self._print(f"{text}\n")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """A Markdown table; with rows from a generator, each is shown as soon as it is measured."""
-        self._say(f"| {' | '.join(head)} |")
-        self._say("|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(head))) + "|")
+        """A Markdown table. `rows` may be a generator: each row is printed as soon as it is measured."""
+        self._print(f"| {' | '.join(head)} |")
+        self._print("|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(head))) + "|")
         for row in rows:
-            self._say(f"| {' | '.join(str(cell) for cell in row)} |")
-        self._say("")
+            self._print(f"| {' | '.join(str(cell) for cell in row)} |")
+        self._print("")
 
     def markdown(self) -> str:
         return "\n".join(self.lines).rstrip() + "\n"
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.lines.append(line)
         print(line, file=self.screen, flush=True)
+
+
+def median_and_range(values: Sequence[float]) -> tuple[str, str]:
+    """Two cells of a table: the median in bold, and the least and the greatest value."""
+    return f"**{statistics.median(values):.2f}**", f"{min(values):.2f} … {max(values):.2f}"
 
 
 def _processor() -> str:

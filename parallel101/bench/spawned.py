@@ -1,9 +1,9 @@
-"""Ranks as torch itself starts them, beside a launch: they time torch's own call when asked, and wait without a core otherwise.
+"""Ranks that torch.multiprocessing.spawn starts beside a launch. They time torch's own calls on request, and sleep otherwise.
 
     launched rank 0 ── ask ──▶ TCPStore ──▶ every spawned rank times `calls` calls
-                    ◀── took ──          ◀── spawned rank 0: seconds a call
+                    ◀── took ──          ◀── spawned rank 0: seconds per call
 
-So both sides are measured turn by turn in one run, and neither has the other's settings.
+So both sides are measured in turn in one run, and each side has its own settings.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel101.bench.ranks import as_launch_does
+from parallel101.bench.process import configure_spawned_rank
 
-Timed = Callable[..., float]  # (*what, calls) → seconds a call, called by every spawned rank
+Timed = Callable[..., float]  # (*what, calls) → seconds per call; every spawned rank calls it
 HOUR = timedelta(hours=1)
 
 
 @contextmanager
 def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
-    """Ranks of torch.multiprocessing.spawn that serve `ask` while inside; gives the port of the store they are asked through."""
+    """Start ranks that answer `ask` inside the with block. Yields the port of the store through which they are asked."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=HOUR, wait_for_workers=False)
     context = mp.spawn(_serve, (timed, ranks, backend, store.port), nprocs=ranks, join=False, daemon=True)
     try:
         yield store.port
         store.set(f"ask {store.add('turn', 1)}", "")
-        while not context.join():  # until the last of them has ended
+        while not context.join():  # join returns when one rank has ended; wait for all
             pass
     finally:
         for process in context.processes:
@@ -42,7 +42,11 @@ def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
 
 
 def ask(port: int, *what: Any, calls: int) -> float:
-    """Called by every launched rank: what `timed(*what, calls=calls)` gives on the spawned ones. RuntimeError: it failed there."""
+    """Return what `timed(*what, calls=calls)` returns on spawned rank 0. Every launched rank calls this.
+
+    Raises:
+        RuntimeError: `timed` failed on a spawned rank.
+    """
     seconds = torch.zeros((), dtype=torch.float64)
     if dist.get_rank() == 0:
         store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
@@ -57,7 +61,7 @@ def ask(port: int, *what: Any, calls: int) -> float:
 
 
 def _serve(rank: int, timed: Timed, ranks: int, backend: str, port: int) -> None:
-    as_launch_does(rank, backend)
+    configure_spawned_rank(rank, backend)
     store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
     turn = 1

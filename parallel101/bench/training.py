@@ -1,7 +1,8 @@
-"""A step of training, ours against torch's: DataParallelTrainer beside DistributedDataParallel, ShardedTrainer beside fully_shard (FSDP2).
+"""Measures a training step: DataParallelTrainer against DistributedDataParallel, and ShardedTrainer against fully_shard (FSDP2).
 
-The same model, batch and optimizer on the same ranks, step by step in turn; memory in a run of its own for each, since one process's
-peak is the highest of all it did. The model is 8 × Linear(1024) + GELU with AdamW, the batch 256 samples in all.
+All train the same model on the same batch, with the same optimizer and on the same ranks, one step each in turn. The model is
+8 × Linear(1024) + GELU with AdamW, and the whole batch has 256 samples. Memory is measured in a run of its own for each trainer, because
+a process reports only one peak, the highest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
-from parallel101.bench.ranks import peak_memory, settle
+from parallel101.bench.process import peak_memory, synchronize
 from parallel101.bench.report import Report
 from parallel101.mesh import split_sizes
 
@@ -29,13 +30,14 @@ Step = Callable[[Tensor, Tensor], Any]
 
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
-    names = list(CONTESTANTS)
+    names = list(TRAINERS)
     for n in WORLDS[:1] if quick else WORLDS:
         report.heading(f"A training step on {n} {backend} ranks: {DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW")
-        rounds = p101.launch(compete, names, 2 if quick else ROUNDS, world_size=n, backend=backend, timeout=600).results[0]
+        rounds = p101.launch(time_rounds, names, 2 if quick else ROUNDS, world_size=n, backend=backend, timeout=600).results[0]
         report.table(["", "ms a step", "least … most", "/ DDP", "/ FSDP2", "peak MB"], _rows(names, rounds, n, backend))
     report.sentence(
-        "Times are medians, ratios are taken round by round. Peak: what a rank's process has at most, beyond what it had before the model."
+        "Times are medians, and ratios are taken round by round. "
+        "Peak: the most memory of a rank's process, minus what it had before the model."
     )
 
 
@@ -57,20 +59,20 @@ def _rows(names: list[str], rounds: list[list[float]], n: int, backend: str) -> 
 # ---- on each rank ----
 
 
-def compete(names: list[str], rounds: int) -> list[list[float]]:
-    """Seconds a step of each contestant, for each round."""
+def time_rounds(names: list[str], rounds: int) -> list[list[float]]:
+    """Seconds per step of each trainer, for each round."""
     batch = _share()
-    steps = [CONTESTANTS[name](_model()) for name in names]
+    steps = [TRAINERS[name](_model()) for name in names]
     for step in steps:
-        for _ in range(3):
+        for _ in range(3):  # warm up
             step(*batch)
     return [[_timed(step, batch) for step in steps] for _ in range(rounds)]
 
 
 def peak_bytes(name: str) -> int:
-    """How far a contestant's steps raise the most memory this process has had (on GPUs: that torch had allocated)."""
+    """Bytes by which a trainer's steps raise the peak memory of this process. On GPUs it is the peak of what torch has allocated."""
     before = _peak()
-    step = CONTESTANTS[name](_model())
+    step = TRAINERS[name](_model())
     batch = _share()
     for _ in range(4):
         step(*batch)
@@ -78,10 +80,10 @@ def peak_bytes(name: str) -> int:
 
 
 def _timed(step: Step, batch: tuple[Tensor, Tensor]) -> float:
-    settle()
+    synchronize()
     began = time.perf_counter()
     step(*batch)
-    settle()
+    synchronize()
     return time.perf_counter() - began
 
 
@@ -106,7 +108,7 @@ def _adamw(parameters) -> torch.optim.Optimizer:
 
 
 def _alone(model: nn.Module) -> Step:
-    """This rank's share, and nobody else: what the rest of the step costs."""
+    """Train on this rank's share alone, without communication: the rest of the step."""
     optimizer = _adamw(model.parameters())
 
     def step(inputs: Tensor, targets: Tensor) -> None:
@@ -139,8 +141,8 @@ def _sharded(zero_stage: int) -> Callable[[nn.Module], Step]:
     return lambda model: p101.ShardedTrainer(model, mse_loss, _adamw, zero_stage=zero_stage).step
 
 
-CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
-    "its share alone": _alone,
+TRAINERS: dict[str, Callable[[nn.Module], Step]] = {
+    "no communication": _alone,
     "torch DDP": _ddp,
     "DataParallelTrainer": _data_parallel,
     "torch FSDP2": _fsdp,

@@ -1,4 +1,4 @@
-"""How fast virtual ranks are: a ring in plain isend and irecv, every message recorded and checked."""
+"""Measures the simulator: messages per second and memory of a ring of plain isend and irecv, with every message recorded and checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.ranks import peak_memory
+from parallel101.bench.process import peak_memory
 from parallel101.bench.report import Report
 
 
@@ -20,35 +20,20 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
     for rounds, ranks in runs[:2] if quick else runs:
         began = time.perf_counter()
         run = p101.launch(round_the_ring, rounds, world_size=ranks, backend="sim", timeout=600)
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         assert run.trace is not None
         messages = sum(run.trace.messages_sent)
         assert messages == rounds * ranks * (ranks - 1)
-        peak = max(run.results) / 2**30
-        rows.append(
-            (
-                f"{ranks} ranks, {rounds} × round",
-                f"{messages:,}",
-                f"{took:.2f}",
-                f"{messages / took:,.0f}",
-                f"{peak:.2f}",
-                f"{peak_memory() / 2**30:.2f}",
-            )
-        )
-        del run
-    head = [
-        "",
-        "messages",
-        "seconds, launch to result",
-        "messages a second",
-        "GiB at most, the ranks' process",
-        "GiB, the launching one",
-    ]
+        times = f"{messages:,}", f"{seconds:.2f}", f"{messages / seconds:,.0f}"
+        memory = f"{max(run.results) / 2**30:.2f}", f"{peak_memory() / 2**30:.2f}"
+        rows.append((f"{ranks} ranks, {rounds} × round", *times, *memory))
+        del run  # so that its memory is not counted in the next row
+    head = ["", "messages", "seconds, launch to result", "messages a second", "peak GiB, ranks' process", "peak GiB, launching process"]
     report.table(head, rows)
 
 
 def round_the_ring(rounds: int) -> int:
-    """Every rank's chunk all the way round, as in an all-gather (1 round) or an all-reduce (2). Returns the most memory used, in bytes."""
+    """Pass every chunk round the ring: once, as an all-gather does, or twice, as an all-reduce does. Returns the peak memory in bytes."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = list(torch.full((n,), float(rank)).chunk(n))
     right, left = (rank + 1) % n, (rank - 1) % n

@@ -1,4 +1,4 @@
-"""What it costs to be watched: a small message there and back through our group, and through the backend inside it, turn by turn."""
+"""Measures what the record costs: a small message there and back through launch's group, and through torch's backend inside it, in turn."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.report import Report
+from parallel101.bench.report import Report, median_and_range
 
 NUMEL = 1024  # 4 KiB of float32
 
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
     if backend == "nccl":
-        return  # messages there are queued, not sent, when the call returns: a round trip of the CPU says nothing
+        return  # on NCCL a call returns before its message is sent, so the time of the calls says nothing
     report.heading(f"What the record costs: 4 KiB there and back on {backend}, microseconds")
     rows = []
     for trace, name in ((False, "not recorded (who waits for whom is known)"), (True, "recorded and checked")):
         pairs = p101.launch(round_trips, 200 if quick else 500, 3 if quick else 9, world_size=2, backend=backend, trace=trace).results[0]
-        watched, plain = (statistics.median(side) * 1e6 for side in zip(*pairs))
-        ratios = sorted(a / b for a, b in pairs)
-        rows.append((name, f"{watched:.0f}", f"{plain:.0f}", f"**{statistics.median(ratios):.2f}**", f"{ratios[0]:.2f} … {ratios[-1]:.2f}"))
+        recorded, plain = (statistics.median(side) * 1e6 for side in zip(*pairs))
+        rows.append((name, f"{recorded:.0f}", f"{plain:.0f}", *median_and_range([a / b for a, b in pairs])))
     report.table(["", "through our group", "torch's backend itself", "ratio", "least … most"], rows)
 
 
 def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds a round trip, for each round: (through the group of launch, through the backend inside it)."""
+    """Seconds per round trip, for each round: (through launch's group, through torch's backend inside it)."""
     group = dist.group.WORLD
     x, other = torch.zeros(NUMEL), 1 - dist.get_rank()
 
