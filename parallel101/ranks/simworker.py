@@ -20,7 +20,7 @@ from parallel101.ranks.wire import BOOKS, IMPORTED, RESULT, Wire
 from parallel101.ranks.worker import Job, own_setup_accepted, pack_result, report_failure, unpack_program, worth_preloading
 from parallel101.record.recorder import Report
 from parallel101.record.where import where
-from parallel101.sim.group import Traffic
+from parallel101.sim.group import SharedState
 from parallel101.sim.simulate import simulate
 
 NOT_POSTED: Report = ({}, {}, {}, {}, {})  #  who waits for whom is known here, and nothing to be found out by counting
@@ -46,20 +46,17 @@ def run_virtual(job: Job, wire: Wire, loaded: set[str]) -> None:
                 stream.end_line()  # type: ignore[union-attr]
 
     with own_setup_accepted():
-        outcome = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes, watched_by=watcher.watch)
+        result = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes, on_start=watcher.watch)
     _speaking.rank = None
     wire.send(IMPORTED, worth_preloading(loaded))
-    wire.send(BOOKS, (outcome.events, outcome.unfinished, NOT_POSTED))
-    if outcome.error is not None:
-        report_failure(wire, 0, outcome.error)
-    elif outcome.errors:
-        rank, error = next(iter(outcome.errors.items()))
-        report_failure(wire, rank, error)
+    wire.send(BOOKS, (result.events, result.unfinished, NOT_POSTED))
+    if result.error is not None:
+        report_failure(wire, result.failed_rank or 0, result.error)
     else:
         try:
-            for rank, value in enumerate(outcome.results):
+            for rank, value in enumerate(result.results):
                 pack_result(value, rank)
-            packed = pack_result(outcome.results, 0)
+            packed = pack_result(result.results, 0)
         except TypeError as error:
             report_failure(wire, rank, error)
         else:
@@ -73,17 +70,17 @@ class _SimWatcher(Obedient):
     def __init__(self, threads: dict[int, int], wire: Wire):
         super().__init__(wire)
         self.threads = threads
-        self.traffic: Traffic | None = None
+        self.shared: SharedState | None = None
 
-    def watch(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def watch(self, shared: SharedState) -> None:
+        self.shared = shared
 
     def tell(self) -> None:
-        if (traffic := self.traffic) is not None:
+        if (shared := self.shared) is not None:
             unfinished: list[tuple] = []
             with contextlib.suppress(RuntimeError):  #  the ranks go on meanwhile, and may change what is being read
-                unfinished = traffic.unfinished()
-            self.wire.send(BOOKS, (list(traffic.world.events), unfinished, NOT_POSTED))
+                unfinished = shared.unfinished()
+            self.wire.send(BOOKS, (list(shared.world.events), unfinished, NOT_POSTED))
 
     def places(self) -> list[tuple[int, str]]:
         frames = sys._current_frames()

@@ -1,10 +1,11 @@
-"""The sim's clock and baton: one thread a virtual rank, exactly one of which runs at a time, and one time for all of them.
+"""The sim's scheduler and virtual clock: one thread per virtual rank, of which exactly one runs at a time, and one time for all ranks.
 
-    all ranks that can run at time T run, the lowest first, until each blocks    (running costs no virtual time)
-    then the network hands out its links                                         (sim_links)
-    then T moves to the next event, and whoever that frees can run again         (here)
+    1. all ranks that can run at time T run, the lowest first, until each blocks          (running takes no virtual time)
+    2. messages that are ready get the free links of the network                          (network.py)
+    3. T moves to the next scheduled event, and the ranks that it frees can run again
 
-So a run is the same to the last bit every time. When nobody can run and nothing is on its way, that is a deadlock, known at once.
+So a run is the same every time, to the last bit. If no rank can run and nothing is scheduled, the run is stopped as a deadlock, at once.
+What ranks do while it is their turn is not in this file: messages.py has the sends and receives, group.py the collectives.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from parallel101.record.errors import reports_another
 from parallel101.record.events import EventGroups, Row, span_event
 from parallel101.record.spans import record_into
 from parallel101.record.where import caller, where
-from parallel101.sim.network import Happening, Links, Network
+from parallel101.sim.network import Links, Network, TimedEvent
 
-# ── A virtual rank as the sim's clock knows it: whose turn it waits for, what time it has, what it is blocked in.
+MAX_IDLE_POLLS = 1000  # polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is a deadlock
 
 
-class Unwound(BaseException):
-    """Ends the other ranks of a run that has failed. No Exception, so that `except Exception` in a rank's code lets it pass."""
+class RankCancelled(BaseException):
+    """Ends the other ranks of a run that has failed. It is no Exception, so that `except Exception` in a rank's code lets it pass."""
 
 
 class Waitable(Protocol):
-    """What a rank can be blocked in."""
+    """What a rank can be blocked in: a message, a collective or a new_group."""
 
     done: bool
 
@@ -41,36 +42,38 @@ class Waitable(Protocol):
     def missing(self) -> set[int]: ...
 
 
-class Rank:
-    """A virtual rank: its thread's turn, its own clock (ahead of the world's while it computes), what it waits for."""
+class VirtualRank:
+    """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and what it waits for."""
 
     __slots__ = (
-        *("agreed", "asked_at", "clock", "finished", "futures", "lock", "number", "order", "promised", "queued", "sending", "spans"),
-        *("thread", "waiting", "world"),
+        *("agreements", "clock", "finished", "finished_futures", "in_flight", "number", "polled_at", "send_order", "spans", "thread"),
+        *("turn", "unfinished_futures", "waiting", "wakes", "world"),
     )
 
     def __init__(self, number: int, world: World):
         self.number = number
         self.world = world
         self.clock = 0.0
-        self.lock: LockType = allocate_lock()
-        self.lock.acquire()
+        self.turn: LockType = allocate_lock()  # its thread acquires this lock to wait for its turn; whoever ran before releases it
+        self.turn.acquire()
         self.thread = 0
-        self.queued = False  #  will run at this time
+        self.wakes = False  # it will run at the present time
         self.finished = False
         self.waiting: Waitable | None = None
-        self.sending = 0  #  messages posted and not yet delivered; order counts them, from 0 whenever there are none
-        self.order = 0
+        self.in_flight = 0  # messages that it has sent and that have not arrived
+        self.send_order = 0  # numbers those messages, from 0 whenever there are none
         self.spans = 0
-        self.agreed: dict[str, int] = {}
-        self.asked_at = -1.0  #  when it last asked in vain whether a work is done
-        self.promised: list[Any] = []  #  works with a torch future that have not ended
-        self.futures: list[Any] = []  #  works with a torch future that have ended, to be told so in the rank's own thread
+        self.agreements: dict[str, int] = {}  # how many collectives of parallel101's own it has called, by kind and group
+        self.polled_at = -1.0  # when it last asked whether a work is done, and it was not
+        self.unfinished_futures: list[Any] = []  # works that have a torch future and have not ended
+        self.finished_futures: list[Any] = []  # works that have ended, and whose future is to be set on the rank's own thread
 
-    def happen(self) -> None:
+    def fire(self) -> None:
+        """The world's time has reached the rank's clock."""
         self.world.wake(self)
 
-    # what trace.spans wants of a recorder
+    # ---- the rank's recorder: see record/spans.py ----
+
     def now(self) -> float:
         return max(self.clock, self.world.now)
 
@@ -78,8 +81,8 @@ class Rank:
         self.clock = self.now() + seconds
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
-        call = agreement(self.number, kind, ranks, within, alike, self.agreed)
-        self.world.judge(call)
+        call = agreement(self.number, kind, ranks, within, alike, self.agreements)
+        self.world.check(call)
         return call.seq
 
     def add_span(self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False) -> None:
@@ -88,16 +91,13 @@ class Rank:
         self.spans += 1
 
 
-FRUITLESS = 1000  #  so often may every rank ask in vain whether a work is done, when nothing is on its way, before that is a deadlock
-
-
 class World:
     """All virtual ranks of a run, and their common time.
 
     Args:
         size: how many ranks.
         network: what lies between them.
-        switch: called as switch(rank, next_rank) whenever the baton goes from one rank to another.
+        switch: called as switch(rank, next_rank) whenever one rank stops running and another starts.
     """
 
     def __init__(self, size: int, network: Network, switch: Callable[[int, int], None]):
@@ -105,37 +105,39 @@ class World:
         self.network = network
         self.route = network.router(size)
         self.now = 0.0
-        self.ranks = [Rank(number, self) for number in range(size)]
-        self.links = Links(self.at)
+        self.ranks = [VirtualRank(number, self) for number in range(size)]
+        self.links = Links(self.schedule)
         self.events: list[Row] = []
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
-        self.reported: tuple[BaseException, Rank] | None = None  #  the first error that says that another rank has failed
         self.referee = Referee()
-        self.last_word: Callable[[], Exception | None] = lambda: None  #  a better reason than a deadlock for standing still
+        self.find_misuse: Callable[[], Exception | None] = lambda: None  # a better explanation than a deadlock, when nothing goes on
+        self._report: tuple[BaseException, VirtualRank] | None = None  # the first exception that reports another rank's failure
         self._switch = switch
         self._current = 0
-        self._ready: list[int] = []  #  who runs at this time, the next one last
+        self._ready: list[int] = []  # the ranks that still run at this time, the next one last
         self._woken: list[int] = []
-        self._pollers: list[Rank] = []
-        self._fruitless = 0
-        self._agenda: dict[float, list[Happening]] = {}
-        self._times: list[float] = []
+        self._pollers: list[VirtualRank] = []
+        self._idle_polls = 0
+        self._scheduled: dict[float, list[TimedEvent]] = {}
+        self._times: list[float] = []  # a heap of the keys of `_scheduled`
         self._threads: set[threading.Thread] = set()
         self._main = allocate_lock()
         self._job: Callable[[], None] | None = None
         self._job_done = allocate_lock()
 
+    # ---- a run, from the thread that starts it ----
+
     def run(self, rank_main: Callable[[int], Any]) -> list[Any]:
-        """Run `rank_main(rank)` on every rank, and return what they returned. A failure is left in `failure`."""
+        """Run `rank_main(rank)` on every rank, and return what they returned. What went wrong is in `failure`."""
         results: list[Any] = [None] * self.size
         self._main.acquire()
         self._job_done.acquire()
         threads: list[threading.Thread] = []
         for rank in self.ranks:
             arguments = (rank, rank_main, results)
-            threads.append(threading.Thread(target=self._live, args=arguments, name=f"rank {rank.number}", daemon=True))
+            threads.append(threading.Thread(target=self._run_rank, args=arguments, name=f"rank {rank.number}", daemon=True))
         try:
             for thread in threads:
                 thread.start()
@@ -143,7 +145,7 @@ class World:
             for rank in self.ranks:
                 self.wake(rank)
             self._ready, self._woken = self._woken[::-1], []
-            self._pass_to(self._next())
+            self._give_turn(self._next())
             while True:
                 self._main.acquire()
                 if self._job is None:
@@ -161,102 +163,110 @@ class World:
             thread.join()
         return results
 
-    def at(self, time: float, item: Happening) -> None:
-        """Let `item.happen()` be called at `time`."""
-        items = self._agenda.get(time)
-        if items is None:
-            self._agenda[time] = [item]
-            heappush(self._times, time)
-        else:
-            items.append(item)
-
-    def under_way(self) -> list[Happening]:
-        """What waits for links, or has a time at which it will end."""
-        return [*self.links.waiting(), *(item for items in self._agenda.values() for item in items)]
-
-    def wake(self, rank: Rank) -> None:
-        """Let a rank run at the present time."""
-        if not rank.queued and not rank.finished:
-            rank.queued = True
-            self._woken.append(rank.number)
-
-    def fail(self, error: BaseException, rank: Rank | None = None) -> None:
-        """End the run: every rank is unwound where it stands. The first failure is the one that counts."""
-        if self.failure is None:
-            self.failure = error
-            self.failed_rank = None if rank is None else rank.number
-
-    def judge(self, call: Call) -> None:
-        """Hear a rank's word on a collective of parallel101's own; when all have spoken and do not agree, the run ends."""
-        self.referee.hear(call)
-        if len(self.referee.suspects) == len(call.peers) + 1:
-            self.fail(self.referee.verdict() or AssertionError("suspects agree"))
-            raise Unwound
-
-    def enter(self, rank: Rank) -> None:
-        """To be called by a rank that is about to talk to others: its own clock must have been reached."""
-        if self.failure is not None:
-            raise Unwound
-        if rank.clock > self.now:
-            self.at(rank.clock, rank)
-            while rank.clock > self.now:
-                self.block(rank)
-
-    def block(self, rank: Rank) -> None:
-        """Let others run until somebody wakes this rank. Called on the rank's own thread."""
-        if get_ident() != rank.thread:
-            raise RuntimeError(f"rank {rank.number} waits on a thread that it started itself; on sim a rank waits on its own thread only")
-        following = self._next()
-        if following is not rank:
-            self._pass_to(following)
-            rank.lock.acquire()
-        if self.failure is not None:
-            raise Unwound
-        while rank.futures:
-            rank.futures.pop(0).settle()
-
-    def wait(self, rank: Rank, work: Waitable) -> None:
-        """Block a rank until a work is done."""
-        if self.failure is not None:
-            raise Unwound
-        outer, rank.waiting = rank.waiting, work  #  a future's callback may wait while its rank waits for something else
-        while not work.done:
-            self.block(rank)
-        rank.waiting = outer
-
-    def poll(self, rank: Rank, work: Waitable) -> None:
-        """A rank asked in vain whether a work is done. Asking twice at one moment lets time pass, or a loop of asking would never end."""
-        outer, rank.waiting = rank.waiting, work
-        if rank.clock > self.now:
-            self.enter(rank)
-        elif rank.asked_at == self.now:
-            self._pollers.append(rank)
-            self.block(rank)
-        rank.asked_at = self.now
-        rank.waiting = outer
-
-    def alone(self) -> bool:
-        """Whether no rank has started a thread that is still there."""
-        return set(threading.enumerate()) <= self._threads
-
     def on_main_thread(self, job: Callable[[], None]) -> None:
-        """Do something on the thread that called `run`, where no rank's own modes (no_grad, default device, …) are in force."""
+        """Do something on the thread that called `run`. No rank's own modes (no_grad, default device, …) are active there."""
         self._job = job
         self._main.release()
         self._job_done.acquire()
 
-    def _live(self, rank: Rank, rank_main: Callable[[int], Any], results: list[Any]) -> None:
+    # ---- what ranks, messages and collectives call ----
+
+    def schedule(self, time: float, event: TimedEvent) -> None:
+        """Let `event.fire()` be called at `time`."""
+        events = self._scheduled.get(time)
+        if events is None:
+            self._scheduled[time] = [event]
+            heappush(self._times, time)
+        else:
+            events.append(event)
+
+    def in_flight(self) -> list[TimedEvent]:
+        """What waits for links, or has a time at which it will end."""
+        return [*self.links.waiting(), *(event for events in self._scheduled.values() for event in events)]
+
+    def wake(self, rank: VirtualRank) -> None:
+        """Let a rank run at the present time."""
+        if not rank.wakes and not rank.finished:
+            rank.wakes = True
+            self._woken.append(rank.number)
+
+    def enter(self, rank: VirtualRank) -> None:
+        """A rank is about to communicate: wait until the world's time reaches the rank's own clock."""
+        if self.failure is not None:
+            raise RankCancelled
+        if rank.clock > self.now:
+            self.schedule(rank.clock, rank)
+            while rank.clock > self.now:
+                self.block(rank)
+
+    def block(self, rank: VirtualRank) -> None:
+        """Let others run until somebody wakes this rank. Called on the rank's own thread."""
+        if get_ident() != rank.thread:
+            raise RuntimeError(
+                f"rank {rank.number} waits for a message or a collective on a thread that it started itself. "
+                "On the sim backend, a rank can wait only on its own thread"
+            )
+        following = self._next()
+        if following is not rank:
+            self._give_turn(following)
+            rank.turn.acquire()
+        if self.failure is not None:
+            raise RankCancelled
+        while rank.finished_futures:
+            rank.finished_futures.pop(0).set_future()
+
+    def wait(self, rank: VirtualRank, work: Waitable) -> None:
+        """Block a rank until a work is done."""
+        if self.failure is not None:
+            raise RankCancelled
+        outer, rank.waiting = rank.waiting, work  # a future's callback may wait while its rank waits for something else
+        while not work.done:
+            self.block(rank)
+        rank.waiting = outer
+
+    def poll(self, rank: VirtualRank, work: Waitable) -> None:
+        """A rank asked whether a work is done, and it is not. If it asks twice at the same time, time passes: a loop that asks must end."""
+        outer, rank.waiting = rank.waiting, work
+        if rank.clock > self.now:
+            self.enter(rank)
+        elif rank.polled_at == self.now:
+            self._pollers.append(rank)
+            self.block(rank)
+        rank.polled_at = self.now
+        rank.waiting = outer
+
+    def check(self, call: Call) -> None:
+        """Compare the ranks' calls of a collective of parallel101's own. When all have called and they differ, the run fails."""
+        self.referee.hear(call)
+        if len(self.referee.suspects) == len(call.peers) + 1:
+            self.fail(self.referee.verdict() or AssertionError("calls that differ have no error"))
+            raise RankCancelled
+
+    def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
+        """End the run: every other rank is cancelled. Only the first failure counts."""
+        if self.failure is None:
+            self.failure = error
+            self.failed_rank = None if rank is None else rank.number
+
+    def only_rank_threads(self) -> bool:
+        """Whether no thread that a rank has started is still running."""
+        return set(threading.enumerate()) <= self._threads
+
+    # ---- whose turn it is, and when time moves ----
+
+    def _run_rank(self, rank: VirtualRank, rank_main: Callable[[int], Any], results: list[Any]) -> None:
+        """A rank's thread, from start to end."""
         rank.thread = get_ident()
-        rank.lock.acquire()
+        rank.turn.acquire()
         record_into(rank, this_thread_only=True)
-        torch.autograd.set_multithreading_enabled(False)  #  backward stays on the rank's own thread
+        torch.autograd.set_multithreading_enabled(False)  # backward stays on the rank's own thread
         try:
             if self.failure is None:
                 results[rank.number] = rank_main(rank.number)
-        except Unwound:
+        except RankCancelled:
             pass
         except BaseException as error:
-            self._end_of(rank, error)
+            self._rank_raised(rank, error)
         finally:
             record_into(None, this_thread_only=True)
             rank.finished = True
@@ -264,60 +274,63 @@ class World:
             if following is None:
                 self._main.release()
             else:
-                self._pass_to(following)
+                self._give_turn(following)
 
-    def _end_of(self, rank: Rank, error: BaseException) -> None:
-        """A rank's own exception, at the time its own clock shows: another may have failed before."""
+    def _rank_raised(self, rank: VirtualRank, error: BaseException) -> None:
+        """A rank raised an exception. It counts from the time on the rank's own clock: another rank may have failed before.
+
+        If it only reports another rank's failure, the run goes on until that rank has raised its own exception, which is the cause,
+        or until no rank can run any more.
+        """
         try:
             self.enter(rank)
-            if not reports_another(error, rank.number):
-                self.fail(error, rank)
-            elif self.reported is None:  #  the run goes on until the other rank's own error
-                self.reported = error, rank
-        except Unwound:
-            pass
+        except RankCancelled:
+            return
+        if not reports_another(error, rank.number):
+            self.fail(error, rank)
+        elif self._report is None:
+            self._report = error, rank
 
-    def _pass_to(self, rank: Rank | None) -> None:
-        if rank is None:  #  cannot be: who passes the baton on without having finished will be freed or unwound
-            raise AssertionError("the sim lost its baton")
+    def _give_turn(self, rank: VirtualRank | None) -> None:
+        if rank is None:  # impossible: a rank that gives its turn away before it has finished is woken or cancelled later
+            raise AssertionError("no virtual rank can run, but the run has not ended")
         if rank.number != self._current:
             self._switch(self._current, rank.number)
             self._current = rank.number
-        rank.lock.release()
+        rank.turn.release()
 
-    def _next(self) -> Rank | None:
-        """Who runs next; time moves on when nobody can run now. None when all have finished."""
+    def _next(self) -> VirtualRank | None:
+        """The rank that runs next; time moves on if none can run now. None if all have finished."""
         while True:
             if self.failure is not None:
                 return next((rank for rank in self.ranks if not rank.finished), None)
             if self._ready:
                 rank = self.ranks[self._ready.pop()]
-                rank.queued = False
+                rank.wakes = False
                 return rank
             try:
                 if not self._advance():
                     return None
-            except Exception as error:  #  ours or torch's, in moving data: whoever holds the baton is not to blame, and must pass it on
+            except Exception as error:  # ours or torch's, while moving data: not this rank's, which must still pass the turn on
                 self.fail(error)
 
     def _advance(self) -> bool:
-        """Nobody can run now: links are handed out, and time moves to the next event. False when all have finished."""
+        """No rank can run now: messages get their links, and time moves to the next event. False if all ranks have finished."""
         links = self.links
-        if links.asking or links.freed:
+        if links.requests or links.freed:
             links.arbitrate(self.now)
         if self._times:
             self.now = heappop(self._times)
-            for item in self._agenda.pop(self.now):
-                item.happen()
-            self._fruitless = 0
-        elif not self._pollers or self._in_vain():
-            finished = all(rank.finished for rank in self.ranks)
-            if self.reported is not None:
-                self.fail(*self.reported)
-            elif not finished:
-                self.fail(self.last_word() or self.referee.verdict() or self._deadlock())
-            if finished:
+            for event in self._scheduled.pop(self.now):
+                event.fire()
+            self._idle_polls = 0
+        elif not self._pollers or self._polled_too_often():
+            if self._report is not None:
+                self.fail(*self._report)
+            elif all(rank.finished for rank in self.ranks):
                 return False
+            else:
+                self.fail(self.find_misuse() or self.referee.verdict() or self._deadlock())
         for rank in self._pollers:
             self.wake(rank)
         self._pollers.clear()
@@ -325,14 +338,14 @@ class World:
         self._ready, self._woken = self._woken, []
         return True
 
-    def _in_vain(self) -> bool:
-        self._fruitless += 1
-        return self._fruitless > FRUITLESS
+    def _polled_too_often(self) -> bool:
+        self._idle_polls += 1
+        return self._idle_polls > MAX_IDLE_POLLS
 
     def _deadlock(self) -> Exception:
         waits = {rank.number: rank.waiting for rank in self.ranks if rank.waiting is not None and not rank.finished}
-        frames = sys._current_frames()  #  where each is blocked, which may be some lines after where it posted
+        frames = sys._current_frames()  # where each rank is blocked, which may be some lines after its call
         calls = {number: work.call()._replace(where=where(frames.get(self.ranks[number].thread))) for number, work in waits.items()}
         returned = [rank.number for rank in self.ranks if rank.finished]
         error = stuck(calls, lambda call: waits[call.rank].missing(), returned)
-        return error or AssertionError(f"the sim stands still without a deadlock: {calls}")  #  what nobody misses has an end on the agenda
+        return error or AssertionError(f"no virtual rank can run, but none waits for another: {calls}")

@@ -1,12 +1,16 @@
-"""What torch.distributed sees of the sim: a process group whose messages go through the mailbox and whose collectives are meetings.
+"""The process group that torch.distributed uses on the sim: one object per rank and group.
 
-dist.isend(x, 1) ──▶ SimGroup.send ──▶ Mailbox            dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ Meeting
+    dist.isend(x, 1) ──▶ SimGroup.send ──▶ PointToPointGroup             (messages.py)
+    dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ CollectiveWork joins the group's RunningCollective, which starts with the last rank
+    dist.new_group([0, 2]) ──▶ SimGroup.new_group ──▶ NewGroupCall waits for the other members
+
+Which bytes a collective moves, and how long it takes, is in collectives.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,94 +20,55 @@ from parallel101.record.errors import MisuseError
 from parallel101.record.events import Row
 from parallel101.record.signatures import COLLECTIVES, Told, flat
 from parallel101.record.where import caller
-from parallel101.sim.clock import Rank
-from parallel101.sim.collectives import Part, carry_out, check_reduction, duration, parts_of, plan
-from parallel101.sim.messages import Mailbox, Messenger, SendWork, contents, refuse
+from parallel101.sim.clock import VirtualRank, World
+from parallel101.sim.collectives import Buffers, buffers_of, check_reduction, duration, execute, moves_of
+from parallel101.sim.messages import PointToPointGroup, SendWork, UnmatchedMessages, refuse, snapshot
 from parallel101.sim.work import SimWork
 
-if TYPE_CHECKING:
-    from parallel101.sim.clock import World
 
-
-# ── The making of a sub-group on the sim: dist.new_group returns when all members have called it.
-
-
-class Founding:
-    """One rank's part in the making of a sub-group. It waits for all members: where one never comes, that is a deadlock, as on gloo."""
-
-    def __init__(self, group: SimGroup):
-        self.group = group
-        self.where = caller()
-        self.done = False
-        self.come = group.traffic.founded.setdefault((group.torch_name, tuple(group.ranks)), [])
-
-    def wait(self) -> None:
-        world, member = self.group.world, self.group.member
-        world.enter(member)
-        self.come.append(self)
-        if len(self.come) == len(self.group.ranks):
-            world.at(world.now, self)
-        world.wait(member, self)
-
-    def happen(self) -> None:
-        """All have come."""
-        for part in self.come:
-            part.done = True
-            part.group.world.wake(part.group.member)
-        self.come.clear()
-
-    def call(self) -> Call:
-        me = self.group.member.number
-        others = tuple(r for r in self.group.ranks if r != me)
-        return Call(me, "new_group", others, 0, "new_group", 0, 0, (), "", None, None, self.where)
-
-    def missing(self) -> set[int]:
-        return set(self.group.ranks) - {part.group.member.number for part in self.come}
-
-
-class Traffic:
-    """All that is posted in a run and has not ended: messages and collectives; and the groups there are."""
+class SharedState:
+    """What all groups of a run share: the groups themselves, and all messages and collectives that have not ended."""
 
     def __init__(self, world: World, payload_bytes: int):
         self.world = world
         self.payload_bytes = payload_bytes
-        self.mailbox = Mailbox()
-        self.meetings: dict[tuple[str, int], Meeting] = {}
-        self.groups: dict[str, list[int]] = {}
-        self.busy: dict[str, float] = {}  #  until when a group's collectives keep it
-        self.founded: dict[tuple[str, tuple[int, ...]], list[Founding]] = {}
-        world.last_word = self.misused
-
-    def misused(self) -> MisuseError | None:
-        """Nothing goes on any more: is it because the ranks of a collective do not agree?"""
-        return next((verdict for meeting in self.meetings.values() if (verdict := meeting.verdict())), None)
-
-    def unfinished(self) -> list[Row]:
-        """What was posted and has not ended, as events that end now."""
-        under_way = self.world.under_way()
-        matched = [send for send in under_way if isinstance(send, SendWork) and send.receive is not None]
-        rows = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
-        meetings = [*self.meetings.values(), *(item for item in under_way if isinstance(item, Meeting))]
-        parts = [part for meeting in meetings for part in meeting.present.values()]
-        return self.mailbox.unfinished() + rows + [part.row(part.posted) for part in parts]
+        self.unmatched = UnmatchedMessages()
+        self.incomplete: dict[tuple[str, int], RunningCollective] = {}  # collectives that some ranks have not called yet, by (group, seq)
+        self.groups: dict[str, list[int]] = {}  # their ranks, by label
+        self.busy_until: dict[str, float] = {}  # when a group's last collective ends
+        self.new_group_calls: dict[tuple[str, tuple[int, ...]], list[NewGroupCall]] = {}
+        world.find_misuse = self.find_misuse
 
     def label(self, name: str, ranks: list[int]) -> str:
-        """A group's name in the record: torch's, unless other ranks have it already."""
+        """The name of a group in the record: torch's, unless a group of other ranks has it already."""
         if self.groups.setdefault(name, ranks) != ranks:
             name = f"{name} {ranks}"
             self.groups[name] = ranks
         return name
 
+    def find_misuse(self) -> MisuseError | None:
+        """The first incomplete collective in which the ranks do not agree, as an error."""
+        return next((error for collective in self.incomplete.values() if (error := collective.misuse())), None)
 
-class SimGroup(Messenger):
+    def unfinished(self) -> list[Row]:
+        """The events of all that has not ended, as if it ended now."""
+        in_flight = self.world.in_flight()
+        matched = [send for send in in_flight if isinstance(send, SendWork) and send.receive is not None]
+        messages = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
+        collectives = [*self.incomplete.values(), *(item for item in in_flight if isinstance(item, RunningCollective))]
+        works = [work for collective in collectives for work in collective.works.values()]
+        return self.unmatched.rows() + messages + [work.row(work.posted) for work in works]
+
+
+class SimGroup(PointToPointGroup):
     """One rank's view of a group of virtual ranks."""
 
-    def __init__(self, traffic: Traffic, member: Rank, name: str, ranks: Sequence[int], torch_name: str | None = None):
-        label = traffic.label(name, list(ranks))
-        super().__init__(traffic.world, traffic.mailbox, member, label, list(ranks), traffic.payload_bytes)
-        self.traffic = traffic
+    def __init__(self, shared: SharedState, member: VirtualRank, name: str, ranks: Sequence[int], torch_name: str | None = None):
+        label = shared.label(name, list(ranks))
+        super().__init__(shared.world, shared.unmatched, member, label, list(ranks), shared.payload_bytes)
+        self.shared = shared
         self.torch_name = torch_name or name
-        self.posted = 0  #  collectives so far
+        self.posted = 0  # how many collectives the rank has called
 
     def size(self) -> int:
         return len(self.ranks)
@@ -111,7 +76,7 @@ class SimGroup(Messenger):
     def getBackendName(self) -> str:
         return "sim"
 
-    # DDP, FSDP2 and the functional collectives look a group up by its name
+    # DDP, FSDP2 and the functional collectives look up a group by its name.
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self.torch_name
@@ -120,18 +85,18 @@ class SimGroup(Messenger):
         self.torch_name = name
 
     def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, group_desc: str | None = None, **__: Any) -> SimGroup | None:
-        """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
+        """What dist.new_group calls: returns a group of some of the ranks, or None for a rank that is not in it."""
         if self.member.number not in ranks:
             return None
-        group = self.part(ranks, group_name)
+        group = self.sub_group(ranks, group_name)
         if group_desc is not None:
             group._set_group_desc(group_desc)
-        Founding(group).wait()
+        NewGroupCall(group).wait()
         return group
 
-    def part(self, ranks: Sequence[int], name: str) -> SimGroup:
-        """A group of some of the ranks, this one among them."""
-        return SimGroup(self.traffic, self.member, name, ranks)
+    def sub_group(self, ranks: Sequence[int], name: str) -> SimGroup:
+        """A group of some of the ranks, including this one. It does not wait for the others."""
+        return SimGroup(self.shared, self.member, name, ranks)
 
     def shutdown(self) -> None:
         """There is nothing to close."""
@@ -140,11 +105,10 @@ class SimGroup(Messenger):
         """There is nothing to close."""
 
     def set_timeout(self, timeout: Any) -> None:
-        """Wall time has no meaning here."""
-
-    # ---- collectives: one path for all ----
+        """Timeouts are in wall time, which virtual ranks do not have."""
 
     def _collective(self, method: str, *args: Any) -> dist.Work:
+        """One path for all collectives."""
         world, member = self.world, self.member
         world.enter(member)
         where = caller()
@@ -157,39 +121,87 @@ class SimGroup(Messenger):
             check_reduction(told.op, told.tensors)
         if told.root is not None:
             member_at(member.number, spec.kind, told.root, self.ranks)
-        parts = parts_of(method, args, len(self.ranks))
+        buffers = buffers_of(method, args, len(self.ranks))
         self.posted += 1
-        key = (self.label, self.posted)
-        meeting = self.traffic.meetings.setdefault(key, Meeting(self))
-        return meeting.join(CollectiveWork(self, meeting, spec.kind, told, parts, args, where))
+        collective = self.shared.incomplete.setdefault((self.label, self.posted), RunningCollective(self))
+        work = CollectiveWork(self, collective, spec.kind, told, buffers, args, where)
+        collective.join(work)
+        return work
+
+
+def _collective_method(method: str) -> Callable[..., dist.Work]:
+    def call(self: SimGroup, *args: Any, **options: Any) -> dist.Work:
+        return self._collective(method, *args, *options.values())
+
+    call.__name__ = method
+    return call
+
+
+for _method in COLLECTIVES:
+    if _method != "monitored_barrier":
+        setattr(SimGroup, _method, _collective_method(_method))
+
+
+class NewGroupCall:
+    """One rank's call of dist.new_group. It returns when all members have called; if one never does, that is a deadlock, as on gloo."""
+
+    def __init__(self, group: SimGroup):
+        self.group = group
+        self.where = caller()
+        self.done = False
+        self.calls = group.shared.new_group_calls.setdefault((group.torch_name, tuple(group.ranks)), [])  # of all members so far
+
+    def wait(self) -> None:
+        world, member = self.group.world, self.group.member
+        world.enter(member)
+        self.calls.append(self)
+        if len(self.calls) == len(self.group.ranks):
+            world.schedule(world.now, self)
+        world.wait(member, self)
+
+    def fire(self) -> None:
+        """All members have called."""
+        for call in self.calls:
+            call.done = True
+            call.group.world.wake(call.group.member)
+        self.calls.clear()
+
+    def call(self) -> Call:
+        me = self.group.member.number
+        others = tuple(r for r in self.group.ranks if r != me)
+        return Call(me, "new_group", others, 0, "new_group", 0, 0, (), "", None, None, self.where)
+
+    def missing(self) -> set[int]:
+        return set(self.group.ranks) - {call.group.member.number for call in self.calls}
 
 
 class CollectiveWork(SimWork, dist.Work):
-    """One rank's part in a collective."""
+    """One rank's call of a collective."""
 
-    def __init__(self, group: SimGroup, meeting: Meeting, kind: str, told: Told, parts: list[Part], args: Sequence[Any], where: str):
+    def __init__(
+        self, group: SimGroup, collective: RunningCollective, kind: str, told: Told, buffers: list[Buffers], args: Sequence[Any], where: str
+    ):
         super().__init__()
         self.world = group.world
         self.rank = group.member
         self.done = False
         self.future = None
         self.group = group
-        self.meeting = meeting
+        self.collective = collective
         self.kind = kind
         self.told = told
-        self.parts = parts
-        self.args = args  #  keeps the tensors alive
+        self.buffers = buffers
+        self.args = args  # keeps the tensors alive
         self.where = where
         self.posted = self.world.now
         self.seq = group.posted
         self.payload: list | None = None
         if told.nbytes <= group.payload_bytes:
             self.payload = [value for tensor in told.tensors for value in tensor.detach().reshape(-1).tolist()]
-        self.given = [(tensor, contents(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
+        self.snapshots = [(tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
 
     def result(self) -> list[torch.Tensor]:
-        outputs = COLLECTIVES_OUTPUT.get(self.kind, 0)
-        return flat(self.args[outputs]) if self.args and outputs is not None else []
+        return [] if self.kind == "barrier" or not self.args else flat(self.args[0])  # the outputs are always the first argument
 
     @property
     def root(self) -> int | None:
@@ -203,110 +215,96 @@ class CollectiveWork(SimWork, dist.Work):
             dtype=told.dtype, op=told.op, root=self.root, where=self.where,
         )  # fmt: skip
 
+    def missing(self) -> set[int]:
+        return set(self.group.ranks) - set(self.collective.works)
+
     def row(self, started: float) -> Row:
-        """Its event, if it ended now."""
+        """Its event, as if it ended now."""
         call, told, group = self.call(), self.told, self.group
-        if self.kind == "all_to_all" and len(told.tensors) == 1:  # its shape need not be the other ranks', and is not compared
+        if self.kind == "all_to_all" and len(told.tensors) == 1:  # its shapes may differ between ranks, so `told` has none to compare
             call = call._replace(shape=tuple(told.tensors[0].shape))
         event_group = self.world.event_groups.of(group.label, group.ranks, group.group_desc, None)
         posted, now = self.posted, self.world.now
         return tuple(call.event(event_group, peer=self.root, posted=posted, start=started, end=now, payload=self.payload))
 
     def changed(self) -> bool:
-        """Whether what the rank put in is no longer what it was when it did."""
-        return any(contents(t.data_ptr(), t.nbytes) != seen for t, seen in self.given)
-
-    def missing(self) -> set[int]:
-        return set(self.group.ranks) - set(self.meeting.present)
+        """Whether the rank has changed its input tensors since its call."""
+        return any(snapshot(tensor.data_ptr(), tensor.nbytes) != before for tensor, before in self.snapshots)
 
 
-COLLECTIVES_OUTPUT: dict[str, int | None] = {"barrier": None}  #  the outputs are the first argument of every other
-
-
-class Meeting:
-    """A collective: its members come one by one; when the last has come it takes its time, and then all have the result."""
+class RunningCollective:
+    """One collective of a group. It starts when the last rank has called it, and when its time is over, all ranks have the result."""
 
     def __init__(self, group: SimGroup):
-        self.group = group
-        self.present: dict[int, CollectiveWork] = {}  #  by rank of the world
+        self.group = group  # any member's view of it
+        self.works: dict[int, CollectiveWork] = {}  # by rank of the world
         self.agreed = True
         self.started = 0.0
 
-    def join(self, work: CollectiveWork) -> CollectiveWork:
-        first = next(iter(self.present.values()), work)
-        self.present[work.rank.number] = work
+    def join(self, work: CollectiveWork) -> None:
+        """One more rank calls it. Raises MisuseError in the last one if the ranks' calls do not agree."""
+        first = next(iter(self.works.values()), work)
+        self.works[work.rank.number] = work
         if work is not first and disagreement(first.call(), work.call()):
             self.agreed = False
-        if len(self.present) == len(self.group.ranks):
-            world = self.group.world
-            del self.group.traffic.meetings[self.group.label, work.seq]
-            if not self.agreed:
-                error = self.verdict()
-                assert error is not None
+        if len(self.works) == len(self.group.ranks):
+            world, shared, label = self.group.world, self.group.shared, self.group.label
+            del shared.incomplete[label, work.seq]
+            if (error := self.misuse()) is not None:
                 world.fail(error)
                 raise error
-            busy, label = self.group.traffic.busy, self.group.label
-            self.started = max(
-                world.now, busy.get(label, 0.0)
-            )  #  a group's collectives end in order, as on NCCL's stream and gloo's threads
-            nbytes = max(member.told.nbytes for member in self.present.values())
-            busy[label] = self.started + duration(work.kind, self.group.ranks, nbytes, world.route)
-            world.at(busy[label], self)
-        return work
+            # The collectives of a group run one after the other, as on NCCL's stream and gloo's threads.
+            self.started = max(world.now, shared.busy_until.get(label, 0.0))
+            nbytes = max(work.told.nbytes for work in self.works.values())
+            shared.busy_until[label] = self.started + duration(work.kind, self.group.ranks, nbytes, world.route)
+            world.schedule(shared.busy_until[label], self)
 
-    def verdict(self) -> MisuseError | None:
-        """Which rank does not agree with the others, once it is known that one does not."""
+    def misuse(self) -> MisuseError | None:
+        """An error that names the rank whose call differs from the others; None if they agree so far."""
         if self.agreed:
             return None
         referee = Referee()
-        referee.suspects = [work.call() for work in self.present.values()]
+        referee.suspects = [work.call() for work in self.works.values()]
         return referee.verdict()
 
-    def happen(self) -> None:
-        """Its time is over."""
-        members = [self.present[rank] for rank in self.group.ranks]
+    def fire(self) -> None:
+        """Its time is over: all ranks get their results."""
+        works = [self.works[rank] for rank in self.group.ranks]
         world = self.group.world
-        world.on_main_thread(lambda: self._move(members))
+        world.on_main_thread(lambda: self._move(works))
         if world.failure is not None:
             return
-        for work in members:
+        for work in works:
             world.events.append(work.row(self.started))
             work.finish()
 
     @torch.no_grad()
-    def _move(self, members: list[CollectiveWork]) -> None:
+    def _move(self, works: list[CollectiveWork]) -> None:
         world = self.group.world
-        for work in members:
+        for work in works:
             if work.changed():
                 me = work.rank.number
-                world.fail(MisuseError(f"rank {me} changed a tensor between its {work.call().brief} and the wait for it: wait first", me))
+                world.fail(
+                    MisuseError(
+                        f"rank {me} changed a tensor that it gave to its {work.kind}, before its wait(): {work.call().brief}. "
+                        "Call wait() first, or give it a clone.",
+                        me,
+                    )
+                )
                 return
-        first = members[0]
-        for part in zip(*(work.parts for work in members), strict=True):
-            moves = plan(first.kind, part, first.told.root)
-            for me, (goal, sources) in moves:
-                if any(source.nbytes != goal.nbytes for source in sources):
-                    other = next(source for source in sources if source.nbytes != goal.nbytes)
-                    rank = members[me].rank.number
+        first = works[0]
+        for buffers in zip(*(work.buffers for work in works), strict=True):
+            moves = moves_of(first.kind, buffers, first.told.root)
+            for position, output, inputs in moves:
+                wrong = next((given for given in inputs if given.nbytes != output.nbytes), None)
+                if wrong is not None:
+                    work = works[position]
                     world.fail(
                         MisuseError(
-                            f"rank {rank} expects {goal.nbytes} bytes of a rank that gives {other.nbytes}: {members[me].call().brief}. "
-                            "Tensor and split sizes must fit each other on all ranks.",
-                            rank,
+                            f"rank {work.rank.number} expects {output.nbytes} bytes from a rank that gives it {wrong.nbytes}: "
+                            f"{work.call().brief}. Tensor sizes and split sizes must match on all ranks.",
+                            work.rank.number,
                         )
                     )
                     return
-            carry_out(moves, first.told.op)
-
-
-def _passing(method: str) -> Callable[..., dist.Work]:
-    def call(self: SimGroup, *args: Any, **options: Any) -> dist.Work:
-        return self._collective(method, *args, *options.values())
-
-    call.__name__ = method
-    return call
-
-
-for _method in COLLECTIVES:
-    if _method != "monitored_barrier":
-        setattr(SimGroup, _method, _passing(_method))
+            execute(moves, first.told.op)

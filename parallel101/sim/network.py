@@ -1,10 +1,11 @@
-"""The network between virtual ranks, as data: how long a message takes, and which links it occupies meanwhile.
+"""The network between virtual ranks: how long a message takes, which links it occupies, and in which order messages get those links.
 
-    switch     rank ──way out──▶ ( switch ) ──way in──▶ rank          one message each way at a time
-    ring       rank ──link──▶ rank ──link──▶ rank                     a torus has such a ring along every axis
-    two level  rank ──▶ ( node ) ──slow way out──▶ ( switch ) ──slow way in──▶ ( node ) ──▶ rank
+    switch     rank ──link out──▶ ( switch ) ──link in──▶ rank          each link carries one message at a time
+    ring       rank ──link──▶ rank ──link──▶ rank                       a torus has such a ring along every axis
+    two level  rank ──▶ ( node ) ──slow link──▶ ( switch ) ──slow link──▶ ( node ) ──▶ rank
 
-A message takes latency + bytes / bandwidth once it has its links. Two messages that want one link take turns.
+Once a message has its links, it takes latency + bytes / bandwidth. Messages that need the same link take turns, first come first served.
+This file has only the times; messages.py moves the bytes. torch's own collectives do not use the links: their times are in collectives.py.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ from typing import NamedTuple, Protocol
 
 
 class Route(NamedTuple):
-    """How a message travels: its speed, and the links it holds. Links are numbered."""
+    """How a message travels: its speed, and the links it occupies. Links are numbers."""
 
-    latency: float  #  seconds
-    bandwidth: float  #  bytes a second
-    stages: tuple[tuple[int, ...], ...]  #  one after the other; the links of a stage are taken together. Empty: to oneself, at once
+    latency: float  # seconds
+    bandwidth: float  # bytes per second
+    hops: tuple[tuple[int, ...], ...]  # one after the other; the links of one hop are taken together. Empty: a message to oneself
 
 
 Router = Callable[[int, int], Route]
 
 
+# ── Topologies: which links there are, and which of them lie between two ranks
+
+
 class Topology(Protocol):
-    """What the links are, apart from their speed."""
+    """Which links there are, apart from their speed."""
 
     def router(self, network: Network, world_size: int) -> Router: ...
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Every rank has one way out and one way in; between them there is room for all."""
+    """Every rank has one outgoing and one incoming link. The switch between them is never busy."""
 
     def router(self, network: Network, world_size: int) -> Router:
         def route(src: int, dst: int) -> Route:
@@ -47,28 +51,30 @@ class Switch:
 
 @dataclass(frozen=True)
 class Torus:
-    """Ranks in a box, the last axis running fastest, each axis closed to a ring. A ring is a torus of one axis.
+    """Ranks on a grid whose axes are closed to rings; the last axis runs fastest. A ring is a torus with one axis.
 
-    A message goes along the first axis until it stands right, then along the second, and so on (dimension-ordered routing, Dally and
-    Seitz 1987), the shorter way round where links go both ways. Exactly half way round, a source with an even coordinate goes up and
-    one with an odd coordinate goes down, so that both directions carry half.
+    A message travels along the first axis until its coordinate is right, then along the second, and so on (dimension-ordered routing,
+    Dally and Seitz 1987). If links go both ways, it takes the shorter way round. If both ways are equally long, a source with an even
+    coordinate goes up and one with an odd coordinate goes down, so that both directions carry half.
 
-    Its links are handed to it one after the other: the head of the message asks for the next link when it gets one, and does not wait
-    for the tail (virtual cut-through, Kermani and Kleinrock 1979). Each link is held for latency + bytes/bandwidth from when it was
-    granted, first come first served; so a message alone takes latency + bytes/bandwidth however far it goes.
+    A message gets its links one after the other: its head asks for the next link as soon as it has one, and does not wait for its tail
+    (virtual cut-through, Kermani and Kleinrock 1979). It holds each link for latency + bytes / bandwidth. So a message that meets no other
+    takes latency + bytes / bandwidth, however far it goes.
     """
 
-    shape: tuple[int, ...] | None  #  ranks along each axis; None: a ring of all ranks
+    shape: tuple[int, ...] | None  # ranks along each axis; None: one ring of all ranks
     bidirectional: bool = True
 
     def router(self, network: Network, world_size: int) -> Router:
         shape = self.shape or (world_size,)
         if math.prod(shape) != world_size:
-            raise ValueError(f"a torus of shape {shape} has {math.prod(shape)} ranks, and this run has {world_size}: they must be as many")
+            raise ValueError(
+                f"a torus of shape {shape} has {math.prod(shape)} ranks, but this run has {world_size}. Change the shape or world_size"
+            )
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
         def route(src: int, dst: int) -> Route:
-            stages, here = [], src
+            hops, here = [], src
             for axis, (n, stride) in enumerate(zip(shape, strides, strict=True)):
                 start, goal = src // stride % n, dst // stride % n
                 ahead = (goal - start) % n
@@ -76,19 +82,19 @@ class Torus:
                 for hop in range(ahead if up else n - ahead):
                     at = (start + hop if up else start - hop) % n
                     here += (at - here // stride % n) * stride
-                    stages.append(((2 * axis + (not up)) * world_size + here,))
+                    hops.append(((2 * axis + (not up)) * world_size + here,))
                 here += (goal - here // stride % n) * stride
-            return Route(network.latency, network.bandwidth, tuple(stages))
+            return Route(network.latency, network.bandwidth, tuple(hops))
 
         return route
 
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """Nodes of `ranks_per_node` ranks: a fast switch inside each; between nodes, all ranks of a node share one way out and one way in.
+    """Nodes of `ranks_per_node` ranks. Each node has a fast switch inside, and one outgoing and one incoming link to the other nodes.
 
-    The network's own latency and bandwidth are those between nodes. A rank's fast ways stay free while it talks to another node.
-    Where ranks_per_node does not divide the world size the last node is smaller.
+    The network's own latency and bandwidth are those between nodes; all ranks of a node share that link. A message to another node does
+    not occupy the rank's links inside its node. If `ranks_per_node` does not divide the world size, the last node is smaller.
     """
 
     ranks_per_node: int
@@ -110,13 +116,13 @@ class Network:
     """The network of a run on the sim backend.
 
     Args:
-        latency: seconds a message takes besides its bytes.
-        bandwidth: bytes a second of a link; `math.inf` lets bytes cost nothing.
-        eager: messages of at most so many bytes start without waiting for their receive to be posted; 0: none does (as on gloo).
+        latency: seconds that a message takes in addition to bytes / bandwidth.
+        bandwidth: bytes per second of a link; with `math.inf`, bytes take no time.
+        eager: messages of at most this many bytes start before their receive is posted; with 0 none does, as on gloo.
         topology: `Switch()`, or what `Network.ring`, `Network.torus` and `Network.two_level` put here.
 
-    The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. `Network(latency=1.0, bandwidth=math.inf)` makes a
-    run's makespan its number of steps, `Network(latency=0.0, bandwidth=1.0)` the bytes on its longest chain.
+    The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With `Network(latency=1.0, bandwidth=math.inf)` a run's
+    makespan is its number of steps. With `Network(latency=0.0, bandwidth=1.0)` it is the number of bytes on the critical path.
     """
 
     latency: float = 5e-6
@@ -128,23 +134,28 @@ class Network:
         _check_latency("latency", self.latency)
         _check_bandwidth("bandwidth", self.bandwidth)
         if not _is_number(self.eager) or not self.eager >= 0:
-            raise ValueError(f"eager is the size in bytes up to which messages go ahead of their receive, 0 or more; got {self.eager!r}")
+            raise ValueError(
+                f"eager must be a size in bytes, 0 or more: messages up to it do not wait for their receive; got {self.eager!r}"
+            )
         topology: object = self.topology
         if isinstance(topology, Network) or not hasattr(topology, "router"):
-            raise ValueError(f"another topology is Network.ring(…), Network.torus(…) or Network.two_level(…); got {self.topology!r}")
+            raise ValueError(
+                "topology must be a topology; got "
+                f"{self.topology!r}. For other networks call Network.ring(…), Network.torus(…) or Network.two_level(…)"
+            )
 
     @classmethod
     def ring(cls, *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0) -> Network:
-        """Every rank has a link to its right neighbour and, where bidirectional, one to its left neighbour as well."""
+        """Every rank has a link to its right neighbour and, if `bidirectional`, one to its left neighbour too."""
         return cls(latency, bandwidth, eager, Torus(None, _checked_flag(bidirectional)))
 
     @classmethod
     def torus(
         cls, shape: Sequence[int], *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0
     ) -> Network:
-        """A ring along each axis of `shape`, whose product is the world size; the last axis runs fastest, as in a DeviceMesh."""
+        """A ring along each axis of `shape`. Its product is the world size; the last axis runs fastest, as in a DeviceMesh."""
         if not isinstance(shape, Sequence) or not shape or not all(type(n) is int and n >= 1 for n in shape):
-            raise ValueError(f"the shape of a torus is a tuple of axis lengths, each an int of 1 or more, such as (4, 4); got {shape!r}")
+            raise ValueError(f"shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); got {shape!r}")
         return cls(latency, bandwidth, eager, Torus(tuple(shape), _checked_flag(bidirectional)))
 
     @classmethod
@@ -158,16 +169,16 @@ class Network:
         inside_bandwidth: float = 450e9,
         eager: float = 0,
     ) -> Network:
-        """Nodes of `ranks_per_node` ranks. `latency` and `bandwidth` are those between nodes (all ranks of a node share them), the
-        others those inside a node, by default about NVLink's of 450 GB/s each way."""
+        """Nodes of `ranks_per_node` ranks. `latency` and `bandwidth` are those between nodes, shared by all ranks of a node.
+        `inside_latency` and `inside_bandwidth` are those inside a node, by default about NVLink's 450 GB/s each way."""
         if type(ranks_per_node) is not int or ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node is an int of 1 or more; got {ranks_per_node!r}")
+            raise ValueError(f"ranks_per_node must be an int of 1 or more; got {ranks_per_node!r}")
         _check_latency("inside_latency", inside_latency)
         _check_bandwidth("inside_bandwidth", inside_bandwidth)
         return cls(latency, bandwidth, eager, TwoLevel(ranks_per_node, inside_latency, inside_bandwidth))
 
     def router(self, world_size: int) -> Router:
-        """How messages go among `world_size` ranks. Raises ValueError where the topology has another number of ranks."""
+        """The route between any two of `world_size` ranks. Raises ValueError if the topology needs another number of ranks."""
         between = self.topology.router(self, world_size)
 
         @functools.lru_cache(maxsize=1 << 16)
@@ -179,7 +190,7 @@ class Network:
 
 def _checked_flag(bidirectional: object) -> bool:
     if not isinstance(bidirectional, bool):
-        raise ValueError(f"bidirectional is True or False; got {bidirectional!r}")
+        raise ValueError(f"bidirectional must be True or False; got {bidirectional!r}")
     return bidirectional
 
 
@@ -189,108 +200,108 @@ def _is_number(value: object) -> bool:
 
 def _check_latency(name: str, value: float) -> None:
     if not _is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is in seconds, a finite number of 0 or more; got {value!r}")
+        raise ValueError(f"{name} must be a finite number of seconds, 0 or more; got {value!r}")
 
 
 def _check_bandwidth(name: str, value: float) -> None:
     if not _is_number(value) or not value > 0:
-        raise ValueError(f"{name} is in bytes a second, more than 0 (math.inf: bytes cost nothing); got {value!r}")
+        raise ValueError(f"{name} must be in bytes per second, more than 0 (with math.inf, bytes take no time); got {value!r}")
 
 
-# ── The links of the sim's network, and who gets them: first come, first served, and never two messages on one link.
+# ── Arbitration: first come, first served, and never two messages on one link
 
 
-class Happening(Protocol):
-    """Something with a time: the end of a message, of a collective, of a rank's compute."""
+class TimedEvent(Protocol):
+    """Something that happens at a scheduled time: the end of a message or of a collective, or a rank's clock reaching its time."""
 
-    def happen(self) -> None: ...
+    def fire(self) -> None: ...
 
 
-class Transfer(Happening, Protocol):
+class Transfer(TimedEvent, Protocol):
     """A message as the links see it."""
 
-    stages: tuple[tuple[int, ...], ...]
-    duration: float  #  how long it holds each of its links, in seconds
+    hops: tuple[tuple[int, ...], ...]
+    duration: float  # how long it holds each of its links, in seconds
 
     def start(self, now: float) -> None: ...
 
 
-# (time of asking, sender's order, sender, unique number, message, stage, the link where it was parked or -1)
+# (time of the request, sender's order, sender, unique number, message, hop, the link at which it queued before or -1)
 Request = tuple[float, int, int, int, Transfer, int, int]
 
 
 class Links:
-    """Which links are taken, and who waits for each."""
+    """Which links are busy, and which messages queue for each."""
 
-    def __init__(self, at: Callable[[float, Happening], None]):
-        self.at = at  #  at(time, item): calls item.happen() then
-        self.asking: list[Request] = []
+    def __init__(self, schedule: Callable[[float, TimedEvent], None]):
+        self.schedule = schedule  # schedule(time, event): event.fire() is called at that time
+        self.requests: list[Request] = []
         self.freed: list[int] = []
-        self.taken: set[int] = set()
-        self.parked: dict[int, list[Request]] = {}
+        self.busy: set[int] = set()
+        self.queues: dict[int, list[Request]] = {}
 
-    def ask(self, now: float, order: int, sender: int, number: int, message: Transfer) -> None:
-        """A message is ready to start: it asks for the links of its first stage."""
-        self.asking.append((now, order, sender, number, message, 0, -1))
+    def request(self, now: float, order: int, sender: int, number: int, message: Transfer) -> None:
+        """A message is ready to start: it asks for the links of its first hop."""
+        self.requests.append((now, order, sender, number, message, 0, -1))
 
     def waiting(self) -> list[Transfer]:
-        """The messages that have not got all of their links yet."""
-        return [request[4] for requests in (self.asking, *self.parked.values()) for request in requests]
+        """The messages that do not have all of their links yet."""
+        return [request[4] for requests in (self.requests, *self.queues.values()) for request in requests]
 
-    def free(self, stage: tuple[int, ...]) -> None:
-        """The links of a stage have been held for as long as they had to be."""
-        for link in stage:
-            self.taken.discard(link)
-            if link in self.parked:
+    def free(self, hop: tuple[int, ...]) -> None:
+        """A message has left the links of a hop."""
+        for link in hop:
+            self.busy.discard(link)
+            if link in self.queues:
                 self.freed.append(link)
 
     def arbitrate(self, now: float) -> None:
-        """Hand out what is free, in order; a message that got a link of its path asks for the next one at once."""
-        waiting, self.asking = self.asking, []
+        """Give the free links to messages, in order. A message that got the links of a hop asks for those of the next hop at once."""
+        waiting, self.requests = self.requests, []
         freed, self.freed = self.freed, []
         waiting.sort(reverse=True)
-        more: list[Request] = []  #  those that come to ask while we are at it
+        more: list[Request] = []  # requests that come up during this call
         for link in freed:
-            self._unpark(link, more)
+            self._take_from_queue(link, more)
         heapify(more)
-        taken = self.taken
+        busy = self.busy
         while waiting or more:
             request = heappop(more) if more and (not waiting or more[0] < waiting[-1]) else waiting.pop()
-            _, order, sender, number, message, place, parked_at = request
-            stages = message.stages
-            stage = stages[place] if stages else ()
-            for link in stage:
-                if link in taken:
-                    heappush(self.parked.setdefault(link, []), (*request[:6], link))
-                    if parked_at >= 0 and parked_at not in taken:
-                        self._unpark(parked_at, more)  #  it had its turn there, and the next in that queue has one too
+            _, order, sender, number, message, place, queued_at = request
+            hops = message.hops
+            hop = hops[place] if hops else ()
+            for link in hop:
+                if link in busy:
+                    heappush(self.queues.setdefault(link, []), (*request[:6], link))
+                    if queued_at >= 0 and queued_at not in busy:
+                        self._take_from_queue(queued_at, more)  # it could not use that link, so the next in the queue may
                     break
             else:
-                taken.update(stage)
+                busy.update(hop)
                 if place == 0:
                     message.start(now)
-                if place + 1 >= len(stages):
-                    self.at(now + message.duration, message)
+                if place + 1 >= len(hops):
+                    self.schedule(now + message.duration, message)
                 else:
-                    self.at(now + message.duration, _Passed(self, stage))
+                    self.schedule(now + message.duration, _LinkRelease(self, hop))
                     heappush(more, (now, order, sender, number, message, place + 1, -1))
 
-    def _unpark(self, link: int, into: list[Request]) -> None:
-        queue = self.parked.get(link)
+    def _take_from_queue(self, link: int, into: list[Request]) -> None:
+        queue = self.queues.get(link)
         if queue:
             heappush(into, heappop(queue))
         if queue is not None and not queue:
-            del self.parked[link]
+            del self.queues[link]
 
 
-class _Passed:
-    """The tail of a message has passed a link in the middle of its path."""
+class _LinkRelease:
+    """The tail of a message leaves a link in the middle of its path."""
 
-    __slots__ = ("links", "stage")
+    __slots__ = ("hop", "links")
 
-    def __init__(self, links: Links, stage: tuple[int, ...]):
+    def __init__(self, links: Links, hop: tuple[int, ...]):
         self.links = links
-        self.stage = stage
+        self.hop = hop
 
-    def happen(self) -> None:
-        self.links.free(self.stage)
+    def fire(self) -> None:
+        self.links.free(self.hop)

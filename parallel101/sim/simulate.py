@@ -1,10 +1,16 @@
-"""backend="sim": the same torch.distributed program on virtual ranks, in one process, on a virtual clock.
+"""backend="sim": runs a torch.distributed program on virtual ranks, in one process, on a virtual clock.
 
-    sim_clock        whose turn it is, and what time it is             network, sim_links    how long a message takes, and who gets a link
-    sim_mailbox, sim_messages, sim_work     sends and receives         sim_group             what torch.distributed sees
-    sim_collectives  torch's own collectives                           sim_random            each rank its own random numbers
+    clock.py            which rank runs, and what time it is
+    network.py          how long a message takes, which links it occupies, and which message gets them first
+    messages.py         sends and receives
+    work.py             what isend, irecv and async collectives return
+    group.py            the process group that torch.distributed uses, and how ranks wait for each other in its collectives
+    collectives.py      which bytes torch's own collectives move, and how long they take
+    random_states.py    the random numbers of each rank
 
-A message starts when its send and its receive are both posted and its links are free, and holds them for latency + bytes/bandwidth.
+A message starts when its send and its receive are both posted and its links are free. It occupies them for latency + bytes / bandwidth.
+This file sets up the process for virtual ranks, and restores it afterwards. The process itself, and what ranks print, is in
+ranks/simworker.py.
 """
 
 from __future__ import annotations
@@ -16,34 +22,34 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  #  now: its functions' default is the default group at its import, and no rank's is right for the others
+import torch.distributed.nn  # now: its functions take the default group at import as their default; a rank's group would suit no other rank
 
 from parallel101.record import torch_private
 from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.events import Row
 from parallel101.sim.clock import World
-from parallel101.sim.group import SimGroup, Traffic
+from parallel101.sim.group import SharedState, SimGroup
 from parallel101.sim.network import Network
 from parallel101.sim.random_states import RandomStates
-from parallel101.sim.work import meanwhile, until
+from parallel101.sim.work import poll_future, wait_for_future
 
-STACK = 2 << 20  #  bytes of stack a rank's thread may use; what it does not touch costs nothing
+STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
 
 
 @dataclass
-class Outcome:
-    """What a simulation came to. Virtual times are in seconds from its start."""
+class SimResult:
+    """The result of a simulation. Virtual times are in seconds from its start."""
 
-    results: list[Any]  #  what each rank returned; None where it did not come to that
-    errors: dict[int, BaseException]  #  the exception of the rank that failed first, in virtual time
+    results: list[Any]  # what each rank returned; None if it did not return
     events: list[Row]
-    unfinished: list[Row]  #  of a run that failed: what was posted and had not ended
-    error: DeadlockError | MisuseError | None = field(default=None)
+    unfinished: list[Row]  # of a failed run: the events of what was posted and had not ended
+    error: BaseException | None  # a DeadlockError, a MisuseError, or the exception of the rank that failed first in virtual time
+    failed_rank: int | None  # the rank that raised `error`; None for a DeadlockError or a MisuseError
 
 
 def simulate(
@@ -52,40 +58,40 @@ def simulate(
     network: Network | None = None,
     *,
     payload_bytes: int = 0,
-    watched_by: Callable[[Traffic], None] = lambda _: None,
-) -> Outcome:
-    """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised, and say what happened.
+    on_start: Callable[[SharedState], None] = lambda _: None,
+) -> SimResult:
+    """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
 
     Args:
-        rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors; anything it shares with other ranks
-            through Python objects is its own affair, as all ranks live in this process (in turns, never at once).
+        rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors. All ranks are threads of this process
+            (one runs at a time), so what they share through Python objects is shared.
         world_size: how many virtual ranks.
         network: what lies between them; None: `Network()`.
-        payload_bytes: events keep the values of messages of up to so many bytes.
-        watched_by: is given the run's traffic before it begins, to look at it meanwhile from another thread.
+        payload_bytes: events keep the values of messages of up to this many bytes.
+        on_start: called with the run's state before it begins, so that another thread can look at it during the run.
 
-    While it runs, torch.distributed, the random generators and the default dtype of this process are the ranks'; they are given back
-    at the end. Other settings that torch keeps a process (such as use_deterministic_algorithms) are common to all ranks.
+    During the run, torch.distributed, the random generators and the default dtype of this process belong to the ranks; they are restored
+    at the end. Other settings that torch keeps per process (such as use_deterministic_algorithms) are common to all ranks.
     """
     if world_size < 1:
-        raise ValueError(f"world_size is a number of ranks, 1 or more; got {world_size!r}")
+        raise ValueError(f"world_size must be a number of ranks, 1 or more; got {world_size!r}")
     network = Network() if network is None else network
-    views = [torch_private.RankWorld() for _ in range(world_size)]
+    torch_worlds = [torch_private.RankWorld() for _ in range(world_size)]
     random_states: RandomStates | None = None
 
     def switch(old: int, new: int) -> None:
-        torch_private.use_world(views[new])
+        torch_private.use_world(torch_worlds[new])
         assert random_states is not None
         random_states.switch(old, new)
 
     world = World(world_size, network, switch)
-    traffic = Traffic(world, payload_bytes)
-    watched_by(traffic)
+    shared = SharedState(world, payload_bytes)
+    on_start(shared)
     store = dist.HashStore()
 
     def main(number: int) -> Any:
-        group = SimGroup(traffic, world.ranks[number], "world", range(world_size), "0")
-        views[number].add_default(group, "0", "sim", store, world_size)
+        group = SimGroup(shared, world.ranks[number], "world", range(world_size), "0")
+        torch_worlds[number].add_default(group, "0", "sim", store, world_size)
         try:
             return rank_main(number)
         finally:
@@ -93,14 +99,14 @@ def simulate(
 
     if not hasattr(dist.Backend, "SIM"):
         dist.Backend.register_backend("sim", _sub_group, extended_api=True, devices=["cpu"])
-    stack, threads, collector = threading.stack_size(STACK), torch.get_num_threads(), gc.get_threshold()
-    torch.set_num_threads(1)  #  a pool of threads for each of hundreds of ranks would be too many
-    gc.set_threshold(collector[0] * world_size, *collector[1:])  #  as seldom as if each rank had a process, and a collector, of its own
+    stack, threads, collector = threading.stack_size(STACK_BYTES), torch.get_num_threads(), gc.get_threshold()
+    torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
+    gc.set_threshold(collector[0] * world_size, *collector[1:])  # as rarely as if each rank had its own process and collector
     random_states = RandomStates(world_size)
-    before = torch_private.use_world(views[0])
+    before = torch_private.use_world(torch_worlds[0])
     torch_private.name_groups_by_thread(True)
     try:
-        with on_one_core(), torch_private.ahead_of_futures(until, meanwhile):
+        with on_one_core(), torch_private.ahead_of_futures(wait_for_future, poll_future):
             results = world.run(main)
     finally:
         torch_private.name_groups_by_thread(False)
@@ -109,34 +115,32 @@ def simulate(
         gc.set_threshold(*collector)
         torch.set_num_threads(threads)
         threading.stack_size(stack)
-    outcome = Outcome(results, {}, world.events, traffic.unfinished() if world.failure is not None else [])
-    if isinstance(world.failure, DeadlockError | MisuseError):
-        outcome.error = world.failure
-    elif world.failure is not None:
-        outcome.errors[world.failed_rank or 0] = world.failure
-    return outcome
+    error = world.failure
+    unfinished = [] if error is None else shared.unfinished()
+    of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
+    return SimResult(results, world.events, unfinished, error, (world.failed_rank or 0) if of_one_rank else None)
 
 
 def _sub_group(options: Any, _: Any = None) -> SimGroup:
     """What dist.new_group calls in torch versions that do not ask the default group (torch 2.13 does)."""
     world = dist.group.WORLD
     if not isinstance(world, SimGroup):
-        raise RuntimeError("virtual ranks are made by parallel101.launch(..., backend='sim'), not by init_process_group")
-    return world.part(options.global_ranks_in_group, options.group_id)
-
-
-# ── One core for all virtual ranks: only one runs at a time, and to pass the baton from core to core costs three times as much.
+        raise RuntimeError("backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., backend='sim')")
+    return world.sub_group(options.global_ranks_in_group, options.group_id)
 
 
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keep this thread, and those it starts meanwhile, on the core it is on, as batch work. Afterwards it is as it was."""
+    """Keep this thread, and the threads that it starts inside, on its present core, with batch scheduling (Linux only).
+
+    Only one virtual rank runs at a time, and waking a thread on another core takes three times as long as on the same one.
+    """
     if sys.platform != "linux":
         yield
         return
     cores, policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
     try:
-        with contextlib.suppress(OSError, AttributeError):  #  a container may forbid either: it is slower then, and nothing else
+        with contextlib.suppress(OSError, AttributeError):  # a container may forbid either; the run is only slower then
             here = ctypes.CDLL(None).sched_getcpu()
             if here in cores:
                 os.sched_setaffinity(0, {here})

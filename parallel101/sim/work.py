@@ -1,4 +1,7 @@
-"""What isend, irecv and the async collectives return on the sim: to wait for it is to let virtual time pass."""
+"""What isend, irecv and async collectives return on the sim: a dist.Work whose wait() lets virtual time pass, and its torch future.
+
+A message's work is in messages.py, a collective's in group.py. This file has what they share.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
 from parallel101.record.spans import recorder
-from parallel101.sim.clock import Rank, World
+from parallel101.sim.clock import VirtualRank, World
 
 if TYPE_CHECKING:
     _Work = dist.Work
@@ -20,30 +23,30 @@ else:
 
 
 class SimWork(_Work):
-    """A message or a collective as one rank sees it. Whoever makes one sets all of it.
+    """A message or a collective as one rank sees it. Its subclasses set all of these attributes.
 
-    It passes for a dist.Work. Of C++'s own making is only a collective's, which C++ may be given: to make one, and to find it again
-    whenever it is used, takes C++ longer than all that is done with a message here.
+    It passes for a dist.Work, but only a collective's is a C++ object, because C++ code may receive it. C++ takes longer to make one,
+    and to find its Python side at each use, than the sim needs for a whole message.
     """
 
     __slots__ = ()
     world: World
-    rank: Rank
+    rank: VirtualRank
     done: bool
     future: SimFuture | None
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  #  what isinstance asks
+    def __class__(self) -> type:  # what isinstance() asks
         return dist.Work
 
     def wait(self, timeout: object = None) -> bool:
-        """Block this rank until the work is done. A time limit in wall time has no meaning here."""
+        """Block this rank until the work is done. A timeout has no effect: virtual ranks have no wall time."""
         if not self.done:
             self.world.wait(self.rank, self)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done. Asked in vain twice at one moment of virtual time, it lets time pass to the next event."""
+        """Whether it is done. If a rank asks twice at the same virtual time, time moves to the next event."""
         if not self.done:
             self.world.poll(self.rank, self)
         return self.done
@@ -64,29 +67,30 @@ class SimWork(_Work):
         if self.future is None:
             self.future = SimFuture(self)
             if self.done:
-                self.settle()
+                self.set_future()
             else:
-                self.rank.promised.append(self)
+                self.rank.unfinished_futures.append(self)
                 torch_private.after_backward(self.wait)
         return self.future
 
     def finish(self) -> None:
-        """It is done: whoever waits for it can go on."""
+        """The work is done: wake the rank that waits for it."""
         self.done = True
         rank = self.rank
         if self.future is not None:
-            rank.promised.remove(self)
-            rank.futures.append(self)
+            rank.unfinished_futures.remove(self)
+            rank.finished_futures.append(self)
             self.world.wake(rank)
         elif rank.waiting is self:
             self.world.wake(rank)
 
-    def settle(self) -> None:
-        """Tell the future, on the rank's own thread."""
+    def set_future(self) -> None:
+        """Set the future's result, on the rank's own thread."""
         if self.future is not None:
             self.future.set_result(self.result())
 
-    # what a deadlock's report asks
+    # ---- what the report of a deadlock needs: see Waitable ----
+
     def call(self) -> Call:
         raise NotImplementedError
 
@@ -95,11 +99,11 @@ class SimWork(_Work):
 
 
 class SimFuture(torch.futures.Future):
-    """The torch future of a work, or of what follows from it.
+    """The torch future of a work, or one that follows from it by `then`.
 
-    C++ knows nothing of virtual time: where it waits for an unfinished future (as torch's DDP does at the end of its backward), it would
-    wait for ever. So a work whose future is taken during a backward is waited for at the end of it, before what C++ puts there; and a
-    program that waits for a future of its own, or for several, waits for the works that may finish it first (below).
+    C++ code that waits for an unfinished future would wait for ever, because only Python lets virtual time pass. torch's DDP does so at
+    the end of its backward. So a work whose future is taken during a backward is waited for at the end of that backward, before C++ waits.
+    If a program waits for a future of its own, or for several, `wait_for_future` waits for the works that may set it.
     """
 
     def __init__(self, work: SimWork):
@@ -126,29 +130,29 @@ class SimFuture(torch.futures.Future):
         return following
 
 
-def until(done: Callable[[], bool]) -> None:
-    """Let virtual time pass until a future is done that the callbacks of this rank's works will set."""
+def wait_for_future(done: Callable[[], bool]) -> None:
+    """Let virtual time pass until a future is done. Callbacks of this rank's works will set it."""
     rank = recorder()
-    if not isinstance(rank, Rank):  #  a thread that the program started: it may wait
+    if not isinstance(rank, VirtualRank):  # a thread that the program started, which may simply wait
         return
     while not done():
-        if rank.futures:  #  a callback waits for what the next one sets
-            rank.futures.pop(0).settle()
-        elif rank.promised:
-            outer, rank.waiting = rank.waiting, rank.promised[0]
+        if rank.finished_futures:  # a callback waits for a future that the next callback sets
+            rank.finished_futures.pop(0).set_future()
+        elif rank.unfinished_futures:
+            outer, rank.waiting = rank.waiting, rank.unfinished_futures[0]
             rank.world.block(rank)
             rank.waiting = outer
-        elif rank.world.alone() and not done():
+        elif rank.world.only_rank_threads() and not done():
             raise RuntimeError(
-                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: it has no unfinished call whose get_future() "
-                "was taken. Set it, or take the future that then() returns"
+                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: the rank has no unfinished call whose "
+                "get_future() was taken. Call set_result() on it, or wait for the future that then() returns"
             )
         else:
-            return  #  to another thread
+            return  # another thread of the program may set it
 
 
-def meanwhile() -> None:
-    """A rank asked in vain whether a future is done: see World.poll."""
+def poll_future() -> None:
+    """A rank asked whether a future is done, and it is not: see World.poll."""
     rank = recorder()
-    if isinstance(rank, Rank) and rank.promised:
-        rank.world.poll(rank, rank.promised[0])
+    if isinstance(rank, VirtualRank) and rank.unfinished_futures:
+        rank.world.poll(rank, rank.unfinished_futures[0])

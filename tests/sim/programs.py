@@ -10,20 +10,19 @@ import torch.distributed as dist
 
 from parallel101.record.trace import Trace
 from parallel101.sim.network import Network
-from parallel101.sim.simulate import Outcome, simulate
+from parallel101.sim.simulate import SimResult, simulate
 
 
-def run(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None, **options: Any) -> Outcome:
+def run(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None, **options: Any) -> SimResult:
     """A simulation that must succeed."""
-    outcome = simulate(rank_main, world_size, network, **options)
-    for error in (outcome.error, *outcome.errors.values()):
-        if error is not None:
-            raise error
-    return outcome
+    result = simulate(rank_main, world_size, network, **options)
+    if result.error is not None:
+        raise result.error
+    return result
 
 
-def trace(outcome: Outcome) -> Trace:
-    return Trace.from_rows(outcome.events, len(outcome.results), "sim")
+def trace(result: SimResult) -> Trace:
+    return Trace.from_rows(result.events, len(result.results), "sim")
 
 
 def makespan(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None) -> float:

@@ -16,7 +16,7 @@ from .programs import run, trace, wait_for
 
 def deadlock(program, n, network=None) -> DeadlockError:
     outcome = simulate(program, n, network)
-    assert isinstance(outcome.error, DeadlockError) and not outcome.errors, outcome
+    assert isinstance(outcome.error, DeadlockError) and outcome.failed_rank is None, outcome
     return outcome.error
 
 

@@ -13,25 +13,25 @@ import parallel101 as p101
 from parallel101.sim.network import Network
 
 
-def hops(network: Network, world_size: int) -> dict[tuple[int, int], int]:
+def hop_counts(network: Network, world_size: int) -> dict[tuple[int, int], int]:
     route = network.router(world_size)
-    return {(a, b): len(route(a, b).stages) for a in range(world_size) for b in range(world_size)}
+    return {(a, b): len(route(a, b).hops) for a in range(world_size) for b in range(world_size)}
 
 
 def test_switch_takes_the_senders_way_out_and_the_receivers_way_in_together():
     route = Network().router(5)
     pairs = [pair for pair in itertools.product(range(5), repeat=2) if pair[0] != pair[1]]
     for a, b in pairs:
-        ((out, into),) = route(a, b).stages
+        ((out, into),) = route(a, b).hops
         for c, d in pairs:
-            ((other_out, other_into),) = route(c, d).stages
+            ((other_out, other_into),) = route(c, d).hops
             assert (out == other_out) == (a == c) and (into == other_into) == (b == d) and out != other_into
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])
 def test_a_ring_takes_the_shorter_way_round(n):
-    assert hops(Network.ring(), n) == {(a, b): min((b - a) % n, (a - b) % n) for a in range(n) for b in range(n)}
-    assert hops(Network.ring(bidirectional=False), n) == {(a, b): (b - a) % n for a in range(n) for b in range(n)}
+    assert hop_counts(Network.ring(), n) == {(a, b): min((b - a) % n, (a - b) % n) for a in range(n) for b in range(n)}
+    assert hop_counts(Network.ring(bidirectional=False), n) == {(a, b): (b - a) % n for a in range(n) for b in range(n)}
 
 
 @pytest.mark.parametrize("n", [4, 8, 12])
@@ -39,7 +39,7 @@ def test_half_way_round_a_ring_both_directions_carry_half(n):
     route = Network.ring().router(n)
     load: dict[int, int] = {}
     for rank in range(n):
-        for (link,) in route(rank, (rank + n // 2) % n).stages:
+        for (link,) in route(rank, (rank + n // 2) % n).hops:
             load[link] = load.get(link, 0) + 1
     assert len(load) == 2 * n and len(set(load.values())) == 1
 
@@ -52,7 +52,7 @@ def test_a_torus_is_crossed_one_axis_after_the_other_by_the_shortest_way(shape):
         (a, b): sum(min((y - x) % k, (x - y) % k) for x, y, k in zip(places[a], places[b], shape, strict=True))
         for a, b in itertools.product(range(n), repeat=2)
     }
-    assert hops(Network.torus(shape), n) == expected
+    assert hop_counts(Network.torus(shape), n) == expected
 
 
 def test_a_ring_is_a_torus_of_one_axis():
@@ -62,18 +62,18 @@ def test_a_ring_is_a_torus_of_one_axis():
 
 def test_messages_with_a_link_in_common_are_those_whose_paths_cross_it():
     route = Network.torus((3, 3)).router(9)
-    assert set(route(0, 1).stages) < set(route(0, 4).stages) | set(route(0, 1).stages)
-    assert not set(route(0, 1).stages) & set(route(1, 0).stages)  #  a link each way
-    assert set(route(0, 3).stages) & set(route(0, 4).stages)  #  first along axis 0, then along axis 1
+    assert set(route(0, 1).hops) < set(route(0, 4).hops) | set(route(0, 1).hops)
+    assert not set(route(0, 1).hops) & set(route(1, 0).hops)  #  a link each way
+    assert set(route(0, 3).hops) & set(route(0, 4).hops)  #  first along axis 0, then along axis 1
 
 
 def test_two_levels_share_the_way_out_of_a_node_and_not_what_is_inside():
     network = Network.two_level(2, latency=3.0, bandwidth=1.0, inside_latency=1.0, inside_bandwidth=5.0)
     route = network.router(5)
     assert route(0, 1)[:2] == (1.0, 5.0) and route(0, 2)[:2] == (3.0, 1.0) and route(4, 0)[:2] == (3.0, 1.0)
-    assert route(0, 2).stages[0][0] == route(1, 4).stages[0][0]  #  one way out of node 0
-    assert route(2, 0).stages[0][1] == route(4, 1).stages[0][1]  #  one way into it
-    assert not set(route(0, 1).stages[0]) & set(route(0, 2).stages[0])
+    assert route(0, 2).hops[0][0] == route(1, 4).hops[0][0]  #  one way out of node 0
+    assert route(2, 0).hops[0][1] == route(4, 1).hops[0][1]  #  one way into it
+    assert not set(route(0, 1).hops[0]) & set(route(0, 2).hops[0])
 
 
 def test_to_oneself_takes_no_link_and_no_time():
@@ -109,13 +109,13 @@ def test_bad_topologies_are_named():
         Network.torus((2, 0))
     with pytest.raises(ValueError, match=r"shape.*got 4"):
         Network.torus(4)
-    with pytest.raises(ValueError, match="bidirectional is True or False; got 'no'"):
+    with pytest.raises(ValueError, match="bidirectional must be True or False; got 'no'"):
         Network.ring(bidirectional="no")
-    with pytest.raises(ValueError, match="16 ranks, and this run has 8"):
+    with pytest.raises(ValueError, match="16 ranks, but this run has 8"):
         Network.torus((4, 4)).router(8)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network.two_level(0)
-    with pytest.raises(ValueError, match="6 ranks, and this run has 4"):  # by the launch, before there are ranks
+    with pytest.raises(ValueError, match="6 ranks, but this run has 4"):  # by the launch, before there are ranks
         p101.launch(int, world_size=4, backend="sim", network=Network.torus((2, 3)))
     with pytest.raises(ValueError, match="inside_bandwidth"):
         Network.two_level(2, inside_bandwidth=-1.0)

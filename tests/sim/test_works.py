@@ -96,7 +96,7 @@ def test_whichever_way_a_program_waits_for_futures_virtual_time_passes(way):
 def test_a_future_that_nothing_will_set_is_an_error_at_once():
     outcome = simulate(lambda rank: torch.futures.Future().wait(), 2)
     with pytest.raises(RuntimeError, match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future"):
-        raise outcome.errors[0]
+        raise outcome.error
 
 
 def test_a_deadlock_in_a_future_of_ones_own_names_the_call_that_does_not_end():
