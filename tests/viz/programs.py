@@ -44,7 +44,7 @@ def recorded(
     run = p101.launch(_rank, program, numel, uneven, world_size=n, backend="sim", network=network, trace="payload" if payload else True)
     trace = run.trace
     if uneven:
-        trace = Trace([e._replace(start=e.posted) for e in trace.events], n, "gloo", trace.groups)
+        trace = Trace([e._replace(start=e.posted) for e in trace.events], n, "gloo")
     return trace, run.results
 
 
