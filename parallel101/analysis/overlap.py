@@ -1,6 +1,6 @@
 """How much communication overlaps with compute: unions and intersections of a rank's intervals in the record.
 
-    compute        ▇▇▇▇▇▇▇▇▇▇        ▇▇▇▇▇        spans, without those that only wait
+    compute        ▇▇▇▇▇▇▇▇▇▇        ▇▇▇▇▇        spans, without those in which the rank waits (wait_span)
     communication        ▬▬▬▬▬▬▬▬▬▬▬▬             messages and collectives in flight
     overlap              ====                     time in which both happen: this communication costs nothing
 
@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from parallel101.record.events import Event
 from parallel101.record.trace import Trace
-
-WAITS = ("wait", "synchronise", "agree", "gather weights")  # a span whose name starts so is a wait, not compute
 
 Interval = tuple[float, float]
 
@@ -66,18 +64,14 @@ def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
 def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
     """How a rank spent a window. Each moment counts once, however many spans or messages cover it."""
     events = [e for e in window.events if e.rank == rank]
-    computing = union((e.start, e.end) for e in events if e.kind == "span" and not is_wait(e))
-    waiting = union((e.start, e.end) for e in events if e.kind == "span" and is_wait(e))
+    computing = union((e.start, e.end) for e in events if e.kind == "span" and not e.waiting)
+    waiting = union((e.start, e.end) for e in events if e.waiting)
     in_flight = union((e.start, e.end) for e in events if e.kind != "span")
     compute = seconds(computing) - seconds(intersection(computing, waiting))
     overlap = intersection(in_flight, computing)
     return TimeBreakdown(
         compute, seconds(in_flight), seconds(overlap) - seconds(intersection(overlap, waiting)), window.end - window.begin - compute
     )
-
-
-def is_wait(event: Event) -> bool:
-    return (event.name or "").startswith(WAITS)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

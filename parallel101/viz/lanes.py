@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from parallel101.analysis.overlap import TimeBreakdown, TimeWindow, is_wait, time_breakdown, time_windows
+from parallel101.analysis.overlap import TimeBreakdown, TimeWindow, time_breakdown, time_windows
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
@@ -52,7 +52,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     scene = Scene(960, math.ceil(TOP + len(windows) * high + 40), title, " ".join(window_text(window, n) for window in windows))
     scene.style += STYLE + ".idle{fill:url(#hatching)}"
     scene.definitions.append(HATCHING)
-    colours = span_colours(e for of in spans.values() for e in of if not is_wait(e))
+    colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
     _head(scene, trace, colours)
     scale = (RIGHT - LEFT) / longest if longest else 0.0
     for i, window in enumerate(windows):
@@ -125,7 +125,7 @@ def _window(
         scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + 13, font_size=12.5, class_="m e")
         for event in (e for e in here if e.kind == "span" and lanes[id(e)] < depth):
             lane = y + lanes[id(event)] * TALL
-            if is_wait(event):
+            if event.waiting:
                 rect = _hatched(scene, x(event.start), lane, max(0.8, x(event.end) - x(event.start)))
                 rect.add("title", f"{event.name}: {human_seconds(event.end - event.start)}")
             else:

@@ -10,8 +10,8 @@ from parallel101.viz.scene import Scene
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def span(rank: int, name: str, start: float, end: float, seq: int = 0, **labels: object) -> Event:
-    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, NO_GROUP, seq, (), "", None, name, labels)
+def span(rank: int, name: str, start: float, end: float, seq: int = 0, *, waiting: bool = False, **labels: object) -> Event:
+    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, NO_GROUP, seq, (), "", None, name, labels, waiting)
 
 
 def titled(scene: Scene, word: str) -> list[ET.Element]:

@@ -28,7 +28,7 @@ def step(overlap):
         span(0, "step", 0.0, 7.0),
         span(0, "backward", 0.0, 4.0, 1),
         message("send", 0, 1, start, start + 2.0),
-        span(0, "synchronise", 4.0, 6.0, 2),
+        span(0, "synchronise", 4.0, 6.0, 2, waiting=True),
         span(0, "optimizer", 6.0, 7.0, 3),
         span(1, "step", 0.0, 7.0),
         message("recv", 1, 0, start, start + 2.0),
@@ -47,7 +47,7 @@ def test_overlap_of_a_message_with_compute(overlap):
 
 
 def test_a_wait_inside_compute_is_not_compute():
-    inside = [span(0, "forward", 0.0, 4.0), span(0, "wait for weights", 1.0, 3.0, 1), message("recv", 0, 1, 0.0, 3.0)]
+    inside = [span(0, "forward", 0.0, 4.0), span(0, "wait for weights", 1.0, 3.0, 1, waiting=True), message("recv", 0, 1, 0.0, 3.0)]
     assert time_breakdown(TimeWindow("", 0.0, 4.0, inside), 0) == pytest.approx((2.0, 3.0, 1.0, 2.0))
 
 
