@@ -1,8 +1,8 @@
-# Two commands to remember: `make lessons` and `make test`. Each does all of its own set-up, the first time and
-# whenever pyproject.toml or constraints.txt has changed. Works with GNU make 3.81 (macOS) and newer.
+# The two main commands are `make lessons` and `make test`. Each installs what it needs the first time, and again after a change of
+# pyproject.toml or constraints.txt. GNU make 3.81 (macOS) or newer is enough.
 #
-#   make lessons PYTHON=python3.12                                          another Python
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make lessons   the small CPU build of torch (Linux)
+#   make lessons PYTHON=python3.12                                          use another Python
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make lessons   install the small CPU build of torch (Linux)
 
 VENV ?= .venv
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
@@ -10,17 +10,18 @@ TESTS ?= -n 2
 LAB :=
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
-# The stamp says where it was made: a venv holds absolute paths, and in a copied or moved clone it would run another's code.
+# A venv contains absolute paths, so in a copied or moved clone it would run the code of the old place. The file .ready contains the folder
+# for which the venv was made. The venv is stale if that is another folder, or if its Python does not start.
 STALE := $(shell [ ! -e $(READY) ] || { [ "$$(cat $(READY))" = "$(CURDIR)" ] && $(BIN)/python -c ''; } 2>/dev/null || echo stale)
 
 .PHONY: help lessons test lab doctor picture setup constraints clean stale
 help:
-	@echo "make lessons   run every lesson on real ranks and write it to site/ as HTML that plays offline"
-	@echo "make test      ruff, mypy and the tests"
-	@echo "make lab       open the lessons in JupyterLab, with its options in LAB (as root: make lab LAB=--allow-root)"
-	@echo "make doctor    say what works on this machine, and what to do about what does not"
-	@echo "make picture   draw the README's picture anew, from a run"
-	@echo "make clean     remove $(VENV), site/ and caches"
+	@echo "make lessons   run every lesson and write it to site/ as a web page that works offline"
+	@echo "make test      run ruff, mypy and the tests"
+	@echo "make lab       open the lessons in JupyterLab; LAB=... passes options to it (as root: make lab LAB=--allow-root)"
+	@echo "make doctor    check what works on this machine, and say how to fix what does not"
+	@echo "make picture   run the README's example and draw its picture again"
+	@echo "make clean     delete $(VENV), site/ and all caches"
 
 lessons: $(READY)
 	$(BIN)/parallel101 lessons
@@ -42,21 +43,21 @@ test: $(READY)
 
 setup: $(READY)
 
-# The stamp is written last: an interrupted installation is taken up again by the next make. So is an interrupted venv, which
-# has a Python and no pip: the same command adds it. A venv that fails is removed, but never a folder that was there before.
-# One that came here with its clone, or whose Python is gone, is made anew; one that lies elsewhere is only installed into.
-# PYTHON is one path, which may have spaces in it, or several to try in turn.
+# .ready is written last, so that the next make continues an interrupted installation. An interrupted venv has a Python but no pip; the same
+# command adds pip. If creating a venv fails, it is deleted, unless its folder existed before. A venv in this clone is created again if it was
+# made for another folder or if its Python is gone. A venv outside this clone is never deleted. PYTHON is one path, which may contain spaces,
+# or several names to try in order.
 $(READY): pyproject.toml constraints.txt $(STALE)
 	@set -e; \
 	if [ ! -w . ]; then \
-	  echo "make: $(CURDIR) can't be written to by you; clone it to where it can be, such as your home folder" >&2; exit 1; \
+	  echo "make: you may not write to $(CURDIR); clone parallel101 to a folder of your own, such as your home folder" >&2; exit 1; \
 	fi; \
 	made=$$(cat $(READY) 2>/dev/null || true); \
 	case "$(abspath $(VENV))" in "$(CURDIR)"/*) ;; *) made=;; esac; \
 	if [ "$${made:-$(CURDIR)}" != "$(CURDIR)" ]; then \
-	  echo "Making $(VENV) anew: it was made in $$made"; rm -rf $(VENV); \
+	  echo "Creating $(VENV) again: it was made for $$made"; rm -rf $(VENV); \
 	elif [ -e $(VENV)/pyvenv.cfg ] && ! $(BIN)/python -c '' 2>/dev/null; then \
-	  echo "Making $(VENV) anew: its Python is gone"; rm -rf $(VENV); \
+	  echo "Creating $(VENV) again: its Python is gone"; rm -rf $(VENV); \
 	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  was=$$(ls -d $(VENV) 2>/dev/null || true); \
@@ -70,14 +71,13 @@ $(READY): pyproject.toml constraints.txt $(STALE)
 	  done; \
 	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-	  echo "make: parallel101 needs Python 3.10 or newer, and none of these is: $(PYTHON)." >&2; \
-	  echo "      Install one from https://www.python.org/downloads/, or name yours: make PYTHON=/path/to/python3" >&2; exit 1; \
+	  echo "make: parallel101 needs Python 3.10 or newer; none was found under these names: $(PYTHON)." >&2; \
+	  echo "      Install it from https://www.python.org/downloads/, or give its path: make PYTHON=/path/to/python3" >&2; exit 1; \
 	fi; \
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@echo "$(CURDIR)" >$@
 
-# uv resolves for every Python and platform at once, which pip cannot. torch pins its own CUDA packages, another set for
-# each of its builds, so that they are left out here.
+# uv resolves for all Pythons and platforms at once, which pip cannot do. CUDA packages are left out: each build of torch pins its own.
 constraints:
 	$(BIN)/python -m pip install --quiet uv
 	{ sed -n '/^#/p' constraints.txt; \

@@ -1,4 +1,4 @@
-"""Chromium driven over DevTools with websocket-client alone: enough to open a page, press keys and look.
+"""Controls Chromium over DevTools with websocket-client: opens a page, presses keys, runs JavaScript and takes screenshots.
 
 with Browser(path) as browser: browser.open(url); browser.js("1 + 1"); browser.key("ArrowRight")
 """
@@ -35,16 +35,16 @@ FLAGS = [
 
 
 class Browser:
-    """One tab of a headless Chromium with a profile of its own, gone when closed."""
+    """One tab of a headless Chromium with a temporary profile."""
 
     def __init__(self, path: str, width: int = 1000, height: int = 800):
         self.profile = tempfile.mkdtemp(prefix="p101-browser-")
         command = [path, *FLAGS, f"--user-data-dir={self.profile}", f"--window-size={width},{height}", "about:blank"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        self.errors: list[str] = []  # exceptions that scripts threw
+        self.errors: list[str] = []  # exceptions that scripts of the page have thrown
         self.number = 0
         address = next(match[1] for line in self.process.stderr if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line)))
-        self.drain = threading.Thread(target=self.process.stderr.read, daemon=True)  # so that its log never fills the pipe
+        self.drain = threading.Thread(target=self.process.stderr.read, daemon=True)  # reads the log, so that it never fills the pipe
         self.drain.start()
         with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
             tab = next(target for target in json.load(answer) if target["type"] == "page")
@@ -70,7 +70,7 @@ class Browser:
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def call(self, method: str, **parameters: object) -> dict:
-        """Send a DevTools command and wait for its answer."""
+        """Send a DevTools command and return its result."""
         self.number += 1
         self.socket.send(json.dumps({"id": self.number, "method": method, "params": parameters}))
         while True:
@@ -83,26 +83,26 @@ class Browser:
                 return message["result"]
 
     def js(self, expression: str):
-        """The value of an expression in the page; a promise is waited for."""
+        """Return the value of a JavaScript expression in the page. If it is a promise, wait for it."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def until(self, condition: str, seconds: float = 20) -> None:
-        """Wait in the page, frame by frame, until a JavaScript condition holds; one that throws does not hold yet."""
+        """Wait until a JavaScript condition holds in the page. A condition that throws does not hold yet."""
         asked = f"""new Promise((yes, no) => {{
             const begin = performance.now();
             const holds = () => {{ try {{ return {condition} }} catch {{ return false }} }};
             const late = () => performance.now() - begin > {1000 * seconds};
-            const look = () => holds() ? yes(true) : late() ? no("not in time") : setTimeout(look, 16);
+            const look = () => holds() ? yes(true) : late() ? no("timed out") : setTimeout(look, 16);
             look(); }})"""
         while True:
             try:
                 self.js(asked)
                 return
             except RuntimeError as error:
-                if "context was destroyed" not in str(error) and "navigated" not in str(error):  # the page was left: ask the next one
+                if "context was destroyed" not in str(error) and "navigated" not in str(error):  # another page has opened: ask again
                     raise
 
     def open(self, url: str) -> None:
@@ -111,7 +111,7 @@ class Browser:
         self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def emulate(self, **features: str) -> None:
-        """Media features: emulate(prefers_color_scheme="dark")."""
+        """Set media features, e.g. emulate(prefers_color_scheme="dark")."""
         settings = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=settings)
 
@@ -119,11 +119,11 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def key(self, key: str, text: str = "") -> None:
-        """Press and release a key where the focus is."""
+        """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code="Space" if key == " " else key, **extra)
 
     def picture(self) -> bytes:
-        """What can be seen, as PNG."""
+        """Take a screenshot, as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

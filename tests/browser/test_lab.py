@@ -1,4 +1,4 @@
-"""A run animated in a real JupyterLab cell: it plays there, keeps its keys from the notebook, and follows Lab's theme live."""
+"""In a real JupyterLab, an animation plays in its cell, keeps its key presses from the notebook, and follows the theme."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAYER = "document.querySelector('figure > div').shadowRoot"
 
 @pytest.fixture
 def lab(tmp_path) -> Iterator[str]:
-    """The address of a JupyterLab of its own, with one notebook."""
+    """Start a JupyterLab with one notebook. Returns its address."""
     cells = [
         {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": s}
         for i, s in enumerate(CELLS)
@@ -72,7 +72,7 @@ def lab(tmp_path) -> Iterator[str]:
     drain.start()
     try:
         yield address.replace("localhost", "127.0.0.1")
-    finally:  # the server ends its kernels, and then itself
+    finally:  # the server ends its kernels first
         request = urllib.request.Request(f"{address}/api/shutdown", data=b"", headers={"Authorization": f"token {TOKEN}"})
         with urllib.request.urlopen(request, timeout=30):
             pass

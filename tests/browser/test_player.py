@@ -1,4 +1,4 @@
-"""The player in a real browser: it plays, steps, obeys keys, follows the theme, fits a phone, and loops without scripts."""
+"""The player in a real browser: buttons, keys, theme, narrow screens, print, and pages without scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def player(browser, page) -> Iterator[Browser]:
-    """The page, freshly opened at its usual width."""
+    """The page, just opened at its usual width."""
     browser.emulate(prefers_color_scheme="light")
     browser.resize(1000)
     browser.open(page.as_uri())
@@ -47,7 +47,7 @@ def player(browser, page) -> Iterator[Browser]:
 
 
 def state(browser: Browser) -> tuple[str, float]:
-    """What the counter says, and the second that is shown."""
+    """The text of the counter, and the time that is shown, in seconds."""
     return browser.js(f"{ROOT}.querySelector('.count').textContent"), float(browser.js(f"{FIGURE}.dataset.time"))
 
 
@@ -107,14 +107,14 @@ def test_the_theme_follows_the_page(player):
     player.until(dark)
 
 
-def test_less_motion_jumps_from_step_to_step(player):
+def test_with_reduced_motion_it_jumps_from_step_to_step(player):
     player.emulate(prefers_reduced_motion="reduce")
     press(player, "next")
     count, time = state(player)
     assert count == "1 / 6" and time > 1.5
 
 
-def test_a_phone_gets_the_panels_under_each_other(player):
+def test_on_a_phone_the_panels_stand_below_each_other(player):
     player.resize(390)
     player.until(f"{ROOT}.querySelector('.stage svg').getAttribute('viewBox') == '0 0 480 842'")
     assert player.js("document.documentElement.scrollWidth") <= 390
@@ -123,14 +123,14 @@ def test_a_phone_gets_the_panels_under_each_other(player):
     player.until(f"{ROOT}.querySelector('.stage svg').getAttribute('viewBox') == '0 0 960 500'")
 
 
-def test_nothing_leaks_and_nothing_is_fetched(player):
+def test_it_adds_no_styles_to_the_page_and_loads_nothing(player):
     assert player.js("document.querySelectorAll('svg, style:not(head style)').length") == 0
     assert player.js("performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0
     for node in (FIGURE, "document.querySelector('figure > div')"):
         assert player.js(f"{node}.getAttribute('data-lm-suppress-shortcuts')") == "true"
 
 
-def test_paper_gets_the_outcome(player):
+def test_printing_shows_the_last_frame(player):
     player.js("dispatchEvent(new Event('beforeprint'))")
     duration = float(player.js(f"{ROOT}.querySelector('input').max"))
     assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") == pytest.approx(duration, abs=0.01)
@@ -138,14 +138,14 @@ def test_paper_gets_the_outcome(player):
     assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") < 0.01
 
 
-def test_a_picture_that_stands_still_has_no_controls(player, page):
+def test_a_picture_without_animation_has_no_controls(player, page):
     player.open(page.with_name("timeline.html").as_uri())
     player.until(f"{FIGURE}.dataset.mounted && {FIGURE}.dataset.step")
     assert player.js(f"getComputedStyle({ROOT}.querySelector('.bar')).display") == "none"
     assert player.js(f"{ROOT}.querySelectorAll('rect title').length") == 48
 
 
-def test_where_scripts_are_stripped_the_loop_plays(player, page):
+def test_without_scripts_the_animation_plays_in_a_loop(player, page):
     player.open(page.with_name("bare.html").as_uri())
     player.until("document.images.length === 1 && document.images[0].complete")
     assert player.js("document.images[0].naturalWidth") == 960 and player.js("document.scripts.length") == 0
@@ -153,7 +153,7 @@ def test_where_scripts_are_stripped_the_loop_plays(player, page):
     assert any(player.picture() != first for _ in range(100))
 
 
-def test_less_motion_gets_a_still_where_scripts_are_stripped(player, page):
+def test_with_reduced_motion_and_without_scripts_a_still_picture_is_shown(player, page):
     player.emulate(prefers_reduced_motion="reduce")
     player.open(page.with_name("bare.html").as_uri())
     player.until("document.images.length === 1 && document.images[0].complete")

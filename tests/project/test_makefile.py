@@ -1,4 +1,4 @@
-"""What the Makefile's set-up does where a machine or a checkout is not as it should be. A few lines of shell stand in for Python."""
+"""The Makefile sets up a venv also after an interruption, in a copied clone or with a broken Python. A shell script replaces Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
-# Makes a venv whose Python is a copy of itself, and whose pip writes down what it is asked; `broken` has no ensurepip.
+# Its venv contains a copy of itself, and its pip adds a line to the file `installed`. If its name is `broken`, venv fails.
 PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
@@ -34,7 +34,7 @@ def write_python(path: Path) -> Path:
 
 @pytest.fixture
 def clone(tmp_path):
-    """A clone as far as `make setup` can tell, and a Python beside it."""
+    """The files of a clone that `make setup` needs, and a Python beside it."""
     folder = tmp_path / "clone"
     folder.mkdir()
     shutil.copy(ROOT / "Makefile", folder)
@@ -46,16 +46,16 @@ def clone(tmp_path):
 
 def make(folder: Path, *words: str, python: str = "../python3", **kwargs) -> subprocess.CompletedProcess[str]:
     command = ["make", "setup", f"PYTHON={python}", *words]
-    alone = {"PATH": os.environ["PATH"]}  # without the variables of a `make test` that runs this
-    return subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=60, **kwargs)
+    environment = {"PATH": os.environ["PATH"]}  # without the variables that `make test` sets
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, **kwargs)
 
 
 def installed(folder: Path) -> int:
-    """How often pip has installed here."""
+    """How many times pip has installed something in this clone."""
     return (folder / "installed").read_text().count("\n") if (folder / "installed").exists() else 0
 
 
-def test_set_up_is_done_once(clone):
+def test_set_up_runs_once(clone):
     for _ in range(2):
         assert make(clone).returncode == 0
     assert installed(clone) == 1
@@ -67,41 +67,41 @@ def test_a_venv_that_was_interrupted_before_it_had_pip_is_completed(clone):
     assert (made.returncode, installed(clone)) == (0, 1), made.stderr
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_venv_that_fails_leaves_what_was_there_before_and_nothing_else(clone, there):
-    if there:
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_venv_that_cannot_be_created_is_deleted_but_not_what_was_there_before(clone, existed):
+    if existed:
         (clone / "mine").mkdir()
         (clone / "mine/thesis.txt").touch()
     write_python(clone.parent / "broken")
     made = make(clone, "VENV=mine", python="../broken")
     assert made.returncode != 0
     assert "python3-venv" in made.stderr
-    assert (clone / "mine/thesis.txt").exists() == (clone / "mine").exists() == there
+    assert (clone / "mine/thesis.txt").exists() == (clone / "mine").exists() == existed
     assert make(clone, "VENV=mine").returncode == 0
 
 
 @pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
-def test_a_copied_or_moved_clone_makes_its_own_venv_and_no_other_one(clone, how):
+def test_a_copied_or_moved_clone_makes_its_own_venv(clone, how):
     assert make(clone).returncode == 0
     there = clone.parent / "my other clone"
     how(clone, there)
     (there / ".venv/old").touch()
     made = make(there)
-    assert f"Making .venv anew: it was made in {clone}\n" in made.stdout, made.stderr
+    assert f"Creating .venv again: it was made for {clone}\n" in made.stdout, made.stderr
     assert (installed(there), (there / ".venv/old").exists()) == (2, False)
-    assert "Making" not in make(there).stdout
+    assert "Creating" not in make(there).stdout
     assert installed(there) == 2
 
 
-def test_a_venv_whose_python_is_gone_is_made_anew(clone):
+def test_a_venv_whose_python_is_gone_is_created_again(clone):
     assert make(clone).returncode == 0
     (clone / ".venv/bin/python").unlink()
     (clone / ".venv/bin/python").symlink_to("/nowhere/python3")
-    assert "Making .venv anew: its Python is gone" in make(clone).stdout
+    assert "Creating .venv again: its Python is gone" in make(clone).stdout
     assert installed(clone) == 2
 
 
-def test_a_venv_that_clones_share_is_installed_into_and_kept(clone):
+def test_a_venv_that_several_clones_share_is_never_deleted(clone):
     other = shutil.copytree(clone, clone.parent / "other")
     for folder in (clone, other, clone):
         assert make(folder, "VENV=../shared").returncode == 0
@@ -109,32 +109,32 @@ def test_a_venv_that_clones_share_is_installed_into_and_kept(clone):
     assert (installed(clone), installed(other), (clone.parent / "shared/mine").exists()) == (2, 1, True)
 
 
-def test_a_python_may_lie_on_a_path_with_spaces(clone):
+def test_the_path_of_a_python_may_contain_spaces(clone):
     write_python(clone.parent / "my programs/python3")
     assert (make(clone, python="../my programs/python3").returncode, installed(clone)) == (0, 1)
 
 
-def test_of_several_pythons_the_first_that_is_there_is_taken(clone):
+def test_the_first_of_several_pythons_that_exists_is_used(clone):
     assert "Creating .venv with ../python3 " in make(clone, python="../nowhere ../python3 ../broken").stdout
-    told = make(clone, "VENV=.other", python="../nowhere ../neither").stderr
-    assert "none of these is: ../nowhere ../neither." in told
+    message = make(clone, "VENV=.other", python="../nowhere ../neither").stderr
+    assert "none was found under these names: ../nowhere ../neither." in message
 
 
-def test_a_folder_that_is_not_ours_to_write_to_is_said_to_be_that(clone):
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which only its owner may enter
+def test_a_folder_without_write_permission_is_named(clone):
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: other users may not enter it
         there = shutil.copytree(clone, Path(folder) / "clone")
         Path(folder).chmod(0o755)
         there.chmod(0o555)
         try:
-            made = make(there, user=65534 if os.geteuid() == 0 else None)  # root may write anywhere
+            made = make(there, user=65534 if os.geteuid() == 0 else None)  # root may write everywhere
         except OSError as error:
-            pytest.skip(f"root may not run a program as nobody here ({error})")
+            pytest.skip(f"root may not run programs as another user here ({error})")
         finally:
             there.chmod(0o755)
     assert made.returncode != 0
-    assert "can't be written to" in made.stderr
+    assert f"you may not write to {there}" in made.stderr
     assert "apt" not in made.stderr
 
 
-def test_lab_hands_its_options_on(clone):
+def test_lab_passes_its_options_on(clone):
     assert "parallel101 lab --allow-root --no-browser" in make(clone, "-n", "lab", "LAB=--allow-root --no-browser").stdout

@@ -1,4 +1,4 @@
-"""The files that describe the project agree with each other, and with the README."""
+"""pyproject.toml, constraints.txt, Makefile, environment.yml, README and doctor agree with each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel101.doctor import OLDEST_PYTHON, OLDEST_TORCH, TESTED_TORCH
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # comes with pytest there
+    import tomli as tomllib  # pytest installs it there
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -30,7 +30,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
 def tracked(pattern: str) -> list[Path]:
-    """The project's own files: those git knows, or would on the next `git add`."""
+    """The project's own files: all that git tracks, or would track after `git add`."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", pattern], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -38,7 +38,7 @@ def tracked(pattern: str) -> list[Path]:
 
 
 def pins(python: str, platform: str) -> dict[str, Version]:
-    """What constraints.txt pins for a Python on a platform, by package."""
+    """The versions that constraints.txt pins for one Python on one platform, by package."""
     environment = {"python_version": python, "python_full_version": f"{python}.9", "sys_platform": platform}
     environment |= {"os_name": "nt" if platform == "win32" else "posix"}
     environment |= {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
@@ -55,7 +55,7 @@ def pins(python: str, platform: str) -> dict[str, Version]:
 
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
 @pytest.mark.parametrize("python", PYTHONS)
-def test_constraints_pin_every_requirement_to_a_version_it_allows(python, platform):
+def test_constraints_pin_every_requirement_to_an_allowed_version(python, platform):
     pinned = pins(python, platform)
     for requirement in REQUIREMENTS:
         assert requirement.name.lower() in pinned, f"{requirement.name} is not in constraints.txt; run `make constraints`"
@@ -63,7 +63,7 @@ def test_constraints_pin_every_requirement_to_a_version_it_allows(python, platfo
     assert str(pinned["torch"]) == TESTED_TORCH
 
 
-def test_doctor_and_makefile_ask_for_the_versions_that_pyproject_asks_for():
+def test_doctor_and_makefile_need_the_same_versions_as_pyproject():
     oldest = ".".join(map(str, OLDEST_PYTHON))
     assert PROJECT["requires-python"] == f">={oldest}"
     assert f"torch>={OLDEST_TORCH}" in PROJECT["dependencies"]
@@ -86,20 +86,20 @@ def test_conda_installs_what_make_installs():
     assert extra[1] in PROJECT["optional-dependencies"]
 
 
-def test_each_make_command_of_the_readme_exists_and_does_its_own_setup():
+def test_each_make_command_of_the_readme_exists_and_runs_the_set_up():
     makefile = (ROOT / "Makefile").read_text()
     prose = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     named = set(re.findall(r"(?:^|`|/cpu )make ([a-z]+)", prose, re.MULTILINE))
     assert {"lessons", "test", "lab"} <= named
     for target in named - {"clean", "constraints"}:
-        assert re.search(rf"^{target}: \$\(READY\)$", makefile, re.MULTILINE), f"`make {target}` is no target that sets itself up"
+        assert re.search(rf"^{target}: \$\(READY\)$", makefile, re.MULTILINE), f"the Makefile has no target `{target}: $(READY)`"
     assert "make test" in (ROOT / ".ci/run").read_text()
 
 
-def test_what_the_readme_shows_is_there():
+def test_the_files_that_the_readme_links_to_exist():
     readme = (ROOT / "README.md").read_text()
-    for shown in re.findall(r'(?:src="|\]\()([^"):#]+)[")#]', readme):
-        assert (ROOT / shown).exists(), f"README.md shows {shown}, which is missing"
+    for linked in re.findall(r'(?:src="|\]\()([^"):#]+)[")#]', readme):
+        assert (ROOT / linked).exists(), f"README.md links to {linked}, which is missing"
 
 
 def test_the_ten_lines_of_the_readme_run(tmp_path):
@@ -107,7 +107,7 @@ def test_the_ten_lines_of_the_readme_run(tmp_path):
     (tmp_path / "ring.py").write_text(program)
     ran = subprocess.run([sys.executable, "-W", "error", "ring.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert "[6, 6, 6, 6] [96, 96, 96, 96]" in ran.stdout, "a ring of four sends 2 (4 - 1) messages a rank, each a quarter of 64 bytes"
+    assert "[6, 6, 6, 6] [96, 96, 96, 96]" in ran.stdout, "in a ring of four, each rank sends 2 (4 - 1) messages of a quarter of 64 bytes"
 
 
 def test_the_lines_at_the_top_of_the_package_run(tmp_path):
@@ -120,7 +120,7 @@ def test_notebooks_are_committed_without_outputs():
     for path in tracked("*.ipynb"):
         cells = json.loads(path.read_text())["cells"]
         kept = [c for c in cells if c.get("outputs") or c.get("execution_count")]
-        assert not kept, f"{path.name} holds outputs: run `jupyter nbconvert --clear-output --inplace {path.relative_to(ROOT)}`"
+        assert not kept, f"{path.name} contains outputs: run `jupyter nbconvert --clear-output --inplace {path.relative_to(ROOT)}`"
 
 
 def test_every_file_begins_with_a_docstring_and_those_of_the_subject_are_short():
