@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from parallel101.autograd.point_to_point import receive, send
     from parallel101.autograd.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
     from parallel101.mesh import split_sizes
-    from parallel101.ranks.launch import launch
-    from parallel101.ranks.run import Run
+    from parallel101.ranks.launch import Run, launch
     from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
     from parallel101.record.events import Event, Message
     from parallel101.record.spans import compute, span
@@ -50,8 +49,7 @@ _WHERE = {
     "parallel101.trainers.sharded": "ShardedTrainer",
     "parallel101.trainers.trainer": "Trainer",
     "parallel101.autograd.point_to_point": "receive send",
-    "parallel101.ranks.launch": "launch",
-    "parallel101.ranks.run": "Run",
+    "parallel101.ranks.launch": "Run launch",
     "parallel101.autograd.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",
     "parallel101.record.events": "Event Message",
     "parallel101.record.trace": "Trace",

@@ -1,1 +1,1 @@
-"""Brings ranks to life, hands back what they return, print and do wrong. Start reading at launch.py."""
+"""Starts ranks, and hands back their results, output, record and failures. Read launch.py first."""

@@ -1,6 +1,11 @@
-"""What a rank that died left behind: its exit code, where it was, what it wrote last. An error is made of them.
+"""The errors for ranks that raised, died or ran out of time, and the detection of ranks that all wait and do nothing.
 
-exit code  ◀── the fork server          a place ◀── faulthandler, as the rank was killed          last lines ◀── its stderr
+    exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
+    exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
+    time limit ───────────▶ timed_out       where each rank was
+    CPU time of the ranks ▶ IdleDetector    all wait for what has been posted, and none of them works
+
+Deadlocks and misuse are found elsewhere: see record/wait_for.py and record/calls.py.
 """
 
 from __future__ import annotations
@@ -12,83 +17,96 @@ from collections.abc import Sequence
 
 import psutil
 
-from parallel101.ranks.output import LAST_WORDS
-from parallel101.record.errors import RankFailed
+from parallel101.ranks.output import GLOO_ABORT
+from parallel101.ranks.wire import Failure
+from parallel101.record.calls import Call
+from parallel101.record.errors import LaunchTimeout, RankFailed, ranks_in_words
 from parallel101.record.where import is_inside, shown
 
-TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  #  gloo's, in bytes: what came, what was expected
+TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  # gloo's words: bytes that arrived, bytes expected
 LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-class Ended(BaseException):
-    """A virtual rank ended its process, as it believed: os._exit, or a signal it sent itself."""
+def rank_raised(failure: Failure) -> RankFailed:
+    """The error for a rank whose program raised. The exception is its cause."""
+    error = RankFailed(f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}".rstrip(), failure.rank)
+    error.__cause__ = failure.error
+    return error
 
-    def __init__(self, code: int):
-        super().__init__(code)
-        self.code = code
 
-
-def died(rank: int, code: int | None, dump: str = "", stderr: str = "", checked: bool = False) -> RankFailed:
-    """The error for a rank that ended before it returned. `dump` is what faulthandler wrote of its last place, if anything."""
+def rank_died(rank: int, code: int | None, crash_dump: str = "", stderr: str = "", checked: bool = False) -> RankFailed:
+    """The error for a rank that ended before its function returned. `crash_dump` is what faulthandler wrote, if anything."""
     if code is None:
-        how = "was lost (its fork server ended)"
+        how = "was lost: its fork server ended"
     elif code < 0:
         how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
     else:
-        how = f"ended by itself with exit code {code} before it returned"
-    message = [f"rank {rank} {how}" + (f", at {shown(place)}" if (place := last_place(dump)) else "")]
-    said = [line for line in stderr.splitlines() if line.strip()]
+        how = f"exited with code {code} before its function returned"
+    message = [f"rank {rank} {how}" + (f", at {shown(place)}" if (place := crash_place(crash_dump)) else "")]
+    last_lines = [line for line in stderr.splitlines() if line.strip()]
     if sizes := TOO_LONG.search(stderr):
         message += [
-            f"gloo aborts a rank to which more comes than it expects: {sizes[1]} bytes came here where {sizes[2]} were expected.",
-            "Either a receive is smaller than the message that comes for it, or the ranks of a collective disagree on its size.",
+            f"gloo aborts a rank that receives more than it expects: {sizes[1]} bytes arrived, and {sizes[2]} were expected.",
+            "Either the receive is smaller than the message sent to it, or the ranks of a collective disagree on its size.",
         ]
         if not checked:
-            message.append("Run it again with trace=True: a checked run names the two calls that do not fit.")
-        said = [line for line in said if not LAST_WORDS.match(line)]
-    return RankFailed("\n  ".join([*message, *said[-3:]]), rank, code)
+            message.append("Run it again with trace=True: a checked run names the two calls that disagree.")
+        last_lines = [line for line in last_lines if not GLOO_ABORT.match(line)]
+    return RankFailed("\n  ".join([*message, *last_lines[-3:]]), rank, code)
 
 
-def last_place(dump: str) -> str:
-    """The caller's file and line in what faulthandler wrote as the rank was killed, or nothing. The program's own before a library's."""
+def crash_place(dump: str) -> str:
+    """The caller's "file:line" in a dump of faulthandler's, or "". It prefers the program's own files to a library's."""
     found = re.findall(r'^  File "([^"]+)", line (\d+) in ', dump, re.MULTILINE)
     outside = [(name, line) for name, line in found if not is_inside(name)]
     own = [(name, line) for name, line in outside if not name.startswith(LIBRARIES)]
     return ":".join((own or outside)[0]) if outside else ""
 
 
-# ── Whether ranks that all wait, each for what has been posted, still have work to do: the CPU time of their processes tells.
+def timed_out(seconds: float, ranks: Sequence[str]) -> LaunchTimeout:
+    """The error for a run that took too long. `ranks` says where each one was."""
+    summary = f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: launch(..., timeout=seconds)."
+    return LaunchTimeout("\n  ".join([summary, *ranks]))
 
 
-LOOK = 0.25  #  seconds between two looks
-STILL = 1.0  #  seconds without work after which none is left
-IDLE = 0.03  #  seconds of CPU time in these that a rank spends on nothing: its watcher looks about ten times a second
+def waited(rank: int, call: Call) -> str:
+    """A line of `timed_out` for a rank that was blocked in a call."""
+    peers = ranks_in_words(call.peers) if call.peers else "any rank"
+    return f"rank {rank} waited in {call.kind} for {peers}, at {shown(call.where)}"
 
 
-class Stillness:
-    """Watches the processes of ranks that all wait."""
+SAMPLE = 0.25  # seconds between two looks at the CPU times
+IDLE_FOR = 1.0  # seconds without work after which the ranks count as stuck
+IDLE_CPU = 0.03  # seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
+
+
+class IdleDetector:
+    """Tells ranks that are stuck from ranks that still work, by the CPU time of their processes.
+
+    gloo waits for ever, without an error, when the sizes of a collective do not fit, although every rank has posted its part.
+    """
 
     def __init__(self, pids: Sequence[int]):
         self.pids = pids
-        self.began: float | None = None
-        self.before: list[float] = []
+        self.idle_since: float | None = None
+        self.cpu_then: list[float] = []
         self.due = 0.0
 
-    def lasts(self, now: float, all_wait: bool) -> bool:
-        """Whether all ranks have waited, and none of them has worked, for long enough. To be asked again at `due`."""
+    def stuck(self, now: float, all_wait: bool) -> bool:
+        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds. It is to be called again at `due`."""
         if not all_wait:
-            self.began = None
+            self.idle_since = None
             return False
-        if self.began is not None and now < self.due:
+        if self.idle_since is not None and now < self.due:
             return False
-        spent = self._spent()
-        if self.began is None or spent is None or any(after - before > IDLE for before, after in zip(self.before, spent)):
-            self.began, self.before = now, spent or []
-        self.due = now + LOOK
-        return spent is not None and now - self.began >= STILL
+        cpu = self._cpu_seconds()
+        if self.idle_since is None or cpu is None or any(after - before > IDLE_CPU for before, after in zip(self.cpu_then, cpu)):
+            self.idle_since, self.cpu_then = now, cpu or []
+        self.due = now + SAMPLE
+        return cpu is not None and now - self.idle_since >= IDLE_FOR
 
-    def _spent(self) -> list[float] | None:
-        """CPU seconds of each rank up to now; None where that can't be known."""
+    def _cpu_seconds(self) -> list[float] | None:
+        """CPU seconds that each rank has used; None if the system does not tell."""
         try:
             return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids]
         except psutil.Error:

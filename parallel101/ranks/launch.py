@@ -1,7 +1,7 @@
-"""`launch(fn, world_size=4)`: run a function once a rank, on real processes or virtual ones, and hand back what they returned.
+"""`launch(fn, world_size=4)`: run a function on every rank, real or virtual, and return what it returned there.
 
-launch ──▶ ranks (processes) ──▶ each: join the group, run fn ──▶ results, record
-               torchrun's, where this process is already one of them (see join)
+launch ──▶ processes ──▶ each: join the process group, run fn ──▶ Run: results and record
+               under torchrun this process already is a rank: see torchrun.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import linecache
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,20 +19,54 @@ import torch.distributed as dist
 
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
-from parallel101.ranks.rendezvous import MeetingPlace
-from parallel101.ranks.run import Run
-from parallel101.ranks.torchrun import in_a_job, join
-from parallel101.ranks.wire import JOB, PROGRAM, pack, unpack
-from parallel101.ranks.worker import Job
+from parallel101.ranks.rendezvous import Rendezvous
+from parallel101.ranks.torchrun import in_a_job, join_job
+from parallel101.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
 from parallel101.record.where import shown
 from parallel101.sim.network import Network
 
 BACKENDS = ("gloo", "nccl", "sim")
-PAYLOAD = 4096  #  bytes: messages up to this size keep their values when trace="payload"
+PAYLOAD_BYTES = 4096  # with trace="payload", messages up to this size are recorded with their values
 DEFAULT_WORLD_SIZE = 4
-LONGEST = 1e9  #  seconds: what C++ and select() still take for a number
+MAX_TIMEOUT = 1e9  # seconds: the most that C++ and select() take
+
+
+@dataclass
+class Run:
+    """A finished run.
+
+    Attributes:
+        results: what the function returned, by rank. GPU tensors come back on the CPU.
+        trace: the record, if the run was recorded (a sim run always is), else None.
+        backend, world_size: as it ran.
+    """
+
+    results: list[Any] = field(repr=False)
+    trace: Trace | None
+    backend: str
+    world_size: int
+
+    def animate(self, title: str | None = None):
+        """The messages of the run as an animation. A notebook shows it; elsewhere call `.save("ring.html")`.
+
+        Raises ValueError when the run was not recorded.
+        """
+        from parallel101.viz.collective import collective_scene
+
+        return collective_scene(self._recorded("animate"), self.results, title=title)
+
+    def timeline(self):
+        """Every rank's sends, receives, collectives and spans over time, as a picture. Raises ValueError when the run was not recorded."""
+        from parallel101.viz.timeline import timeline_scene
+
+        return timeline_scene(self._recorded("timeline"))
+
+    def _recorded(self, method: str) -> Trace:
+        if self.trace is None:
+            raise ValueError(f"run.{method}() needs a recorded run, and this run was not recorded: launch it with trace=True")
+        return self.trace
 
 
 def launch(
@@ -44,170 +79,167 @@ def launch(
     network: Network | None = None,
     **kwargs: Any,
 ) -> Run:
-    """Run `fn(*args, **kwargs)` once a rank, with torch.distributed initialised, and wait for all of them.
+    """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until all have returned.
 
     Args:
-        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy, and imports anew the
-            modules it comes from: what was assigned to a module's variables since its import is not seen there.
-        world_size: how many ranks, 4 unless said. Under torchrun it is the job's: leave it out, or let it agree.
+        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy, and imports the modules
+            that it uses afresh: it does not see what was assigned to a module's variables after its import.
+        world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out, or pass the same number.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks on a virtual clock).
-        trace: record every message and check the calls against each other; "payload" also keeps the values of messages of up to 4 KiB.
+        trace: record every message, and check the calls against each other. "payload" also records the values of messages up to 4 KiB.
             A sim run is always recorded and checked.
-        timeout: seconds after which the run is ended.
+        timeout: seconds after which the run is stopped.
         network: on sim, the links between the ranks.
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
 
     Raises:
-        RankFailed: a rank raised (its exception is the cause) or died.
-        DeadlockError: ranks wait for each other, or for one that has returned. (While a thread that the program started is at work on one
-            of them, it may still post what the others wait for: then only the time limit ends the run.)
-        MisuseError: a checked run saw calls that do not fit together.
-        LaunchTimeout: the time was over.
-        TypeError, ValueError, RuntimeError: the launch itself can't be; nothing was started.
+        RankFailed: a rank raised an exception, which is the cause, or its process died.
+        DeadlockError: ranks wait for each other, or for a rank that has returned. (While another thread of the program runs on one of
+            them, it may still post what the others wait for. Then only the time limit stops the run.)
+        MisuseError: a checked run found calls that do not match.
+        LaunchTimeout: the ranks were still running after `timeout` seconds.
+        TypeError, ValueError, RuntimeError: the arguments do not work here; no rank was started.
 
-    Errors of a recorded run carry what was recorded up to then as `.trace`; its `.unfinished` are the calls that had not ended.
+    The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished` are the calls that had not ended.
     """
-    _check(fn, backend, trace, timeout, network)
-    timeout = min(timeout, LONGEST)
-    payload_bytes = PAYLOAD if trace == "payload" else 0
-    if in_a_job() and backend != "sim":  #  virtual ranks are nobody's processes: each of the job's runs the whole simulation
-        return join(fn, args, kwargs, world_size=world_size, backend=backend, trace=trace, timeout=timeout, payload_bytes=payload_bytes)
+    _check_arguments(fn, backend, trace, timeout, network)
+    timeout = min(timeout, MAX_TIMEOUT)
+    recording = bool(trace) or backend == "sim"
+    payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
+    if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
+        results, records = join_job(
+            fn, args, kwargs, world_size=world_size, backend=backend, recording=recording, timeout=timeout, payload_bytes=payload_bytes
+        )
+        return Run(results, _trace(records, len(results), backend) if recording else None, backend, len(results))
     if "PARALLEL101_RANK" in os.environ:
         raise RuntimeError(
-            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch; ranks can't launch ranks of their own"
+            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch. A rank can't launch ranks: "
+            "call launch() outside the function that runs on the ranks"
         )
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
-    _enough_gpus(backend, size)
+    if backend == "nccl":
+        _check_gpus(size)
     if network is not None:
-        network.router(size)  #  says at once if its topology is for another number of ranks
-    folder = _folder()
-    packed = _pack_call(fn, args, kwargs)
-    recording = bool(trace) or backend == "sim"
-    place = MeetingPlace(size) if backend != "sim" else None
+        network.router(size)  # raises if its topology is for another number of ranks
+    directory = _working_directory()
+    program = _pack_program(fn, args, kwargs)
+    rendezvous = Rendezvous(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
+    prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]
+    monitor = Monitor(processes, timeout, prefixes, checked=recording, on_gloo=backend == "gloo")
     explained = False
-    names = [""] if backend == "sim" else [f"[rank {r}] " for r in range(size)]
-    monitor = Monitor(processes, timeout, names, recording, on_gloo=backend == "gloo")
     try:
-        for state in monitor.states:
+        for rank in monitor.ranks:
             job = Job(
-                rank=state.rank,
+                rank=rank.rank,
                 world_size=size,
                 backend=backend,
-                meeting=None if place is None else place.address,
+                rendezvous=None if rendezvous is None else rendezvous.address,
                 recording=recording,
-                checked=recording,
                 payload_bytes=payload_bytes,
                 network=network,
                 path=sys.path,
-                folder=folder,
+                directory=directory,
                 environ=dict(os.environ),
-                local_rank=state.rank,
                 sources={name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
             )
             try:
-                state.wire.send(JOB, job)
-                state.wire.send_packed(PROGRAM, *packed)
+                rank.wire.send(JOB, job)
+                rank.wire.send_packed(PROGRAM, *program)
             except OSError:
-                pass  #  it died already: the monitor will say how
+                pass  # the process has died already: the monitor reports it
         monitor.watch()
-        results = [unpack(*state.result) for state in monitor.states if state.result is not None]
-        monitor.dismiss()
+        results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
+        monitor.let_exit()
         preload(monitor.imported)
     except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
         if recording:
-            monitor.collect_events()
-        error.trace = _trace(monitor, size, backend)  # type: ignore[union-attr]
-        explained = __tracebackhide__ = True  #  how it came to be known here is nothing to read about (IPython, pytest)
+            monitor.ask_records()
+        error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
+        explained = __tracebackhide__ = True  # IPython and pytest then leave out this frame, which explains nothing
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as interrupt:
-        monitor.ask_where(0.3)
-        for rank, where in (pair for state in monitor.states for pair in state.places or []):
-            print(f"interrupted: rank {rank} was at {shown(where)}", file=sys.stderr)
+        monitor.ask_places(0.3)
+        for number, place in (pair for rank in monitor.ranks for pair in rank.places or []):
+            print(f"interrupted: rank {number} was at {shown(place)}", file=sys.stderr)
         __tracebackhide__ = True
         raise interrupt.with_traceback(None) from None
     finally:
         monitor.close(explained)
-        if place is not None:
-            place.close()
-    return Run(results[0] if backend == "sim" else results, _trace(monitor, size, backend) if recording else None, backend, size)
+        if rendezvous is not None:
+            rendezvous.close()
+    return Run(results[0] if backend == "sim" else results, _trace(monitor.records(), size, backend) if recording else None, backend, size)
 
 
-def _trace(monitor: Monitor, size: int, backend: str) -> Trace:
-    rows: list[tuple] = []
-    unfinished: list[tuple] = []
-    for state in monitor.states:
-        rows += state.events or []
-        unfinished += state.unfinished
-    return Trace.from_rows(rows, size, backend, unfinished)
+def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
+    events = [event for record in records for event in record.events]
+    unfinished = [event for record in records for event in record.unfinished]
+    return Trace.from_rows(events, size, backend, unfinished)
 
 
-def _pack_call(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
+def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
+    """Pickle the function and its arguments. Raises TypeError that names the one that can't be pickled."""
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
-        parts = [
-            ("the function", fn),
-            *((f"argument {i}", a) for i, a in enumerate(args)),
-            *((f"argument {k!r}", v) for k, v in kwargs.items()),
-        ]
-        for name, part in parts:
+        parts = {"the function": fn}
+        parts |= {f"argument {position}": value for position, value in enumerate(args)}
+        parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
+        for name, part in parts.items():
             try:
                 pack(part)
             except Exception as reason:
                 raise TypeError(
-                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't travel to the ranks: {reason}. "
-                    "Make it inside the function, or pass what it is made from."
+                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't be sent to the ranks: {reason}. "
+                    "Create it inside the function, or pass what it is made from."
                 ) from error
         raise
 
 
-def _check(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> None:
+def _check_arguments(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> None:
     if not callable(fn):
         raise TypeError(f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}")
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it may be one of {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
     if trace not in (True, False, "payload"):
-        raise ValueError(f"trace is {trace!r}; it may be True, False or 'payload' (which keeps small messages' values too)")
+        raise ValueError(f"trace is {trace!r}; it must be True, False or 'payload' (which also records the values of small messages)")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above zero")
+        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above zero")
     if network is not None and not isinstance(network, Network):
-        raise TypeError(f"network is a {type(network).__name__}; it is made by parallel101.Network(latency=…, bandwidth=…)")
+        raise TypeError(f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, bandwidth=…)")
     if network is not None and backend != "sim":
-        raise ValueError(f"network belongs to backend='sim', where links are virtual; on {backend!r} they are what they are")
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise RuntimeError("this process's working folder was deleted, and ranks work there too; cd to another one first") from None
+        raise ValueError(f"network works with backend='sim' only, and backend is {backend!r}: leave network out, or use backend='sim'")
 
 
 def _world_size(value: Any) -> int:
-    if isinstance(value, bool | str):
-        raise TypeError(f"world_size is {value!r}; it is a whole number of ranks, 1 or more")
     try:
-        size = operator.index(value)
+        size = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise TypeError(f"world_size is {value!r}; it is a whole number of ranks, 1 or more") from None
+        size = None
+    if size is None:
+        raise TypeError(f"world_size is {value!r}; it must be a whole number of ranks, 1 or more")
     if size < 1:
         raise ValueError(f"world_size is {size}; there must be at least 1 rank")
     return size
 
 
-def _enough_gpus(backend: str, size: int) -> None:
-    if backend != "nccl":
-        return
+def _check_gpus(size: int) -> None:
     if not dist.is_nccl_available():
+        raise RuntimeError("backend 'nccl' needs a torch built with NCCL, and this one is a CPU build. Use backend='gloo' or 'sim'")
+    found = torch.cuda.device_count()
+    if found < size:
         raise RuntimeError(
-            "backend 'nccl' needs a torch that was built with NCCL, and this one is not (a CPU build); use backend='gloo' or 'sim'"
+            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine has {found} GPU{'s' * (found != 1)}. "
+            "Use fewer ranks, or backend='gloo' or 'sim'. `parallel101 doctor` shows what one GPU can do"
         )
-    have = torch.cuda.device_count()
-    if have < size:
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
         raise RuntimeError(
-            f"backend 'nccl' needs one GPU a rank: {size} ranks, and this machine has {have} GPU{'s' * (have != 1)}. "
-            "Use fewer ranks, or backend='gloo' or 'sim'; `parallel101 doctor` tells what one GPU can do."
-        )
+            "the working directory of this process was deleted, and the ranks would run there. Change to another one first (os.chdir)"
+        ) from None

@@ -1,4 +1,7 @@
-"""What ranks print, as it comes, each line with its rank before it."""
+"""What ranks print, shown line by line as it arrives, each line with its rank before it.
+
+rank's stdout, stderr ──▶ RankOutput: whole lines, "[rank 2] …" ──▶ Screen: this process's stdout, stderr (a notebook's cell)
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,28 @@ import re
 import socket
 import sys
 
-#  gloo's own last words: what they mean stands in the error that the launch raises
-LAST_WORDS = re.compile(
+# What gloo's C++ prints when it aborts a rank. The error that the launch raises explains it.
+GLOO_ABORT = re.compile(
     r"terminate called (after throwing an instance of 'gloo::|without an active exception)"
     r"|  what\(\): .*/gloo/|\[E\S* \S+ ProcessGroupGloo\.cpp:\d+\] Gloo connectFullMesh failed"
 )
 
 
 class Screen:
-    """What stands on the line on which a launch writes: nothing, or a progress bar that draws itself anew."""
+    """The line to which a launch writes next. It is empty, or holds a progress bar, which is redrawn in place."""
 
     def __init__(self) -> None:
-        self.widths: dict[str, int] = {}
-        self.gone = False  #  nobody reads what is written any more (`| head`): that is an error, once
+        self.widths: dict[str, int] = {}  # of the bar on the terminal, or on each stream that is no terminal
+        self.closed = False  # nobody reads the output any more (`| head`): this raises once
 
     def lines(self, stream: str, lines: list[str]) -> None:
-        """Write whole lines, the first one over a bar that stands there."""
+        """Write whole lines. The first one overwrites a bar."""
         out, place, width = self._at(stream)
         self.widths[place] = 0
         self._write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
 
     def bar(self, stream: str, text: str) -> None:
-        """Draw a bar over the one that stands there, whichever rank's it is."""
+        """Draw a bar. It overwrites the one that is there, whichever rank drew that."""
         out, place, width = self._at(stream)
         self.widths[place] = len(text)
         self._write(out, "\r" + text.ljust(width))
@@ -40,65 +43,65 @@ class Screen:
         return out, place, self.widths.get(place, 0)
 
     def _write(self, out, text: str) -> None:
-        if self.gone:
+        if self.closed:
             return
         try:
             _write(out, text)
         except (OSError, ValueError):
-            self.gone = True
+            self.closed = True
             raise
 
 
-class Lines:
-    """Takes a rank's raw output and writes whole lines of it to this process's stdout or stderr (a notebook's cell, there)."""
+class RankOutput:
+    """Takes the raw bytes of a rank's stdout or stderr, and writes their whole lines to this process's own."""
 
-    KEPT = 8192  #  characters of the end, for messages about a rank that died
+    KEPT = 8192  # characters at the end, for the error about a rank that died
 
     def __init__(self, prefix: str, stream: str, screen: Screen | None = None):
         self.prefix, self.stream = prefix, stream
         self.screen = screen or Screen()
         self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        self.rest = ""
+        self.rest = ""  # of a line whose end has not come yet
         self.tail = ""
-        self.held: list[str] = []  #  gloo's last words
+        self.gloo_abort: list[str] = []
 
     def feed(self, data: bytes, final: bool = False) -> None:
         text = self.decode(data, final)
         self.tail = (self.tail + text)[-self.KEPT :]
         *lines, self.rest = (self.rest + text).split("\n")
         self._write([line.rstrip("\r").rpartition("\r")[2] for line in lines])
-        if "\r" in self.rest:  #  a progress bar draws itself anew over the same line
+        if "\r" in self.rest:  # a progress bar, which redraws its line
             self.rest = self.rest.rstrip("\r").rpartition("\r")[2]
             self.screen.bar(self.stream, self.prefix + self.rest)
 
     def close(self, explained: bool = False) -> None:
-        """Write what was printed without a line's end, and gloo's last words, unless an error that is about to be raised explains them."""
+        """Write the last line, which may lack its end. Write gloo's abort messages too, unless an error is about to explain them."""
         self.feed(b"", final=True)
         self._write([self.rest] if self.rest else [])
         self.rest = ""
-        if self.held and not explained:
-            self.screen.lines(self.stream, [self.prefix + line for line in self.held])
-        self.held = []
+        if self.gloo_abort and not explained:
+            self.screen.lines(self.stream, [self.prefix + line for line in self.gloo_abort])
+        self.gloo_abort = []
 
     def _write(self, lines: list[str]) -> None:
-        self.held += [line for line in lines if LAST_WORDS.match(line)]
-        if told := [self.prefix + line for line in lines if not LAST_WORDS.match(line)]:
-            self.screen.lines(self.stream, told)
+        self.gloo_abort += [line for line in lines if GLOO_ABORT.match(line)]
+        if others := [self.prefix + line for line in lines if not GLOO_ABORT.match(line)]:
+            self.screen.lines(self.stream, others)
 
 
 def _write(out, text: str) -> None:
-    if out is None:  #  this process has no such stream (a daemon, pythonw): print() too writes nothing there
+    if out is None:  # this process has no such stream (a daemon, pythonw): print() writes nothing there either
         return
     try:
         out.write(text)
-    except UnicodeEncodeError:  #  a terminal of few characters is no reason to end a run
+    except UnicodeEncodeError:  # the terminal lacks a character: show its code
         out.write(text.encode(out.encoding, "backslashreplace").decode(out.encoding))
     out.flush()
 
 
-def read_some(end: io.FileIO | socket.socket) -> bytes:
+def read_available(channel: io.FileIO | socket.socket) -> bytes:
     """What can be read now; nothing when the other end is closed."""
     try:
-        return (end.recv(1 << 16) if isinstance(end, socket.socket) else end.read(1 << 16)) or b""
+        return (channel.recv(1 << 16) if isinstance(channel, socket.socket) else channel.read(1 << 16)) or b""
     except OSError:
         return b""

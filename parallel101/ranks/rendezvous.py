@@ -1,9 +1,9 @@
-"""Where the ranks of a launch meet: a store in which each leaves its address for the others (torch calls this rendezvous).
+"""Rendezvous: the store through which the ranks of a launch find each other's addresses.
 
-    launching process: MeetingPlace().address ──▶ each rank: meet(address, size) ──▶ a store for init_process_group
+    launching process: Rendezvous(size).address ──▶ each rank: connect(address, size) ──▶ a store for init_process_group
 
-On Linux it is a file without a name, in memory, which is gone with the launching process. (Each client of torch's TCPStore asks the name
-server for the name of ::ffff:127.0.0.1: nothing, usually; 5 s, where a network is slow to answer.) Elsewhere it is a port on loopback.
+On Linux it is a file in memory that has no name and disappears with the launching process. Elsewhere it is a port on loopback. (A client of
+torch's TCPStore asks the name server for the name of ::ffff:127.0.0.1, which takes 5 s where the network answers slowly.)
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import socket
 
 import torch.distributed as dist
 
-Address = str | tuple[str, int]  #  a file's path, or host and port
+Address = str | tuple[str, int]  # a file's path, or host and port
 
 
-class MeetingPlace:
-    """Held by the launching process for as long as its ranks run."""
+class Rendezvous:
+    """The store of one launch. The launching process holds it as long as its ranks run."""
 
     def __init__(self, size: int):
         self.file = -1
@@ -27,7 +27,7 @@ class MeetingPlace:
             self.address: Address = f"/proc/{os.getpid()}/fd/{self.file}"
         else:
             listener = socket.socket()
-            listener.bind(("127.0.0.1", 0))  #  a port that the system chooses
+            listener.bind(("127.0.0.1", 0))  # the system chooses the port
             listener.listen(min(size * 2, 4096))
             host, port = self.address = listener.getsockname()
             self.store = dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -41,6 +41,6 @@ class MeetingPlace:
     __del__ = close
 
 
-def meet(address: Address, size: int) -> dist.Store:
+def connect(address: Address, size: int) -> dist.Store:
     """The store, as a rank reaches it."""
     return dist.FileStore(address) if isinstance(address, str) else dist.TCPStore(*address, size, is_master=False)

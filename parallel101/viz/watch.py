@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.analysis.provenance import most_elements, origin_tensor
-from parallel101.ranks.launch import launch
-from parallel101.ranks.run import Run
+from parallel101.ranks.launch import Run, launch
 from parallel101.sim.network import Network
 
 ELEMENTS_PER_CHUNK = 2  # with one element, a cut in the wrong place could not be seen

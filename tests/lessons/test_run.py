@@ -23,7 +23,7 @@ SAID = {
         "deadlock-eager": [r" 4 bytes: fine", r" 400 bytes: fine", r"40000 bytes: deadlock"],
         "isend-changed": ["rank 0 changed a tensor that was still being sent"],
         "dies-run": [r"rank 2 raised ZeroDivisionError(.|\n)*in careless"],
-        "dies-killed": ["rank 2 ended by itself with exit code 7"],
+        "dies-killed": ["rank 2 exited with code 7"],
         "sizes-run": ["rank 1 was killed by SIGABRT", "trace=True"],
         "sizes-checked": [r"rank 0: send\(shape \(8,\), float32\)", r"rank 1: recv\(shape \(4,\), float32\)"],
         "script-torchrun": [r"results: \[2, 1\]\nresults: \[2, 1\]"],

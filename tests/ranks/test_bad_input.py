@@ -33,7 +33,7 @@ def ok():
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"timeout": float("nan")}, ValueError, "timeout is nan"),
         ({"timeout": "1"}, ValueError, "timeout is '1'"),
-        pytest.param({"network": p101.Network()}, ValueError, "belongs to backend='sim'", id="network without sim"),
+        pytest.param({"network": p101.Network()}, ValueError, "network works with backend='sim' only", id="network without sim"),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
     ],
 )
@@ -72,17 +72,20 @@ def test_a_rank_cannot_launch():
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc' and WORLD_SIZE='2', but a rank is a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "a rank is a whole number"),
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "a rank is a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}, "MASTER_ADDR, where the ranks meet, is missing"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', which is no port"),
+        (
+            {"RANK": "abc", "WORLD_SIZE": "2"},
+            "RANK='abc' and WORLD_SIZE='2' are set, as torchrun sets them, but RANK must be",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK must be a whole number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}, "MASTER_ADDR, the address of rank 0, is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', which is no port number"),
     ],
 )
 def test_what_is_left_of_a_job_that_is_none_is_said(monkeypatch, job, said):
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"as torchrun sets them: .*{said}.*unset them to launch here"):
+    with pytest.raises(ValueError, match=f"{said}.*unset RANK and WORLD_SIZE"):
         p101.launch(ok)
 
 
@@ -99,7 +102,7 @@ def test_a_working_folder_that_was_deleted_is_said_before_anything_is_started(ba
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(RuntimeError, match=r"this process's working folder was deleted.*cd"):
+    with pytest.raises(RuntimeError, match=r"the working directory of this process was deleted.*os\.chdir"):
         p101.launch(ok, backend=backend)
 
 
@@ -120,5 +123,5 @@ def test_what_the_ranks_cannot_read_is_said_so(backend, tmp_path):
             p101.launch(plugin.f, world_size=2, backend=backend)
     finally:
         del sys.modules["plugin"]
-    with pytest.raises(p101.RankFailed, match="an argument was pickled and can't be read back on the ranks: ValueError"):
+    with pytest.raises(p101.RankFailed, match="an argument was pickled, but the ranks can't unpickle it: ValueError"):
         p101.launch(print, Unreadable(), world_size=2, backend=backend)

@@ -193,7 +193,7 @@ def test_the_abort_of_gloo_is_explained_with_its_place():
     assert (error.rank, error.exitcode) == (1, -signal.SIGABRT)
     assert line_of(program, "dist.recv") in str(error)
     assert "trace=True" in str(error)
-    assert "4000 bytes came here where 16 were expected" in str(error)
+    assert "4000 bytes arrived, and 16 were expected" in str(error)
     assert "preamble" not in str(error)
 
 

@@ -51,9 +51,9 @@ def test_numpys_random_numbers_are_each_ranks_own_whoever_imported_them(world, b
 def test_memory_comes_to_lie_in_large_pages():
     program = """
 import re, torch
-from parallel101.ranks.forkserver import PIECE, memory, use_large_pages
+from parallel101.ranks.forkserver import PIECE, use_large_pages, written_memory
 large = lambda: int(re.search("AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1])
-before, pieces = large(), memory()
+before, pieces = large(), written_memory()
 for start, stop in pieces:
     assert 0 < stop - start <= PIECE
     use_large_pages(start, stop)
@@ -89,8 +89,8 @@ def test_a_fork_that_the_system_refuses_is_said_and_the_next_launch_works(monkey
     before = len(os.listdir("/dev/fd"))
     stop_server()
     with monkeypatch.context() as patched:
-        patched.setattr(processes, "_program", lambda what, whole=processes._program: whole(refuse + what))
-        with pytest.raises(BlockingIOError, match="no more processes, and 2 ranks were to be started: take fewer ranks"):
+        patched.setattr(processes, "_python_code", lambda code, whole=processes._python_code: whole(refuse + code))
+        with pytest.raises(BlockingIOError, match="no more processes for this user: 2 ranks were asked for"):
             p101.launch(int, world_size=2)
     stop_server()
     assert p101.launch(int, world_size=2).results == [0, 0]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.ranks.rendezvous import MeetingPlace, meet
+from parallel101.ranks.rendezvous import Rendezvous, connect
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -124,12 +124,12 @@ def test_ranks_ask_no_name_server():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_meeting_place_works_by_file_and_by_port(size, monkeypatch):
-    places = [MeetingPlace(size)]
+def test_the_rendezvous_works_by_file_and_by_port(size, monkeypatch):
+    places = [Rendezvous(size)]
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    places.append(MeetingPlace(size))
+    places.append(Rendezvous(size))
     for place in places:
-        stores = [meet(place.address, size) for _ in range(size)]
+        stores = [connect(place.address, size) for _ in range(size)]
         stores[0].set("key", "value")
         assert [store.get("key") for store in stores] == [b"value"] * size
         del stores

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.ranks.output import Lines, Screen
+from parallel101.ranks.output import RankOutput, Screen
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
@@ -92,7 +92,7 @@ def test_text_that_is_no_utf8_and_long_output_do_no_harm(capsys):
 
 
 def test_what_is_printed_half_is_shown_as_it_is_and_line_ends_of_windows_are_line_ends(capsys):
-    lines = Lines("> ", "stdout")
+    lines = RankOutput("> ", "stdout")
     lines.feed("caf\u00e9\r\ntw".encode())
     lines.feed(b"o\ncut \xe2\x82")
     lines.close()
@@ -102,13 +102,13 @@ def test_what_is_printed_half_is_shown_as_it_is_and_line_ends_of_windows_are_lin
 def test_a_terminal_of_few_characters_is_no_reason_to_fail(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    Lines("> ", "stdout").feed("\u2588 100%\n".encode())
+    RankOutput("> ", "stdout").feed("\u2588 100%\n".encode())
     assert raw.getvalue() == b"> \\u2588 100%\n"
 
 
 def test_bars_of_several_ranks_share_a_line_and_leave_nothing_of_each_other(capsys):
     screen = Screen()
-    first, second = Lines("[0] ", "stderr", screen), Lines("[1] ", "stderr", screen)
+    first, second = RankOutput("[0] ", "stderr", screen), RankOutput("[1] ", "stderr", screen)
     first.feed(b"\rlong bar")
     second.feed(b"\rbar")
     first.feed(b"\r")
@@ -117,7 +117,7 @@ def test_bars_of_several_ranks_share_a_line_and_leave_nothing_of_each_other(caps
     assert err == "\r[0] long bar" + "\r[1] bar     " + "\r[0] long bar" + "\r[1] bar     \n[1] text\n"
 
 
-LAST_WORDS = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
+GLOO_ABORT = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
   what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4.
 terminate called without an active exception
 [E1121 08:05:32.145091033 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with [/gloo/pair.cc:553] Connection closed by peer
@@ -125,15 +125,15 @@ terminate called without an active exception
 
 
 @pytest.mark.parametrize("explained", [False, True])
-def test_last_words_of_gloo_are_told_only_where_no_error_explains_them(explained, capsys):
+def test_abort_messages_of_gloo_are_shown_only_if_no_error_explains_them(explained, capsys):
     own = "terminate called, said the program\nwhat(): it went on\n"
-    lines = Lines("", "stderr")
-    lines.feed((LAST_WORDS + own).encode())
+    lines = RankOutput("", "stderr")
+    lines.feed((GLOO_ABORT + own).encode())
     lines.close(explained)
-    assert capsys.readouterr().err == own + ("" if explained else LAST_WORDS)
+    assert capsys.readouterr().err == own + ("" if explained else GLOO_ABORT)
 
 
-def test_a_misuse_that_aborts_a_rank_is_told_without_its_last_words(capsys):
+def test_a_misuse_that_aborts_a_rank_is_explained_without_gloos_messages(capsys):
     def program():
         print("about to", file=sys.stderr)
         dist.broadcast(torch.ones(9 - dist.get_rank()), 0)

@@ -117,7 +117,7 @@ def test_errors_that_leave_the_job_alive_can_be_caught_and_are_what_python_raise
         ("deadlock", "rank 0 waits in recv from rank 1"),
         ("sizes", "different shapes: (2,) and (3,)"),
         ("order", "all_reduce on rank 1"),
-        ("absent", "rank 0 had not come to this launch"),
+        ("absent", "rank 0 had not reached this launch"),
         ("abort", f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>'),
     ],
 )

@@ -1,0 +1,132 @@
+"""The caller's program on a rank, on every backend: read it, run it among other things, pack its result or its exception.
+
+unpack_program ──▶ the program, inside own_init_accepted and forked_children_exit ──▶ pack_result | failure_of
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from parallel101.ranks.watcher import exit_process
+from parallel101.ranks.wire import FAILURE, Failure, Wire, pack, unpack
+from parallel101.record.errors import broken_connection, named, reports_another
+from parallel101.record.process_groups import batches_on_nccl
+from parallel101.record.where import is_inside
+
+# What torch imports when an optimizer, a DTensor or FSDP2 is first used. Each takes a second.
+SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+
+def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
+    """The function and its arguments. Raises ImportError or TypeError, with advice, when a rank can't read what could be pickled."""
+    try:
+        return unpack(body, buffers)
+    except ImportError as error:
+        advice = "The ranks import it by name, as a script would: add its directory to sys.path before the launch."
+        raise ImportError(f"the function or an argument comes from a module that the ranks can't import: {error}. {advice}") from error
+    except Exception as error:
+        advice = "Create it inside the function, or pass what it is made from."
+        raise TypeError(f"the function or an argument was pickled, but the ranks can't unpickle it: {named(error)}. {advice}") from error
+
+
+@contextlib.contextmanager
+def own_init_accepted() -> Iterator[None]:
+    """Inside, a program may call init_process_group and destroy_process_group itself, as a whole script does. Both then do nothing.
+
+    A rank or world_size that is not the launch's raises ValueError.
+    """
+    init, destroy = dist.init_process_group, dist.destroy_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> None:
+        for name, given, actual in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
+            if given not in (-1, actual):
+                raise ValueError(
+                    f"init_process_group({name}={given}) on rank {dist.get_rank()} of a launch, where {name} is {actual}. "
+                    "Pass dist.get_rank() and dist.get_world_size(), or neither."
+                )
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        if group not in (None, dist.group.WORLD):
+            destroy(group)
+
+    dist.init_process_group, dist.destroy_process_group = init_process_group, destroy_process_group
+    try:
+        with batches_on_nccl():
+            yield
+    finally:
+        dist.init_process_group, dist.destroy_process_group = init, destroy
+
+
+@contextlib.contextmanager
+def forked_children_exit() -> Iterator[None]:
+    """A process that the program forked exits when it leaves this block: only its parent is a rank."""
+    rank = os.getpid()
+    try:
+        yield
+    except BaseException:
+        if os.getpid() != rank:
+            traceback.print_exc()
+            exit_process(1)
+        raise
+    if os.getpid() != rank:
+        exit_process(0)
+
+
+def slow_imports(before: set[str]) -> list[str]:
+    """Modules imported since `before` that the fork server should import too. The program's own may change between launches."""
+    return [name for name in sys.modules.keys() - before if name in SLOW_IMPORTS or name.startswith("parallel101.")]
+
+
+def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
+    """Pickle what a rank returned. Raises TypeError, with advice, when that is not possible."""
+    try:
+        return pack(value)
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be sent back: {error}. "
+            "Return tensors, numbers, strings, or containers of them."
+        ) from None
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What the launching process must know of an exception that `rank` raised."""
+    return Failure(rank, error, named(error), program_traceback(error), broken_connection(error) or reports_another(error, rank))
+
+
+def send_failure(wire: Wire, failure: Failure) -> None:
+    """Send it. An exception that can't be pickled is sent as its text."""
+    failure.error.__traceback__ = None  # its frames hold tensors, works and groups
+    try:
+        packed = pack(failure)
+        unpack(*packed)
+    except Exception:
+        packed = pack(failure._replace(error=RuntimeError(failure.headline)))
+    wire.send_packed(FAILURE, *packed)
+
+
+def program_traceback(error: BaseException) -> str:
+    """The traceback from the program's first frame on, without ours before it. "" if there are only ours."""
+    tb = error.__traceback__
+    while tb is not None and is_inside(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    if tb is None and not _raised_here(error):
+        tb = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, tb)).rstrip() if tb is not None else ""
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether this package's ranks/ raised it, in calling the program: its arguments do not fit, or its result can't be pickled."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(__file__)

@@ -1,0 +1,54 @@
+"""Ranks that are stuck are told from ranks that work for long by the CPU time of their processes."""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+
+import pytest
+
+from parallel101.ranks.diagnosis import IDLE_CPU, IDLE_FOR, SAMPLE, IdleDetector
+
+
+class GivenTimes(IdleDetector):
+    """Ranks whose CPU times are given, a list for each look."""
+
+    def __init__(self, looks):
+        super().__init__([])
+        self.looks = iter(looks)
+
+    def _cpu_seconds(self):
+        return next(self.looks)
+
+
+def stuck_at(detector, all_wait=lambda now: True, until=10.0):
+    """The moment at which the detector first believes that the ranks are stuck; None if it does not."""
+    for now in (k * SAMPLE for k in count()):
+        if detector.stuck(now, all_wait(now)):
+            return now
+        if now > until:
+            return None
+
+
+def test_ranks_that_do_not_work_count_as_stuck_after_a_while():
+    assert stuck_at(GivenTimes([1.0, 2.0 + 0.1 * IDLE_CPU * k] for k in range(5))) == IDLE_FOR
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_one_rank_that_works_is_enough(busy):
+    assert stuck_at(GivenTimes([k * 2 * IDLE_CPU * (rank == busy) for rank in range(2)] for k in count())) is None
+
+
+def test_a_rank_that_does_not_wait_starts_the_time_again():
+    assert stuck_at(GivenTimes([0.0] for _ in count()), all_wait=lambda now: now != 2 * SAMPLE) == 3 * SAMPLE + IDLE_FOR
+
+
+def test_ranks_whose_cpu_time_is_unknown_do_not_count_as_stuck():
+    assert stuck_at(GivenTimes(None for _ in count())) is None
+
+
+def test_cpu_time_is_that_of_the_processes():
+    (before,) = IdleDetector([os.getpid()])._cpu_seconds()
+    while IdleDetector([os.getpid()])._cpu_seconds()[0] - before <= IDLE_CPU:
+        pass
+    assert IdleDetector([2**22 + 1])._cpu_seconds() is None, "nobody's pid"
