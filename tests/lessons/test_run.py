@@ -30,7 +30,7 @@ SAID = {
     },
     "01_collectives": {
         "flat-count": [r"steps +you: +\? +the run: +7\n"],
-        "auto-rule": ["algorithm='recursive_doubling'", "to choose from: .*ring"],
+        "auto-rule": ["algorithm='recursive_doubling'", "algorithms: .*ring"],
     },
     "04_data_parallel": {
         "alone-run": [r"<History: 20 steps, loss [45]\.\d+ → [23]\."],
@@ -66,7 +66,7 @@ SHOWN = {  # in the text of a picture
         "reduce-scatter-run": ["Ring reduce-scatter"],
         "hot-root": ["Tree all-reduce"],
         "ring-all-reduce-run": ["Ring all-reduce"],
-        "bug-run": ["Step 3 of 6", "On rank 0, chunk d now has rank 0's data more than once", "On rank 1, chunk a has rank 1's data twice"],
+        "bug-run": ["Step 3 of 6", "On rank 0, chunk d now contains rank 0's data more than once", "On rank 1, chunk a has rank 1's data twice"],
         "all-to-all-run": ["all-to-all"],
         "barrier-watch": ["Step 3 of 3", "Each rank sends 1 B to another rank"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
