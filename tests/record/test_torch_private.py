@@ -100,7 +100,7 @@ def test_a_draw_shows_in_the_generators_memory():
 
 
 def test_the_new_group_hook():
-    """dist.new_group asks the default group for the new one. (Where it does not, sim's sub-groups come the longer way: test_sim_ranks.)"""
+    """dist.new_group asks the default group for the new one. (Older torch versions ask the backend: tests/sim/test_ranks.py.)"""
 
     class Group(dist.ProcessGroup):
         def new_group(self, ranks, **options):

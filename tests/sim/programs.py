@@ -1,4 +1,4 @@
-"""Small programs over isend and irecv that the sim's tests count on, and a way to run them that lets no failure pass."""
+"""Small programs over isend and irecv for the sim's tests, and functions that run them and raise any failure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tree_broadcast(rank: int, numel: int = 1) -> list[float]:
 
 
 def ring_all_gather(rank: int, numel: int = 1, ring: list[int] | None = None) -> list[float]:
-    """The ranks of `ring` (all) pass their shards on to the right."""
+    """The ranks of `ring` (all ranks) pass their shards on to the right."""
     ring = ring or list(range(dist.get_world_size()))
     n, me = len(ring), ring.index(rank)
     x = torch.zeros(n, numel)
@@ -67,7 +67,7 @@ def ring_all_gather(rank: int, numel: int = 1, ring: list[int] | None = None) ->
 
 
 def ring_all_reduce(x: torch.Tensor, ring: list[int], rank: int) -> None:
-    """Sum x over the ranks of `ring`, in place. Its length is a multiple of theirs."""
+    """Sum x over the ranks of `ring`, in place. Its length is a multiple of their number."""
     n, me = len(ring), ring.index(rank)
     right, left = ring[(me + 1) % n], ring[(me - 1) % n]
     chunks, inbox = list(x.chunk(n)), torch.empty(x.numel() // n, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""torch's own collectives on the sim give what one process computes, take the ring's time, and are one event a rank."""
+"""torch's own collectives on the sim: they give what one process computes, take a ring's time, and are one event for each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTEGERS = [torch.int64, torch.int32, torch.uint8]
 
 
 def values(rank: int, shape=(6,), dtype=torch.float64) -> torch.Tensor:
-    """What a rank starts with: small integers, exact in every dtype."""
+    """The input of a rank: small integers, exact in every dtype."""
     return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
@@ -187,7 +187,7 @@ def test_functional_collectives():
 
 
 ALPHA, BETA = 3.0, 0.5
-SECONDS = {  #  p ranks, V bytes: the table in sim_collectives
+SECONDS = {  # p ranks, v bytes: the table in sim/collectives.py
     "all_reduce": lambda p, v: 2 * (p - 1) * ALPHA + 2 * (p - 1) / p * v * BETA,
     "all_gather": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
     "reduce_scatter": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
@@ -231,7 +231,7 @@ def test_each_takes_the_rings_time_from_the_last_arrival_and_is_one_event_a_rank
     assert not trace(run(program, p)).messages_sent[0]
 
 
-def test_a_ring_over_nodes_takes_the_slow_links_time():
+def test_a_ring_over_nodes_takes_the_time_of_the_slow_links():
     def program(rank):
         nodes = [dist.new_group([2 * node, 2 * node + 1]) for node in range(2)]
         dist.all_reduce(torch.ones(1), group=nodes[rank // 2])
@@ -264,14 +264,14 @@ def test_the_collectives_of_a_group_end_in_their_order():
         dist.barrier()
         return first.is_completed(), other.is_completed()
 
-    outcome = run(program, 3)
-    assert outcome.results == [(True, True)] * 3
-    ends = {(e.kind, e.group.name): e.end for e in trace(outcome).events}
+    result = run(program, 3)
+    assert result.results == [(True, True)] * 3
+    ends = {(e.kind, e.group.name): e.end for e in trace(result).events}
     assert ends["all_reduce", "1"] < ends["all_reduce", "world"] < ends["barrier", "world"], "another group need not wait"
 
 
 def test_a_futures_callback_may_start_the_next_collective():
-    """As torch's PowerSGD hook does. It runs while its rank is blocked in something else."""
+    """As in torch's PowerSGD hook. The callback runs while its rank is blocked in another call."""
 
     def program(rank):
         x, y, started = torch.ones(1), torch.ones(1), []
@@ -280,7 +280,7 @@ def test_a_futures_callback_may_start_the_next_collective():
             dist.recv(torch.empty(1), 1)
         else:
             while not started:
-                wait_for([dist.isend(torch.ones(1), rank), dist.irecv(torch.ones(1), rank)])  #  to itself: the others go on
+                wait_for([dist.isend(torch.ones(1), rank), dist.irecv(torch.ones(1), rank)])  # to itself, so that other ranks can run
                 compute(1.0)
             started[0].wait()
             dist.send(torch.ones(1), 0)

@@ -1,4 +1,4 @@
-"""What follows from the sim's rule of time where messages want the same links."""
+"""How long messages take on the sim when they need the same links. (Without contention: test_time.py.)"""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def test_two_flows_over_one_link_take_twice_as_long_as_one(bidirectional):
         return makespan(program, 8, network)
 
     assert flows((0, 2)) == 2
-    assert flows((0, 2), (1, 3)) == 4  #  both need the link from 1 to 2
+    assert flows((0, 2), (1, 3)) == 4  # both need the link from 1 to 2
     assert flows((0, 2), (2, 4)) == 2
     assert flows((0, 3), (1, 3), (2, 3)) == 6
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_all_to_all_is_a_quarter_of_all_gather_on_a_bidirectional_ring(n):
-    """Both end with n shards a rank. All-gather moves whole shards half way round; all-to-all a piece of one, half as far on average."""
+    """In both, each rank ends with n shards. All-gather moves whole shards half way round, all-to-all pieces of them half as far on average."""
     ring = Network.ring(latency=0.0, bandwidth=1.0)
     ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
     assert ratio == 1 / 4
 
 
 @pytest.mark.parametrize("n", [3, 5, 9])
-def test_all_to_all_is_about_a_quarter_of_all_gather_where_no_rank_is_opposite(n):
+def test_all_to_all_is_about_a_quarter_of_all_gather_if_no_rank_is_opposite(n):
     ring = Network.ring(latency=0.0, bandwidth=1.0)
     ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
-    bound = (n + 1) / (4 * n)  #  links that are never idle
+    bound = (n + 1) / (4 * n)  # every link is busy all the time
     assert bound <= ratio <= bound * 1.5
 
 
@@ -75,7 +75,7 @@ def two_level_all_reduce(rank, numel, k):
 
 
 def flat_all_reduce(rank, numel):
-    """Recursive doubling: every rank talks to one of another node as soon as the distance is large enough."""
+    """Recursive doubling: once the distance is as large as a node, every rank exchanges with a rank of another node."""
     x, inbox, distance, n = torch.ones(numel), torch.empty(numel), 1, dist.get_world_size()
     while distance < n:
         wait_for([dist.isend(x, rank ^ distance), dist.irecv(inbox, rank ^ distance)])
@@ -84,7 +84,7 @@ def flat_all_reduce(rank, numel):
     assert x.tolist() == [n] * numel
 
 
-def test_two_level_all_reduce_wins_only_where_links_differ():
+def test_two_level_all_reduce_is_faster_only_if_links_differ():
     n, k, numel = 16, 4, 64
     slow_between = Network.two_level(k, latency=0.0, bandwidth=1.0, inside_latency=0.0, inside_bandwidth=100.0)
     equal = Network(latency=0.0, bandwidth=1.0)
@@ -93,8 +93,8 @@ def test_two_level_all_reduce_wins_only_where_links_differ():
     assert two_level[0] < flat[0] and two_level[1] > flat[1]
 
 
-def test_ranks_of_a_node_share_its_way_out():
-    def program(rank):  #  two messages from node 0 to nodes 1 and 2, and one inside each node meanwhile
+def test_ranks_of_a_node_share_its_outgoing_link():
+    def program(rank):  # two messages from node 0 to nodes 1 and 2, and at the same time one inside each node
         pairs = [(0, 2), (1, 4), (2, 3), (5, 4)]
         works = [dist.isend(torch.zeros(1), dst) for src, dst in pairs if src == rank]
         wait_for(works + [dist.irecv(torch.zeros(1), src) for src, dst in pairs if dst == rank])

@@ -1,4 +1,4 @@
-"""A deadlock on the sim is named at once: who waits for what, where, and the cycle."""
+"""A deadlock on the sim raises DeadlockError at once: which rank waits for what, at which line, and the cycle."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .programs import run, trace, wait_for
 
 
 def deadlock(program, n, network=None) -> DeadlockError:
-    outcome = simulate(program, n, network)
-    assert isinstance(outcome.error, DeadlockError) and outcome.failed_rank is None, outcome
-    return outcome.error
+    result = simulate(program, n, network)
+    assert isinstance(result.error, DeadlockError) and result.failed_rank is None, result
+    return result.error
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -50,7 +50,7 @@ def test_a_skipped_collective():
     assert isinstance(error, MisuseError) and error.rank == 1 and "barrier" in str(error) and "all_reduce" in str(error)
 
 
-def test_a_rank_that_waits_elsewhere_than_in_the_collective():
+def test_a_rank_that_waits_in_another_call_than_the_collective():
     def program(rank):
         if rank == 1:
             dist.recv(torch.empty(1), 0)
@@ -89,7 +89,7 @@ def test_a_wrong_tag():
     assert set(deadlock(program, 2).waiting) == {0, 1}
 
 
-def test_asking_for_ever_is_a_deadlock_too():
+def test_polling_for_ever_is_a_deadlock_too():
     def program(rank):
         work = dist.irecv(torch.empty(1), 1 - rank)
         while not work.is_completed():
@@ -115,11 +115,11 @@ def test_events_before_a_deadlock_are_kept():
         wait_for([dist.isend(x, 1 - rank), dist.irecv(torch.empty(1), 1 - rank)])
         dist.recv(x, 1 - rank)
 
-    outcome = simulate(program, 2)
-    assert isinstance(outcome.error, DeadlockError) and len(trace(outcome).events) == 4
+    result = simulate(program, 2)
+    assert isinstance(result.error, DeadlockError) and len(trace(result).events) == 4
 
 
-def test_a_deadlock_inside_backward_is_named():
+def test_a_deadlock_inside_backward():
     def program(rank):
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         loss = net(torch.ones(1, 2)).sum()

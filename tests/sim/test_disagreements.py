@@ -1,4 +1,4 @@
-"""Ranks that do not agree on one of torch's collectives, or ask for what there is not, are told so on the sim."""
+"""On the sim, calls of torch's collectives that differ between ranks, or that torch cannot do, are errors."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from .programs import simulate
     ],
     ids=["reduction", "dtype", "shape", "root", "operation", "strided", "negated", "conjugated", "splits"],
 )
-def test_ranks_that_do_not_agree_are_told_so(call, rank, words):
-    outcome = simulate(lambda r: call(r), 3)
-    assert isinstance(outcome.error, MisuseError) and outcome.failed_rank is None
-    assert outcome.error.rank == rank and __file__ in str(outcome.error)
+def test_calls_that_differ_between_ranks_are_misuse(call, rank, words):
+    result = simulate(lambda r: call(r), 3)
+    assert isinstance(result.error, MisuseError) and result.failed_rank is None
+    assert result.error.rank == rank and __file__ in str(result.error)
     with pytest.raises(MisuseError, match=words):
-        raise outcome.error
+        raise result.error
 
 
-def test_a_disagreement_is_named_where_the_ranks_would_wait_for_ever():
-    """Two of three ranks come, do not agree, and the third never comes."""
-    outcome = simulate(lambda r: None if r == 2 else dist.all_reduce(torch.ones(1 + r)), 3)
-    assert isinstance(outcome.error, MisuseError) and "shapes" in str(outcome.error)
+def test_calls_that_differ_are_reported_instead_of_the_deadlock_they_cause():
+    """Two of three ranks make calls that differ, and the third makes none."""
+    result = simulate(lambda r: None if r == 2 else dist.all_reduce(torch.ones(1 + r)), 3)
+    assert isinstance(result.error, MisuseError) and "shapes" in str(result.error)
 
 
 def test_an_average_of_integers_is_refused():
-    outcome = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), 2)
+    result = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), 2)
     with pytest.raises(ValueError, match=r"average of torch\.int64"):
-        raise outcome.error
+        raise result.error
 
 
-def test_what_torch_cannot_reduce_is_an_error_and_no_hang():
-    outcome = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.SUM), 2)
-    assert outcome.error is None  # torch sends complex numbers as pairs
-    outcome = simulate(lambda r: dist.reduce(torch.ones(2), 0, dist.ReduceOp.BAND), 2)
+def test_a_reduction_that_torch_does_not_have_is_an_error_and_no_hang():
+    result = simulate(lambda r: dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.SUM), 2)
+    assert result.error is None  # torch sends complex numbers as pairs
+    result = simulate(lambda r: dist.reduce(torch.ones(2), 0, dist.ReduceOp.BAND), 2)
     with pytest.raises(Exception, match="bitwise_and"):
-        raise outcome.error
+        raise result.error
 
 
-def test_changing_what_was_given_before_the_wait_is_named():
+def test_a_tensor_changed_between_a_collective_and_its_wait():
     def program(rank):
         x = torch.ones(2)
         work = dist.all_reduce(x, async_op=True)

@@ -1,4 +1,4 @@
-"""Misuse on the sim is named at once, and so is a rank's own exception; the process is clean afterwards."""
+"""On the sim, misuse and a rank's own exception end the run at once, and the process is as before afterwards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tensors_that_gloo_would_misread(side, bad, words):
     assert error.rank == (side == "recv")
 
 
-def test_no_device_but_the_cpu():
+def test_only_cpu_tensors_are_sent():
     error = simulate(lambda r: dist.send(torch.ones(1, device="meta"), 1 - r), 2).error
     assert isinstance(error, MisuseError) and "meta" in str(error)
 
@@ -96,8 +96,8 @@ def test_a_tensor_changed_between_isend_and_wait(numel, when):
     assert isinstance(error, MisuseError) and error.rank == 0 and "changed" in str(error) and line_of(program, "dist.isend(x") in str(error)
 
 
-def test_writing_next_to_what_is_sent_is_no_misuse():
-    """A view's version counts writes to its whole base, so only the bytes can tell."""
+def test_writing_beside_a_sent_view_is_no_misuse():
+    """torch's version counter of a view counts writes to its whole base, so the bytes must be compared."""
 
     def program(rank):
         x = torch.full((4,), float("nan"))
@@ -121,7 +121,7 @@ def test_inference_tensors_are_sent_and_received():
     assert run(program, 2).results == [([1.0, 1.0], [1.0, 1.0]), ([0.0, 0.0], [1.0, 1.0])]
 
 
-def test_an_exception_on_one_rank_unwinds_the_others():
+def test_an_exception_on_one_rank_cancels_the_others():
     closed = []
 
     def program(rank):
@@ -138,9 +138,9 @@ def test_an_exception_on_one_rank_unwinds_the_others():
         finally:
             closed.append(rank)
 
-    outcome = simulate(program, 3)
-    assert outcome.failed_rank == 1 and isinstance(outcome.error, KeyError)
-    assert outcome.error.__traceback__ is not None and sorted(closed) == [0, 1, 2]
+    result = simulate(program, 3)
+    assert result.failed_rank == 1 and isinstance(result.error, KeyError)
+    assert result.error.__traceback__ is not None and sorted(closed) == [0, 1, 2]
 
 
 def test_the_first_failure_in_virtual_time_is_the_one_reported():
@@ -148,11 +148,11 @@ def test_the_first_failure_in_virtual_time_is_the_one_reported():
         compute(10.0 - rank)
         raise ValueError(f"rank {rank}")
 
-    outcome = simulate(program, 4)
-    assert outcome.failed_rank == 3 and str(outcome.error) == "rank 3"
+    result = simulate(program, 4)
+    assert result.failed_rank == 3 and str(result.error) == "rank 3"
 
 
-def test_talking_on_the_way_out_is_unwound_as_well():
+def test_a_rank_that_communicates_while_it_is_cancelled_is_cancelled_again():
     def program(rank):
         if rank == 0:
             raise ValueError("first")
@@ -161,8 +161,8 @@ def test_talking_on_the_way_out_is_unwound_as_well():
         finally:
             dist.all_reduce(torch.ones(1))
 
-    outcome = simulate(program, 3)
-    assert outcome.failed_rank == 0 and isinstance(outcome.error, ValueError)
+    result = simulate(program, 3)
+    assert result.failed_rank == 0 and isinstance(result.error, ValueError)
 
 
 def test_a_failing_job_leaves_the_process_as_it_was():
@@ -184,8 +184,8 @@ def test_a_failing_job_leaves_the_process_as_it_was():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
-def test_a_failure_inside_torchs_data_parallel_unwinds_through_it(where):
-    """The others are blocked deep inside C++ then."""
+def test_a_failure_inside_torchs_data_parallel_cancels_the_other_ranks(where):
+    """The other ranks are then blocked inside C++."""
 
     class Breaks(torch.autograd.Function):
         @staticmethod
@@ -216,11 +216,11 @@ def test_a_failure_inside_torchs_data_parallel_unwinds_through_it(where):
         loss.backward()
 
     for _ in range(2):
-        outcome = simulate(program, 3)
-        assert outcome.failed_rank == 1 and str(outcome.error) == "on purpose"
+        result = simulate(program, 3)
+        assert result.failed_rank == 1 and str(result.error) == "on purpose"
 
 
-def test_waiting_on_a_thread_of_ones_own_is_an_error_and_no_hang():
+def test_waiting_on_a_thread_that_the_rank_started_is_an_error_and_no_hang():
     def program(rank):
         raised = []
 
@@ -239,12 +239,12 @@ def test_waiting_on_a_thread_of_ones_own_is_an_error_and_no_hang():
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_a_world_size_of_nobody(n):
+def test_a_world_size_below_one(n):
     with pytest.raises(ValueError, match=f"got {n}"):
         simulate(lambda r: None, n)
 
 
-def test_a_torus_of_another_size():
+def test_a_torus_of_another_world_size():
     with pytest.raises(ValueError, match="4 ranks, but this run has 3"):
         simulate(lambda r: None, 3, Network.torus((2, 2)))
 
@@ -262,7 +262,7 @@ def test_a_rank_that_only_reports_anothers_failure_is_not_the_cause():
         dist.barrier()
         if rank != 2:
             raise Reported(2)
-        dist.all_reduce(torch.ones(1), group=dist.new_group([2]))  # it comes later, in virtual time too
+        dist.all_reduce(torch.ones(1), group=dist.new_group([2]))  # so the failure comes after the reports, in virtual time too
         compute(1.0)
         raise ValueError("on rank 2")
 

@@ -1,4 +1,4 @@
-"""The network as data: which links a message takes on every topology, and errors that say what was given."""
+"""The topologies of the sim's network: which links each message takes, and errors that say what was passed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hop_counts(network: Network, world_size: int) -> dict[tuple[int, int], int]:
     return {(a, b): len(route(a, b).hops) for a in range(world_size) for b in range(world_size)}
 
 
-def test_switch_takes_the_senders_way_out_and_the_receivers_way_in_together():
+def test_a_switch_takes_the_senders_outgoing_and_the_receivers_incoming_link_together():
     route = Network().router(5)
     pairs = [pair for pair in itertools.product(range(5), repeat=2) if pair[0] != pair[1]]
     for a, b in pairs:
@@ -60,23 +60,23 @@ def test_a_ring_is_a_torus_of_one_axis():
     assert all(ring(a, b) == torus(a, b) for a in range(6) for b in range(6))
 
 
-def test_messages_with_a_link_in_common_are_those_whose_paths_cross_it():
+def test_paths_on_a_torus_share_the_links_of_their_common_hops():
     route = Network.torus((3, 3)).router(9)
     assert set(route(0, 1).hops) < set(route(0, 4).hops) | set(route(0, 1).hops)
-    assert not set(route(0, 1).hops) & set(route(1, 0).hops)  #  a link each way
-    assert set(route(0, 3).hops) & set(route(0, 4).hops)  #  first along axis 0, then along axis 1
+    assert not set(route(0, 1).hops) & set(route(1, 0).hops)  # one link in each direction
+    assert set(route(0, 3).hops) & set(route(0, 4).hops)  # first along axis 0, then along axis 1
 
 
-def test_two_levels_share_the_way_out_of_a_node_and_not_what_is_inside():
+def test_two_level_networks_share_the_links_of_a_node_and_not_those_inside():
     network = Network.two_level(2, latency=3.0, bandwidth=1.0, inside_latency=1.0, inside_bandwidth=5.0)
     route = network.router(5)
     assert route(0, 1)[:2] == (1.0, 5.0) and route(0, 2)[:2] == (3.0, 1.0) and route(4, 0)[:2] == (3.0, 1.0)
-    assert route(0, 2).hops[0][0] == route(1, 4).hops[0][0]  #  one way out of node 0
-    assert route(2, 0).hops[0][1] == route(4, 1).hops[0][1]  #  one way into it
+    assert route(0, 2).hops[0][0] == route(1, 4).hops[0][0]  # the outgoing link of node 0
+    assert route(2, 0).hops[0][1] == route(4, 1).hops[0][1]  # its incoming link
     assert not set(route(0, 1).hops[0]) & set(route(0, 2).hops[0])
 
 
-def test_to_oneself_takes_no_link_and_no_time():
+def test_a_message_to_oneself_takes_no_link_and_no_time():
     for network in (Network(), Network.ring(), Network.two_level(2)):
         assert network.router(4)(1, 1) == (0.0, math.inf, ())
 
@@ -97,12 +97,12 @@ def test_to_oneself_takes_no_link_and_no_time():
         pytest.param({"topology": Network.ring()}, "topology", id="topology=a network"),
     ],
 )
-def test_a_bad_value_is_named_with_what_was_given(arguments, word):
+def test_a_bad_value_is_an_error_that_names_it(arguments, word):
     with pytest.raises(ValueError, match=f"{word}.*got {re.escape(repr(next(iter(arguments.values()))))}"):
         Network(**arguments)
 
 
-def test_bad_topologies_are_named():
+def test_bad_topologies_are_errors():
     with pytest.raises(ValueError, match="shape"):
         Network.torus(())
     with pytest.raises(ValueError, match="shape"):
@@ -115,7 +115,7 @@ def test_bad_topologies_are_named():
         Network.torus((4, 4)).router(8)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network.two_level(0)
-    with pytest.raises(ValueError, match="6 ranks, but this run has 4"):  # by the launch, before there are ranks
+    with pytest.raises(ValueError, match="6 ranks, but this run has 4"):  # raised by launch, before it starts any rank
         p101.launch(int, world_size=4, backend="sim", network=Network.torus((2, 3)))
     with pytest.raises(ValueError, match="inside_bandwidth"):
         Network.two_level(2, inside_bandwidth=-1.0)

@@ -1,5 +1,5 @@
-# ruff: noqa: NPY002  the global generator of NumPy is a subject here
-"""Each virtual rank is a process of its own as far as torch.distributed, random numbers and autograd can tell."""
+# ruff: noqa: NPY002  the global generator of NumPy is tested here
+"""For torch.distributed, random numbers and autograd, each virtual rank is like a process of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_default_group():
     assert not dist.is_initialized()
 
 
-def test_a_receive_from_anyone_takes_the_oldest_and_says_who():
+def test_a_receive_from_any_rank_takes_the_oldest_message_and_returns_its_source():
     def program(rank):
         if rank == 0:
             x = torch.empty(1)
@@ -38,7 +38,7 @@ def test_a_receive_from_anyone_takes_the_oldest_and_says_who():
     assert run(program, 4).results[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
 
 
-def test_receives_are_served_in_the_order_of_posting_from_someone_or_anyone():
+def test_receives_from_one_rank_and_from_any_rank_match_in_the_order_of_posting():
     def program(rank):
         if rank == 1:
             return wait_for([dist.isend(torch.tensor([float(i)]), 0) for i in range(3)])
@@ -49,7 +49,7 @@ def test_receives_are_served_in_the_order_of_posting_from_someone_or_anyone():
     assert run(program, 2).results[0] == [0.0, 1.0, 2.0]
 
 
-def test_tags_keep_messages_apart():
+def test_messages_match_by_tag():
     def program(rank):
         if rank == 0:
             wait_for([dist.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (1, 2, 3)])
@@ -71,7 +71,7 @@ def test_batch_isend_irecv():
     assert run(program, 4).results == [3.0, 0.0, 1.0, 2.0]
 
 
-def test_messages_are_numbered_by_channel_and_say_where():
+def test_messages_have_a_sequence_number_and_the_place_of_the_call():
     def program(rank):
         for _ in range(2):
             wait_for([dist.isend(torch.ones(2), 1 - rank), dist.irecv(torch.empty(2), 1 - rank)])
@@ -85,8 +85,8 @@ def test_messages_are_numbered_by_channel_and_say_where():
 
 
 @pytest.mark.parametrize("way", ["by the default group", "by the backend's name"])
-def test_sub_groups_speak_of_world_ranks(way, monkeypatch):
-    if way == "by the backend's name":  #  as torch versions before the hook do
+def test_sub_groups_use_ranks_of_the_world(way, monkeypatch):
+    if way == "by the backend's name":  # as in torch versions without the hook
         monkeypatch.delattr(SimGroup, "new_group")
 
     def program(rank):
@@ -104,16 +104,16 @@ def test_sub_groups_speak_of_world_ranks(way, monkeypatch):
         members = None if rank not in (1, 3) else dist.get_process_group_ranks(odd)
         return x.item(), members, odd is dist.GroupMember.NON_GROUP_MEMBER
 
-    outcome = run(program, 4)
-    assert outcome.results == [(0.0, None, True), (4.0, [1, 3], False), (2.0, None, True), (4.0, [1, 3], False)]
-    assert {(e.kind, e.rank, e.peer, e.group) for e in trace(outcome).events if e.kind in ("send", "broadcast")} == {
+    result = run(program, 4)
+    assert result.results == [(0.0, None, True), (4.0, [1, 3], False), (2.0, None, True), (4.0, [1, 3], False)]
+    assert {(e.kind, e.rank, e.peer, e.group) for e in trace(result).events if e.kind in ("send", "broadcast")} == {
         ("send", 0, 3, EventGroup("2", (0, 3), None)),
         ("broadcast", 1, 3, EventGroup("1", (1, 3), None)),
         ("broadcast", 3, 3, EventGroup("1", (1, 3), None)),
     }
 
 
-def test_a_group_of_another_backend_is_made_of_virtual_ranks_too():
+def test_a_new_group_of_any_backend_has_virtual_ranks():
     def program(rank):
         x, group = torch.ones(1), dist.new_group(backend="gloo")
         dist.all_reduce(x, group=group)
@@ -133,7 +133,7 @@ def test_a_mesh_of_two_axes():
     assert run(program, 6).results == [(3.0 if r < 3 else 12.0, 2.0 * (r % 3) + 3, (r // 3, r % 3)) for r in range(6)]
 
 
-def test_destroying_the_group_is_each_ranks_own_affair():
+def test_a_rank_that_destroys_its_group_leaves_the_other_ranks_groups():
     def program(rank):
         dist.barrier()
         if rank == 0:
@@ -144,14 +144,14 @@ def test_destroying_the_group_is_each_ranks_own_affair():
 
 
 def draws(rank: int, pause) -> list:
-    """Random numbers of all kinds, two of them normals that are made in pairs, with pauses between."""
+    """Random numbers from all generators, with pauses between. Normals are generated in pairs, so half a pair is left at some pauses."""
     if rank == 1:
         torch.manual_seed(5), random.seed(5), np.random.seed(5)
     drawn = []
     for _ in range(4):
         drawn.append((torch.rand(2).tolist(), random.gauss(0, 1), np.random.normal()))
         pause()
-        hidden = np.random.mtrand._rand.rand()  #  as SciPy and scikit-learn draw
+        hidden = np.random.mtrand._rand.rand()  # as SciPy and scikit-learn do
         drawn.append((random.random(), random.sample(range(100), 3), np.random.rand(), hidden, torch.randn(3).tolist()))
         if rank == 2:
             pause()
@@ -172,7 +172,7 @@ def test_each_rank_has_its_own_random_numbers():
     torch.set_rng_state(state[0]), random.setstate(state[1])
 
 
-def test_the_programs_random_state_is_given_back():
+def test_the_random_state_of_the_process_is_restored():
     random.seed(1), torch.manual_seed(1), np.random.seed(1)
     expected = random.random(), torch.rand(1).item(), np.random.rand()
     random.seed(1), torch.manual_seed(1), np.random.seed(1)
@@ -196,7 +196,7 @@ def test_modes_stay_with_their_rank():
 
 
 class Exchange(torch.autograd.Function):
-    """Swap with the neighbour, gradients too."""
+    """Swap with the neighbour, in forward and in backward."""
 
     @staticmethod
     def forward(ctx, x):

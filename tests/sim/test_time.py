@@ -1,4 +1,4 @@
-"""The sim's rule of time: what a message and a computation take. (Where messages want the same links: test_sim_contention.)"""
+"""How long a message and a computation take on the sim. (Messages that need the same links: test_contention.py.)"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_makespan_counts_steps(n):
     assert makespan(programs.flat_broadcast, n, STEPS) == n - 1
     assert makespan(programs.tree_broadcast, n, STEPS) == math.ceil(math.log2(n))
     assert makespan(programs.ring_all_gather, n, STEPS) == n - 1
-    assert makespan(programs.direct_all_to_all, n, STEPS) == n - 1  #  n−1 permutations posted at once
+    assert makespan(programs.direct_all_to_all, n, STEPS) == n - 1  # n−1 permutations, posted at once
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_makespan_counts_the_bytes_on_the_longest_chain(n):
-    size = 4 * 3  #  three float32
+def test_makespan_counts_the_bytes_on_the_critical_path(n):
+    size = 4 * 3  # three float32 numbers
     assert makespan(lambda r: programs.flat_broadcast(r, 3), n, BYTES) == (n - 1) * size
     assert makespan(lambda r: programs.tree_broadcast(r, 3), n, BYTES) == math.ceil(math.log2(n)) * size
     assert makespan(lambda r: programs.ring_all_gather(r, 3), n, BYTES) == (n - 1) * size
@@ -81,8 +81,8 @@ def test_a_rank_sends_and_receives_at_once_but_one_message_each_way():
     assert makespan(into_one, 3, STEPS) == 2
 
 
-def test_messages_start_in_the_order_of_the_rule():
-    """Against the rule written down plainly: go through all that have not started, in order, whenever something ends."""
+def test_messages_start_first_come_first_served():
+    """Compared with a plain form of the rule: whenever a message ends, go through all that have not started, in order."""
     for seed in range(25):
         rng = random.Random(seed)
         n = rng.choice([2, 3, 4, 6])
@@ -120,15 +120,15 @@ def test_compute_moves_only_the_ranks_own_clock():
             dist.send(torch.ones(1), 0)
         return recorder().now()
 
-    outcome = run(program, 3, STEPS)
-    assert outcome.results == [3.0, 3.0, 4.0]
-    send, recv = (next(e for e in trace(outcome).events if e.kind == kind) for kind in ("send", "recv"))
+    result = run(program, 3, STEPS)
+    assert result.results == [3.0, 3.0, 4.0]
+    send, recv = (next(e for e in trace(result).events if e.kind == kind) for kind in ("send", "recv"))
     assert (recv.posted, send.posted, send.start, send.end, recv.end) == (0, 2, 2, 3, 3)
-    spans = [(e.rank, e.start, e.end, e.args) for e in trace(outcome).spans("work")]
+    spans = [(e.rank, e.start, e.end, e.args) for e in trace(result).spans("work")]
     assert sorted(spans) == [(r, 0.0, 2.0 * r, {"size": r}) for r in range(3)]
 
 
-def test_compute_overlaps_a_message_under_way():
+def test_compute_overlaps_a_message_in_flight():
     def program(rank):
         if rank == 0:
             work = dist.isend(torch.ones(1), 1)
@@ -157,7 +157,7 @@ def test_an_eager_message_does_not_wait_for_its_receive(receive_at):
     assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=7)).results == [receive_at + 1.0] * 2
 
 
-def test_two_ranks_that_both_send_first_get_through_when_eager():
+def test_two_ranks_that_both_send_first_do_not_deadlock_if_eager():
     def program(rank):
         x = torch.full((1,), float(rank))
         dist.send(x, 1 - rank)
@@ -176,7 +176,7 @@ def test_a_message_to_oneself_takes_no_time():
     assert run(program, 2, STEPS).results == [([1.0] * 3, 0.0)] * 2
 
 
-def test_asking_whether_a_work_is_done_lets_time_pass():
+def test_polling_a_work_lets_time_pass():
     def program(rank):
         x, asked = torch.zeros(1), 0
         if rank == 0:
@@ -191,7 +191,7 @@ def test_asking_whether_a_work_is_done_lets_time_pass():
     assert run(program, 2, STEPS).results == [6.0, (1.0, 6.0, True)]
 
 
-def test_asking_between_computing_costs_no_time():
+def test_polling_between_computations_takes_no_time():
     def program(rank):
         if rank == 0:
             dist.send(torch.ones(1), 1)

@@ -1,4 +1,4 @@
-"""Torch's own DDP, FSDP2, DTensor and differentiable collectives run unchanged on the sim, and give what one process or gloo does."""
+"""torch's own DDP, FSDP2, DTensor and differentiable collectives run unchanged on the sim, with the results of one process or of gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def train(net: torch.nn.Module, share) -> None:
-    """Two steps of gradient descent on the mean square of the output."""
+    """Two steps of gradient descent; the loss is the mean square of the output."""
     for _ in range(2):
         net.zero_grad()
         share(net).backward()
@@ -42,16 +42,16 @@ def one_process(n: int) -> list[torch.Tensor]:
 def test_torchs_data_parallel_gives_what_one_process_does(n, way):
     def program(rank):
         net = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001, static_graph=way == "static graph")
-        if way == "hook":  #  a communication hook of the program's own, in Python
+        if way == "hook":  # a communication hook written in Python
             net.register_comm_hook(
                 None, lambda _, bucket: dist.all_reduce(bucket.buffer().div_(n), async_op=True).get_future().then(lambda f: f.value()[0])
             )
         train(net, lambda m: m(batch(rank)).square().mean())
         return [p.detach() for p in net.parameters()]
 
-    outcome = run(program, n)
-    assert any(e.kind == "all_reduce" and e.where.startswith(__file__) for e in trace(outcome).events)
-    for parameters in outcome.results:
+    result = run(program, n)
+    assert any(e.kind == "all_reduce" and e.where.startswith(__file__) for e in trace(result).events)
+    for parameters in result.results:
         for ours, theirs in zip(parameters, one_process(n), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
@@ -68,9 +68,9 @@ def test_torchs_fully_shard_gives_what_one_process_does(n):
         train(net, lambda m: m(batch(rank)).square().mean())
         return [p.full_tensor().detach() for p in net.parameters()]
 
-    outcome = run(program, n)
-    assert {"all_gather", "reduce_scatter"} <= {e.kind for e in trace(outcome).events}
-    for parameters in outcome.results:
+    result = run(program, n)
+    assert {"all_gather", "reduce_scatter"} <= {e.kind for e in trace(result).events}
+    for parameters in result.results:
         for ours, theirs in zip(parameters, one_process(n), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
@@ -92,12 +92,12 @@ def test_torchs_dtensor(n):
 
 
 def differentiable_collectives():
-    """Each of torch.distributed.nn's functions: what it gives, and the gradients of what is put in."""
+    """The results of each of torch.distributed.nn's functions, and the gradients of its inputs."""
     import warnings
 
-    import torch.distributed.nn.functional as functional  #  by each rank, as programs do
+    import torch.distributed.nn.functional as functional  # on each rank, as programs do
 
-    warnings.simplefilter("ignore", FutureWarning)  #  torch is about to rename them
+    warnings.simplefilter("ignore", FutureWarning)  # torch is going to rename them
     p, rank = dist.get_world_size(), dist.get_rank()
 
     def given(salt: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def differentiable_collectives():
         "broadcast": lambda *x: functional.broadcast(x[0], 1),
         "gather": lambda *x: functional.gather(x[0], 1),
         "scatter": lambda *x: functional.scatter(list(x), 1),
-        "reduce": lambda *x: functional.reduce(x[0], 1) * (rank == 1),  #  elsewhere it is anything
+        "reduce": lambda *x: functional.reduce(x[0], 1) * (rank == 1),  # on other ranks the result is undefined
         "reduce_scatter": lambda *x: functional.reduce_scatter(room()[0], list(x)),
         "all_gather": lambda *x: functional.all_gather(x[0]),
         "all_to_all": lambda *x: functional.all_to_all(room(), list(x)),
@@ -129,4 +129,4 @@ def differentiable_collectives():
 
 def test_torchs_differentiable_collectives_give_what_they_do_on_gloo():
     gloo, sim = (p101.launch(differentiable_collectives, world_size=2, backend=backend).results for backend in ("gloo", "sim"))
-    assert sim == gloo  #  two values have one sum: to the last bit
+    assert sim == gloo  # bit for bit, as the sum of two values does not depend on their order

@@ -1,4 +1,4 @@
-"""What isend and irecv return on the sim."""
+"""The works and futures that isend, irecv and async collectives return on the sim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .programs import run, simulate, trace
 
 @pytest.mark.parametrize("eager", [0, 1 << 20])
 @pytest.mark.parametrize("polled", [False, True])
-def test_a_message_that_is_over_holds_no_tensor(eager, polled):
+def test_a_finished_message_holds_no_tensor(eager, polled):
     def program(rank):
         sent, received = torch.ones(3), torch.zeros(3)
         works = [dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)]
@@ -36,11 +36,11 @@ def test_a_message_that_is_over_holds_no_tensor(eager, polled):
     assert run(program, 2, Network(eager=eager)).results == [([None, None], [[], []])] * 2
 
 
-def test_a_tensor_on_its_way_is_held_though_the_program_lets_go_of_it():
+def test_a_tensor_in_flight_is_kept_alive():
     def program(rank):
         if rank == 0:
             works = [dist.isend(torch.full((n,), float(n)), 1) for n in (3, 1 << 19)]
-            torch.zeros(3), torch.zeros(1 << 19)  #  would take its place
+            torch.zeros(3), torch.zeros(1 << 19)  # these would get the same memory
         else:
             works = [dist.irecv(torch.empty(n), 0) for n in (3, 1 << 19)]
         for work in works:
@@ -49,7 +49,7 @@ def test_a_tensor_on_its_way_is_held_though_the_program_lets_go_of_it():
     run(program, 2)
 
 
-def test_a_future_brings_the_tensor():
+def test_the_result_of_a_future_is_the_tensor():
     def program(rank):
         x = torch.full((2,), float(rank))
         work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
@@ -63,49 +63,49 @@ def summed(amount: float) -> torch.futures.Future:
 
 
 def set_by(future: torch.futures.Future) -> torch.futures.Future:
-    """A future of the program's own, which the first one's callback sets."""
+    """A future of the program's own, set by a callback of `future`."""
     own: torch.futures.Future = torch.futures.Future()
     future.add_done_callback(lambda done: own.set_result(done.value()[0]))
     return own
 
 
-def asked_until_done(future: torch.futures.Future) -> torch.Tensor:
+def polled_until_done(future: torch.futures.Future) -> torch.Tensor:
     while not future.done():
         pass
     return future.value()
 
 
-FUTURES = {  # each gives the sum of two ranks' 1, from futures in the ways a program may wait for them
+FUTURES = {  # each waits for futures in another way, and returns the sum of 1 over two ranks
     "wait_all": lambda: torch.futures.wait_all([summed(2.0), summed(1.0)])[1][0],
     "collect_all": lambda: torch.futures.collect_all([summed(2.0), summed(1.0)]).wait()[1].value()[0],
-    "collect_all, asked": lambda: asked_until_done(torch.futures.collect_all([summed(2.0), summed(1.0)]))[1].value()[0],
-    "one's own": lambda: set_by(summed(1.0)).wait(),
-    "one's own, asked": lambda: asked_until_done(set_by(summed(1.0))),
-    "one's own, then": lambda: set_by(summed(0.5)).then(lambda done: done.value() * 2).wait(),
-    "one's own among others": lambda: torch.futures.wait_all([summed(2.0), set_by(summed(1.0))])[1],
+    "collect_all, polled": lambda: polled_until_done(torch.futures.collect_all([summed(2.0), summed(1.0)]))[1].value()[0],
+    "own": lambda: set_by(summed(1.0)).wait(),
+    "own, polled": lambda: polled_until_done(set_by(summed(1.0))),
+    "own, then": lambda: set_by(summed(0.5)).then(lambda done: done.value() * 2).wait(),
+    "own among others": lambda: torch.futures.wait_all([summed(2.0), set_by(summed(1.0))])[1],
     "in a callback": lambda: summed(2.0).then(lambda _: set_by(summed(1.0)).wait()).wait(),
     "set before": lambda: (summed(1.0).wait(), set_by(summed(1.0)).wait())[1],
 }
 
 
 @pytest.mark.parametrize("way", FUTURES)
-def test_whichever_way_a_program_waits_for_futures_virtual_time_passes(way):
+def test_virtual_time_passes_however_a_program_waits_for_futures(way):
     assert run(lambda rank: FUTURES[way]().tolist(), 2, Network(latency=1.0)).results == [[2.0, 2.0]] * 2
 
 
 def test_a_future_that_nothing_will_set_is_an_error_at_once():
-    outcome = simulate(lambda rank: torch.futures.Future().wait(), 2)
+    result = simulate(lambda rank: torch.futures.Future().wait(), 2)
     with pytest.raises(RuntimeError, match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future"):
-        raise outcome.error
+        raise result.error
 
 
-def test_a_deadlock_in_a_future_of_ones_own_names_the_call_that_does_not_end():
+def test_a_deadlock_in_a_future_names_the_call_that_does_not_end():
     error = simulate(lambda rank: set_by(summed(1.0)).wait() if rank == 0 else dist.recv(torch.ones(1), 0), 2).error
     with pytest.raises(DeadlockError, match=r"rank 0 waits in all_reduce(.|\n)*rank 1 waits in recv"):
         raise error
 
 
-def test_a_thread_of_the_programs_own_may_set_a_future():
+def test_a_thread_of_the_program_may_set_a_future():
     def program(rank):
         future: torch.futures.Future = torch.futures.Future()
         thread = threading.Thread(target=future.set_result, args=(rank,))
@@ -115,7 +115,7 @@ def test_a_thread_of_the_programs_own_may_set_a_future():
     assert run(program, 2).results == [0, 1]
 
 
-def test_who_asked_whether_a_send_is_over_may_write():
+def test_after_polling_a_send_the_program_may_change_the_tensor():
     def program(rank):
         x = torch.zeros(2)
         if rank == 1:
@@ -129,7 +129,7 @@ def test_who_asked_whether_a_send_is_over_may_write():
     assert run(program, 2).results == [True, 0]
 
 
-def test_works_pass_for_torchs():
+def test_works_are_instances_of_torchs_work():
     def program(rank):
         x = torch.zeros(1)
         works = [dist.isend(x, rank), dist.irecv(torch.zeros(1), rank), dist.barrier(async_op=True)]
@@ -138,15 +138,15 @@ def test_works_pass_for_torchs():
     assert run(program, 2).results == [[True] * 3] * 2
 
 
-def test_the_benchmark_is_a_caller():
+def test_the_benchmark_counts_as_the_callers_code():
     events = trace(run(lambda rank: round_the_ring(1), 3)).events
     places = {(event.kind, event.where.rpartition(":")[0]) for event in events}
     assert places == {(kind, round_the_ring.__code__.co_filename) for kind in ("send", "recv")} and len({e.where for e in events}) == 2
 
 
-def test_a_record_is_the_same_whenever_it_is_read():
-    outcome = run(lambda rank: round_the_ring(2), 5)
-    read, unread = trace(outcome), trace(outcome)
+def test_a_trace_has_the_same_events_whenever_it_is_read():
+    result = run(lambda rank: round_the_ring(2), 5)
+    read, unread = trace(result), trace(result)
     events = read.events
     assert pickle.loads(pickle.dumps(unread)).events == copy.copy(unread).events == events == unread.events == read.events
     assert sorted(events, key=lambda e: (e.start, e.rank, e.seq)) == events and len(events) == 2 * sum(unread.messages_sent)
