@@ -44,7 +44,7 @@ def test_two_flows_over_one_link_take_twice_as_long_as_one(bidirectional):
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_all_to_all_is_a_quarter_of_all_gather_on_a_bidirectional_ring(n):
-    """In both, each rank ends with n shards. All-gather moves whole shards half way round, all-to-all pieces of them half as far on average."""
+    """Each rank ends with n shards in both. All-gather moves shards half way round, all-to-all pieces of them half as far on average."""
     ring = Network.ring(latency=0.0, bandwidth=1.0)
     ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
     assert ratio == 1 / 4
