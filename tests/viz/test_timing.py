@@ -7,21 +7,24 @@ import re
 
 import pytest
 
+from parallel101.record.trace import Trace
 from parallel101.viz.collective import collective_scene
 from tests.viz.programs import exchange, me, recorded
+
+
+def back_and_forth(x):
+    rank, _ = me()
+    for step in range(62):
+        exchange([(1 - rank, x)], []) if step % 2 == rank else exchange([], [(1 - rank, x)])
+    return x
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 6, 7, 11, 17, *range(18, 33), 40, 62])
 def test_the_player_and_the_loop_have_the_same_duration(steps):
     """After the `dur` of its animations an SVG starts again, so a longer player would end with the first moment."""
-
-    def back_and_forth(x):
-        rank, _ = me()
-        for step in range(steps):
-            exchange([(1 - rank, x)], []) if step % 2 == rank else exchange([], [(1 - rank, x)])
-        return x
-
-    scene = collective_scene(*recorded(back_and_forth, 2, 1))
+    trace, results = recorded(back_and_forth, 2, 1)
+    beginning = Trace([event for event in trace.events if event.end <= steps], 2, "sim")  # each message takes a second
+    scene = collective_scene(beginning, results)
     assert len(scene.stops) == steps
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
     duration = json.loads(re.search(r'"duration": ([\d.]+)', scene.html())[1])
