@@ -114,7 +114,7 @@ class Captions:
         elif len(modes) > 1:
             then = ", where some of it is added and the rest is stored"
         elif route.ring:
-            then = f", which {'copy' if route.many_receivers else 'copies'} {them}"
+            then = f", which copies {them}"
         else:
             then = ""
         return sentence(f"{route.senders} {route.send} {contents} to {route.receivers}{then}")
@@ -193,8 +193,8 @@ def _route(history: History, indices: list[int]) -> Route:
     who = "each rank" if everyone else ranks(senders)
     many = exchange or (not everyone and len(senders) > 1)
     if ring:
-        both_ways = len(pairs) > len(senders)
-        return Route(who, "sends", "its two neighbours" if both_ways else _neighbour(history, pairs), True, False, False, both_ways)
+        to = _neighbour(history, pairs) if len(pairs) == len(senders) else "each of its two neighbours"
+        return Route(who, "sends", to, True, False, False, False)
     if everyone and len(receivers) > 1:
         return Route(who, "sends", "another rank", False, exchange, many, False)
     to = ranks(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
