@@ -42,7 +42,7 @@ SAID = {
         "break-uneven-run": [r"mean of means: \['[\d.]+e-0", r"weighted: +\['\d\.\de-1"],
     },
     "05_sharding": {
-        "pain-run": [r"measured: 16\.00 bytes for each of 1,052,672 parameters"],
+        "pain-run": [r"measured: 16\.00 bytes per parameter, with 1,052,672 parameters"],
         "by-hand-run": [r"blocks: \[41, 40, 40, 40\]", r"4 ranks: \['\d\.\de[-+]\d\d'"],
         "stages-run": [r"stage 1 .* 10\.\d\d bytes", r"stage 2 .* 7\.\d\d bytes", r"stage 3 .* 4\.\d\d bytes"],
         "stages-check": [r"gathered at once, at most: 2\.0 layers"],
@@ -85,7 +85,7 @@ SHOWN = {  # in the text of a picture
     },
     "05_sharding": {
         "stages-run": ["Memory per rank"],
-        "lanes-sim": ["when needed: 32.4 s", "ahead: 20.4 s"],
+        "lanes-sim": ["on demand: 32.4 s", "prefetched: 20.4 s"],
         "real-lanes": ["ZeRO-3: "],
         "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
     },

@@ -83,9 +83,9 @@ def step_of(name, seconds_a_layer):
 
 
 def test_exercise_3_slower_links():
-    fast, waits = step_of("ahead", 0.8)
+    fast, waits = step_of("prefetched", 0.8)
     assert fast < 18 + 4 * 0.8 and waits == [True, False]  # the first layer of each direction
-    slow, waits = step_of("ahead", 1.6)
+    slow, waits = step_of("prefetched", 1.6)
     assert slow >= 3 * 6 * 1.6 * 0.9 and waits.count(True) > 1 and waits.count(False) > 1
 
 
