@@ -187,7 +187,7 @@ class Layout:
         if not self.cut_axes:
             return mine
         squares = all_gather(mine.double().square().view(1), group=self.axes.along(self.cut_axes))
-        return mine.new_tensor(math.sqrt(math.fsum(squares.tolist())))
+        return torch.tensor(math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=self.device)
 
     # ── in words ──
 

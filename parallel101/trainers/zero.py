@@ -62,10 +62,12 @@ class ZeRO12:
         self.listening = complete
         try:
             yield
-        finally:
+        finally:  # after an error, too: the other ranks wait for these
             self.listening = False
-        while complete and self.sent < len(self.flats):  # those with a parameter that this rank's samples have not reached, and the next
-            self.send_next()
+            while complete and self.sent < len(
+                self.flats
+            ):  # those with a parameter that this rank's samples have not reached, and the next
+                self.send_next()
 
     def ready(self, p: Tensor) -> None:
         """The gradient of p is complete."""

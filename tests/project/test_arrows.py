@@ -1,0 +1,129 @@
+"""Imports point down only, as the README draws the rooms: the subject knows nothing of the laboratory, and no two modules need each other."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "parallel101"
+SUBJECT = ("mesh", "collectives", "autograd", "layers", "sharding", "models", "cost", "trainers")
+SPANS = "record.spans"
+
+MAY_IMPORT = {  # room → the rooms (or the module) that it may import besides itself
+    "mesh": set(),
+    "collectives": {"mesh", SPANS},
+    "autograd": {"collectives", "mesh", SPANS},
+    "models": set(),
+    "cost": {"mesh"},
+    "trainers": {"autograd", "collectives", "mesh", SPANS},
+    "record": set(),
+    "sim": {"record"},
+    "ranks": {"sim", "record"},
+    "analysis": {"record"},
+    "viz": {"analysis", "record"},
+    "publish": set(),
+    "doctor": set(),
+    "cli": {"doctor", "publish", "bench"},
+}
+FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from outside
+
+DOORS = {  # module → what it may import inside a function, when it is called: the way up, or round
+    "ranks.run": {"viz"},  # run.animate()
+    "record.errors": {"viz"},  # a deadlock's picture
+    "viz.watch": {"ranks", "sim"},  # runs a program, and draws it
+    "viz.explore": {"autograd", "sim", "viz"},
+    "ranks.forkserver": {"autograd"},  # imported before a rank needs it
+    "doctor": {"record", "ranks", "__init__"},
+    "cli": {"__init__", "ranks"},
+    "publish": {"__init__"},
+}
+
+
+def modules():
+    """Name below the package → file; a package has the name of its folder."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room(module):
+    return module.partition(".")[0]
+
+
+def imported(node):
+    """The modules of this package that an import statement names."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        inside = node.module.removeprefix("parallel101").lstrip(".")
+        names = [f"{node.module}.{a.name}" if f"{inside}.{a.name}".lstrip(".") in MODULES else node.module for a in node.names]
+    else:
+        names = []
+    return {name.removeprefix("parallel101").lstrip(".") or "__init__" for name in names if name.split(".")[0] == "parallel101"}
+
+
+def imports(path):
+    """(what is imported when the module is, annotations' imports included; what is imported when a function is called)"""
+    at_once, when_called = set(), set()
+
+    def visit(node, inside):
+        for child in ast.iter_child_nodes(node):
+            (when_called if inside else at_once).update(imported(child))
+            visit(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    visit(ast.parse(path.read_text()), inside=False)
+    return at_once, when_called
+
+
+IMPORTS = {module: imports(path) for module, path in MODULES.items()}
+
+
+def test_every_room_is_drawn():
+    assert {room(module) for module in MODULES} == set(MAY_IMPORT) | FREE
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module) not in FREE])
+def test_arrows_point_down(module):
+    at_once, when_called = IMPORTS[module]
+    allowed = MAY_IMPORT[room(module)] | {room(module)}
+    doors = allowed | DOORS.get(module, set())
+    up = {name for name in at_once if not {name, room(name)} & allowed}
+    assert not up, f"{module} imports {', '.join(sorted(up))}; {room(module)} may import {', '.join(sorted(allowed))}"
+    up = {name for name in when_called if not {name, room(name)} & doors}
+    assert not up, f"a function of {module} imports {', '.join(sorted(up))}: a door that is not in DOORS"
+
+
+def test_no_two_modules_need_each_other():
+    """Nor do more of them in a circle, for annotations neither."""
+    graph = {module: at_once - {module} for module, (at_once, _) in IMPORTS.items() if module != "__init__"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+def test_the_subject_imports_nothing_but_torch_and_itself():
+    import sys
+
+    allowed = {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"}
+    for module, path in MODULES.items():
+        if room(module) in SUBJECT or module == SPANS:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = (
+                    [a.name for a in node.names]
+                    if isinstance(node, ast.Import)
+                    else [node.module]
+                    if isinstance(node, ast.ImportFrom)
+                    else []
+                )
+                others = {name.split(".")[0] for name in names if name} - allowed
+                assert not others - {"matplotlib"}, f"{module} imports {', '.join(others)}"
+                assert "matplotlib" not in others or room(module) == "trainers", "history.plot() only"
