@@ -1,0 +1,88 @@
+"""The subject can be lifted out: its folders and the spans alone, in an empty place, train under torchrun, and equal one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.project.test_arrows import PACKAGE, SUBJECT
+
+SCRIPT = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from parallel101.collectives import all_reduce
+from parallel101.models.mlp import MLP
+from parallel101.trainers.data_parallel import DataParallelTrainer
+from parallel101.trainers.sharded import ShardedTrainer
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+
+def run(build):
+    trainer = build(MLP([4, 8, 8, 4], dtype=torch.float64), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(10, 4)
+    return trainer.fit([(x, x.sin())] * 3, progress=False).losses
+
+for build in DataParallelTrainer, ShardedTrainer:
+    print(f"{build.__name__} {run(build)}\\n", end="", flush=True)
+mine = {name for name in sys.modules if name.startswith("parallel101.")} - {"parallel101.record", "parallel101.record.spans"}
+assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
+assert all_reduce.__code__.co_filename.startswith(os.getcwd()), "the copy, and not the package that is installed"
+if dist.is_initialized():
+    print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def copied(place: Path) -> Path:
+    """What a student copies, with a script that uses it."""
+    (place / "parallel101" / "record").mkdir(parents=True)
+    (place / "parallel101" / "__init__.py").touch()
+    for name in SUBJECT:
+        source = PACKAGE / name
+        if source.is_dir():
+            shutil.copytree(source, place / "parallel101" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.with_suffix(".py").exists():
+            shutil.copy(source.with_suffix(".py"), place / "parallel101")
+    shutil.copy(PACKAGE / "record" / "spans.py", place / "parallel101" / "record")
+    script = place / "train.py"
+    script.write_text(f"SUBJECT = {SUBJECT!r}\n{SCRIPT}")
+    return script
+
+
+def test_the_subject_alone_trains_under_torchrun(tmp_path):
+    script = copied(tmp_path)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    alone, together = (
+        subprocess.run([*command, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+        for command in ([sys.executable], torchrun)
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert together.returncode == 0, together.stderr
+
+    def losses(printed):
+        return sorted((line.split()[0], [round(float(n), 9) for n in line.split(" ", 1)[1].strip("[]").split(",")]) for line in printed)
+
+    expected = losses(alone.stdout.splitlines())
+    assert [name for name, _ in expected] == ["DataParallelTrainer", "ShardedTrainer"]
+    printed = together.stdout.splitlines()
+    assert printed.count("sum 2.0") == 2
+    assert losses(line for line in printed if not line.startswith("sum")) == sorted(expected * 2)
