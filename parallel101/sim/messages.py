@@ -34,7 +34,7 @@ from parallel101.sim.work import SimWork
 
 WHOLE = 1 << 20  # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
 SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
-NONE_YET = object()
+NO_MESSAGE_YET = object()
 
 _shapes: dict[Any, tuple[int, ...]] = {}  # a run records millions of events: equal shapes share one plain tuple, equal dtypes one string
 _dtypes: dict[torch.dtype, str] = {}
@@ -69,8 +69,8 @@ class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: any rank of the group."""
 
     __slots__ = (
-        *("__weakref__", "collective", "done", "dtype", "event_group", "future", "group", "nbytes", "number", "peer", "pointer"),
-        *("posted", "rank", "shape", "tag", "tensor", "waited", "where", "world"),
+        *("__weakref__", "done", "dtype", "event_group", "future", "group", "nbytes", "number", "peer", "pointer", "posted", "rank"),
+        *("shape", "tag", "tensor", "waited", "where", "within", "world"),
     )
     kind = ""
     group: PointToPointGroup
@@ -84,7 +84,7 @@ class MessageWork(SimWork):
     dtype: torch.dtype
     pointer: int
     number: int  # counts all sends and receives of the run, in the order in which they were posted
-    collective: Collective | None  # the collective of parallel101 that the message belongs to
+    within: tuple[str, tuple[int, ...]] | None  # the collective of parallel101 that the message belongs to: operation and ranks
     event_group: EventGroup
     waited: bool  # on gloo, a program may wait for a message only once
 
@@ -107,7 +107,7 @@ class MessageWork(SimWork):
         shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
         return Call(
             rank=me, kind=self.kind, peers=peers, tag=self.tag, group=group.label, seq=0, nbytes=self.nbytes, shape=shape, dtype=dtype,
-            op=None, root=None, where=self.where, within=terms_within(self.collective),
+            op=None, root=None, where=self.where, within=self.within,
         )  # fmt: skip
 
     def missing(self) -> set[int]:
@@ -141,7 +141,7 @@ class SendWork(MessageWork):
     hops: tuple[tuple[int, ...], ...]
     duration: float
     order: int  # its number among the messages that its sender has in flight
-    seq: int  # its number among the messages with the same group, sender, receiver and tag
+    seq: int  # its number among the messages on its channel: see UnmatchedMessages
     started: float
     ended: bool
     snapshot: bytes | None  # the tensor's bytes when it was sent, all or samples; None: the sender may change it now
@@ -217,7 +217,8 @@ class SendWork(MessageWork):
             world.wake(receive.rank)
 
 
-# ── Matching sends with receives: by group, sender, receiver and tag, in the order in which they were posted
+# ── Matching sends with receives: by channel, in the order in which they were posted
+#    A channel is a group, a sender, a receiver and a tag.
 
 
 class UnmatchedMessages:
@@ -238,19 +239,14 @@ class UnmatchedMessages:
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype and send.shape == receive.shape
-        same = send.collective is receive.collective or send.collective == receive.collective  # equal ones are nearly always one object
-        if not fit or not same or send.event_group is not receive.event_group:
-            self.check(send, receive)
+        if not fit or (send.within != receive.within and send.within and receive.within):
+            # if the ranks' calls of a collective differ, that is the cause
+            error = send.world.referee.verdict() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
+            send.world.fail(error, receive.rank)
+            raise error
         send.seq = channel[0] = channel[0] + 1
         send.receive = receive
         receive.source = send.group.position
-
-    def check(self, send: SendWork, receive: RecvWork) -> None:
-        """Raises MisuseError if a send and its receive do not agree. If the ranks' calls of a collective differ, that is the cause."""
-        if problem := disagreement(send.call(), receive.call()):
-            error = send.world.referee.verdict() or MisuseError(problem, receive.rank.number)
-            send.world.fail(error, receive.rank)
-            raise error
 
 
 class PointToPointGroup(dist.ProcessGroup):
@@ -268,7 +264,10 @@ class PointToPointGroup(dist.ProcessGroup):
         self.count = len(ranks)
         self.payload_bytes = payload_bytes
         self.eager = world.network.eager or -1
-        self.collective: object = NONE_YET  # that of the last message, and its event_group: most collectives post many messages
+        # The collective of the last message and what follows from it, as most collectives post many messages. Not computed before the
+        # first message, because torch may set the group's description later.
+        self.collective: object = NO_MESSAGE_YET
+        self.within: tuple[str, tuple[int, ...]] | None
         self.event_group: EventGroup
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
@@ -292,9 +291,8 @@ class PointToPointGroup(dist.ProcessGroup):
         work.tag = tag
         collective = current_collective()
         if collective is not self.collective:
-            self.collective = collective
-            self.event_group = world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
-        work.collective = collective
+            self._set_collective(collective)
+        work.within = self.within
         work.event_group = self.event_group
         work.posted = now = world.now
         work.nbytes = nbytes = tensor.nbytes
@@ -326,6 +324,11 @@ class PointToPointGroup(dist.ProcessGroup):
         world.links.request(now, work.order, rank.number, work.number, work)
         return work
 
+    def _set_collective(self, collective: Collective | None) -> None:
+        self.collective = collective
+        self.within = terms_within(collective)
+        self.event_group = self.world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
+
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         """Post a receive from position `src` of the group."""
         if not 0 <= src < self.count:
@@ -354,9 +357,8 @@ class PointToPointGroup(dist.ProcessGroup):
         work.tag = tag
         collective = current_collective()
         if collective is not self.collective:
-            self.collective = collective
-            self.event_group = world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
-        work.collective = collective
+            self._set_collective(collective)
+        work.within = self.within
         work.event_group = self.event_group
         work.posted = now = world.now
         work.nbytes = tensor.nbytes

@@ -16,7 +16,7 @@ from parallel101.record.calls import Call
 from parallel101.record.spans import recorder
 from parallel101.sim.clock import VirtualRank, World
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers a SimWork is a dist.Work
     _Work = dist.Work
 else:
     _Work = object
