@@ -1,4 +1,4 @@
-"""Launches that are to fail: within the time that is promised, and so that the next one works."""
+"""Launches that must fail: within the promised time, and in such a way that the next launch works."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 import parallel101 as p101
 
-SOON = 2.0  #  seconds: the promise for deadlocks and deaths on gloo
+SOON = 2.0  # seconds: the promised time for deadlocks and deaths on gloo
 
 
 def line_of(function, text: str) -> str:
-    """ "file:line" of the line of a function that holds `text`."""
+    """ "file:line" of the line of a function that contains `text`."""
     lines, first = inspect.getsourcelines(function)
     return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 

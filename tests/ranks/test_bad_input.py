@@ -1,4 +1,4 @@
-"""A launch that can't be is refused at once, with what was given and what to do, and nothing is started."""
+"""Bad arguments raise at once, before any rank is started, with what was given and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ok():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "said"),
+    ("kwargs", "error", "message"),
     [
         ({"world_size": 0}, ValueError, "world_size is 0"),
         ({"world_size": -1}, ValueError, "world_size is -1"),
@@ -37,18 +37,18 @@ def ok():
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
     ],
 )
-def test_bad_arguments(kwargs, error, said):
-    with pytest.raises(error, match=said.replace("(", r"\(")):
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message.replace("(", r"\(")):
         p101.launch(ok, **kwargs)
 
 
-def test_no_function():
+def test_something_that_is_no_function():
     with pytest.raises(TypeError, match="takes a function"):
         p101.launch(3)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_what_cannot_be_pickled_is_named(backend):
+def test_the_argument_that_cannot_be_pickled_is_named(backend):
     with pytest.raises(TypeError, match=r"argument 1 \(a generator\) can't be pickled"):
         p101.launch(lambda *_: None, 0, (i for i in range(3)), backend=backend)
     with pytest.raises(TypeError, match=r"argument 'source' \(a generator\)"):
@@ -58,7 +58,7 @@ def test_what_cannot_be_pickled_is_named(backend):
         p101.launch(lambda: generator, backend=backend)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="this machine has GPUs for everybody")
+@pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="this machine has a GPU for each rank")
 def test_nccl_without_enough_gpus():
     with pytest.raises(RuntimeError, match=r"gloo.*sim"):
         p101.launch(ok, world_size=64, backend="nccl")
@@ -70,7 +70,7 @@ def test_a_rank_cannot_launch():
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "message"),
     [
         (
             {"RANK": "abc", "WORLD_SIZE": "2"},
@@ -82,10 +82,10 @@ def test_a_rank_cannot_launch():
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', which is no port number"),
     ],
 )
-def test_what_is_left_of_a_job_that_is_none_is_said(monkeypatch, job, said):
+def test_job_variables_that_make_no_sense_are_named(monkeypatch, job, message):
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{said}.*unset RANK and WORLD_SIZE"):
+    with pytest.raises(ValueError, match=f"{message}.*unset RANK and WORLD_SIZE"):
         p101.launch(ok)
 
 
@@ -95,9 +95,9 @@ def test_no_time_limit(timeout, backend):
     assert p101.launch(ok, world_size=2, backend=backend, timeout=timeout).results == [1, 1]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a folder in use can't be deleted here")
+@pytest.mark.skipif(os.name != "posix", reason="a directory in use can't be deleted on this system")
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_working_folder_that_was_deleted_is_said_before_anything_is_started(backend, tmp_path, monkeypatch):
+def test_a_deleted_working_directory_raises_before_anything_is_started(backend, tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "start_ranks", lambda count: pytest.fail("ranks were started"))
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -112,7 +112,7 @@ class Unreadable:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_what_the_ranks_cannot_read_is_said_so(backend, tmp_path):
+def test_a_program_that_the_ranks_cannot_unpickle(backend, tmp_path):
     (tmp_path / "plugin.py").write_text("def f():\n    return 1\n")
     spec = importlib.util.spec_from_file_location("plugin", tmp_path / "plugin.py")
     plugin = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""What a rank is blocked in where Python does not see it wait: in C++, in torch's DDP; and where another thread may still post."""
+"""Deadlocks are found when a rank waits in C++, as in torch's DDP, and not claimed while another thread may still post."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def train(steps):
 
 
 @pytest.mark.parametrize("trace", [False, True])
-def test_a_step_of_ddp_that_one_rank_makes_and_the_other_does_not(trace):
+def test_one_rank_makes_a_step_of_ddp_more_than_the_other(trace):
     def program():
         train(2 + dist.get_rank())
 
-    #  what DDP's first use imports takes longer than the deadlock may, and the next launch waits until the fork server has it
+    # The imports of DDP's first use take longer than a deadlock may. The second launch waits until the fork server has them.
     for _ in range(2):
         p101.launch(train, 1, world_size=2)
     error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
     assert error.waiting == {1: ("all_reduce", 0, line_of(train, "backward()"))} and error.returned == [0]
 
 
-def test_futures_that_are_waited_for_in_torch():
+def test_a_deadlock_in_futures_wait_all():
     def program():
         if dist.get_rank() == 1:
             torch.futures.wait_all([dist.all_reduce(torch.ones(1), async_op=True).get_future()])
@@ -44,7 +44,7 @@ def test_a_slow_rank_of_ddp_is_no_deadlock():
     def program():
         net = DistributedDataParallel(torch.nn.Linear(2, 2))
         if dist.get_rank() == 0:
-            until = time.monotonic() + 1.5  #  longer than a deadlock must stand
+            until = time.monotonic() + 1.5  # longer than it takes to report a deadlock
             while time.monotonic() < until:
                 torch.ones(100).sum()
         net(torch.ones(1, 2)).sum().backward()
@@ -78,12 +78,12 @@ def test_another_thread_of_the_program_may_still_post(how):
     assert p101.launch(program, world_size=2).results == [1.0, 1.0]
 
 
-def test_a_librarys_own_thread_hides_no_deadlock():
+def test_a_deadlock_is_found_while_a_librarys_own_thread_lives():
     def program():
         from concurrent.futures import ThreadPoolExecutor
 
         pool = ThreadPoolExecutor()
-        pool.submit(abs, -1).result()  #  its thread stays, and waits for more to do
+        pool.submit(abs, -1).result()  # its thread lives on, and waits for work
         dist.recv(torch.empty(1), 1 - dist.get_rank())
 
     assert fails(p101.DeadlockError, program, world_size=2).cycle == [0, 1]

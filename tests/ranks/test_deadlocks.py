@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, or for what will never come, are named: who, for whom, where, and why."""
+"""A deadlock error says which rank waits, for whom, where, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks.failing import fails, line_of
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
-    p101.launch(lambda: None, world_size=1)  #  the first launch starts the fork server
+    p101.launch(lambda: None, world_size=1)  # the first launch starts the fork server
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
@@ -96,14 +96,14 @@ def test_a_deadlock_among_some_is_reported_while_others_compute():
         if dist.get_rank() < 2:
             dist.recv(torch.empty(1), 1 - dist.get_rank())
         else:
-            while True:  #  computes for ever
+            while True:  # compute for ever
                 torch.ones(100).sum()
 
     error = fails(p101.DeadlockError, program)
     assert sorted(error.waiting) == [0, 1]
 
 
-def test_a_send_whose_work_is_let_go_as_the_function_returns_is_named_where_it_was_posted():
+def test_a_send_whose_work_is_dropped_as_the_function_returns():
     def program():
         if dist.get_rank() == 0:
             work = dist.isend(torch.ones(4), 1)
@@ -118,7 +118,7 @@ def test_a_send_whose_work_is_let_go_as_the_function_returns_is_named_where_it_w
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_the_group_that_one_rank_never_makes(world):
+def test_a_group_that_one_rank_never_makes(world):
     def program():
         if dist.get_rank() == 0:
             dist.recv(torch.empty(1), 1)
@@ -131,7 +131,7 @@ def test_the_group_that_one_rank_never_makes(world):
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 @pytest.mark.parametrize("members_only", [False, True])
-def test_a_group_of_which_ranks_have_different_ideas(members_only, world):
+def test_ranks_make_a_group_of_different_members(members_only, world):
     def program():
         dist.new_group([0] if dist.get_rank() else [0, 1], use_local_synchronization=members_only)
 
@@ -145,7 +145,7 @@ def test_making_a_group_waits_for_its_members_only():
         rank = dist.get_rank()
         if rank == 2:
             return None
-        until = time.monotonic() + 0.6 * rank  #  long enough for a deadlock to be believed
+        until = time.monotonic() + 0.6 * rank  # longer than it takes to report a deadlock
         while time.monotonic() < until:
             pass
         return dist.get_world_size(dist.new_group([0, 1]))
@@ -171,7 +171,7 @@ def test_ranks_that_call_collectives_in_different_orders(order, backend):
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_messages_that_pass_each_other_by_their_tags(world):
+def test_a_send_and_a_receive_with_different_tags(world):
     def program():
         dist.recv(torch.ones(1), 0, tag=2) if dist.get_rank() else dist.send(torch.ones(1), 1, tag=1)
 
@@ -180,8 +180,8 @@ def test_messages_that_pass_each_other_by_their_tags(world):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sizes_for_which_gloo_waits_for_ever(world_size):
-    """Nobody is missing: some have returned, and the others wait for bytes that nobody will send."""
+def test_sizes_with_which_gloo_waits_for_ever(world_size):
+    """Every rank has posted its part. Some have returned, and the others wait for bytes that nobody sends."""
 
     def program():
         dist.all_reduce(torch.ones(2 + dist.get_rank()))
@@ -193,7 +193,7 @@ def test_sizes_for_which_gloo_waits_for_ever(world_size):
     assert "different shapes" in str(fails(p101.MisuseError, program, world_size=world_size, trace=True))
 
 
-def test_a_message_posted_and_never_received_is_told():
+def test_a_message_that_is_posted_and_never_received_is_noted():
     def program():
         if dist.get_rank() == 0:
             work = dist.isend(torch.ones(1), 1, tag=3)
@@ -213,7 +213,7 @@ def test_a_slow_rank_that_only_computes_is_no_deadlock():
     def program():
         x = torch.zeros(1)
         if dist.get_rank() == 0:
-            until = time.monotonic() + 0.8  #  several looks of the watchers
+            until = time.monotonic() + 0.8  # several ticks of the watchers
             while time.monotonic() < until:
                 x += 1
             dist.send(x, 1)
@@ -226,10 +226,10 @@ def test_a_slow_rank_that_only_computes_is_no_deadlock():
 
 
 @pytest.mark.parametrize("trace", [False, True])
-def test_a_send_whose_work_was_thrown_away(trace):
+def test_a_send_whose_work_is_dropped_at_once(trace):
     def program():
         if dist.get_rank() == 0:
-            dist.isend(torch.ones(4), 1)  #  nobody keeps what it returns
+            dist.isend(torch.ones(4), 1)  # its work is not kept
         else:
             until = time.monotonic() + 0.2
             while time.monotonic() < until:

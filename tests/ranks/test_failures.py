@@ -1,4 +1,4 @@
-"""Whatever goes wrong on a rank is reported, at once and by name, and the next launch works."""
+"""Every failure of a rank is reported at once, with its rank and place, and the next launch works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks.failing import fails, line_of
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
-    p101.launch(lambda: None, world_size=1)  #  the first launch starts the fork server
+    p101.launch(lambda: None, world_size=1)  # the first launch starts the fork server
 
 
 @pytest.mark.parametrize("trace", [False, True])
@@ -54,11 +54,11 @@ class UnpicklableReport(AnotherFailed):
 
 @pytest.mark.parametrize("report", [AnotherFailed, UnpicklableReport])
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_the_root_cause_is_the_failing_ranks_own_error_and_not_the_reports_of_the_others(world, report):
+def test_the_failing_ranks_own_error_is_raised_and_not_the_others_reports_of_it(world, report):
     def program():
         if dist.get_rank() != 2:
             raise report(2)
-        p101.compute(1.0)  #  of virtual time: the reports come first
+        p101.compute(1.0)  # of virtual time, so that the reports come first
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
             pass
@@ -73,7 +73,7 @@ def test_the_root_cause_is_the_failing_ranks_own_error_and_not_the_reports_of_th
 
 @pytest.mark.parametrize("others", ["return", "wait"])
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_report_of_a_rank_that_never_failed_is_an_error_like_any_other(world, others):
+def test_a_report_of_a_rank_that_did_not_fail_is_raised_itself(world, others):
     def program():
         if dist.get_rank() == 0:
             raise AnotherFailed(2)
@@ -87,7 +87,7 @@ def test_a_report_of_a_rank_that_never_failed_is_an_error_like_any_other(world, 
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_a_death_comes_before_the_reports_of_it(world):
+def test_a_ranks_death_is_raised_and_not_the_others_reports_of_it(world):
     def program():
         if dist.get_rank() != 2:
             raise AnotherFailed(2)
@@ -99,7 +99,7 @@ def test_a_death_comes_before_the_reports_of_it(world):
 
 
 class Particular(Exception):
-    """Its __init__ wants something else than what it hands on."""
+    """Its __init__ takes other arguments than it passes to Exception."""
 
     def __init__(self, one, two):
         super().__init__("particular words")
@@ -111,7 +111,7 @@ class Speechless(RuntimeError):
         raise ValueError("no words")
 
 
-def test_an_exception_that_cannot_say_what_it_is_is_named():
+def test_an_exception_whose_str_raises_is_named():
     def program():
         raise Speechless
 
@@ -124,7 +124,7 @@ class Stubborn(Particular):
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_an_exception_arrives_as_what_it_is_whatever_its_init_wants(world):
+def test_an_exception_keeps_its_type_whatever_arguments_its_init_takes(world):
     def program():
         raise Particular(1, 2)
 
@@ -141,7 +141,7 @@ def test_an_exception_that_cannot_be_pickled_still_arrives_as_text():
     assert str(error).startswith(f"rank {error.rank} raised Stubborn: particular words\n")
 
 
-def test_an_exception_without_words_is_named_alone():
+def test_an_exception_without_a_message():
     def program():
         if dist.get_rank() == 1:
             raise AssertionError
@@ -150,7 +150,7 @@ def test_an_exception_without_words_is_named_alone():
     assert str(error).startswith("rank 1 raised AssertionError\n\nTraceback")
 
 
-def test_what_the_function_does_not_take_is_said_without_a_traceback_of_ours():
+def test_arguments_that_the_function_does_not_take():
     with pytest.raises(p101.RankFailed) as raised:
         p101.launch(lambda x: x, world_size=2)
     assert "missing 1 required positional argument: 'x'" in str(raised.value)
@@ -181,7 +181,7 @@ def test_sys_exit_is_an_exception_like_any_other(world):
     assert isinstance(error.__cause__, SystemExit)
 
 
-def test_the_abort_of_gloo_is_explained_with_its_place():
+def test_an_abort_of_gloo_is_explained_and_placed():
     def program():
         if dist.get_rank() == 0:
             dist.send(torch.ones(1000), 1)
@@ -197,7 +197,7 @@ def test_the_abort_of_gloo_is_explained_with_its_place():
     assert "preamble" not in str(error)
 
 
-def test_a_crash_is_placed_in_the_program_and_not_in_the_library_it_called():
+def test_a_crash_in_a_library_is_placed_in_the_program():
     def program():
         ctypes.string_at(0)
 
@@ -209,38 +209,38 @@ def test_a_crash_is_placed_in_the_program_and_not_in_the_library_it_called():
 
 @pytest.mark.parametrize("how", [{}, {"trace": True}, {"backend": "sim"}])
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: dist.send(torch.ones(1), dist.get_rank() + 1), "rank 1 sends to 2, and its group of 2 has ranks 0 to 1"),
         (lambda: dist.recv(torch.ones(1), dist.get_rank() - 1), "rank 0 receives from -1"),
     ],
     ids=["send", "receive"],
 )
-def test_a_rank_that_is_not_there(call, said, how):
+def test_a_peer_that_is_outside_the_group(call, message, how):
     error = fails(p101.RankFailed, call, world_size=2, **how)
     assert isinstance(error.__cause__, ValueError)
-    assert said in str(error)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
-def test_a_root_that_is_not_there(how):
+def test_a_root_that_is_outside_the_group(how):
     error = fails(p101.RankFailed, lambda: dist.broadcast(torch.ones(1), 2), world_size=2, **how)
     assert "rank 0 calls broadcast with root 2, and its group of 2 has ranks 0 to 1" in str(error)
 
 
 @pytest.mark.parametrize("trace", [False, True])
-def test_a_message_to_oneself_is_none_on_gloo(trace):
+def test_gloo_has_no_message_to_oneself(trace):
     error = fails(p101.RankFailed, lambda: dist.recv(torch.ones(1), dist.get_rank()), world_size=2, trace=trace)
     assert "receives from itself" in str(error)
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_time_limit_says_where_each_rank_was(world):
+def test_the_time_limit_error_says_where_each_rank_was(world):
     def program():
         if dist.get_rank() == 1:
             return
         while True:
-            torch.ones(10).sum()  #  for ever
+            torch.ones(10).sum()  # for ever
 
     error = fails(p101.LaunchTimeout, program, world_size=2, timeout=0.5, backend=world)
     assert "0.5 s" in str(error)
@@ -249,7 +249,7 @@ def test_time_limit_says_where_each_rank_was(world):
     assert world == "sim" or "rank 1 had returned" in str(error)
 
 
-def test_a_notebook_shows_its_own_lines_and_none_of_the_librarys():
+def test_a_notebook_shows_the_cells_own_frames_only():
     cell = "import parallel101 as p101\ndef program():\n    1 / 0\np101.launch(program, world_size=1)"
     done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", cell], capture_output=True, text=True, timeout=60)
     told = done.stdout + done.stderr
@@ -258,7 +258,7 @@ def test_a_notebook_shows_its_own_lines_and_none_of_the_librarys():
     assert "launch.py" not in told
 
 
-def test_a_place_in_a_cell_is_called_by_the_cells_number():
+def test_a_place_in_a_cell_is_named_by_the_cells_number():
     cell = "import time, parallel101 as p101\ndef program():\n    while 1: time.sleep(.1)\np101.launch(program, world_size=1, timeout=0.5)"
     done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", cell], capture_output=True, text=True, timeout=60)
     assert "rank 0 was at cell [1], line 3: while 1: time.sleep(.1)" in done.stdout + done.stderr
@@ -292,7 +292,7 @@ def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path,
 
 
 @pytest.mark.parametrize("how", [{"trace": True}, {"backend": "sim"}])
-def test_what_a_rank_that_raised_had_posted_is_unfinished(how):
+def test_calls_that_a_raising_rank_had_posted_are_unfinished(how):
     def program():
         if dist.get_rank() == 1:
             work = dist.irecv(torch.empty(1), 0)
@@ -304,12 +304,12 @@ def test_what_a_rank_that_raised_had_posted_is_unfinished(how):
     assert error.trace.events == []
 
 
-def test_what_was_on_its_way_on_sim_is_unfinished():
+def test_messages_in_flight_on_sim_are_unfinished():
     def program():
         rank, x = dist.get_rank(), torch.ones(2)
-        if rank < 4:  #  two pairs
+        if rank < 4:  # two pairs
             (dist.send if rank % 2 == 0 else dist.recv)(x, rank ^ 1)
-        elif rank < 7:  #  two messages for one link
+        elif rank < 7:  # two messages for one link
             (dist.send if rank < 6 else lambda x, _: [dist.recv(x, 4), dist.recv(x, 5)])(x, 6)
         else:
             p101.compute(0.5)
@@ -332,7 +332,7 @@ def test_a_result_that_cannot_be_pickled(world):
     assert error.rank == 1
     assert "generator" in str(error)
     assert "can't be pickled" in str(error)
-    assert "Traceback" not in str(error), "nothing but our own frames"
+    assert "Traceback" not in str(error), "it would have our own frames only"
 
 
 def waits_twice():
@@ -343,6 +343,6 @@ def waits_twice():
 
 
 @pytest.mark.parametrize("how", [{}, {"trace": True}, {"backend": "sim"}])
-def test_a_message_waited_for_twice_is_named_where_gloo_would_hang(how):
+def test_a_second_wait_for_one_message_is_named_where_gloo_would_hang(how):
     with pytest.raises(p101.MisuseError, match=r"waits a second time for one (send|recv), at .*test_failures.py:\d+"):
         p101.launch(waits_twice, world_size=2, **how)

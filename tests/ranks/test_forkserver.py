@@ -1,4 +1,4 @@
-"""The fork server: what it imports once, and ranks then have; what its forks cost; whose random numbers they draw."""
+"""The fork server: the modules that ranks find imported, the memory that a fork copies, and random numbers after a fork."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks a
 
 
 def can_collapse() -> bool:
-    """Whether this kernel puts memory into large pages when asked to (Linux 6.1 and later, if it was built with them)."""
+    """Whether this kernel puts memory into large pages on request (Linux 6.1 and later, if it was built with them)."""
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         return False
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int(minor)) >= (6, 1)
 
 
-def test_what_ranks_import_of_this_package_and_torch_the_next_ones_have():
+def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
     def program(*names):
         had = [name in sys.modules for name in names]
         return had, [importlib.import_module(name) is None for name in names]
@@ -38,17 +38,17 @@ def test_what_ranks_import_of_this_package_and_torch_the_next_ones_have():
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 @pytest.mark.parametrize("before", [False, True])
-def test_numpys_random_numbers_are_each_ranks_own_whoever_imported_them(world, before):
+def test_each_rank_has_its_own_numpy_random_numbers(world, before):
     stop_server()
-    if before:  #  torch._dynamo imports them, and the fork server imports it
+    if before:  # torch._dynamo imports numpy.random, and the fork server imports torch._dynamo
         p101.launch(lambda: importlib.import_module("torch._dynamo") and None, world_size=1)
     first, second = (p101.launch(lambda: importlib.import_module("numpy.random").random(), world_size=3, backend=world) for _ in range(2))
     assert len(set(first.results)) == 3
     assert (first.results == second.results) == (world == "sim")
 
 
-@pytest.mark.skipif(not can_collapse(), reason="this system has no large pages to give")
-def test_memory_comes_to_lie_in_large_pages():
+@pytest.mark.skipif(not can_collapse(), reason="this system has no large pages")
+def test_memory_is_put_into_large_pages():
     program = """
 import re, torch
 from parallel101.ranks.forkserver import PIECE, use_large_pages, written_memory
@@ -64,7 +64,7 @@ print(before, large())
     assert after > before + 16 * 1024, "KiB"
 
 
-def test_a_rank_can_be_killed_as_soon_as_it_is_known():
+def test_a_rank_can_be_killed_as_soon_as_it_is_started():
     for _ in range(10):
         (rank,) = start_ranks(1)
         assert os.getpgid(rank.pid) == rank.pid
@@ -72,19 +72,19 @@ def test_a_rank_can_be_killed_as_soon_as_it_is_known():
         rank.close()
 
 
-def test_what_is_no_string_in_the_path_does_no_harm(monkeypatch, tmp_path):
+def test_an_entry_of_sys_path_that_is_no_string(monkeypatch, tmp_path):
     stop_server()
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert p101.launch(lambda: 1, world_size=2).results == [1, 1]
 
 
-def test_the_fork_server_leaves_nothing_for_the_interpreter_to_close():
+def test_the_fork_server_leaves_no_resource_warning():
     program = "import parallel101 as p101; p101.launch(int, world_size=1)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "error"})
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_fork_that_the_system_refuses_is_said_and_the_next_launch_works(monkeypatch):
+def test_a_fork_that_the_system_refuses(monkeypatch):
     refuse = "import errno, os\ndef refused(): raise BlockingIOError(errno.EAGAIN, 'no')\nos.fork = refused\n"
     before = len(os.listdir("/dev/fd"))
     stop_server()

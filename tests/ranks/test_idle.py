@@ -1,4 +1,4 @@
-"""Ranks that are stuck are told from ranks that work for long by the CPU time of their processes."""
+"""IdleDetector tells ranks that are stuck from ranks that compute for long, by their CPU time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GivenTimes(IdleDetector):
 
 
 def stuck_at(detector, all_wait=lambda now: True, until=10.0):
-    """The moment at which the detector first believes that the ranks are stuck; None if it does not."""
+    """The time at which the detector first says that the ranks are stuck; None if it does not."""
     for now in (k * SAMPLE for k in count()):
         if detector.stuck(now, all_wait(now)):
             return now

@@ -1,4 +1,4 @@
-"""launch: any function, once a rank, its results by rank, whatever the backend."""
+"""launch runs any function on every rank, and returns its results by rank, on every backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_rank_runs_the_function_in_one_group(backend, world_size):
     assert (run.world_size, run.backend) == (world_size, backend)
 
 
-def test_lambdas_closures_and_callables_travel():
+def test_lambdas_closures_and_callables():
     captured = torch.arange(3)
 
     class Adder:
@@ -43,7 +43,7 @@ def test_lambdas_closures_and_callables_travel():
     assert p101.launch(Adder(5), 1, world_size=2).results == [6, 7]
 
 
-def test_each_rank_has_its_own_copy_of_what_travels():
+def test_each_rank_has_its_own_copy_of_the_program():
     seen = [0]
 
     def program():
@@ -86,7 +86,7 @@ def test_tensors_come_back_as_they_were():
         assert result["leaf"].is_leaf
         assert not result["graph"].requires_grad, "the graph stayed on its rank"
         assert isinstance(result["parameter"], torch.nn.Parameter)
-        assert result["slice"].untyped_storage().nbytes() == 8, "a small slice does not drag its base along"
+        assert result["slice"].untyped_storage().nbytes() == 8, "a small slice is sent without its base"
 
 
 def test_a_class_of_the_callers_comes_back_as_that_class():
@@ -98,7 +98,7 @@ def test_a_class_of_the_callers_comes_back_as_that_class():
     assert [type(point) is Point for point in results] == [True, True]
 
 
-def test_a_variable_called_as_a_module_of_torchs_does_no_harm():
+def test_a_variable_with_the_name_of_a_module_of_torchs():
     """cloudpickle takes `dist` and `config` for the module torch.distributed.config, of a type that it can't pickle."""
     import torch.distributed.config  # noqa: F401
 
@@ -107,16 +107,16 @@ def test_a_variable_called_as_a_module_of_torchs_does_no_harm():
     assert p101.launch(space["program"], world_size=2).results == [5, 6]
 
 
-def test_ranks_see_the_callers_folder_and_environment(tmp_path, monkeypatch):
+def test_ranks_have_the_callers_directory_and_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
     program = lambda: (os.getcwd(), os.environ["FROM_THE_CALLER"], os.environ["RANK"], os.environ["WORLD_SIZE"])  # noqa: E731
     assert p101.launch(program, world_size=2).results == [(str(tmp_path), "yes", str(rank), "2") for rank in range(2)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks meet at a port")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the rendezvous is a port")
 def test_ranks_ask_no_name_server():
-    """A connection to ::ffff:127.0.0.1, as TCPStore's, is one whose name torch looks up: in no /etc/hosts, so in the network."""
+    """For a connection to ::ffff:127.0.0.1, as TCPStore's, torch looks up a name that is in no /etc/hosts: the network is asked."""
     addresses = lambda: {end.ip for c in psutil.Process().net_connections("inet") for end in (c.laddr, c.raddr) if end}  # noqa: E731
     before = addresses()
     assert p101.launch(lambda: dist.barrier() or addresses(), world_size=2).results == [{"127.0.0.1"}] * 2
@@ -143,7 +143,7 @@ def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch()
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
-def test_functions_taken_from_the_random_modules_draw_from_each_ranks_own_generators(world):
+def test_functions_imported_from_random_modules_use_each_ranks_own_generators(world):
     from random import Random, random, seed, shuffle
 
     from torch import default_generator
@@ -158,20 +158,20 @@ def test_functions_taken_from_the_random_modules_draw_from_each_ranks_own_genera
         draws = []
         for number in (random, rand, np.random.rand, sys.modules["random"].random, lambda: torch.rand((), generator=default_generator)):
             seed(dist.get_rank()), numpy_seed(dist.get_rank()), torch.manual_seed(dist.get_rank())
-            dist.barrier()  #  the others seed theirs
+            dist.barrier()  # meanwhile the others seed theirs
             draws.append(float(number()))
         return first, mine.random(), draws[0] == draws[3], draws[1] == draws[2], draws[4]
 
     once, again = (p101.launch(program, world_size=3, backend=world).results for _ in range(2))
     first, own, python, numpy, of_torch = zip(*once, strict=True)
     assert all(len(set(draws)) == 3 for draws in zip(*first, strict=True)) and len(set(of_torch)) == 3
-    assert own == (Random(3).random(),) * 3, "a generator of the program's own travels as it is"
+    assert own == (Random(3).random(),) * 3, "a generator of the program's own is copied as it is"
     assert all(python) and all(numpy)
     assert (once == again) == (world == "sim")
 
 
 class Read:
-    """Leaves a file when a rank reads it as an argument of its program, the higher ranks later."""
+    """Makes a file when a rank unpickles it as an argument of its program, later on the higher ranks."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -184,13 +184,13 @@ class Read:
 
 
 @pytest.mark.parametrize("trace", [False, True])
-def test_no_rank_begins_before_all_have_read_the_program(tmp_path, trace):
+def test_no_rank_begins_before_all_have_unpickled_the_program(tmp_path, trace):
     run = p101.launch(lambda read: sorted(os.listdir(read.folder)), Read(tmp_path), world_size=4, trace=trace)
     assert run.results == [["0", "1", "2", "3"]] * 4
-    assert not trace or run.trace.events == [], "that they wait for each other is no part of the record"
+    assert not trace or run.trace.events == [], "the barrier before the program is not recorded"
 
 
-def test_a_program_may_make_and_leave_subgroups():
+def test_a_program_may_make_subgroups():
     def program():
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         mine = pairs[dist.get_rank() // 2]
@@ -201,7 +201,7 @@ def test_a_program_may_make_and_leave_subgroups():
     assert p101.launch(program, world_size=4).results == [3, 3, 7, 7]
 
 
-def test_torchs_own_trainers_run_on_a_recorded_group():
+def test_ddp_runs_on_a_recorded_group():
     def program():
         torch.manual_seed(0)
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2).double())
@@ -216,8 +216,8 @@ def test_torchs_own_trainers_run_on_a_recorded_group():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_whole_program_with_its_own_set_up_runs_unchanged(backend):
-    """As in the lecture: main(rank, world_size) makes its group, works, and ends it."""
+def test_a_whole_script_with_its_own_init_process_group_runs_unchanged(backend):
+    """As in the lecture: main(rank, world_size) initialises its process group, uses it, and destroys it."""
 
     def main(world_size):
         rank = dist.get_rank()
@@ -232,7 +232,7 @@ def test_a_whole_program_with_its_own_set_up_runs_unchanged(backend):
         p101.launch(main, 3, world_size=2, backend=backend)
 
 
-def test_spawned_interpreters_do_the_same(monkeypatch):
+def test_spawned_ranks_do_the_same(monkeypatch):
     monkeypatch.setenv("PARALLEL101_START", "spawn")
 
     def program():

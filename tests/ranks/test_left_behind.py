@@ -1,4 +1,4 @@
-"""After a launch, however it ended, nothing of it is left: no process, no open file or socket, no thread, no file."""
+"""However a launch ends, it leaves no process, open file, socket, thread or file behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDINGS = {
 
 
 def state():
-    """This process's descendants, descriptors, threads and files. (The fork server stays, and only it.)"""
+    """This process's descendants, descriptors, threads and files. (Of a launch only the fork server may stay.)"""
     gc.collect()
     me = psutil.Process()
     return (
@@ -61,9 +61,9 @@ def test_nothing_is_left(ending, backend, tmp_path, monkeypatch):
     assert state() == before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can not fork")
-def test_processes_that_a_rank_forks_are_no_ranks_and_hold_nothing_up():
-    """They have its end of every pipe: whether they return or go on, the launch is over when its ranks are."""
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_processes_that_a_rank_forks_do_not_delay_the_end():
+    """They hold its end of every pipe. Whether they return or go on, the launch ends when its ranks do."""
 
     def program(child_returns):
         rank, mine = dist.get_rank(), os.getpid()
@@ -75,11 +75,11 @@ def test_processes_that_a_rank_forks_are_no_ranks_and_hold_nothing_up():
     for child_returns in (True, False):
         began = time.monotonic()
         assert p101.launch(program, child_returns, world_size=2).results == [(0, True), (1, True)]
-        assert time.monotonic() - began < 4, "less than what is waited for a rank that does not end"
+        assert time.monotonic() - began < 4, "the time that a launch gives a rank that does not exit is 5 s"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can not fork")
-def test_a_rank_that_dies_is_heard_of_though_its_children_live():
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_death_is_reported_though_the_ranks_child_lives():
     def program():
         if dist.get_rank() == 1:
             if os.fork() == 0:
@@ -129,15 +129,15 @@ def _gone(pids, within=5.0):
 def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
     process, pids = _started(tmp_path)
     family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
-    os.killpg(process.pid, signal.SIGINT)  #  as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     err = process.communicate(timeout=10)[1]
     assert "KeyboardInterrupt" in err
     assert "interrupted: rank 0 was at" in err
     assert _gone(pids + family)
 
 
-def test_an_interrupt_between_question_and_answer_does_not_confuse_the_next_launch(monkeypatch):
-    """Ctrl-C may fall after the fork server was asked and before its answer was read: the next answer is then not the next rank's."""
+def test_an_interrupt_between_request_and_answer_does_not_confuse_the_next_launch(monkeypatch):
+    """Ctrl-C may fall between a request to the fork server and its answer. The next answer is then that of the old request."""
     p101.launch(lambda: None, world_size=1)
     server = processes._server
     if server.process is None:
@@ -160,7 +160,7 @@ def test_an_interrupt_between_question_and_answer_does_not_confuse_the_next_laun
 
 
 def test_an_interrupt_while_a_result_is_read_is_an_interrupt(monkeypatch):
-    """What follows in the socket then is the rest of the result, and no frame."""
+    """The rest of the result stays in the socket, and is not read as a frame."""
     fill = Wire._fill
 
     def interrupted(self, view):
@@ -176,7 +176,7 @@ def test_an_interrupt_while_a_result_is_read_is_an_interrupt(monkeypatch):
     assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
 
 
-def test_a_launching_process_that_is_killed_takes_its_ranks_along(tmp_path):
+def test_ranks_end_when_the_launching_process_is_killed(tmp_path):
     process, pids = _started(tmp_path)
     family = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
     process.kill()

@@ -1,4 +1,4 @@
-"""A checked run names what gloo lets pass in silence: calls that do not fit each other, and tensors changed too early."""
+"""A checked run names the mistakes that gloo accepts silently: calls that do not match, and tensors changed too early."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ MISUSES = {
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("name", list(MISUSES))
 def test_a_checked_run_names_misuse(name, backend):
-    call, said = MISUSES[name]
-    with pytest.raises(p101.MisuseError, match=said) as raised:
+    call, message = MISUSES[name]
+    with pytest.raises(p101.MisuseError, match=message) as raised:
         p101.launch(lambda: call(dist.get_rank()) if dist.get_rank() < 2 else None, world_size=2, backend=backend, trace=True)
     assert __file__ in str(raised.value)
     assert raised.value.rank in (0, 1)
 
 
-UNEVEN = {  #  of three ranks; rank 1 and rank 2 disagree
+UNEVEN = {  # on three ranks, of which rank 1 and rank 2 disagree
     "equal shares": lambda r: (torch.ones(6 if r == 2 else 3), torch.ones(3)),
     "splits": lambda r: (torch.ones(3), torch.ones(3), [1, 1, 1], [1, 0, 2] if r == 1 else [1, 1, 1]),
     "rows": lambda r: (torch.ones(6, 2), torch.ones(6, 2), [2, 2, 2], [2, 1, 3] if r == 1 else [2, 2, 2]),
@@ -73,7 +73,7 @@ def test_an_uneven_all_to_all_is_no_misuse():
 def double(x: torch.Tensor, how: str) -> None:
     if how == "in place":
         x.mul_(2)
-    else:  #  which torch does not count as a change
+    else:  # torch does not count this as a change
         x.numpy()[:] *= 2
 
 
@@ -95,7 +95,7 @@ def test_a_tensor_changed_while_it_is_being_sent(backend, count, how):
     assert raised.value.rank == 0
 
 
-GIVEN = {  #  what a collective reads and does not write; by rank 1, except where only the root gives anything
+GIVEN = {  # collectives that read x and do not write it
     "all_gather": lambda x: dist.all_gather([torch.empty_like(x) for _ in range(2)], x, async_op=True),
     "reduce_scatter": lambda x: dist.reduce_scatter(torch.empty_like(x), [x, torch.ones_like(x)], async_op=True),
     "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x, async_op=True),
@@ -136,7 +136,7 @@ def test_another_part_of_the_same_memory_may_change(backend):
     assert run.results == [[0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]] * 2
 
 
-UNALIKE = {  #  of parallel101's own collectives: what rank 1 says otherwise, and the word for it
+UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and the word for it
     "op": lambda r: p101.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
     "dim": lambda r: p101.all_gather(torch.ones(2, 3), int(r == 1)),
     "split_dim": lambda r: p101.all_to_all(torch.ones(3, 3), int(r == 1)),
@@ -158,7 +158,7 @@ def test_arguments_that_differ_between_ranks_are_named(what, backend):
     assert raised.value.rank == 1 and __file__ in str(raised.value)
 
 
-CROSSED = {  #  what rank 2 calls otherwise; gloo would take one's messages for the other's
+CROSSED = {  # what rank 2 calls otherwise; gloo would take one's messages for the other's
     "other ranks": lambda r: p101.all_reduce(torch.ones(1), group=[0, 2] if r == 2 else [0, 1, 2]),
     "another operation": lambda r: (
         p101.all_to_all(torch.ones(3), algorithm="direct") if r == 2 else p101.all_gather(torch.ones(1), algorithm="direct")
@@ -179,7 +179,7 @@ def test_what_may_differ_between_ranks_is_no_misuse(backend):
     def program():
         rank, sizes = dist.get_rank(), [3, 0, 2]
         shard = torch.full((2, sizes[rank]), float(rank))
-        assert p101.all_gather(shard, -1 if rank == 1 else 1, sizes=sizes).shape == (2, 5)  #  the same dim, counted from either end
+        assert p101.all_gather(shard, -1 if rank == 1 else 1, sizes=sizes).shape == (2, 5)  # the same dim, counted from the end
         assert p101.gather(shard, 2, 1, sizes=sizes).numel() == (10 if rank == 2 else 0)
         assert p101.all_to_all(shard.expand(2, sizes[rank]), 0, 1, split_sizes=[1, 1, 0], concat_sizes=sizes).shape[0] == [1, 1, 0][rank]
 
@@ -189,11 +189,11 @@ def test_what_may_differ_between_ranks_is_no_misuse(backend):
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("odd", [0, 2])
 def test_requires_grad_that_differs_is_named(backend, odd):
-    """Its backward would wait for ever for the ranks that have none."""
+    """The ranks with requires_grad would wait in backward for ever for those without."""
 
     def program():
         x = torch.ones(2, requires_grad=dist.get_rank() != odd)
-        p101.all_reduce(p101.all_gather(torch.ones(2)))  #  the same on all: agreed
+        p101.all_reduce(p101.all_gather(torch.ones(2)))  # the same on all ranks
         y = p101.all_reduce(x)
         if y.requires_grad:
             y.sum().backward()
@@ -205,8 +205,8 @@ def test_requires_grad_that_differs_is_named(backend, odd):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_result_that_some_leave_out_of_their_loss_is_named(backend):
-    """The backward of one would be answered by that of another, and both be wrong."""
+def test_a_result_that_some_ranks_leave_out_of_their_loss_is_named(backend):
+    """The backward of one collective would exchange messages with that of another, and both gradients would be wrong."""
 
     def program():
         x = torch.ones(2, requires_grad=True)
@@ -267,7 +267,7 @@ def test_receives_from_anyone_and_from_one_may_take_turns(backend, world_size):
     assert all(m.send.payload == m.recv.payload and m.send.seq == m.recv.seq for m in run.trace.messages())
 
 
-def test_the_odd_one_out_is_named():
+def test_the_rank_that_differs_from_most_is_named():
     def program():
         dist.all_reduce(torch.ones(3 if dist.get_rank() == 1 else 2))
 

@@ -1,4 +1,4 @@
-"""What ranks print arrives by line, with the rank before it, from Python and from C, on the stream it was written to."""
+"""What ranks print, from Python and from C, appears line by line, with the rank before each line, on the stream it was written to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lines_carry_their_rank(backend, capsys):
         assert [line.partition("] ")[2] for line in mine] == ["one", "two", "no end"], "in the order they were printed"
 
 
-def test_what_c_code_and_subprocesses_print_is_theirs_too(capsys):
+def test_output_of_c_code_and_subprocesses(capsys):
     def program():
         ctypes.CDLL(None).printf(b"from C\n")
         os.system("echo from a shell")
@@ -41,7 +41,7 @@ def test_what_c_code_and_subprocesses_print_is_theirs_too(capsys):
 
 
 def test_lines_appear_while_ranks_still_run(monkeypatch):
-    """Rank 0 prints and then waits for a file that is made when the line arrives: seen only at the end, it would wait for ever."""
+    """Rank 0 prints a line, and waits for a file that is made when the line appears. It would wait for ever for a line shown at the end."""
     import tempfile
     from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_lines_appear_while_ranks_still_run(monkeypatch):
         assert p101.launch(program, world_size=2, timeout=20).results == [True, True]
 
 
-def test_a_progress_bar_is_seen_to_move(capsys):
+def test_a_progress_bar_is_redrawn_as_it_moves(capsys):
     def program():
         for done in range(3):
             print(f"\r{done} of 2", end="", flush=True)
@@ -79,7 +79,7 @@ def test_a_progress_bar_is_seen_to_move(capsys):
     assert all(part.startswith("[rank 0] ") for part in out.replace("\n", "\r").split("\r") if part)
 
 
-def test_text_that_is_no_utf8_and_long_output_do_no_harm(capsys):
+def test_output_that_is_long_or_no_utf8(capsys):
     def program():
         os.write(1, b"\xff\xfe bytes\n")
         print("x" * 300_000)
@@ -91,7 +91,7 @@ def test_text_that_is_no_utf8_and_long_output_do_no_harm(capsys):
     assert out.count(" bytes") == 2
 
 
-def test_what_is_printed_half_is_shown_as_it_is_and_line_ends_of_windows_are_line_ends(capsys):
+def test_characters_cut_in_half_and_line_ends_of_windows(capsys):
     lines = RankOutput("> ", "stdout")
     lines.feed("caf\u00e9\r\ntw".encode())
     lines.feed(b"o\ncut \xe2\x82")
@@ -99,14 +99,14 @@ def test_what_is_printed_half_is_shown_as_it_is_and_line_ends_of_windows_are_lin
     assert capsys.readouterr().out == "> caf\u00e9\n> two\n> cut \ufffd\n"
 
 
-def test_a_terminal_of_few_characters_is_no_reason_to_fail(monkeypatch):
+def test_a_terminal_without_the_character_shows_its_code(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     RankOutput("> ", "stdout").feed("\u2588 100%\n".encode())
     assert raw.getvalue() == b"> \\u2588 100%\n"
 
 
-def test_bars_of_several_ranks_share_a_line_and_leave_nothing_of_each_other(capsys):
+def test_progress_bars_of_several_ranks_overwrite_each_other(capsys):
     screen = Screen()
     first, second = RankOutput("[0] ", "stderr", screen), RankOutput("[1] ", "stderr", screen)
     first.feed(b"\rlong bar")
@@ -149,7 +149,7 @@ class _Gone(io.StringIO):
         raise BrokenPipeError("nobody reads")
 
 
-def test_an_output_that_nobody_reads_is_an_error_once_and_leaves_nothing_open(monkeypatch):
+def test_a_closed_output_raises_once_and_leaves_nothing_open(monkeypatch):
     p101.launch(lambda: None, world_size=2)
     before = len(os.listdir("/dev/fd"))
     with monkeypatch.context() as patched:
@@ -160,6 +160,6 @@ def test_an_output_that_nobody_reads_is_an_error_once_and_leaves_nothing_open(mo
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_a_process_without_output_runs_ranks_that_print(monkeypatch):
+def test_ranks_may_print_where_the_launching_process_has_no_stdout(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert p101.launch(lambda: print("a line", flush=True) or 1, world_size=2).results == [1, 1]

@@ -1,4 +1,4 @@
-"""The record of a real run: every message and collective, whoever sends it, with both ends, sizes, lines and (where asked) values."""
+"""The record of a run on real ranks has every message and collective, with both ends, sizes, lines and, if asked for, values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ring():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_every_message_is_there_with_both_its_ends(backend, world_size):
+def test_every_message_is_recorded_with_both_ends(backend, world_size):
     trace = p101.launch(lambda: ring(), world_size=world_size, backend=backend, trace=True).trace
     assert trace.bytes_sent == trace.bytes_received == [3 * 5 * 4] * world_size
     assert trace.messages_sent == [3] * world_size
@@ -87,7 +87,7 @@ def test_spans_name_compute():
     def program():
         with p101.span("forward", microbatch=3):
             dist.all_reduce(torch.ones(1))
-        p101.compute(5.0)  #  virtual seconds: nothing on a real rank
+        p101.compute(5.0)  # virtual seconds: it does nothing on a real rank
 
     trace = p101.launch(program, world_size=2, trace=True).trace
     for rank in range(2):
@@ -97,10 +97,10 @@ def test_spans_name_compute():
         assert span.start <= inside.start <= inside.end <= span.end
     assert trace.makespan < 5.0
     with p101.span("outside a run"):
-        pass  #  does nothing, and harms nothing
+        pass  # outside a recorded run it does nothing
 
 
-def test_values_are_kept_where_asked_and_few():
+def test_values_of_small_messages_are_recorded_on_request():
     def program():
         rank = dist.get_rank()
         for count in (3, 10_000):
@@ -168,12 +168,12 @@ def test_a_collective_that_nobody_waits_for_is_recorded(backend):
     assert not trace.unfinished
 
 
-def test_of_a_message_that_nobody_waits_for_it_is_told_that_no_end_was_seen():
+def test_a_message_that_nobody_waits_for_is_unfinished():
     trace = p101.launch(unwaited, "message", world_size=2, trace=True).trace
     assert sorted((e.kind, e.rank) for e in trace.unfinished) == [("recv", 1), ("send", 0)]
 
 
-def test_a_send_that_nobody_waits_for_has_ended_where_its_receive_has():
+def test_a_send_that_nobody_waits_for_has_ended_if_its_receive_has():
     trace = p101.launch(unwaited, "send", world_size=2, trace=True).trace
     assert not trace.unfinished and trace.messages_sent == [1, 0]
     (message,) = trace.messages()
@@ -181,7 +181,7 @@ def test_a_send_that_nobody_waits_for_has_ended_where_its_receive_has():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_the_values_of_a_collective_are_those_that_went_in(backend):
+def test_the_recorded_values_of_a_collective_are_its_inputs(backend):
     def program():
         for _ in range(50):
             x = torch.full((4,), float(dist.get_rank() + 1))
@@ -192,7 +192,7 @@ def test_the_values_of_a_collective_are_those_that_went_in(backend):
     assert len(events) == 200 and all(e.payload == [e.rank + 1.0] * 4 for e in events)
 
 
-def test_a_call_that_torch_marks_as_deprecated_is_placed_where_it_stands():
+def test_a_deprecated_call_is_placed_in_the_program():
     def program():
         with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else warnings.catch_warnings():
             dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4))
@@ -203,7 +203,7 @@ def test_a_call_that_torch_marks_as_deprecated_is_placed_where_it_stands():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_run_whose_time_is_over_has_its_record(backend):
+def test_a_run_that_timed_out_has_its_record(backend):
     def program():
         with p101.span("inner"):
             dist.barrier()
@@ -225,7 +225,7 @@ def test_a_monitored_barrier_has_an_end():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_an_exchange_has_the_shape_of_what_goes_in(backend):
+def test_an_all_to_all_has_the_shape_of_its_input(backend):
     trace = p101.launch(
         lambda: dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3)), world_size=2, backend=backend, trace=True
     ).trace

@@ -1,4 +1,4 @@
-"""The same script by `python script.py` and by `torchrun`: two launches in one program, every rank gets all results."""
+"""One script with two launches gives the same results under `python` and `torchrun`, where every rank gets all results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCRIPT = """
     def op():
         return (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[dist.get_rank()]
 
-    def report():  #  rank 0's error comes first, and says that rank 1 has failed
+    def report():  # rank 0's error comes first, and says that rank 1 has failed
         if dist.get_rank() == 1:
             threading.Event().wait(0.3)
             raise ValueError("the loss is NaN")
@@ -36,7 +36,7 @@ SCRIPT = """
         error.failed_rank = 1
         raise error
 
-    wrong = [  #  after each of these the job goes on
+    wrong = [  # the job goes on after each of these
         (lambda: None, {"world_size": 3}),
         (lambda: 1 / 0 if dist.get_rank() == 1 else dist.barrier(), {}),
         (lambda: dist.all_reduce(torch.ones(2), op=op()), {"trace": True}),
@@ -51,7 +51,7 @@ SCRIPT = """
             sys.stderr.write(f"caught {type(error).__name__}: {error}\\n")
     if "deadlock" in sys.argv:
         p101.launch(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), world_size=2)
-    if "sizes" in sys.argv:  #  gloo waits for ever
+    if "sizes" in sys.argv:  # gloo waits for ever
         p101.launch(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), world_size=2, trace=True)
     if "order" in sys.argv:
         calls = [dist.barrier, lambda: dist.all_reduce(torch.ones(1))]
@@ -61,7 +61,7 @@ SCRIPT = """
     if "abort" in sys.argv:
         p101.launch(lambda: os.abort() if dist.get_rank() == 1 else dist.barrier(), world_size=2)
     watchers = [thread.name for thread in threading.enumerate() if "parallel101" in thread.name]
-    assert not watchers, f"{watchers} would be stopped in the middle of something as Python ends"
+    assert not watchers, f"{watchers} would still run while Python ends"
     sim = p101.launch(lambda: dist.get_rank(), world_size=3, backend="sim")
     values = [value for value, _ in first.results], [t.tolist() for _, t in first.results]
     line = f"{values} {second.results} {len(first.trace.events)} {sim.results}\\n"
@@ -96,11 +96,11 @@ def test_by_torchrun(script):
     assert done.stdout.splitlines() == [SAID, SAID], done.stderr
 
 
-def test_errors_that_leave_the_job_alive_can_be_caught_and_are_what_python_raises(script):
+def test_errors_that_leave_the_job_alive_can_be_caught(script):
     done = _torchrun(script, "2", "caught")
     assert done.returncode == 0 and done.stdout.splitlines() == [SAID, SAID], done.stderr
     caught = [line.removeprefix("caught ") for line in done.stderr.splitlines() if line.startswith("caught ")]
-    for said, ranks in [
+    for message, ranks in [
         ("ValueError: world_size is 3, but this job has 2 ranks", 2),
         ("RankFailed: rank 1 raised ZeroDivisionError", 2),
         ("RankFailed: rank 1 raised ValueError: the loss is NaN", 2),
@@ -108,11 +108,11 @@ def test_errors_that_leave_the_job_alive_can_be_caught_and_are_what_python_raise
         ("MisuseError: rank 0 changed a tensor", 1),
         ("RankFailed: rank 1 returned a generator that can't be pickled", 1),
     ]:
-        assert sum(said.split(": ", 1)[0] in line and said.split(": ", 1)[1] in line for line in caught) >= ranks, (said, caught)
+        assert sum(message.split(": ", 1)[0] in line and message.split(": ", 1)[1] in line for line in caught) >= ranks, (message, caught)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("deadlock", "rank 0 waits in recv from rank 1"),
         ("sizes", "different shapes: (2,) and (3,)"),
@@ -121,7 +121,7 @@ def test_errors_that_leave_the_job_alive_can_be_caught_and_are_what_python_raise
         ("abort", f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>'),
     ],
 )
-def test_failures_end_the_job_with_their_story(script, how, said):
+def test_failures_that_block_a_rank_end_the_job_with_their_reason(script, how, message):
     done = _torchrun(script, "2", how)
     assert done.returncode
-    assert said in done.stderr
+    assert message in done.stderr
