@@ -1,10 +1,10 @@
-"""Values that remember where they come from, so that a picture knows what is inside a chunk without being told.
+"""Tensors whose values encode their origin, so that the record of a run shows whose data is in each message, without annotations.
 
     element j of rank r starts as  8^r + 8^n·code(j)   ·  code(j) = K·(j + 1) + (j² mod K)
     a sum over ranks is            Σ c_r·8^r + 8^n·code(j)·Σ c_r
 
-Digit r in base 8 says how often rank r is in a sum (2: it was counted twice); what stands above the digits, over their
-sum, is the place in the tensor, and a code that no place has means that elements of different places were added.
+Digit r in base 8 is how often rank r is in a sum: 2 means that it was counted twice. The part above the digits, divided by the
+sum of the digits, is the code of a position in the tensor. If no position has this code, elements from different positions were added.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from typing import NamedTuple
 import torch
 
 BASE = 8
-MOST = BASE - 1  #  the most often one rank can be counted in a sum
-_LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}  #  up to which every whole number is exact
+MOST = BASE - 1  # how often one rank can be counted in a sum
+_LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}  # the largest number up to which all integers are exact
 
 
 class Term(NamedTuple):
     """What one element holds."""
 
-    position: int | None  #  its place in the ranks' tensors; None when it holds nothing, or a mixture of places
-    counts: tuple[int, ...]  #  how often each rank's data is in it, by rank
+    position: int | None  # in the ranks' tensors; None if it holds nothing, or elements from different positions
+    counts: tuple[int, ...]  # how often each rank's data is in it, by rank
 
     @property
     def mixed(self) -> bool:
-        """True when elements of different places were added together."""
+        """True if elements from different positions were added together."""
         return self.position is None and any(self.counts)
 
 
 def origin_tensor(rank: int, world_size: int, numel: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """The tensor with which `rank` starts, so that sums and copies of it can be traced back.
+    """The tensor with which `rank` starts. `decode` tells whose elements are in its copies and sums.
 
     Exact for every sum in which no rank is counted more than 7 times.
 
     Args:
         rank: 0 … world_size − 1.
         world_size: the number of ranks n; each takes three bits.
-        numel: elements; what is left of the dtype's bits has to hold their places.
+        numel: the number of elements. The other bits of the dtype must be enough for their positions.
         dtype: torch.int64 or torch.float64.
 
     Returns:
         A tensor of shape (numel,).
 
     Raises:
-        ValueError: a rank outside the world, a dtype without enough exact bits, more elements than fit (the message says how many do).
+        ValueError: a rank outside the world, another dtype, or more elements than fit (the message says how many do).
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: expected a whole number of ranks, at least 1")
@@ -56,31 +56,31 @@ def origin_tensor(rank: int, world_size: int, numel: int, dtype: torch.dtype = t
         raise ValueError(f"numel={numel!r}: expected a whole number of elements, at least 0")
     if dtype not in _LARGEST:
         raise ValueError(
-            f"dtype={dtype}: values that carry their origin need torch.int64 or torch.float64 (others have too few exact bits)"
+            f"dtype={dtype}: values that encode their origin need torch.int64 or torch.float64 (other dtypes have too few exact bits)"
         )
     most = most_elements(world_size, dtype)
     if numel > most:
         advice = "take fewer elements" if most else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
-        raise ValueError(f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which has room for {most}: {advice}")
+        raise ValueError(f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can hold {most}: {advice}")
     return torch.tensor([BASE**rank + BASE**world_size * _code(j, world_size) for j in range(numel)], dtype=dtype)
 
 
 def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
     """How many elements `origin_tensor` can tell apart for this many ranks."""
-    largest_sum = BASE**world_size - 1  #  all digits 7
-    room = (_LARGEST[dtype] - largest_sum) // BASE**world_size // (MOST * world_size)  #  the largest code that fits 7·n times
+    largest_sum = BASE**world_size - 1  # all digits 7
+    room = (_LARGEST[dtype] - largest_sum) // BASE**world_size // (MOST * world_size)  # the largest code that fits 7·n times
     return max(0, (room + 1) // _check(world_size) - 1)
 
 
 def decode(values: Iterable[float], world_size: int) -> list[Term] | None:
-    """What each value holds, or None where these are not sums of `origin_tensor`'s values.
+    """What each value holds, or None if the values are not sums of values from `origin_tensor`.
 
     Args:
         values: of a payload or a result, flat.
         world_size: the number of ranks of the run.
 
     Returns:
-        A (position, counts) for each value; a zero holds nothing: (None, all 0).
+        A Term for each value. A zero holds nothing: position None, all counts 0.
     """
     terms = []
     known: dict[float, Term | None] = {}
@@ -95,7 +95,7 @@ def decode(values: Iterable[float], world_size: int) -> list[Term] | None:
 
 
 def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
-    """The numbers in what a rank returned (tensors, numbers, lists of them), or None where there is anything else or too much."""
+    """The numbers in what a rank returned: tensors, numbers, lists of them. None if there is anything else, or more than `most`."""
     if result is None:
         return []
     if isinstance(result, torch.Tensor):
@@ -111,7 +111,7 @@ def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
 
 
 def _check(world_size: int) -> int:
-    """K: a prime, as large as the bits allow. A mixture passes for a place once in K times or less."""
+    """K: a prime, as large as the bits allow. At most one mixture in K is mistaken for a position."""
     return 61 if world_size <= 12 else 7 if world_size <= 16 else 1
 
 
@@ -129,7 +129,7 @@ def _term(value: float, world_size: int) -> Term | None:
     if total == 0:
         return Term(None, counts) if high == 0 else None
     check = _check(world_size)
-    if high < total * check:  #  smaller than the first place's code: an ordinary small number
+    if high < total * check:  # smaller than the code of position 0: an ordinary small number
         return None
     code, rest = divmod(high, total)
     position = code // check - 1

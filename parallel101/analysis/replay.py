@@ -1,9 +1,9 @@
-"""Who held what, when: the run told again from its messages, step by step.
+"""What each rank held after each step of an algorithm, reconstructed from its messages.
 
-    a message lands ──▶ is it added to what the rank has, or put in its place?
+    a message arrives ──▶ did the rank add it to its own data, or replace its data with it?
 
-The record does not say what a rank did with what it got. But what it sends or returns afterwards does: if that holds both
-what it had and what came, it was added. Nothing here knows the name of an algorithm.
+The record does not say what a rank did with the data it received. What the rank sends or returns afterwards does: if that contains
+both its own data and the received data, it added them. Nothing here knows the name of an algorithm.
 """
 
 from __future__ import annotations
@@ -12,163 +12,164 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parallel101.analysis.columns import Column, Counts, columns_of
-from parallel101.analysis.diagram import Layout, groups_of, layout_of
+from parallel101.analysis.chunks import Chunk, Counts, chunks_of
 from parallel101.analysis.provenance import Term, decode, flat_values
 from parallel101.analysis.steps import steps_of
+from parallel101.analysis.topology import Topology, connected_ranks, topology_of
 from parallel101.record.events import Message
 from parallel101.record.trace import Trace
 
-States = list[tuple[float, Counts]]  #  from which moment on a cell holds what
-START = -1.0  #  moments: START is before the first step, s is the begin of step s, s + 0.5 the landing of its messages
+States = list[tuple[float, Counts]]  # the moments at which a cell changes, and what it holds from then on
+START = -1.0  # moments are numbers: START is before the first step, s the start of step s, s + 0.5 the arrival of its messages
 
 
 class Landing(NamedTuple):
     """One chunk of one message, as it arrives."""
 
-    column: int
+    chunk: int
     carried: Counts
-    added: bool
+    added: bool  # to what the rank held, in place of replacing it
 
 
 @dataclass
-class History:
-    """A run as pictures need it. Without provenance (`known` is False) there are no columns, and no cells."""
+class Replay:
+    """A run, step by step. If the origin of its values is not known (`known` is False), there are no chunks and no cells."""
 
     trace: Trace
-    ranks: list[int]  #  those that took part
-    layout: Layout
+    ranks: list[int]  # those that took part
+    topology: Topology
     messages: list[Message]
-    step: list[int]  #  of each message
+    step: list[int]  # of each message
     steps: int
     known: bool = False
-    sums: bool = False
-    columns: list[Column] = field(default_factory=list)
-    landings: list[list[Landing]] = field(default_factory=list)  #  of each message
-    cells: dict[tuple[int, int], States] = field(default_factory=dict)  #  of each (rank, column)
-    returned: list[dict[int, Counts] | None] = field(default_factory=list)  #  by rank; None where not known
-    groups: dict[int, set[int]] = field(default_factory=dict)  #  for each rank, whose data could have reached it
+    sums: bool = False  # data was added up somewhere, not only moved
+    chunks: list[Chunk] = field(default_factory=list)
+    landings: list[list[Landing]] = field(default_factory=list)  # of each message
+    cells: dict[tuple[int, int], States] = field(default_factory=dict)  # of each (rank, chunk)
+    returned: list[dict[int, Counts] | None] = field(default_factory=list)  # by rank; None if not known
+    connected: dict[int, set[int]] = field(default_factory=dict)  # for each rank, the ranks whose data could have reached it
 
     def in_step(self, step: int) -> list[int]:
-        """The messages of a step, by their index."""
+        """The indices of a step's messages."""
         return [i for i, s in enumerate(self.step) if s == step]
 
     def adds(self, step: int) -> bool:
-        """Whether something that arrives in a step is added to what was there."""
+        """Whether a rank adds data that arrives in this step to its own."""
         return self.known and any(landing.added for i in self.in_step(step) for landing in self.landings[i])
 
     def sent_bytes(self, step: int) -> dict[int, int]:
-        """Bytes each rank has sent after `step`."""
+        """Bytes that each rank has sent by the end of `step`."""
         sent = dict.fromkeys(self.ranks, 0)
         for message, s in zip(self.messages, self.step, strict=True):
             sent[message.src] += message.nbytes if s <= step else 0
         return sent
 
     def final(self, rank: int) -> dict[int, Counts]:
-        """What a rank returned, where that is known, or else what it held at the end."""
+        """What a rank returned; if that is not known, what it held at the end."""
         returned = self.returned[rank] if self.returned else None
         if returned is not None:
             return returned
-        return {c: self.cells[rank, c][-1][1] for c in range(len(self.columns)) if any(self.cells[rank, c][-1][1])}
+        return {c: self.cells[rank, c][-1][1] for c in range(len(self.chunks)) if any(self.cells[rank, c][-1][1])}
 
 
-def history_of(trace: Trace, results: Sequence[Any] | None = None, inputs: Sequence[Any] | None = None) -> History:
-    """Read a trace. `results` and `inputs` are what each rank returned and was given, by rank, where that is known."""
-    for name, given in (("results", results), ("inputs", inputs)):
-        if given is not None and len(given) != trace.world_size:
-            raise ValueError(f"{name} has {len(given)} entries for {trace.world_size} ranks: pass one a rank, in order")
+def replay_of(trace: Trace, results: Sequence[Any] | None = None, inputs: Sequence[Any] | None = None) -> Replay:
+    """Replay a trace. `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
+
+    Raises ValueError if they do not have one entry a rank.
+    """
+    for name, values in (("results", results), ("inputs", inputs)):
+        if values is not None and len(values) != trace.world_size:
+            raise ValueError(f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one entry for each rank, in order")
     messages = [m for m in trace.messages() if m.src != m.dst]
-    talked = sorted({rank for m in messages for rank in (m.src, m.dst)})
-    ranks = talked or list(range(trace.world_size))
-    pairs = [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))]
-    layout = layout_of(ranks, pairs)
-    step = steps_of(messages, port_per_link=layout.kind in ("ring", "chain"))
-    history = History(trace, ranks, layout, messages, step, max(step, default=-1) + 1)
+    ranks = sorted({rank for m in messages for rank in (m.src, m.dst)}) or list(range(trace.world_size))
+    topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))])
+    step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
+    replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
     payloads = [_decode(m.payload, trace.world_size) for m in messages]
-    if all(p is not None for p in payloads):
+    if all(payload is not None for payload in payloads):
         returned: list[list[Term] | None] = [None] * trace.world_size
         if results is not None and any(result is not None for result in results):
             returned = [_decode(flat_values(result), trace.world_size) for result in results]
         given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
-        _tell(history, [p for p in payloads if p is not None], returned, given)
-    return history
+        _fill_in(replay, [payload for payload in payloads if payload is not None], returned, given)
+    return replay
 
 
 def _decode(values: list | None, world_size: int) -> list[Term] | None:
     return None if values is None else decode(values, world_size)
 
 
-def _tell(history: History, payloads: list[list[Term]], returned: list[list[Term] | None], given: list[list[Term] | None] | None) -> None:
+def _fill_in(replay: Replay, payloads: list[list[Term]], returned: list[list[Term] | None], given: list[list[Term] | None] | None) -> None:
     """Fill in the chunks, and what each rank held of them."""
-    chunks = columns_of(payloads, [*returned, *(given or [])], history.ranks)
-    if not chunks.columns:
+    found = chunks_of(payloads, [*returned, *(given or [])], replay.ranks)
+    if not found.chunks:
         return
-    n = history.trace.world_size
-    history.known, history.sums, history.columns = True, chunks.sums, chunks.columns
-    history.returned = chunks.in_results[:n]
-    history.groups = groups_of(history.ranks, [(m.src, m.dst) for m in history.messages])
+    n = replay.trace.world_size
+    replay.known, replay.sums, replay.chunks = True, found.sums, found.chunks
+    replay.returned = found.in_results[:n]
+    replay.connected = connected_ranks(replay.ranks, [(m.src, m.dst) for m in replay.messages])
     landed: dict[tuple[int, int], Landing] = {}
-    for rank in history.ranks:
-        for column in range(len(chunks.columns)):
-            begin = chunks.in_results[n + rank] if given else None
-            first = _begin(history, chunks.columns[column], rank) if begin is None else begin.get(column, (0,) * n)
-            history.cells[rank, column] = _follow(history, chunks.in_messages, landed, rank, column, first)
-    history.landings = [[landed[i, c] for c in sorted(content)] for i, content in enumerate(chunks.in_messages)]
+    for rank in replay.ranks:
+        for number, chunk in enumerate(found.chunks):
+            begin = found.in_results[n + rank] if given else None
+            first = _own_part(replay, chunk, rank) if begin is None else begin.get(number, (0,) * n)
+            replay.cells[rank, number] = _follow(replay, found.in_messages, landed, rank, number, first)
+    replay.landings = [[landed[i, c] for c in sorted(content)] for i, content in enumerate(found.in_messages)]
 
 
-def _begin(history: History, column: Column, rank: int) -> Counts:
-    """What a rank has of a chunk before the first message: its own part, if the chunk has one."""
-    own = rank in column.stripes and not column.mixed
-    return tuple(int(own and r == rank) for r in range(history.trace.world_size))
+def _own_part(replay: Replay, chunk: Chunk, rank: int) -> Counts:
+    """What a rank holds of a chunk before the first message: its own stripe, if the chunk has one."""
+    own = rank in chunk.stripes and not chunk.mixed
+    return tuple(int(own and r == rank) for r in range(replay.trace.world_size))
 
 
 def _follow(
-    history: History, content: list[dict[int, Counts]], landed: dict[tuple[int, int], Landing], rank: int, column: int, held: Counts
+    replay: Replay, content: list[dict[int, Counts]], landed: dict[tuple[int, int], Landing], rank: int, chunk: int, held: Counts
 ) -> States:
-    """One cell through time: (moment, what it holds from then on). Notes in `landed` whether each message that arrives was added."""
-    story: list[tuple[float, bool, int]] = []  #  (when, it is a send, message)
-    for i, m in enumerate(history.messages):
-        if column in content[i]:
+    """The states of one cell over time. Writes to `landed` whether each message that arrives was added."""
+    events: list[tuple[float, bool, int]] = []  # (time, is it a send, message)
+    for i, m in enumerate(replay.messages):
+        if chunk in content[i]:
             if m.dst == rank:
-                story.append((m.recv.end, False, i))
+                events.append((m.recv.end, False, i))
             if m.src == rank:
-                story.append((m.send.posted, True, i))
-    story.sort(key=lambda event: (event[0], history.step[event[2]], event[1]))
-    result = history.returned[rank]
-    later = None if result is None else result.get(column)  # what the rank shows of this chunk after the last event
-    witnesses: list[tuple[Counts | None, bool]] = []  # for each event: what it shows next, and whether nothing arrives in between
+                events.append((m.send.posted, True, i))
+    events.sort(key=lambda event: (event[0], replay.step[event[2]], event[1]))
+    result = replay.returned[rank]
+    later = None if result is None else result.get(chunk)  # what the rank next sends or returns of this chunk
+    evidence: list[tuple[Counts | None, bool]] = []  # for each event: that, and whether nothing else arrives in between
     alone = True
-    for _, is_send, i in reversed(story):
-        witnesses.append((later, alone))
-        later, alone = (content[i][column], True) if is_send else (later, False)
+    for _, is_send, i in reversed(events):
+        evidence.append((later, alone))
+        later, alone = (content[i][chunk], True) if is_send else (later, False)
     states = [(START, held)]
-    for (_, is_send, i), (later, alone) in zip(story, reversed(witnesses), strict=True):
-        carried, moment = content[i][column], history.step[i] + (0.0 if is_send else 0.5)
-        if not history.sums:
+    for (_, is_send, i), (later, alone) in zip(events, reversed(evidence), strict=True):
+        carried, moment = content[i][chunk], replay.step[i] + (0.0 if is_send else 0.5)
+        if not replay.sums:
             after = tuple(map(max, held, carried))
         elif is_send:
             after = carried
         elif later is not None and alone:
-            after = later  # what it shows next is what it made of it
+            after = later
         else:
-            after = _made_of(held, carried, later)
+            after = _guess(held, carried, later)
         if not is_send:
-            landed[i, column] = Landing(column, carried, history.sums and any(held) and after not in (carried, held))
+            landed[i, chunk] = Landing(chunk, carried, replay.sums and any(held) and after not in (carried, held))
         if after != held:
             states.append((max(moment, states[-1][0]), after))
             held = after
     return states
 
 
-def _made_of(held: Counts, carried: Counts, later: Counts | None) -> Counts:
-    """What a rank has after an arrival, where other arrivals follow before it shows what it has, or where it never does."""
+def _guess(held: Counts, carried: Counts, later: Counts | None) -> Counts:
+    """What a rank holds after an arrival if more arrives before it next sends or returns the chunk, or if it never does."""
     total = tuple(a + b for a, b in zip(held, carried, strict=True))
-    if later is not None and _holds(later, total):
+    if later is not None and _contains(later, total):
         return total
-    if later is not None and _holds(later, carried):
+    if later is not None and _contains(later, carried):
         return carried
-    return carried if _holds(carried, held) else total  # whoever is given more than it has takes it
+    return carried if _contains(carried, held) else total  # a rank that receives more than it has keeps what it received
 
 
-def _holds(whole: Counts, part: Counts) -> bool:
+def _contains(whole: Counts, part: Counts) -> bool:
     return all(a >= b for a, b in zip(whole, part, strict=True))

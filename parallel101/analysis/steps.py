@@ -1,9 +1,9 @@
-"""Which step of an algorithm a message belongs to, from the record alone.
+"""Which step of an algorithm each message belongs to, from the record alone.
 
-    a message waits for all that its sender, and its receiver, had done with before they asked for it
+    a message waits for everything that its sender and its receiver had finished before they posted it
 
-Only times of one rank's own clock are compared, so a jittery wall clock and a virtual one give the same steps. A rank
-sends one message at a time and receives one at a time (on a ring: one on each of its links), as in the usual cost model.
+Only times of one rank's own clock are compared, so wall clocks with jitter and a virtual clock give the same steps. A rank sends one
+message at a time and receives one at a time (on a ring: one on each of its links), as in the usual cost model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def steps_of(messages: Sequence[Message], port_per_link: bool = False) -> list[i
     """The step of each message, from 0, in the order of `messages`.
 
     Args:
-        messages: as `Trace.messages` gives them.
-        port_per_link: a rank has one way out and one way in for each neighbour, and not one for all.
+        messages: as `Trace.messages` returns them.
+        port_per_link: a rank can send to all its neighbours at once, and receive from all at once.
     """
     ended: dict[int, list[tuple]] = defaultdict(list)  # for each rank, its sends and receives in the order in which they ended
     for i, m in enumerate(messages):
@@ -30,14 +30,14 @@ def steps_of(messages: Sequence[Message], port_per_link: bool = False) -> list[i
         events.sort()
 
     def needed(side: Event) -> int:
-        """How many of its rank's events had ended before this one was asked for. Where nothing costs time, its number decides."""
+        """How many of its rank's events had ended when this one was posted. If nothing costs time, the sequence numbers decide."""
         return bisect_left(ended[side.rank], (side.posted, True, side.seq))
 
     wants = [(needed(m.send), needed(m.recv)) for m in messages]
     nth_send, nth_recv = _order([m.send for m in messages]), _order([m.recv for m in messages])
     left = sorted(range(len(messages)), key=lambda i: (nth_send[i], nth_recv[i], messages[i].end))
     steps = [-1] * len(messages)
-    past = dict.fromkeys(ended, 0)  # how many of each rank's events, in that order, are in earlier steps
+    past = dict.fromkeys(ended, 0)  # how many of each rank's events, in the order of their ends, are in earlier steps
     step = 0
     while left:
         for rank, events in ended.items():
@@ -45,11 +45,11 @@ def steps_of(messages: Sequence[Message], port_per_link: bool = False) -> list[i
                 past[rank] += 1
         ready = [i for i in left if past[messages[i].src] >= wants[i][0] and past[messages[i].dst] >= wants[i][1]]
         busy: set[tuple] = set()
-        for i in ready or [min(left, key=lambda i: messages[i].end)]:  # a send may end before its message is there: then by arrival
+        for i in ready or [min(left, key=lambda i: messages[i].end)]:  # none is ready if a send ended before its message arrived
             m = messages[i]
-            ways = {("link", m.src, m.dst)} if port_per_link else {("out", m.src), ("in", m.dst)}
-            if not ways & busy:
-                busy |= ways
+            ports = {("link", m.src, m.dst)} if port_per_link else {("out", m.src), ("in", m.dst)}
+            if not ports & busy:
+                busy |= ports
                 steps[i] = step
         left = [i for i in left if steps[i] < 0]
         step += 1
@@ -61,7 +61,7 @@ def _end(side: Event) -> tuple[float, bool, int]:
 
 
 def _order(sides: Sequence[Event]) -> list[int]:
-    """The how-manieth of its rank each event is, in the order in which they were asked for."""
+    """For each event, how many events of its rank were posted before it."""
     count: dict[int, int] = defaultdict(int)
     order = [0] * len(sides)
     for i in sorted(range(len(sides)), key=lambda i: (sides[i].posted, sides[i].seq)):

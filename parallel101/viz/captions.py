@@ -3,7 +3,7 @@
     ring, every rank sends, every arrival is added
         ──▶ "Each rank sends a partial sum to its right neighbour, which adds it to its own."
 
-Everything is said from the history that was read from the record, and an algorithm is named only if the messages prove it.
+Everything is said from the replay that was read from the record, and an algorithm is named only if the messages prove it.
 The last sentence of a picture, its verdict, comes from `parallel101.analysis.verdict`.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel101.analysis.replay import START, History
-from parallel101.analysis.verdict import Outcome, chunk_name, data_of
+from parallel101.analysis.replay import START, Replay
+from parallel101.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.record.events import P2P
 from parallel101.record.units import human_bytes, labels, listed, ranks, sentence
 
@@ -25,67 +25,67 @@ TOO_MANY = ("There are too many ranks or chunks to draw them all.", "With fewer,
 class Captions:
     """All the text of one picture."""
 
-    def __init__(self, history: History):
-        self.history = history
-        self.verdict = Outcome(history)
+    def __init__(self, replay: Replay):
+        self.replay = replay
+        self.verdict = Verdict(replay)
         self.operation = self.verdict.operation
-        self.phases = [self._phase(step) for step in range(history.steps)]
+        self.phases = [self._phase(step) for step in range(replay.steps)]
 
     @cached_property
     def title(self) -> str:
         """ "Ring all-reduce" if the values prove it, otherwise a description of the messages such as "Messages on a ring of 4 ranks"."""
-        n, layout = len(self.history.ranks), self.history.layout
+        n, topology = len(self.replay.ranks), self.replay.topology
         if n == 1:
             return "One rank"
         if self.operation is None:
-            shapes = {"ring": f"a ring of {n} ranks", "chain": f"a chain of {n} ranks", "star": f"rank {layout.root} and {n - 1} others",
+            shapes = {"ring": f"a ring of {n} ranks", "chain": f"a chain of {n} ranks", "star": f"rank {topology.root} and {n - 1} others",
                       "tree": f"a tree of {n} ranks", "grid": f"a grid of {n} ranks"}  # fmt: skip
-            place = shapes.get(layout.kind, f"{n} ranks") if self.history.messages else f"{n} ranks"
+            place = shapes.get(topology.kind, f"{n} ranks") if self.replay.messages else f"{n} ranks"
             return f"Messages on {place}" if n > 2 else "Messages between two ranks"
-        if not self.history.messages:
+        if not self.replay.messages:
             return self.operation.capitalize()
         if n == 2:
             return f"{self.operation.capitalize()} on two ranks"
-        prefixes = {"ring": "Bidirectional ring" if layout.both_ways else "Ring", "chain": "Chain", "star": "Flat", "tree": "Tree"}
-        prefix = prefixes.get(layout.kind, self._algorithm)
+        prefixes = {"ring": "Bidirectional ring" if topology.both_ways else "Ring", "chain": "Chain", "star": "Flat", "tree": "Tree"}
+        prefix = prefixes.get(topology.kind, self._algorithm)
         return f"{prefix} {self.operation}" if prefix else self.operation.capitalize()
 
     @cached_property
     def intro(self) -> str:
         """The sentence before the first step."""
-        history = self.history
-        if len(history.ranks) == 1:
+        replay = self.replay
+        if len(replay.ranks) == 1:
             return "One rank has no other rank to send to."
-        if not history.messages:
-            collectives = sorted({e.kind for e in history.trace.events} - P2P - {"span"})
+        if not replay.messages:
+            collectives = sorted({e.kind for e in replay.trace.events} - P2P - {"span"})
             if not collectives:
                 return "This record has no messages between ranks."
             return f"torch's own {listed(collectives)} moved the data. The record has the calls, but not the messages inside them."
-        if not history.known:
-            return f"{_count(len(history.messages), 'message')} between {len(history.ranks)} ranks."
-        holders = [r for r in history.ranks if any(any(history.cells[r, c][0][1]) for c in range(len(history.columns)))]
+        if not replay.known:
+            return f"{_count(len(replay.messages), 'message')} between {len(replay.ranks)} ranks."
+        holders = [r for r in replay.ranks if any(any(replay.cells[r, c][0][1]) for c in range(len(replay.chunks)))]
         return f"Rank {holders[0]} starts with all the data." if len(holders) == 1 else "Each rank starts with its own data."
 
     @cached_property
     def size(self) -> str:
         """The fact at the top right: "4 ranks · gloo · 64 B in 4 chunks"."""
-        history, trace = self.history, self.history.trace
+        replay, trace = self.replay, self.replay.trace
         n = _count(trace.world_size, "rank")
-        head = (f"{len(history.ranks)} of {n}" if len(history.ranks) != trace.world_size else n) + f" · {trace.backend}"
-        if not history.known:
-            return f"{head} · {_count(len(history.messages), 'message')}"
-        width = next((m.nbytes // len(m.payload) for m in history.messages if m.payload), 0)
-        size = human_bytes(width * sum(column.elements for column in history.columns))
-        k = len(history.columns)
+        head = (f"{len(replay.ranks)} of {n}" if len(replay.ranks) != trace.world_size else n) + f" · {trace.backend}"
+        if not replay.known:
+            return f"{head} · {_count(len(replay.messages), 'message')}"
+        width = next((m.nbytes // len(m.payload) for m in replay.messages if m.payload), 0)
+        size = human_bytes(width * sum(chunk.elements for chunk in replay.chunks))
+        k = len(replay.chunks)
         parts = [size] * bool(width) + [f"{k} chunks"] * (k > 1)
         return head + (" · " + " in ".join(parts) if parts else "")
 
     def sent(self, step: int) -> str:
         """The fact below it: the bytes sent so far, this step included."""
-        sent = self.history.sent_bytes(step)
+        sent = self.replay.sent_bytes(step)
         most = max(sent.values(), default=0)
         if most == 0:
-            return "" if not self.history.messages else "nothing sent yet" if step < 0 else "0 B sent so far"
+            return "" if not self.replay.messages else "nothing sent yet" if step < 0 else "0 B sent so far"
         if len(set(sent.values())) == 1:
             return f"{human_bytes(most)} sent by each rank so far"
         busiest = [rank for rank, nbytes in sent.items() if nbytes == most]
@@ -94,18 +94,18 @@ class Captions:
 
     def step(self, step: int) -> str:
         """The sentence of a step: who sends what to whom, and what the receivers do with it."""
-        history = self.history
-        indices = history.in_step(step)
-        route = _route(history, indices)
-        if not history.known:
-            sizes = [history.messages[i].nbytes for i in indices]
+        replay = self.replay
+        indices = replay.in_step(step)
+        route = _route(replay, indices)
+        if not replay.known:
+            sizes = [replay.messages[i].nbytes for i in indices]
             size = human_bytes(max(sizes)) if min(sizes) == max(sizes) else f"up to {human_bytes(max(sizes))}"
             return sentence(f"{route.senders} {route.send} {size} to {route.receivers}")
-        contents, plural = _contents(history, indices, route)
-        modes = {landing.added for i in indices for landing in history.landings[i]}
+        contents, plural = _contents(replay, indices, route)
+        modes = {landing.added for i in indices for landing in replay.landings[i]}
         if route.exchange:
-            who = "The ranks" if len(history.ranks) > 2 else "The two ranks"
-            pairs = " in pairs" if len(history.ranks) > 2 else ""
+            who = "The ranks" if len(replay.ranks) > 2 else "The two ranks"
+            pairs = " in pairs" if len(replay.ranks) > 2 else ""
             then = "adds what it receives to its own" if modes == {True} else "stores what it receives" if modes <= {False} else ""
             return f"{who} exchange {contents}{pairs}, and {f'each {then}' if then else 'some of it is added, the rest is stored'}."
         them = "them" if plural else "it"
@@ -122,31 +122,31 @@ class Captions:
     def new_error(self, step: int) -> str:
         """What went wrong in a step: some rank now has data in a sum more than once, and no rank had it before. "" if nothing did."""
         found: dict[tuple[int, int], list[int]] = {}
-        for (rank, column), states in sorted(self.history.cells.items()):
+        for (rank, chunk), states in sorted(self.replay.cells.items()):
             for (_, before), (moment, after) in zip(states, states[1:], strict=False):
                 for origin, count in enumerate(after):
-                    if step <= moment < step + 1 and count > max(1, before[origin], self._most_before(column, origin, step)):
-                        found.setdefault((rank, column), []).append(origin)
+                    if step <= moment < step + 1 and count > max(1, before[origin], self._most_before(chunk, origin, step)):
+                        found.setdefault((rank, chunk), []).append(origin)
         if not found:
             return ""
-        (rank, column), origins = next(iter(found.items()))
-        return f"On rank {rank}, {chunk_name(self.history, column)} now contains {data_of(origins)} more than once."
+        (rank, chunk), origins = next(iter(found.items()))
+        return f"On rank {rank}, {chunk_name(self.replay, chunk)} now contains {data_of(origins)} more than once."
 
-    def _most_before(self, column: int, origin: int, step: int) -> int:
-        states = [state for rank in self.history.ranks for state in self.history.cells[rank, column]]
+    def _most_before(self, chunk: int, origin: int, step: int) -> int:
+        states = [state for rank in self.replay.ranks for state in self.replay.cells[rank, chunk]]
         return max((counts[origin] for moment, counts in states if START < moment < step), default=0)
 
     def _phase(self, step: int) -> str:
         """The label in the ring of steps: the phase of an all-reduce, otherwise the operation, or what receivers do."""
-        history = self.history
-        added = {landing.added for i in history.in_step(step) for landing in history.landings[i]} if history.known else set()
+        replay = self.replay
+        added = {landing.added for i in replay.in_step(step) for landing in replay.landings[i]} if replay.known else set()
         if not added:
             return ""
         if self.operation != "all-reduce":
             return self.operation or ("add, copy" if len(added) > 1 else "add" if True in added else "copy")
-        if all(landing.added for message in history.landings for landing in message):
+        if all(landing.added for message in replay.landings for landing in message):
             return "all-reduce"
-        parts = len(history.columns) > 1
+        parts = len(replay.chunks) > 1
         if added == {True}:
             return "reduce-scatter" if parts else "reduce"
         return "all-gather" if parts else "broadcast"
@@ -154,18 +154,18 @@ class Captions:
     @cached_property
     def _algorithm(self) -> str:
         """The algorithm of ranks that are drawn on a circle or a grid, or "" if the record does not prove one."""
-        history = self.history
-        n, links = len(history.ranks), history.layout.links
-        if history.layout.bent:
+        replay = self.replay
+        n, links = len(replay.ranks), replay.topology.links
+        if replay.topology.wrap_around:
             return "Torus"
         rounds = (1, 2) if self.operation == "all-reduce" else (1,)  # with more messages, ranks pass on what others sent
-        if len(links) == n * (n - 1) and len(history.messages) in [len(links) * k for k in rounds]:
+        if len(links) == n * (n - 1) and len(replay.messages) in [len(links) * k for k in rounds]:
             return "Direct"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""
-        if any(len({history.messages[i].src for i in history.in_step(step)}) < n for step in range(history.steps)):
+        if any(len({replay.messages[i].src for i in replay.in_step(step)}) < n for step in range(replay.steps)):
             return ""  # in doubling and halving every rank sends in every step; in a tree it does not
-        sizes = [max(history.messages[i].nbytes for i in history.in_step(step)) for step in range(history.steps)]
+        sizes = [max(replay.messages[i].nbytes for i in replay.in_step(step)) for step in range(replay.steps)]
         grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
         shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))
         return "Halving and doubling" if grows and shrinks else "Recursive-halving" if shrinks else "Recursive-doubling"
@@ -183,17 +183,17 @@ class Route(NamedTuple):
     many_receivers: bool  # `receivers` is a plural
 
 
-def _route(history: History, indices: list[int]) -> Route:
-    messages = [history.messages[i] for i in indices]
+def _route(replay: Replay, indices: list[int]) -> Route:
+    messages = [replay.messages[i] for i in indices]
     senders, receivers = sorted({m.src for m in messages}), sorted({m.dst for m in messages})
     pairs = {(m.src, m.dst) for m in messages}
-    everyone = senders == history.ranks
-    ring = everyone and history.layout.kind == "ring"
+    everyone = senders == replay.ranks
+    ring = everyone and replay.topology.kind == "ring"
     exchange = not ring and len(pairs) > 1 and all((dst, src) in pairs for src, dst in pairs)
     who = "each rank" if everyone else ranks(senders)
     many = exchange or (not everyone and len(senders) > 1)
     if ring:
-        to = _neighbour(history, pairs) if len(pairs) == len(senders) else "each of its two neighbours"
+        to = _neighbour(replay, pairs) if len(pairs) == len(senders) else "each of its two neighbours"
         return Route(who, "sends", to, True, False, False, False)
     if everyone and len(receivers) > 1:
         return Route(who, "sends", "another rank", False, exchange, many, False)
@@ -201,28 +201,28 @@ def _route(history: History, indices: list[int]) -> Route:
     return Route(who, "send" if many else "sends", to, False, exchange, many, len(receivers) > 1)
 
 
-def _neighbour(history: History, pairs: set[tuple[int, int]]) -> str:
+def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
     """The rank to which each rank of a ring sends. The right neighbour of a rank is the one with the next higher number."""
-    n = len(history.ranks)
-    place = {rank: i for i, rank in enumerate(history.ranks)}
+    n = len(replay.ranks)
+    place = {rank: i for i, rank in enumerate(replay.ranks)}
     shifts = {(place[dst] - place[src]) % n for src, dst in pairs}
     return "its right neighbour" if shifts == {1} else "its left neighbour" if shifts == {n - 1} else "the next rank"
 
 
-def _contents(history: History, indices: list[int], route: Route) -> tuple[str, bool]:
+def _contents(replay: Replay, indices: list[int], route: Route) -> tuple[str, bool]:
     """What the messages contain, in words, and whether that is a plural."""
-    landings = [landing for i in indices for landing in history.landings[i]]
+    landings = [landing for i in indices for landing in replay.landings[i]]
     if not landings:
         return ("messages without data", True) if route.many_senders else ("a message without data", False)
-    whole = len(history.columns) == 1
+    whole = len(replay.chunks) == 1
     if len(indices) == 1 and not whole:
-        names = [history.columns[landing.column].label for landing in landings]
+        names = [replay.chunks[landing.chunk].label for landing in landings]
         return f"chunk{'s' if len(names) > 1 else ''} {labels(names)}", len(names) > 1
-    plural = route.many_senders or max(len(history.landings[i]) for i in indices) > 1
+    plural = route.many_senders or max(len(replay.landings[i]) for i in indices) > 1
     their = "their" if route.many_senders else "its"
-    own = all(sum(x.carried) == 1 == x.carried[history.messages[i].src] for i in indices for x in history.landings[i])
-    if not history.sums:
-        fresh = own and all(history.columns[x.column].stripes == (history.messages[i].src,) for i in indices for x in history.landings[i])
+    own = all(sum(x.carried) == 1 == x.carried[replay.messages[i].src] for i in indices for x in replay.landings[i])
+    if not replay.sums:
+        fresh = own and all(replay.chunks[x.chunk].stripes == (replay.messages[i].src,) for i in indices for x in replay.landings[i])
         if whole:
             return "the data", False
         if fresh and len(indices) > 1:
@@ -232,7 +232,7 @@ def _contents(history: History, indices: list[int], route: Route) -> tuple[str, 
         if not own:
             return ("partial sums" if plural else "a partial sum"), plural
         return (f"{their} data", False) if whole else (f"{their} chunks" if plural else "a chunk", plural)
-    finished = all(landing.carried[r] == 1 for landing in landings for r in history.columns[landing.column].stripes)
+    finished = all(landing.carried[r] == 1 for landing in landings for r in replay.chunks[landing.chunk].stripes)
     kind = "finished " if finished else ""
     if whole:
         return f"the {kind}sum", False

@@ -5,7 +5,7 @@
     below  every send as recorded, with a cursor
 
 Everything is drawn from the record, and nothing is specific to an algorithm. `parallel101.analysis` reads what is in a chunk
-from the values, the steps from what waited for what, and the layout from who sent to whom.
+from the values, the steps from what waited for what, and the topology from who sent to whom.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parallel101.analysis.replay import History, history_of
+from parallel101.analysis.replay import Replay, replay_of
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
 from parallel101.viz.captions import NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
@@ -50,20 +50,20 @@ def collective_scene(
     Raises:
         ValueError: too many ranks or messages, or not one result or input for each rank.
     """
-    history = history_of(trace, results, inputs)
-    if len(history.ranks) > MOST_RANKS:
+    replay = replay_of(trace, results, inputs)
+    if len(replay.ranks) > MOST_RANKS:
         raise ValueError(
-            f"{len(history.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: use fewer, or run.timeline()"
+            f"{len(replay.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: use fewer, or run.timeline()"
         )
-    if len(history.messages) > MOST_MESSAGES:
+    if len(replay.messages) > MOST_MESSAGES:
         raise ValueError(
-            f"the run has {len(history.messages)} messages, and the collective view can show up to {MOST_MESSAGES}: "
+            f"the run has {len(replay.messages)} messages, and the collective view can show up to {MOST_MESSAGES}: "
             "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
-    too_many = len(history.columns) > MOST_CHUNKS or len(history.ranks) > MOST_STRIPED_RANKS
+    too_many = len(replay.chunks) > MOST_CHUNKS or len(replay.ranks) > MOST_STRIPED_RANKS
     if too_many:
-        history.known = False
-    timing, captions = Timing(history), Captions(history)
+        replay.known = False
+    timing, captions = Timing(replay), Captions(replay)
     scene = Scene(960, 500, title or captions.title, f"{captions.size}. {captions.intro}")
     scene.duration = timing.duration
     scene.narrow = (480, 842)
@@ -71,20 +71,20 @@ def collective_scene(
     scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
     scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
     _draw_captions(scene, timing, captions)
-    draw_graph(scene, history, timing, captions.phases)
-    if history.known:
-        draw_matrix(scene, history, timing)
+    draw_graph(scene, replay, timing, captions.phases)
+    if replay.known:
+        draw_matrix(scene, replay, timing)
     else:
-        kept = any(m.payload for m in history.messages)
-        draw_traffic(scene, history, timing, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
-    if history.messages:
-        _draw_sends(scene, history, timing)
+        kept = any(m.payload for m in replay.messages)
+        draw_traffic(scene, replay, timing, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
+    if replay.messages:
+        _draw_sends(scene, replay, timing)
     return scene
 
 
 def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
     """The sentence under the title and the bytes at the right, for each step. The player's stops get the same text."""
-    panel, history = scene.panel(narrow="none"), captions.history
+    panel, replay = scene.panel(narrow="none"), captions.replay
 
     def show(text: str, fact: str, begin: float, end: float, wrong: bool = False) -> None:
         group = panel.add("g")
@@ -96,37 +96,37 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
             group.add("text", fact, x=932, y=64, font_size=13, class_="m e")
 
     scene.intro = captions.intro
-    if not history.steps:
+    if not replay.steps:
         return show(captions.intro, "", 0.0, 0.0)
     show(captions.intro, captions.sent(-1), 0.0, timing.start(0))
     for step, phase in enumerate(captions.phases):
-        text, fact, last = captions.step(step), captions.sent(step), step == history.steps - 1
-        error = captions.new_error(step) if history.known else ""
-        until = timing.reveal if last and history.known else timing.start(step + 1)
+        text, fact, last = captions.step(step), captions.sent(step), step == replay.steps - 1
+        error = captions.new_error(step) if replay.known else ""
+        until = timing.reveal if last and replay.known else timing.start(step + 1)
         show(text, fact, timing.start(step), timing.arrival(step) if error else until)
         if error:
             show(error, fact, timing.arrival(step), until, wrong=True)
-        label = [f"Step {step + 1} of {history.steps}{', ' + phase if phase else ''}: {text}", error]
-        if last and history.known:
+        label = [f"Step {step + 1} of {replay.steps}{', ' + phase if phase else ''}: {text}", error]
+        if last and replay.known:
             label.append(captions.verdict.sentence())
             show(label[-1], fact, timing.reveal, scene.duration + 1, wrong=bool(captions.verdict.faults))
         scene.stops.append(Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part)))
 
 
-def _draw_sends(scene: Scene, history: History, timing: Timing) -> None:
+def _draw_sends(scene: Scene, replay: Replay, timing: Timing) -> None:
     """Every send on the record's own time axis, one row for each sender. As in the ring of steps, grey was added on arrival."""
-    senders = {rank: i for i, rank in enumerate(sorted({m.src for m in history.messages}))}
+    senders = {rank: i for i, rank in enumerate(sorted({m.src for m in replay.messages}))}
     row = min(6.0, 28.0 / len(senders))
-    begin = min(m.start for m in history.messages)
-    span = max(m.end for m in history.messages) - begin
+    begin = min(m.start for m in replay.messages)
+    span = max(m.end for m in replay.messages) - begin
     bars = scene.panel(narrow="translate(14.9,334) scale(.469,1)")
 
     def x(t: float) -> float:
         return LEFT + (WIDTH * (t - begin) / span if span else 0.0)
 
     paths: dict[str, str] = {"sum": "", "copy": ""}
-    for i, m in enumerate(history.messages):
-        added = history.known and any(landing.added for landing in history.landings[i])
+    for i, m in enumerate(replay.messages):
+        added = replay.known and any(landing.added for landing in replay.landings[i])
         width = max(0.8, x(m.end) - x(m.start) - 1)
         paths["sum" if added else "copy"] += box(x(m.start) + 0.5, TOP + senders[m.src] * row, width, row * 0.72)
     for name, path in paths.items():
@@ -135,7 +135,7 @@ def _draw_sends(scene: Scene, history: History, timing: Timing) -> None:
     bottom = TOP + row * len(senders)
     cursor = bars.add("path", d=f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", class_="now")
     cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())])
-    clock = "All sends, in virtual time." if history.trace.backend == "sim" else "All sends, as recorded."
+    clock = "All sends, in virtual time." if replay.trace.backend == "sim" else "All sends, as recorded."
     legend = f"{clock} Grey: added on arrival. Blue: copied." if all(paths.values()) else clock
     for text, place, anchor, narrow in (
         ("0", LEFT, "", "translate(0,334)"),

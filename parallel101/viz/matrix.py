@@ -14,8 +14,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from parallel101.analysis.columns import Counts
-from parallel101.analysis.replay import START, History
+from parallel101.analysis.chunks import Counts
+from parallel101.analysis.replay import START, Replay
 from parallel101.analysis.verdict import lacks
 from parallel101.record.units import human_bytes
 from parallel101.viz.scene import Node, Scene, box, number
@@ -34,33 +34,33 @@ NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its lef
 class Matrix:
     """The geometry of the cells: a row for each rank that took part, a column for each chunk."""
 
-    def __init__(self, history: History):
-        self.history = history
-        self.rows = {rank: i for i, rank in enumerate(history.ranks)}
-        columns = max(len(history.columns), 1)
+    def __init__(self, replay: Replay):
+        self.replay = replay
+        self.rows = {rank: i for i, rank in enumerate(replay.ranks)}
+        columns = max(len(replay.chunks), 1)
         self.cell_width = min(103.0, WIDTH / columns)
-        self.cell_height = min(56.0, HEIGHT / len(history.ranks))
+        self.cell_height = min(56.0, HEIGHT / len(replay.ranks))
         self.left = LEFT + (WIDTH - self.cell_width * columns) / 2
-        self.top = MIDDLE - self.cell_height * len(history.ranks) / 2
-        self.bottom = MIDDLE + self.cell_height * len(history.ranks) / 2
+        self.top = MIDDLE - self.cell_height * len(replay.ranks) / 2
+        self.bottom = MIDDLE + self.cell_height * len(replay.ranks) / 2
         self.gap = GAP if self.cell_height > 20 else 1.5
 
-    def corner(self, rank: int, column: int) -> tuple[float, float]:
-        return self.left + column * self.cell_width + self.gap, self.top + self.rows[rank] * self.cell_height + self.gap
+    def corner(self, rank: int, chunk: int) -> tuple[float, float]:
+        return self.left + chunk * self.cell_width + self.gap, self.top + self.rows[rank] * self.cell_height + self.gap
 
     @property
     def inner(self) -> tuple[float, float]:
         return self.cell_width - 2 * self.gap, self.cell_height - 2 * self.gap
 
-    def stripe(self, column: int, origin: int) -> tuple[float, float]:
+    def stripe(self, chunk: int, origin: int) -> tuple[float, float]:
         """(x inside the cell, width) of the stripe for a rank's data."""
-        stripes = self.history.columns[column].stripes
+        stripes = self.replay.chunks[chunk].stripes
         width = self.inner[0] / len(stripes)
         return stripes.index(origin) * width, width
 
-    def stripes(self, x: float, y: float, column: int, counts: Counts, apart: bool = False) -> str:
+    def stripes(self, x: float, y: float, chunk: int, counts: Counts, apart: bool = False) -> str:
         """A path of a chunk's stripes. Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the lines."""
-        stripes, path, k = self.history.columns[column].stripes, "", 0
+        stripes, path, k = self.replay.chunks[chunk].stripes, "", 0
         width = self.inner[0] / len(stripes)
         apart = apart and width > 3
         rim = 1.2 if apart else 0.0
@@ -74,10 +74,10 @@ class Matrix:
         return path
 
 
-def draw_matrix(scene: Scene, history: History, timing: Timing) -> None:
+def draw_matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     """Add ranks × chunks, and the data that moves between the rows."""
     scene.style += STYLE
-    matrix = Matrix(history)
+    matrix = Matrix(replay)
     panel = scene.panel(narrow=NARROW)
     _frame(panel, matrix)
     marks = Node("g")
@@ -86,41 +86,41 @@ def draw_matrix(scene: Scene, history: History, timing: Timing) -> None:
     panel.children.append(marks)
     _missing(marks, matrix, timing)
     _bands(scene, panel, matrix, timing)
-    panel.add("text", _legend(history), x=LEFT + WIDTH / 2, y=matrix.bottom + 24, font_size=12, class_="m c")
+    panel.add("text", _legend(replay), x=LEFT + WIDTH / 2, y=matrix.bottom + 24, font_size=12, class_="m c")
 
 
 def _frame(panel: Node, matrix: Matrix) -> None:
-    history, (width, height) = matrix.history, matrix.inner
+    replay, (width, height) = matrix.replay, matrix.inner
     panel.add("text", "chunk", x=matrix.left - 12, y=matrix.top - 9, font_size=12, class_="m e")
-    for c, column in enumerate(history.columns):
-        panel.add("text", column.label, x=matrix.left + (c + 0.5) * matrix.cell_width, y=matrix.top - 9, font_size=13, class_="m c")
-    for rank in history.ranks:
+    for c, chunk in enumerate(replay.chunks):
+        panel.add("text", chunk.label, x=matrix.left + (c + 0.5) * matrix.cell_width, y=matrix.top - 9, font_size=13, class_="m c")
+    for rank in replay.ranks:
         panel.add("text", f"rank {rank}", x=matrix.left - 12, y=matrix.corner(rank, 0)[1] + height / 2 + 4, font_size=12, class_="m e")
-        for c in range(len(history.columns)):
+        for c in range(len(replay.chunks)):
             x, y = matrix.corner(rank, c)
             panel.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="faint")
 
 
 def _cells(panel: Node, marks: Node, matrix: Matrix, timing: Timing) -> None:
     """Every state of every cell. States with the same begin and end share a group."""
-    history = matrix.history
+    replay = matrix.replay
     together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
-    for (rank, column), states in history.cells.items():
-        returned = history.returned[rank] if history.returned else None
+    for (rank, chunk), states in replay.cells.items():
+        returned = replay.returned[rank] if replay.returned else None
         if returned is not None:  # at the end, only what the rank returned is shown
-            last = returned.get(column, (0,) * history.trace.world_size)
-            states = [*states, (float(history.steps), last)] if last != states[-1][1] else states
-        states = states if history.steps else [(START, states[-1][1])]
+            last = returned.get(chunk, (0,) * replay.trace.world_size)
+            states = [*states, (float(replay.steps), last)] if last != states[-1][1] else states
+        states = states if replay.steps else [(START, states[-1][1])]
         for (begin, counts), (end, _) in zip(states, [*states[1:], (math.inf, ())], strict=True):
             if any(counts) and begin != end:
-                together[timing.at(begin), timing.at(end)].append((rank, column, counts))
+                together[timing.at(begin), timing.at(end)].append((rank, chunk, counts))
     for span, cells in sorted(together.items()):
         group, errors = _during(panel, span, timing), Node("g")
-        for column in sorted({c for _, c, _ in cells}):
-            path = "".join(matrix.stripes(*matrix.corner(rank, c), c, counts) for rank, c, counts in cells if c == column)
-            group.add("path", d=path, class_=f"f{column % 8}")
-        for rank, column, counts in cells:
-            _mark_errors(errors, matrix, rank, column, counts)
+        for chunk in sorted({c for _, c, _ in cells}):
+            path = "".join(matrix.stripes(*matrix.corner(rank, c), c, counts) for rank, c, counts in cells if c == chunk)
+            group.add("path", d=path, class_=f"f{chunk % 8}")
+        for rank, chunk, counts in cells:
+            _mark_errors(errors, matrix, rank, chunk, counts)
         if errors.children:
             _during(marks, span, timing).children += errors.children
 
@@ -133,26 +133,26 @@ def _during(parent: Node, span: tuple[float, float], timing: Timing) -> Node:
 def _separators(panel: Node, matrix: Matrix) -> None:
     """The thin lines between stripes, through all rows of a column."""
     path, narrowest = "", matrix.cell_width
-    for c, column in enumerate(matrix.history.columns):
+    for c, chunk in enumerate(matrix.replay.chunks):
         x = matrix.left + c * matrix.cell_width + matrix.gap
-        width = matrix.inner[0] / len(column.stripes)
+        width = matrix.inner[0] / len(chunk.stripes)
         narrowest = min(narrowest, width)
-        path += "".join(f"M{number(round(x + k * width, 2))} {matrix.top:.1f}V{matrix.bottom:.1f}" for k in range(1, len(column.stripes)))
+        path += "".join(f"M{number(round(x + k * width, 2))} {matrix.top:.1f}V{matrix.bottom:.1f}" for k in range(1, len(chunk.stripes)))
     if path:
         panel.add("path", d=path, style="stroke:var(--bg)", stroke_width=min(1.2, 0.3 * narrowest))
 
 
-def _mark_errors(group: Node, matrix: Matrix, rank: int, column: int, counts: Counts) -> None:
+def _mark_errors(group: Node, matrix: Matrix, rank: int, chunk: int, counts: Counts) -> None:
     """Flag data that was added more than once, and sums of elements from different positions."""
-    doubled = [origin for origin in matrix.history.columns[column].stripes if counts[origin] > 1]
-    mixed = matrix.history.columns[column].mixed
+    doubled = [origin for origin in matrix.replay.chunks[chunk].stripes if counts[origin] > 1]
+    mixed = matrix.replay.chunks[chunk].mixed
     if not doubled and not mixed:
         return
-    (x, y), (width, height) = matrix.corner(rank, column), matrix.inner
+    (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
     group.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="err")
     flags = [("?", x + width / 2)] if mixed else []
     for origin in doubled:
-        dx, stripe = matrix.stripe(column, origin)
+        dx, stripe = matrix.stripe(chunk, origin)
         flags.append((f"×{counts[origin]}", min(max(x + dx + stripe / 2, x + 9.5), x + width - 9.5) if width > 20 else x + width / 2))
     for text, middle in flags:
         group.add("rect", x=middle - 9.5, y=y + height / 2 - 7, width=19, height=14, rx=4, class_="flag")
@@ -164,33 +164,33 @@ def _missing(marks: Node, matrix: Matrix, timing: Timing) -> None:
     group = marks.add("g")
     if timing.duration:
         group.show((timing.reveal, timing.duration + 1))
-    for rank, column in matrix.history.cells:
-        gone = lacks(matrix.history, rank, column)
-        (x, y), (width, height) = matrix.corner(rank, column), matrix.inner
+    for rank, chunk in matrix.replay.cells:
+        gone = lacks(matrix.replay, rank, chunk)
+        (x, y), (width, height) = matrix.corner(rank, chunk), matrix.inner
         if gone:
             group.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="err")
         for origin in gone:
-            dx, stripe = matrix.stripe(column, origin)
+            dx, stripe = matrix.stripe(chunk, origin)
             rim = min(2.5, stripe / 4)
             group.add("rect", x=x + dx + rim, y=y + 2.5, width=stripe - 2 * rim, height=height - 5, class_="gone")
 
 
 def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
     """The data of each message, sliding from the sender's row to the receiver's. Data that slides equally far shares a group."""
-    history, (width, height) = matrix.history, matrix.inner
+    replay, (width, height) = matrix.replay, matrix.inner
     scene.definitions.append(
         f'<clipPath id="cells"><rect y="{matrix.top - 2:.1f}" width="960" height="{matrix.bottom - matrix.top + 4:.1f}"/></clipPath>'
     )
     moving = panel.add("g", clip_path="url(#cells)")
-    last, first = history.ranks[-1], history.ranks[0]
-    wraps = history.layout.kind == "ring" and len(history.ranks) > 2 and history.layout.order == history.ranks
-    for step in range(history.steps):
+    last, first = replay.ranks[-1], replay.ranks[0]
+    wraps = replay.topology.kind == "ring" and len(replay.ranks) > 2 and replay.topology.order == replay.ranks
+    for step in range(replay.steps):
         step_group = moving.add("g").show((timing.start(step), timing.arrival(step)))
         groups: dict[float, Node] = {}
-        for i in history.in_step(step):
-            m = history.messages[i]
-            for landing in history.landings[i]:
-                (x, y0), (_, y1) = matrix.corner(m.src, landing.column), matrix.corner(m.dst, landing.column)
+        for i in replay.in_step(step):
+            m = replay.messages[i]
+            for landing in replay.landings[i]:
+                (x, y0), (_, y1) = matrix.corner(m.src, landing.chunk), matrix.corner(m.dst, landing.chunk)
                 routes = [(y0, y1 - y0)]
                 if wraps and (m.src, m.dst) in ((last, first), (first, last)):  # leaves at one end of the column and enters at the other
                     down = matrix.cell_height if m.src == last else -matrix.cell_height
@@ -202,50 +202,50 @@ def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
                         begin, end = timing.start(step), timing.arrival(step)
                         group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
                     group.add("rect", x=x - 1, y=y - 1, width=width + 2, height=height + 2, rx=3, class_="mv")
-                    group.add("path", d=matrix.stripes(x, y, landing.column, landing.carried, apart=True), class_=f"f{landing.column % 8}")
+                    group.add("path", d=matrix.stripes(x, y, landing.chunk, landing.carried, apart=True), class_=f"f{landing.chunk % 8}")
 
 
-def _legend(history: History) -> str:
-    if history.sums:
+def _legend(replay: Replay) -> str:
+    if replay.sums:
         stripe = "Each stripe is one rank's data."
-        return f"{stripe} A full cell is finished." if len(history.columns) > 1 else stripe
-    if any(len(column.stripes) > 1 for column in history.columns):
+        return f"{stripe} A full cell is finished." if len(replay.chunks) > 1 else stripe
+    if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
         return "Each stripe is the part that came from one rank."
     return "A full cell: this rank has the chunk."
 
 
-def draw_traffic(scene: Scene, history: History, timing: Timing, note: Iterable[str]) -> None:
+def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[str]) -> None:
     """Add the matrix of bytes, a row for each sender. The note below it says why the contents are not shown."""
     scene.style += STYLE
     panel = scene.panel(narrow=NARROW)
-    n = len(history.ranks)
+    n = len(replay.ranks)
     width, height = min(103.0, WIDTH / n), min(56.0, HEIGHT / n)
     left, top = LEFT + (WIDTH - width * n) / 2, MIDDLE - height * n / 2
-    place = {rank: i for i, rank in enumerate(history.ranks)}
+    place = {rank: i for i, rank in enumerate(replay.ranks)}
     gap = 2.0 if n <= 16 else 0.5
     every = 1 if n <= 16 else 8  # of a large matrix, label every eighth row and column
     panel.add("text", "from \\ to", x=left - 12, y=top - 9, font_size=12, class_="m e")
-    for rank in history.ranks[::every]:
+    for rank in replay.ranks[::every]:
         panel.add("text", rank, x=left + (place[rank] + 0.5) * width, y=top - 9, font_size=12, class_="m c")
         panel.add("text", f"rank {rank}", x=left - 12, y=top + (place[rank] + 0.5) * height + 4, font_size=12, class_="m e")
-    for src in history.ranks:
+    for src in replay.ranks:
         y = top + place[src] * height + gap
         row = "".join(box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n))
         panel.add("path", d=row, class_="faint")
     totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by (src, dst): the bytes sent after each step
-    for step in range(history.steps):
-        for i in history.in_step(step):
-            m = history.messages[i]
+    for step in range(replay.steps):
+        for i in replay.in_step(step):
+            m = replay.messages[i]
             so_far = totals[m.src, m.dst][-1][1] if totals[m.src, m.dst] else 0
             totals[m.src, m.dst].append((step, so_far + m.nbytes))
     most = max((states[-1][1] for states in totals.values()), default=1) or 1
     for (src, dst), states in sorted(totals.items()):
         x, y = left + place[dst] * width, top + place[src] * height
-        for (step, nbytes), (until, _) in zip(states, [*states[1:], (history.steps, 0)], strict=True):
+        for (step, nbytes), (until, _) in zip(states, [*states[1:], (replay.steps, 0)], strict=True):
             share = nbytes / most
             if step == until:
                 continue
-            group = panel.add("g").show((timing.arrival(step), timing.arrival(until) if until < history.steps else timing.duration + 1))
+            group = panel.add("g").show((timing.arrival(step), timing.arrival(until) if until < replay.steps else timing.duration + 1))
             group.add(
                 "rect",
                 x=x + gap,
@@ -260,6 +260,6 @@ def draw_traffic(scene: Scene, history: History, timing: Timing, note: Iterable[
                 text = human_bytes(nbytes)
                 size = min(12.0, (width - 6) / (0.58 * len(text)))
                 group.add("text", text, x=x + width / 2, y=y + height / 2 + 4, font_size=size, class_="c on" if share > 0.5 else "c")
-    if history.messages:
+    if replay.messages:
         for k, line in enumerate(note):
             panel.add("text", line, x=LEFT + WIDTH / 2, y=MIDDLE + height * n / 2 + 20 + 16 * k, font_size=12, class_="m c")

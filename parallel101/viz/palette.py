@@ -65,13 +65,3 @@ def variables(theme: str) -> str:
 def with_colours(svg: str, theme: str) -> str:
     """Replace the CSS variables by a theme's colours, for renderers that do not support variables."""
     return re.sub(r"var\(--(\w+)\)", lambda match: THEMES[theme][match[1]], svg)
-
-
-def letter(column: int) -> str:
-    """The letter of a chunk: a … z, then aa, ab, …"""
-    name = ""
-    column += 1
-    while column:
-        column, rest = divmod(column - 1, 26)
-        name = chr(ord("a") + rest) + name
-    return name

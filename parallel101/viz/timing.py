@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from parallel101.analysis.replay import START, History
+from parallel101.analysis.replay import START, Replay
 
 LEAD = 0.5  # seconds before the first step
 FLIGHT = 0.68  # the part of a step in which tiles move; the rest shows what has arrived
@@ -16,11 +16,11 @@ GAP = 0.03  # seconds between the end of a stop and the next step
 
 
 class Timing:
-    """The seconds at which each step of a history is drawn."""
+    """The seconds at which each step of a replay is drawn."""
 
-    def __init__(self, history: History):
-        self.history = history
-        self.steps = history.steps
+    def __init__(self, replay: Replay):
+        self.replay = replay
+        self.steps = replay.steps
         self.step = min(1.5, max(0.8, 26.0 / max(self.steps, 1)))
         self.reveal = self.arrival(self.steps - 1) + 0.7  # from here on, what every rank returned and the verdict
         self.duration = math.ceil(100 * (self.reveal + 2.2)) / 100 if self.steps else 0.0  # in hundredths, as the SVG writes it
@@ -37,7 +37,7 @@ class Timing:
         return self.start(step + 1) - GAP if step < self.steps - 1 else self.duration
 
     def at(self, moment: float) -> float:
-        """The second of one of the history's moments (see START); infinity is after the end."""
+        """The second of one of the replay's moments (see START); infinity is after the end."""
         if moment == START:
             return 0.0
         if moment == math.inf:
@@ -49,7 +49,7 @@ class Timing:
 
     def flight(self, index: int) -> tuple[float, float]:
         """When a message leaves and arrives, within the time of its step."""
-        message, step = self.history.messages[index], self.history.step[index]
+        message, step = self.replay.messages[index], self.replay.step[index]
         begin, end = self._recorded[step]
         span, room = (end - begin) or 1.0, self.arrival(step) - self.start(step)
         leaves = 0.35 * (message.start - begin) / span
@@ -58,7 +58,7 @@ class Timing:
 
     def cursor(self) -> list[tuple[float, float]]:
         """(second of the scene, second of the record) for the cursor. It never moves back, even if steps overlap in the record."""
-        frames, latest = [], self.history.messages[0].start if self.history.messages else 0.0
+        frames, latest = [], self.replay.messages[0].start if self.replay.messages else 0.0
         for step, (begin, end) in enumerate(self._recorded):
             begin, end = max(begin, latest), max(end, latest)
             frames += [(self.start(step), begin), (self.arrival(step), end)]
@@ -66,5 +66,5 @@ class Timing:
         return frames
 
     def _interval(self, step: int) -> tuple[float, float]:
-        messages = [self.history.messages[i] for i in self.history.in_step(step)]
+        messages = [self.replay.messages[i] for i in self.replay.in_step(step)]
         return min(m.start for m in messages), max(m.end for m in messages)

@@ -65,7 +65,7 @@ def test_ordinary_data_is_not_taken_for_origins():
         ((0, 4, -1), "numel=-1"),
         ((0, 4, 4, torch.float32), "torch.int64 or torch.float64"),
         ((0, 20, 1), "fewer ranks"),
-        ((0, 16, 99), "room for"),
+        ((0, 16, 99), "can hold"),
         ((0, 16, 4, torch.float64), "torch.int64"),
     ],
 )

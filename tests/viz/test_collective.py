@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel101.analysis.provenance import decode, origin_tensor
-from parallel101.analysis.replay import history_of
+from parallel101.analysis.replay import replay_of
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
 from parallel101.viz.collective import collective_scene
@@ -22,7 +22,7 @@ from tests.viz.programs import exchange, me, recorded
 
 SIZES = [2, 3, 5, 8]
 
-# program, elements per rank on n ranks, steps, operation, layout
+# program, elements per rank on n ranks, steps, operation, topology
 CASES = {
     "ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "all-reduce", "ring"),
     "uneven ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "all-reduce", "ring"),
@@ -39,22 +39,22 @@ CASES = {
 
 def stripes_at_the_end(scene, trace, results):
     """{(rank, chunk): ranks} as drawn: for each stripe, whether its middle lies inside a visible path of the last moment."""
-    history = history_of(trace, results)
-    matrix = Matrix(history)
+    replay = replay_of(trace, results)
+    matrix = Matrix(replay)
     shapes = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", e.get("d", "")) for e in cells_panel(scene).iter(f"{SVG}path")
               if re.fullmatch(r"f\d", e.get("class", ""))]  # fmt: skip
     boxes = [tuple(map(float, shape)) for path in shapes for shape in path]
     drawn = {}
-    for rank, column in history.cells:
-        x, y = matrix.corner(rank, column)
+    for rank, chunk in replay.cells:
+        x, y = matrix.corner(rank, chunk)
         found = []
-        for origin in history.columns[column].stripes:
-            dx, width = matrix.stripe(column, origin)
+        for origin in replay.chunks[chunk].stripes:
+            dx, width = matrix.stripe(chunk, origin)
             middle = x + dx + width / 2, y + matrix.inner[1] / 2
             found += [origin] if any(bx <= middle[0] <= bx + w and by <= middle[1] <= by + h for bx, by, w, h in boxes) else []
         if found:
-            drawn[rank, column] = tuple(found)
-    return history, drawn
+            drawn[rank, chunk] = tuple(found)
+    return replay, drawn
 
 
 def cells_panel(scene):
@@ -70,15 +70,15 @@ def test_steps_names_and_cells(case, n, clock):
     scene = collective_scene(trace, results)
     assert len(scene.stops) == steps(n)
     assert scene.title.lower().endswith(operation) or scene.title == f"{operation.capitalize()} on two ranks"
-    history, drawn = stripes_at_the_end(scene, trace, results)
+    replay, drawn = stripes_at_the_end(scene, trace, results)
     if n > 3 and kind:
-        assert history.layout.kind == kind
+        assert replay.topology.kind == kind
     truth = {}  # decoded from what the ranks returned
     for rank, result in enumerate(results):
         for term in decode(result.tolist(), n):
-            for column in history.returned[rank]:
-                if any(term.counts) and history.returned[rank][column] == term.counts:
-                    truth[rank, column] = tuple(r for r in history.columns[column].stripes if term.counts[r])
+            for chunk in replay.returned[rank]:
+                if any(term.counts) and replay.returned[rank][chunk] == term.counts:
+                    truth[rank, chunk] = tuple(r for r in replay.chunks[chunk].stripes if term.counts[r])
     if operation != "all-to-all":  # there a chunk holds the parts of several ranks side by side
         assert drawn == truth
     else:
@@ -88,18 +88,18 @@ def test_steps_names_and_cells(case, n, clock):
 @pytest.mark.parametrize("n", SIZES)
 def test_cells_add_up_to_what_was_returned(n):
     trace, results = recorded(p.ring_all_reduce, n, 3 * n - 1)
-    history = history_of(trace, results)
-    assert sum(column.elements for column in history.columns) == 3 * n - 1
-    assert len(history.columns) == n
-    assert all(states[-1][1] == (1,) * n for states in history.cells.values())
+    replay = replay_of(trace, results)
+    assert sum(chunk.elements for chunk in replay.chunks) == 3 * n - 1
+    assert len(replay.chunks) == n
+    assert all(states[-1][1] == (1,) * n for states in replay.cells.values())
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
     trace, results = recorded(p.ring_reduce_scatter, n, n, uneven=True)
-    history = history_of(trace, results)
+    replay = replay_of(trace, results)
     for step in range(n - 1):
-        landings = [(history.messages[i].dst, landing) for i in history.in_step(step) for landing in history.landings[i]]
+        landings = [(replay.messages[i].dst, landing) for i in replay.in_step(step) for landing in replay.landings[i]]
         assert sorted(rank for rank, _ in landings) == list(range(n))
         assert all(landing.added and sum(landing.carried) == step + 1 for _, landing in landings)
 
@@ -143,8 +143,8 @@ def test_sums_of_elements_from_different_positions_are_flagged():
 
     trace, results = recorded(shifted, 3, 6)
     scene = collective_scene(trace, results)
-    assert scene.stops[-1].label.endswith("Elements of different places were added together, on every rank.")
-    assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3  # the column's name, and a flag for each rank
+    assert scene.stops[-1].label.endswith("Elements from different positions were added together, on every rank.")
+    assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3  # the chunk's name, and a flag for each rank
 
 
 def test_data_of_another_group_is_not_missing():
@@ -176,8 +176,8 @@ def test_without_results_the_last_state_is_final():
 def test_inputs_set_what_each_rank_starts_with():
     trace, results = recorded(p.binomial_broadcast, 4, 2)
     begun = [torch.tensor([]) if rank else results[0] for rank in range(4)]
-    history = history_of(trace, results, begun)
-    assert [any(history.cells[rank, 0][0][1]) for rank in range(4)] == [True, False, False, False]
+    replay = replay_of(trace, results, begun)
+    assert [any(replay.cells[rank, 0][0][1]) for rank in range(4)] == [True, False, False, False]
 
 
 def test_values_without_origin_are_drawn_as_bytes():
@@ -233,9 +233,9 @@ def test_sentences_do_not_run_into_the_facts_at_their_right(n):
 @pytest.mark.parametrize("program", [p.ring_all_reduce, p.ring_all_gather, p.binomial_reduce], ids=["all-reduce", "all-gather", "reduce"])
 def test_the_step_ring_has_the_colours_of_the_sends(program):
     trace, results = recorded(program, 4, 8)
-    history, root = history_of(trace, results), ET.fromstring(collective_scene(trace, results).svg())
+    replay, root = replay_of(trace, results), ET.fromstring(collective_scene(trace, results).svg())
     arcs = [e.get("style").removeprefix("stroke:") for e in root.iter(f"{SVG}path") if e.get("class") == "arc"][1::2]
-    assert arcs == ["var(--ink)" if history.adds(step) else "var(--accent)" for step in range(history.steps)]
+    assert arcs == ["var(--ink)" if replay.adds(step) else "var(--accent)" for step in range(replay.steps)]
     bars = {e.get("class") for e in root.iter(f"{SVG}path")} & {"sum", "copy"}
     assert bars == {"sum" if arc == "var(--ink)" else "copy" for arc in arcs}
 

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.viz.palette import DARK, letter
+from parallel101.analysis.chunks import letter
+from parallel101.viz.palette import DARK
 from parallel101.viz.scene import Scene, Stop, box, value_at
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -62,10 +62,10 @@ def test_shape_and_dtype():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"dtype": torch.float32}, r"dtype=torch\.float32: values that carry their origin need torch\.int64"),
+        ({"dtype": torch.float32}, r"dtype=torch\.float32: values that encode their origin need torch\.int64"),
         ({"world_size": "4"}, "world_size='4': expected a whole number of ranks"),
         ({"world_size": 0}, "world_size=0"),
-        ({"world_size": 19}, "do not fit into torch.int64, which has room for 0: take fewer ranks"),
+        ({"world_size": 19}, "do not fit into torch.int64, which can hold 0: take fewer ranks"),
         ({"shape": 4}, "shape=4: expected a whole number for each dim, such as"),
         ({"shape": (2, 2.5)}, r"shape=\(2, 2\.5\): expected a whole number"),
         ({"shape": [-1]}, r"shape=\[-1\]: expected"),

@@ -1,0 +1,150 @@
+"""The topology of an algorithm, read from its messages: who sent to whom.
+
+    pair: one rank or two        chain: 0 → 1 → 2 → 3           tree: each rank but the root has one parent
+    ring: a closed chain         star: one hub and the others   grid: links only along rows and columns
+    circle: anything else
+
+So a "ring" whose code skips a rank is not called one. `parallel101.viz.diagram` places the ranks in a picture.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+Link = tuple[int, int]  # (src, dst)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks sent to each other.
+
+    Attributes:
+        kind: "pair", "ring", "chain", "star", "tree", "grid" or "circle".
+        order: the ranks, along the ring or chain; otherwise ascending.
+        links: the (src, dst) that sent at least once, in the order of their first message.
+        root: of a star or a tree, else None.
+        columns: of a grid whose ranks are numbered row by row, else 0.
+    """
+
+    kind: str
+    order: list[int]
+    links: list[Link]
+    root: int | None = None
+    columns: int = 0
+
+    @property
+    def both_ways(self) -> bool:
+        """True if some pair of ranks sent in both directions."""
+        return any((dst, src) in self.links for src, dst in self.links)
+
+    @cached_property
+    def wrap_around(self) -> frozenset[Link]:
+        """The links of a grid that connect the two ends of a row or a column, as on a torus."""
+        return frozenset(link for link in self.links if self.columns and not self._adjacent(*map(self.order.index, link)))
+
+    def _adjacent(self, a: int, b: int) -> bool:
+        (row, column), (other_row, other_column) = divmod(a, self.columns), divmod(b, self.columns)
+        return abs(row - other_row) + abs(column - other_column) == 1
+
+
+def topology_of(ranks: Iterable[int], pairs: Iterable[Link]) -> Topology:
+    """The topology of `ranks`, given the (src, dst) of their messages in order of time."""
+    order = sorted(ranks)
+    links = [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+    if len(order) <= 2:
+        return Topology("pair", order, links)
+    in_line = _line_order(order, links)
+    if in_line is not None:
+        closed = not links or (in_line[-1], in_line[0]) in links or (in_line[0], in_line[-1]) in links
+        return Topology("ring" if closed else "chain", in_line, links)
+    hub = next((rank for rank in order if all(rank in link for link in links)), None)
+    if hub is not None:
+        return Topology("star", order, links, root=hub)
+    neighbours = neighbours_of(links)
+    if sum(map(len, neighbours.values())) == 2 * (len(order) - 1) and _reachable(order[0], neighbours) == set(order):
+        return Topology("tree", order, links, root=_root(order, links))
+    columns = _grid_columns(order, neighbours)
+    return Topology("grid", order, links, columns=columns) if columns else Topology("circle", order, links)
+
+
+def connected_ranks(ranks: Iterable[int], pairs: Iterable[Link]) -> dict[int, set[int]]:
+    """For each rank, all ranks that messages connect it with, directly or through other ranks, and the rank itself."""
+    neighbours = neighbours_of(pairs)
+    return {rank: _reachable(rank, neighbours) for rank in ranks}
+
+
+def neighbours_of(links: Iterable[Link]) -> dict[int, list[int]]:
+    """For each rank, the ranks it sent to or received from, in order of their first message."""
+    neighbours: dict[int, list[int]] = defaultdict(list)
+    for src, dst in links:
+        for a, b in ((src, dst), (dst, src)):
+            if b not in neighbours[a] and a != b:
+                neighbours[a].append(b)
+    return neighbours
+
+
+def _reachable(start: int, neighbours: dict[int, list[int]]) -> set[int]:
+    seen, todo = {start}, [start]
+    while todo:
+        for rank in neighbours.get(todo.pop(), []):
+            if rank not in seen:
+                seen.add(rank)
+                todo.append(rank)
+    return seen
+
+
+def _line_order(order: list[int], links: list[Link]) -> list[int] | None:
+    """The ranks along their ring or chain, or None if the messages form neither."""
+    n = len(order)
+    if not links:
+        return order
+    after: dict[int, int] = dict(links)
+    before: dict[int, int] = {dst: src for src, dst in links}
+    if len(after) == len(before) == len(links) >= n - 1:  # each rank sends to one rank and receives from one
+        first = next((rank for rank in order if rank not in before), order[0])
+        line = [first]
+        while after.get(line[-1], first) not in line:
+            line.append(after[line[-1]])
+        return line if len(line) == n else None
+    # in both directions: only in the order of the rank numbers
+    steps = {abs(order.index(dst) - order.index(src)) for src, dst in links}
+    neighbours = neighbours_of(links)
+    ring = n > 3 and all(len(neighbours[rank]) == 2 for rank in order)  # of three ranks, every two are neighbours
+    chain = sum(map(len, neighbours.values())) == 2 * (n - 1) and all((dst, src) in links for src, dst in links)
+    return order if (ring and steps <= {1, n - 1}) or (chain and steps == {1}) else None
+
+
+def _root(order: list[int], links: list[Link]) -> int:
+    """The root of a tree: the one rank that never receives, or the one that never sends, or else the last rank to start sending.
+
+    In a reduce followed by a broadcast every rank sends and receives, and the root sends last.
+    """
+    senders = list(dict.fromkeys(src for src, _ in links))
+    receivers = {dst for _, dst in links}
+    only_send = [rank for rank in order if rank not in receivers]
+    only_receive = [rank for rank in order if rank not in senders]
+    return only_send[0] if len(only_send) == 1 else only_receive[0] if len(only_receive) == 1 else senders[-1]
+
+
+def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
+    """The number of columns with which every link joins neighbours in a row or a column, wrap-around included. 0 if there is none.
+
+    If several numbers do, the grid nearest to a square is taken.
+    """
+    n = len(order)
+    place = {rank: i for i, rank in enumerate(order)}
+
+    def fits(columns: int) -> bool:
+        rows = n // columns
+        for rank, others in neighbours.items():
+            for other in others:
+                (r0, c0), (r1, c1) = divmod(place[rank], columns), divmod(place[other], columns)
+                across, down = (c1 - c0) % columns, (r1 - r0) % rows
+                if not ((down == 0 and across in (1, columns - 1)) or (across == 0 and down in (1, rows - 1))):
+                    return False
+        return True
+
+    return next((c for c in range(2, n // 2 + 1) if n % c == 0 and c >= n // c and fits(c)), 0)

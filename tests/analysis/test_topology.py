@@ -1,0 +1,79 @@
+"""The topology of an algorithm follows from who sent to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel101.analysis.topology import connected_ranks, topology_of
+
+
+def ring(n):
+    return [(r, (r + 1) % n) for r in range(n)]
+
+
+def binomial(n):
+    return [(r - (1 << k), r) for r in range(1, n) for k in [(r & -r).bit_length() - 1]]
+
+
+def hypercube(n):
+    return [(r, r ^ (1 << k)) for k in range(n.bit_length() - 1) for r in range(n)]
+
+
+def torus(rows, columns):
+    at = {(i, j): i * columns + j for i in range(rows) for j in range(columns)}
+    right = [(at[i, j], at[i, (j + 1) % columns]) for i, j in at]
+    return right + [(at[i, j], at[(i + 1) % rows, j]) for i, j in at]
+
+
+CASES = [
+    (4, ring(4), "ring"),
+    (7, [(b, a) for a, b in ring(7)], "ring"),
+    (5, ring(5) + [(b, a) for a, b in ring(5)], "ring"),
+    (4, [(0, 2), (2, 1), (1, 3), (3, 0)], "ring"),
+    (4, [(0, 1), (1, 2), (2, 3)], "chain"),
+    (6, [(r, r + 1) for r in range(5)] + [(r + 1, r) for r in range(5)], "chain"),
+    (8, [(3, r) for r in range(8) if r != 3], "star"),
+    (4, binomial(4), "tree"),
+    (8, binomial(8), "tree"),
+    (16, binomial(16), "tree"),
+    (4, hypercube(4), "grid"),
+    (8, hypercube(8), "circle"),
+    (6, torus(2, 3), "grid"),
+    (12, torus(3, 4), "grid"),
+    (6, [(a, b) for a in range(6) for b in range(6) if a != b], "circle"),
+    (6, [(0, 1), (2, 3), (4, 5)], "circle"),
+    (3, [(a, b) for a in range(3) for b in range(3) if a != b], "circle"),
+    (3, [(0, 1), (1, 0), (0, 2), (2, 0)], "star"),
+    (3, [(0, 1), (1, 0), (1, 2), (2, 1)], "chain"),
+    (5, [(a, b) for x, y in ((3, 4), (4, 0), (0, 1), (1, 2)) for a, b in ((x, y), (y, x))], "tree"),
+    (2, [(0, 1)], "pair"),
+    (1, [], "pair"),
+]
+
+
+@pytest.mark.parametrize(("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES])
+def test_the_topology_of_the_messages(n, pairs, kind):
+    topology = topology_of(range(n), pairs)
+    assert topology.kind == kind
+    assert sorted(topology.order) == list(range(n))
+    assert topology.both_ways == any((b, a) in pairs for a, b in pairs)
+
+
+def test_a_ring_has_its_own_order():
+    assert topology_of(range(4), [(0, 2), (2, 1), (1, 3), (3, 0)]).order == [0, 2, 1, 3]
+
+
+def test_the_root_of_a_tree():
+    up = [(b, a) for a, b in binomial(8)]
+    for pairs in (binomial(8), up, up[::-1] + binomial(8)):
+        assert topology_of(range(8), pairs).root == 0
+
+
+def test_the_wrap_around_links_of_a_torus():
+    assert topology_of(range(12), torus(3, 4)).wrap_around == {(3, 0), (7, 4), (11, 8), (8, 0), (9, 1), (10, 2), (11, 3)}
+    assert not topology_of(range(4), hypercube(4)).wrap_around
+    assert not topology_of(range(4), ring(4)).wrap_around
+
+
+def test_connected_ranks():
+    assert connected_ranks(range(5), [(0, 1), (2, 3), (3, 2)]) == {0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}, 4: {4}}

@@ -1,0 +1,39 @@
+"""In the diagram of a collective, no rank covers another or leaves the card."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from parallel101.analysis.topology import topology_of
+from parallel101.viz.diagram import diagram_of
+from tests.analysis.test_topology import CASES, binomial, ring
+
+
+@pytest.mark.parametrize(("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES])
+def test_ranks_have_their_place(n, pairs, kind):
+    diagram = diagram_of(topology_of(range(n), pairs))
+    node, points = diagram.node, list(diagram.at.values())
+    assert sorted(diagram.at) == list(range(n))
+    assert all(math.dist(p, q) > 2 * node for i, p in enumerate(points) for q in points[:i])
+    assert all(x - node > 20 and x + node < 440 and y - node > 76 and y + node < 436 for x, y in points)
+    x, y, radius = diagram.clock
+    assert all(math.dist(p, (x, y)) > radius + node for p in points)
+    if kind not in ("ring", "chain"):  # the word below the ring of steps has its place too
+        assert all(px - node > x + 52 or py - node > y + radius + 21 for px, py in points)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 64])
+def test_many_ranks_keep_apart(n):
+    for pairs in (ring(n), binomial(n), [(0, r) for r in range(1, n)], [(a, b) for a in range(n) for b in range(n) if a != b]):
+        diagram = diagram_of(topology_of(range(n), pairs))
+        points = list(diagram.at.values())
+        assert all(math.dist(p, q) > 2 * diagram.node for i, p in enumerate(points) for q in points[:i])
+
+
+def test_the_root_of_a_tree_is_on_top():
+    up = [(b, a) for a, b in binomial(8)]
+    for pairs in (binomial(8), up, up[::-1] + binomial(8)):
+        at = diagram_of(topology_of(range(8), pairs)).at
+        assert min(at, key=lambda rank: at[rank][1]) == 0
