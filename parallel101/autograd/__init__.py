@@ -1,9 +1,9 @@
-"""The collectives as functions that gradients pass back through: each beside its adjoint.
+"""The collectives with their gradients: the forward and the backward of each, side by side.
 
 collectives.py      broadcast ↔ reduce, scatter ↔ gather, all_gather ↔ reduce_scatter, all_reduce and all_to_all ↔ themselves
-replicated.py       the same for tensors that are replicated: their gradient counts once and not once a rank (Megatron's f and g)
+replicated.py       the same for replicated tensors, whose gradient counts once instead of once per rank (Megatron's f and g)
 point_to_point.py   send ↔ receive
-linear.py           the machinery beneath them
+linear.py           what they share: how a collective becomes a node of the graph
 """
 
 from parallel101.autograd.collectives import (

@@ -1,16 +1,16 @@
-"""A message that carries its gradient back: send, and its adjoint, receive.
+"""A message that carries its gradient back: send, and its transpose, receive.
 
     rank 0  x ── send ──┐                            ┌── receive ──▶ ∂x
     rank 1              └── receive ──▶ x … ∂x ── send ┘
 
-Both ranks call `backward()`: the sender on its zero-volume result, which waits there for the gradient.
+Both ranks call `backward()`: the sender calls it on its zero-volume result, and waits there for the gradient. Neither call is asynchronous.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Size, Tensor
 
-from parallel101.autograd.linear import Linear, stand_in
+from parallel101.autograd.linear import differentiable, placeholder
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import nothing, root_of, tensor_of
 from parallel101.collectives.comm import Comm, comm_of
@@ -19,55 +19,58 @@ from parallel101.mesh import GroupLike, group_of
 __all__ = ["receive", "send"]
 
 
-class Send(Linear):
-    """
-    rank 0  x ─┐            ∂x = g
-    rank 1     └─▶ x        g goes back
-    """
-
-
 def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
-    """Send x to position `dst`, which calls `receive`.
+    """Send x to position `dst`, which calls `receive`. Backward: receive the gradient from there.
 
-    Returns a zero-volume tensor that belongs to the graph: call `backward()` on (a sum of) it, and the gradient of x arrives from there.
-    On gloo it returns when x was received. Raises ValueError or TypeError for what is no other position of the group.
+    rank 0  x ─┐            ∂x = g
+    rank 1     └─▶ x        sends g back
+
+    Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. An idle rank sends nothing.
+    On gloo it returns when x was received. Raises ValueError or TypeError if `dst` is not another position of the group.
     """
 
     def forward(x: Tensor) -> Tensor:
-        x, comm = tensor_of(x), _with_peer("send", x, dst, "dst", group)
+        x, comm = tensor_of(x), _comm_with("send", x, dst, "dst", group)
         if comm:
             comm.isend(flat_of(x), to=dst).wait()
         return nothing(x)
 
-    return Send.of(x, group, forward, lambda g, shape, p: receive(stand_in(g, shape), dst, group=group))
+    def backward(g: Tensor, shape: Size, p: int) -> Tensor:
+        return receive(placeholder(g, shape), dst, group=group)
 
-
-class Receive(Linear):
-    """
-    rank 0  x ─┐            ∂x = g
-    rank 1     └─▶ x        g goes back
-    """
+    return differentiable("send", x, group, forward, backward, collective=False)
 
 
 def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
-    """What position `src` sends with `send`. x gives shape, dtype and whether a gradient goes back (`requires_grad`, as the sender's).
+    """Receive what position `src` sends with `send`. Backward: send the gradient to it.
 
-    Returns a new contiguous tensor like x. Raises ValueError or TypeError for what is no other position of the group.
+    rank 0  x ─┐            receives ∂x
+    rank 1     └─▶ x        g
+
+    Args:
+        x: gives the shape and dtype, and must require a gradient if the sender's x does. Its values are ignored.
+        src: the sender, as a position in the group.
+        group: see `group_of`. An idle rank gets a zero-volume tensor.
+
+    Returns a new contiguous tensor like x. Raises ValueError or TypeError if `src` is not another position of the group.
     """
 
     def forward(x: Tensor) -> Tensor:
-        x, comm = tensor_of(x), _with_peer("receive", x, src, "src", group)
+        x, comm = tensor_of(x), _comm_with("receive", x, src, "src", group)
         if not comm:
             return nothing(x)
         result = x.new_empty(x.shape)
         comm.irecv(result.view(-1), source=src).wait()
         return result
 
-    return Receive.of(x, group, forward, lambda g, shape, p: send(g, src, group=group))
+    def backward(g: Tensor, shape: Size, p: int) -> Tensor:
+        return send(g, src, group=group)
+
+    return differentiable("receive", x, group, forward, backward, collective=False)
 
 
-def _with_peer(operation: str, x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
-    """The Comm to talk to `peer`, who may also use dist.send or dist.recv; None on an idle rank."""
+def _comm_with(operation: str, x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
+    """The Comm for messages with `peer`, which may use dist.send or dist.recv itself; None on an idle rank."""
     members = group_of(group)
     if root_of(members, peer, name) == members.position:
         raise ValueError(f"{name}={peer} is this rank's own position: a message goes to another rank")

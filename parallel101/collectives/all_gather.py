@@ -2,12 +2,12 @@
 
 rank 0  [a . .]        [a b c]
 rank 1  [. b .]   →    [a b c]       each rank must receive n(p−1)/p bytes, whatever the algorithm:
-rank 2  [. . c]        [a b c]       they differ in how many steps, and in who talks to whom
+rank 2  [. . c]        [a b c]       they differ in the number of steps, and in who sends to whom
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,21 +15,26 @@ from torch import Tensor
 from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
 from parallel101.collectives.checks import dim_of, nothing, shard_sizes, tensor_of
-from parallel101.collectives.comm import Comm, comm_of, wait_all
-from parallel101.collectives.power_of_two import fold, hand_back
+from parallel101.collectives.comm import Comm, begin, blocking, wait_all
+from parallel101.collectives.power_of_two import copy_from_core, nearest_power_of_two
 from parallel101.mesh import GroupLike, group_of
 
 
-def direct(blocks: Blocks, comm: Comm) -> None:
-    """Everyone sends its block to everyone: p − 1 steps, in each of which everyone has another partner."""
+def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
+    """Each rank sends its block to every other rank: p − 1 steps, each with another partner."""
     p, rank = comm.size, comm.rank
     sent = [comm.isend(blocks[rank], to=(rank + step) % p) for step in range(1, p)]
     received = [comm.irecv(blocks[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)]
+    comm.flush()
+    yield  # an asynchronous caller computes here
     wait_all(sent + received)  # sends first: on gloo this takes a tenth less time
 
 
+direct = blocking(direct_steps)
+
+
 def ring(blocks: Blocks, comm: Comm) -> None:
-    """Pass to the right what came from the left: p − 1 steps, each with one block a rank, between neighbours only."""
+    """Each rank sends to its right neighbour the block that it last received from its left one: p − 1 steps of one block."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p - 1):
@@ -39,7 +44,7 @@ def ring(blocks: Blocks, comm: Comm) -> None:
 
 
 def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
-    """Both ways at once, each block half-way round on either side: ⌊p/2⌋ steps where a link carries both directions."""
+    """Two rings at once: each block travels half-way round in both directions. ⌊p/2⌋ steps on links that carry both directions."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p // 2):
@@ -47,7 +52,7 @@ def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
             comm.irecv(blocks[(rank - step - 1) % p], source=left),
             comm.isend(blocks[(rank - step) % p], to=right),
         ]
-        if step < (p - 1) // 2:  # with p even, the block opposite me comes from the left only
+        if step < (p - 1) // 2:  # if p is even, the block from the opposite side of the ring comes from the left only
             works += [
                 comm.irecv(blocks[(rank + step + 1) % p], source=right),
                 comm.isend(blocks[(rank + step) % p], to=left),
@@ -56,22 +61,22 @@ def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
 
 
 def recursive_doubling(blocks: Blocks, comm: Comm) -> None:
-    """Swap all you have with a partner at distance 1, 2, 4, …: lg p steps for a power of two, ⌊lg p⌋ + 2 otherwise (see fold.py)."""
-    core, pair, cuts = fold(comm)
-    if pair is not None and core:
-        comm.irecv(blocks[pair], source=pair).wait()
-    elif pair is not None:
-        comm.isend(blocks[comm.rank], to=pair).wait()
+    """Exchange all you have with a partner at distance 1, 2, 4, …: lg p steps, ⌊lg p⌋ + 2 if p is no power of two (power_of_two.py)."""
+    core, partner, cuts = nearest_power_of_two(comm)
+    if partner is not None and core:
+        comm.irecv(blocks[partner], source=partner).wait()
+    elif partner is not None:
+        comm.isend(blocks[comm.rank], to=partner).wait()
     if core:
         double(blocks.merged(cuts), core)
-    hand_back(blocks[:], comm, pair)
+    copy_from_core(blocks[:], comm, partner)
 
 
 def double(blocks: Blocks, comm: Comm) -> None:
-    """Recursive doubling proper; comm.size is a power of two."""
+    """Recursive doubling on a power of two of ranks."""
     width = 1
     while width < comm.size:
-        mine = comm.rank // width * width  # I hold the blocks mine … mine + width − 1, my partner the as many beside them
+        mine = comm.rank // width * width  # this rank has the blocks mine … mine + width − 1, its partner the next or previous `width`
         theirs, partner = mine ^ width, comm.rank ^ width
         received = comm.irecv(blocks[theirs : theirs + width], source=partner)
         sent = comm.isend(blocks[mine : mine + width], to=partner)
@@ -80,19 +85,19 @@ def double(blocks: Blocks, comm: Comm) -> None:
 
 
 def bruck(blocks: Blocks, comm: Comm) -> None:
-    """Doubling for any p, ⌈lg p⌉ steps: all I have, from my own block on, goes as many ranks to the left; turned back in the end."""
+    """Doubling for any p: in ⌈lg p⌉ steps, send all you have 1, 2, 4, … ranks to the left. Blocks lie rotated until the end."""
     p, rank = comm.size, comm.rank
-    turned = Blocks(torch.empty_like(blocks.flat), [blocks.sizes[(rank + i) % p] for i in range(p)])  # turned[i]: of rank + i
-    turned[0].copy_(blocks[rank])
+    rotated = Blocks(torch.empty_like(blocks.flat), [blocks.sizes[(rank + i) % p] for i in range(p)])  # rotated[i] is block rank + i
+    rotated[0].copy_(blocks[rank])
     have = 1
     while have < p:
         more = min(have, p - have)
-        received = comm.irecv(turned[have : have + more], source=(rank + have) % p)
-        sent = comm.isend(turned[:more], to=(rank - have) % p)
+        received = comm.irecv(rotated[have : have + more], source=(rank + have) % p)
+        sent = comm.isend(rotated[:more], to=(rank - have) % p)
         wait_all([received, sent])
         have += more
-    blocks[rank:].copy_(turned[: p - rank])
-    blocks[:rank].copy_(turned[p - rank :])
+    blocks[rank:].copy_(rotated[: p - rank])
+    blocks[:rank].copy_(rotated[p - rank :])
 
 
 ALGORITHMS = {f.__name__: f for f in (direct, ring, bidirectional_ring, recursive_doubling, bruck)}
@@ -102,18 +107,18 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
     """The shards of all ranks, joined along `dim` in the order of the group, on every rank.
 
     Args:
-        x: this rank's shard, of any dtype; its shape may differ between ranks along `dim` only, and then `sizes` tells how.
+        x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only, and then `sizes` is needed.
         dim: along which the shards are joined; negative counts from the end.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        sizes: the extent of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all like mine.
+        sizes: the size of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all as large as mine.
         algorithm: "auto" or one of `algorithms("all_gather")`. "auto" takes, by the bytes of the result: bruck up to
             256 KiB, else direct on up to 8 ranks, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sum(sizes) along `dim`, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit. Bytes sent by each rank: n(p−1)/p, n bytes the result
-    (by recursive_doubling more, where p is no power of two).
+    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends n(p−1)/p bytes, where the result has n
+    (by recursive_doubling more, if p is no power of two).
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1.
     """
     check_algorithm("all_gather", algorithm, ALGORITHMS)
@@ -122,7 +127,7 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
     sizes = shard_sizes(x, dim, sizes, members)
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, x.device, "all_gather")
+    comm = begin("all_gather", members, x, uneven=dim, dim=dim, sizes=sizes, algorithm=algorithm)
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     result = x.new_empty(shape)
     blocks = Blocks(result.view(-1) if dim == 0 else x.new_empty(result.numel()), [size * row_of(x, dim) for size in sizes])

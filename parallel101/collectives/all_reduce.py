@@ -1,8 +1,8 @@
-"""All-reduce: each rank has an array, in the end every rank has their sum, the same to the last bit.
+"""All-reduce: every rank has an array, and in the end every rank has their sum, equal to the last bit.
 
-rank 0  [a]        [a+b+c]       reduce, then broadcast: one rank's link carries it all;
-rank 1  [b]   →    [a+b+c]       reduce-scatter, then all-gather: every link carries 2n(p−1)/p, the least there is;
-rank 2  [c]        [a+b+c]       recursive doubling: all of n at each step, but only lg p steps
+rank 0  [a]        [a+b+c]       reduce, then broadcast: one rank's link carries everything;
+rank 1  [b]   →    [a+b+c]       reduce-scatter, then all-gather: every link carries 2n(p−1)/p bytes, the minimum;
+rank 2  [c]        [a+b+c]       recursive doubling: n bytes in each step, but only lg p steps
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, even_blocks, flat_of
 from parallel101.collectives.broadcast import binomial as binomial_broadcast
 from parallel101.collectives.checks import nothing, tensor_of
-from parallel101.collectives.comm import Comm, comm_of, wait_all
-from parallel101.collectives.power_of_two import combine_pairs, fold, hand_back
+from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.power_of_two import copy_from_core, nearest_power_of_two, reduce_to_core
 from parallel101.collectives.reduce import binomial as binomial_reduce
 from parallel101.collectives.reduce_scatter import bidirectional_ring as bidirectional_reduce_scatter
 from parallel101.collectives.reduce_scatter import direct as direct_reduce_scatter
@@ -31,7 +31,7 @@ from parallel101.mesh import GroupLike, group_of
 
 
 def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Up a binomial tree and down again: 2⌈lg p⌉ steps of n bytes."""
+    """Add up along a binomial tree to rank 0, and broadcast along the same tree: 2⌈lg p⌉ steps of n bytes."""
     total = binomial_reduce(blocks[:], op, 0, comm)
     result = op.finish(total, comm.size) if comm.rank == 0 else blocks.empty().flat
     binomial_broadcast(result, 0, comm)
@@ -39,7 +39,7 @@ def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def direct(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Each rank adds up one block, which all send to it and which it sends to all: 2(p − 1) steps, 2n(p−1)/p bytes."""
+    """Each rank receives one block from every other rank, adds it up and sends the sum to all: 2(p − 1) steps, 2n(p−1)/p bytes."""
     result = blocks.empty()
     direct_reduce_scatter(blocks, result[comm.rank], op, comm)
     op.finish(result[comm.rank], comm.size)
@@ -48,7 +48,7 @@ def direct(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Once round the ring to add, once more to tell: 2(p − 1) steps, 2n(p−1)/p bytes, between neighbours only."""
+    """Once round the ring to add, once more to distribute the sums: 2(p − 1) steps, 2n(p−1)/p bytes, between neighbours only."""
     result = blocks.empty()
     ring_reduce_scatter(blocks, result[comm.rank], op, comm)
     op.finish(result[comm.rank], comm.size)
@@ -57,7 +57,7 @@ def ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def bidirectional_ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """The same both ways at once: 2⌊p/2⌋ steps where a link carries both directions."""
+    """The same with two rings, one in each direction: 2⌊p/2⌋ steps on links that carry both directions."""
     result = blocks.empty()
     bidirectional_reduce_scatter(blocks, result[comm.rank], op, comm)
     op.finish(result[comm.rank], comm.size)
@@ -66,9 +66,9 @@ def bidirectional_ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def recursive_doubling(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Swap sums with a partner at distance 1, 2, 4, … and add: lg p steps of n bytes for a power of two, ⌊lg p⌋ + 2 otherwise."""
-    core, pair, _ = fold(comm)
-    total = combine_pairs(blocks, op, comm, pair)[:]
+    """Exchange sums with a partner at distance 1, 2, 4, … and add: lg p steps of n bytes, ⌊lg p⌋ + 2 if p is no power of two."""
+    core, partner_outside, _ = nearest_power_of_two(comm)
+    total = reduce_to_core(blocks, op, comm, partner_outside)[:]
     distance = 1
     while core and distance < core.size:
         partner, inbox = core.rank ^ distance, torch.empty_like(total)
@@ -76,24 +76,24 @@ def recursive_doubling(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
         sent = core.isend(total, to=partner)
         wait_all([received, sent])
         lower, higher = (total, inbox) if core.rank < partner else (inbox, total)
-        total = op(lower, higher, out=inbox)  # both add in the same order: two NaNs or zeros of either sign, too, meet alike
+        total = op(lower, higher, out=inbox)  # both add in the same order, so their bits are equal even for NaN and −0
         distance *= 2
     result = op.finish(total, comm.size) if core else blocks.empty().flat
-    hand_back(result, comm, pair)
+    copy_from_core(result, comm, partner_outside)
     return result
 
 
 def rabenseifner(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Recursive halving to add, recursive doubling to tell: 2 lg p steps and 2n(p−1)/p bytes for a power of two."""
+    """Recursive halving to add, recursive doubling to distribute the sums: 2 lg p steps, 2n(p−1)/p bytes if p is a power of two."""
     result = blocks.empty()
-    core, pair, cuts = fold(comm)
-    total = combine_pairs(blocks, op, comm, pair)
+    core, partner, cuts = nearest_power_of_two(comm)
+    total = reduce_to_core(blocks, op, comm, partner)
     if core:
         shares = result.merged(cuts)
         shares[core.rank].copy_(halve(total.merged(cuts), op, core))
         op.finish(shares[core.rank], comm.size)
         double(shares, core)
-    hand_back(result.flat, comm, pair)
+    copy_from_core(result.flat, comm, partner)
     return result.flat
 
 
@@ -101,20 +101,20 @@ ALGORITHMS = {f.__name__: f for f in (reduce_broadcast, direct, ring, bidirectio
 
 
 def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    """The arrays of all ranks, combined, on every rank: the same bits on each, and in every run.
+    """The arrays of all ranks, combined by `op`, on every rank: the same bits on each, and in every run.
 
     Args:
         x: this rank's array, of the same shape and dtype on every rank.
-        op: "sum", "mean", "product", "max" or "min"; see reductions.py for which dtypes have which.
+        op: "sum", "mean", "product", "max" or "min"; see reductions.py for the dtypes that each accepts.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        algorithm: "auto", one of `algorithms("all_reduce")`, or, where the group is a DeviceMesh of two axes or more, "two_level" or
+        algorithm: "auto", one of `algorithms("all_reduce")`, or, if the group is a DeviceMesh of two axes or more, "two_level" or
             "torus" (see torus.py). "auto" takes, by the bytes of x: recursive_doubling up to 4 MiB on up
             to 2 ranks, else reduce_broadcast up to 1 MiB on up to 8 ranks, else recursive_doubling up to 64 KiB, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor like x, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit.
+    Raises ValueError or TypeError, before any message, for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5.
     """
     check_algorithm("all_reduce", algorithm, ALGORITHMS, torus.ALGORITHMS)
@@ -122,7 +122,7 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
     if members.position is None:
         return nothing(x)
     torus.check_axes(algorithm, members)
-    comm = comm_of(members, x.device, "all_reduce")
+    comm = begin("all_reduce", members, x, op=op, algorithm=algorithm)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     run = choose("all_reduce", algorithm, ALGORITHMS | torus.ALGORITHMS, x.nbytes, comm.size)

@@ -1,9 +1,9 @@
-"""A flat tensor cut into one block a rank: how every algorithm sees the data it moves.
+"""A flat tensor split into one block for each rank: every algorithm works on these.
 
-    blocks[2]      block 2      |  0  |  1  |**2**|  3  |      views, never copies: what is received into a block
-    blocks[1:3]    as one       |  0  |**1*****2**|  3  |      lies where the result wants it
+    blocks[2]      block 2               |  0  |  1  |**2**|  3  |      views, never copies: a message that is received into a block
+    blocks[1:3]    blocks 1 and 2        |  0  |**1*****2**|  3  |      is already where the result needs it
 
-Neighbouring blocks are contiguous, so a tree or a halving sends its half as one message. Blocks may be of unequal size, and empty.
+Neighbouring blocks are contiguous, so a tree or recursive halving sends half of them in one message. Sizes may differ, and be 0.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from parallel101.mesh import split_sizes
 
 
 class Blocks:
-    """Blocks of `sizes` elements each. `flat` (1-D, contiguous) stores those from block `first` on: all of them, or a window.
+    """Blocks of `sizes` elements each. `flat` (1-D, contiguous) stores them from block `first` on: all of them, or a window.
 
-    A window is what a rank in the middle of a tree holds: only what passes through it.
+    A rank inside a tree stores a window: only the blocks that pass through it.
     """
 
     def __init__(self, flat: Tensor, sizes: Sequence[int], first: int = 0):
@@ -34,7 +34,7 @@ class Blocks:
     def __getitem__(self, key: int | slice) -> Tensor:
         if isinstance(key, int):
             if not self._each and self.flat.numel() == self.starts[-1]:
-                self._each = self.flat.split(self.sizes)  # all at once: a tenth of what they cost one by one
+                self._each = self.flat.split(self.sizes)  # all at once takes a tenth of the time of one by one
             if self._each:
                 return self._each[key]
             key = slice(key, key + 1)
@@ -42,12 +42,12 @@ class Blocks:
         return self.flat.narrow(0, self.starts[low] - self.starts[self.first], self.starts[high] - self.starts[low])
 
     def empty(self, low: int = 0, high: int | None = None) -> Blocks:
-        """The same cut over fresh memory, with room for the blocks low … high − 1 only (all of them by default)."""
+        """Blocks of the same sizes in new memory, which stores the blocks low … high − 1 only (all of them by default)."""
         high = len(self) if high is None else high
         return Blocks(self.flat.new_empty(self.starts[high] - self.starts[low]), self.sizes, low)
 
     def room(self, window: slice) -> Blocks:
-        """A place for these blocks: this one, where it has them all, or fresh memory."""
+        """Blocks that store this window: these, if they do, or new memory."""
         base = self.starts[self.first]
         fits = base <= self.starts[window.start] and self.starts[window.stop] - base <= self.flat.numel()
         return self if fits else self.empty(window.start, window.stop)
@@ -58,21 +58,21 @@ class Blocks:
 
 
 def even_blocks(flat: Tensor, p: int) -> Blocks:
-    """`flat` (1-D) cut over p ranks as `split_sizes` does."""
+    """`flat` (1-D) split over p ranks by `split_sizes`."""
     return Blocks(flat, split_sizes(flat.numel(), p))
 
 
 def row_of(x: Tensor, dim: int) -> int:
-    """How many elements x has for each step along `dim`."""
+    """The number of elements of x for each index along `dim`."""
     return math.prod(extent for d, extent in enumerate(x.shape) if d != dim)
 
 
 def flat_of(x: Tensor, dim: int = 0) -> Tensor:
-    """The values of x in one row with `dim` outermost, so that a shard along `dim` is contiguous. No copy where they already lie so."""
+    """The values of x in one row with `dim` outermost, so that a shard along `dim` is contiguous. No copy if they already lie so."""
     return (x.movedim(dim, 0) if dim else x).contiguous().view(-1)
 
 
 def shaped(flat: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
-    """The tensor of `shape` whose `flat_of(…, dim)` is `flat`; contiguous. No copy where dim is 0."""
+    """The contiguous tensor of `shape` whose `flat_of(…, dim)` is `flat`. No copy if dim is 0."""
     outermost = [shape[dim], *shape[:dim], *shape[dim + 1 :]] if dim else shape
     return flat.view(outermost).movedim(0, dim).contiguous() if dim else flat.view(outermost)

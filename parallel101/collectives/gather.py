@@ -1,8 +1,8 @@
-"""Gather: each rank has a shard, in the end one rank has them all, in order. A scatter backwards.
+"""Gather: every rank has a shard, and in the end one rank, the root, has them all, in order. A scatter backwards.
 
 rank 0  [a]        [a b c]
 rank 1  [b]   →    [     ]       flat: every shard straight to the root, no byte sent twice;
-rank 2  [c]        [     ]       a tree: fewer steps, but a shard is sent once for each level it passes
+rank 2  [c]        [     ]       a tree: fewer steps, but a shard is sent once for each level that it passes
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
 from parallel101.collectives.checks import dim_of, nothing, root_of, shard_sizes, tensor_of
-from parallel101.collectives.comm import Comm, comm_of, wait_all
+from parallel101.collectives.comm import Comm, begin, wait_all
 from parallel101.collectives.tree import path, subtree
 from parallel101.mesh import GroupLike, group_of
 
@@ -28,15 +28,15 @@ def flat(blocks: Blocks, root: int, comm: Comm) -> None:
 
 
 def binomial(blocks: Blocks, root: int, comm: Comm) -> None:
-    """The tree from its leaves: each rank joins what its branches send and hands it on, ⌈lg p⌉ steps."""
+    """Along the tree from its leaves: each rank joins what its children send and sends it on. ⌈lg p⌉ steps."""
     held = blocks.room(subtree(comm.size, root, comm.rank))
     if held is not blocks:
         held[comm.rank].copy_(blocks[comm.rank])
-    for giver, taker, ranks in reversed(path(comm.size, root, comm.rank)):
-        if comm.rank == giver:
-            comm.irecv(held[ranks], source=taker).wait()
-        elif comm.rank == taker:
-            comm.isend(held[ranks], to=giver).wait()
+    for parent, child, ranks in reversed(path(comm.size, root, comm.rank)):
+        if comm.rank == parent:
+            comm.irecv(held[ranks], source=child).wait()
+        elif comm.rank == child:
+            comm.isend(held[ranks], to=parent).wait()
 
 
 ALGORITHMS = {f.__name__: f for f in (flat, binomial)}
@@ -48,18 +48,18 @@ def gather(
     """The shards of all ranks, joined along `dim` in the order of the group, at the root.
 
     Args:
-        x: this rank's shard, of any dtype; its shape may differ between ranks along `dim` only, and then `sizes` tells how.
+        x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only, and then `sizes` is needed.
         dst: the root, as a position in the group.
         dim: along which the shards are joined; negative counts from the end.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        sizes: the extent of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all like mine.
+        sizes: the size of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all as large as mine.
         algorithm: "auto" or one of `algorithms("gather")`. "auto" takes, by the bytes of the result: flat on up to 8 ranks,
             else binomial up to 64 KiB, else flat (see auto.py).
 
     Returns:
         At the root a new contiguous tensor of x's shape with sum(sizes) along `dim`, elsewhere a zero-volume one; no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit. Bytes received by the root: n(p−1)/p, n bytes the result.
+    Raises ValueError or TypeError, before any message, for wrong arguments. The root receives n(p−1)/p bytes, where the result has n.
     Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience" (2007), section 4.
     """
     check_algorithm("gather", algorithm, ALGORITHMS)
@@ -68,7 +68,7 @@ def gather(
     sizes = shard_sizes(x, dim, sizes, members)
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, x.device, "gather")
+    comm = begin("gather", members, x, uneven=dim, dst=dst, dim=dim, sizes=sizes, algorithm=algorithm)
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     elements = [size * row_of(x, dim) for size in sizes]
     mine = flat_of(x, dim)

@@ -1,8 +1,8 @@
-"""Reduce: each rank has an array, in the end one rank has their sum. A broadcast backwards.
+"""Reduce: every rank has an array, and in the end one rank, the root, has their sum. A broadcast backwards.
 
 rank 0  [a]        [a+b+c]
-rank 1  [b]   →    [     ]       flat: n bytes p − 1 times over one rank's link; a tree adds on the way;
-rank 2  [c]        [     ]       reduce-scatter + gather cuts the array, and all ranks add at once
+rank 1  [b]   →    [     ]       flat: n bytes p − 1 times over the root's link; a tree adds on the way;
+rank 2  [c]        [     ]       reduce-scatter + gather splits the array, and all ranks add at once
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import even_blocks, flat_of
 from parallel101.collectives.checks import nothing, root_of, tensor_of
-from parallel101.collectives.comm import Comm, comm_of
+from parallel101.collectives.comm import Comm, begin
 from parallel101.collectives.gather import binomial as binomial_gather
 from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
 from parallel101.collectives.reductions import Reduction, reduction_of
@@ -22,7 +22,7 @@ from parallel101.mesh import GroupLike, group_of
 
 
 def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """All send to the root, which adds one after the other, always in the same order: p − 1 steps."""
+    """All send to the root, which adds the arrays one by one, always in the same order: p − 1 steps."""
     total = x
     if comm.rank != root:
         comm.isend(x, to=root).wait()
@@ -35,15 +35,15 @@ def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
 
 
 def binomial(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """The tree from its leaves: half of those that are left hand their sum on at each step, ⌈lg p⌉ steps."""
+    """Along the tree from its leaves: in each step half of the remaining ranks send their sums to the other half. ⌈lg p⌉ steps."""
     total = x
-    for giver, taker, _ in reversed(path(comm.size, root, comm.rank)):
-        if comm.rank == giver:
+    for parent, child, _ in reversed(path(comm.size, root, comm.rank)):
+        if comm.rank == parent:
             inbox = torch.empty_like(x)
-            comm.irecv(inbox, source=taker).wait()
+            comm.irecv(inbox, source=child).wait()
             total = op(total, inbox, out=inbox)
-        elif comm.rank == taker:
-            comm.isend(total, to=giver).wait()
+        elif comm.rank == child:
+            comm.isend(total, to=parent).wait()
     return total
 
 
@@ -60,12 +60,12 @@ ALGORITHMS = {f.__name__: f for f in (flat, binomial, reduce_scatter_gather)}
 
 
 def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    """The arrays of all ranks, combined, at the root.
+    """The arrays of all ranks, combined by `op`, at the root.
 
     Args:
         x: this rank's array, of the same shape and dtype on every rank.
         dst: the root, as a position in the group.
-        op: "sum", "mean", "product", "max" or "min"; see reductions.py for which dtypes have which.
+        op: "sum", "mean", "product", "max" or "min"; see reductions.py for the dtypes that each accepts.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         algorithm: "auto" or one of `algorithms("reduce")`. "auto" takes, by the bytes of x: binomial on up to 8 ranks, else
             binomial up to 512 KiB, else reduce_scatter_gather (see auto.py).
@@ -73,7 +73,7 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
     Returns:
         At the root a new contiguous tensor like x, elsewhere a zero-volume one; no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for what does not fit.
+    Raises ValueError or TypeError, before any message, for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.4.
     """
     check_algorithm("reduce", algorithm, ALGORITHMS)
@@ -81,7 +81,7 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
     dst = root_of(members, dst, "dst")
     if members.position is None:
         return nothing(x)
-    comm = comm_of(members, x.device, "reduce")
+    comm = begin("reduce", members, x, dst=dst, op=op, algorithm=algorithm)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     total = choose("reduce", algorithm, ALGORITHMS, x.nbytes, comm.size)(flat_of(x), reduction, dst, comm)

@@ -1,9 +1,9 @@
-"""How values meet: sum, mean, product, max and min, each one function of two tensors and, for the mean, one division at the end.
+"""The reductions sum, mean, product, max and min: each a function of two tensors and, for the mean, one division at the end.
 
-    op(a, b, out=c)        c = a + b, element by element, rounded to the tensor's own dtype at each step (as torch's backends do)
-    op.finish(c, p)        the mean divides once, when all p values are in it
+    op(a, b, out=c)        c = a + b, element by element, rounded to the tensors' own dtype (as torch's backends do)
+    op.finish(c, p)        the mean divides by p, once all p values are added
 
-The dtype decides what has a meaning: bool has max (any) and min (all); integers have no mean; complex numbers have no max and min.
+Not every dtype has all of them: bool has only max (any) and min (all), integers have no mean, complex numbers no max and min.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Reduction(NamedTuple):
     combine: Callable[..., Any]
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """a and b combined, in `out`, which may be one of them."""
+        """a and b combined, written to `out`, which may be a or b."""
         return self.combine(a, b, out=out)
 
     def finish(self, total: Tensor, count: int) -> Tensor:
-        """What the combined values of `count` ranks still need, in place; each element of a result is finished once."""
+        """Finish the combined values of `count` ranks in place: a mean divides. Call it once for each element of the result."""
         return total.div_(count) if self.name == "mean" else total
 
 
@@ -41,15 +41,15 @@ REDUCTIONS = {
 
 
 def reduction_of(op: str, x: Tensor) -> Reduction:
-    """The reduction called `op`. Raises ValueError for an unknown one, TypeError where it has no meaning for x's dtype."""
+    """The reduction called `op`. Raises ValueError for an unknown one, TypeError if x's dtype does not have it."""
     reduction = REDUCTIONS.get(op) if isinstance(op, str) else None
     if reduction is None:
         raise ValueError(f"op={op!r} is unknown: expected one of {', '.join(map(repr, REDUCTIONS))}")
     if x.dtype == torch.bool and op not in ("max", "min"):
         raise TypeError(f"op={op!r} has no meaning for bool: use 'max' for any, 'min' for all, or x.int() to count")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"op='mean' of {x.dtype} would not be a {x.dtype}: use x.float(), or op='sum' and divide as you want it rounded")
-    try:  # torch itself knows best which dtypes it can combine; asked now, before any message, and not by one rank in the middle
+        raise TypeError(f"op='mean' of {x.dtype} is not a whole number: use x.float(), or op='sum' and divide")
+    try:  # which other dtypes can be combined, only torch knows: try it now, before any message
         nothing = x.detach().new_empty(0)
         reduction.finish(reduction(nothing, nothing, out=nothing), 2)
     except RuntimeError as error:

@@ -1,9 +1,10 @@
-"""All-reduce along the axes of a mesh: reduce-scatter along one after the other, and all-gather back in reverse.
+"""All-reduce along the axes of a mesh: reduce-scatter along one axis after the other, then all-gather in reverse order.
 
-    mesh (2, 3)    0 1 2       two_level: the last axis is inside a node and goes first, so that only 1/3 of the bytes
-                   3 4 5       cross the slow links between nodes;  torus: all axes alike, each with links of its own
+    mesh (2, 3)    0 1 2       two_level: the last axis lies inside a node and comes first, so only 1/3 of the bytes
+                   3 4 5       cross the slow links between nodes;  torus: every axis has links of its own
 
-Both move 2n(p−1)/p bytes as a flat ring does, and take 2 Σ (pᵢ − 1) steps where the flat ring takes 2 (Π pᵢ − 1).
+Both send 2n(p−1)/p bytes, as a flat ring does, but in 2 Σ (pᵢ − 1) steps instead of 2 (Π pᵢ − 1).
+They are algorithms of `all_reduce` for a group that is a DeviceMesh; they do not choose or build the mesh.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from parallel101.mesh import Group
 
 
 def two_level(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Reduce-scatter inside the node (the mesh's last axis), all-reduce across nodes (all the other axes), all-gather inside."""
+    """Reduce-scatter inside the node (the mesh's last axis), all-reduce across nodes (all other axes), all-gather inside the node."""
     *across, inside = range(len(comm.shape))
     return along_lines(blocks.flat, op, [comm.along(inside), comm.along(*across)], comm.size)
 
 
 def torus(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """A ring along each axis in turn, on an ever smaller share of the array, and back."""
+    """A ring along each axis in turn, each on a smaller share of the array, and back in reverse order."""
     return along_lines(blocks.flat, op, [comm.along(axis) for axis in range(len(comm.shape))], comm.size)
 
 
 def along_lines(x: Tensor, op: Reduction, lines: list[Comm], ranks: int) -> Tensor:
-    """All-reduce over the ranks of a mesh, given the lines through this rank that span it."""
+    """All-reduce over the ranks of a mesh, given the lines through this rank that span the mesh."""
     result = x.new_empty(x.shape)
-    share, room, levels = x, result, []  # what is still to be reduced, and where it will lie
+    share, room, levels = x, result, []  # what is left to reduce, and where its result will lie
     for line in lines:
         if line.size > 1:
             whole = even_blocks(room, line.size)
@@ -46,9 +47,9 @@ def along_lines(x: Tensor, op: Reduction, lines: list[Comm], ranks: int) -> Tens
 
 
 def check_axes(algorithm: str, group: Group) -> None:
-    """Raises ValueError where `algorithm` is one of these and the group has no axes for it."""
+    """Raises ValueError if `algorithm` is one of these and the group is not a mesh of two axes or more."""
     if algorithm in ALGORITHMS and group.position is not None and len(group.shape) < 2:
-        raise ValueError(f"algorithm={algorithm!r} wants a DeviceMesh of two axes or more as its group; this group has shape {group.shape}")
+        raise ValueError(f"algorithm={algorithm!r} needs a DeviceMesh of two axes or more as its group; this group has shape {group.shape}")
 
 
 ALGORITHMS = {f.__name__: f for f in (two_level, torus)}

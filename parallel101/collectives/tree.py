@@ -1,10 +1,10 @@
-"""The binomial tree, as halving: whoever holds a range of ranks gives half of it to a rank there, and both go on.
+"""The binomial tree, by halving: a rank responsible for a range of ranks gives half of it to a rank in that half, and so on.
 
-    0 1 2 3 4 5 6 7      step 1:  0 → 4                 ⌈lg p⌉ steps for any p and any root, and each half is a contiguous
-    0 1 2 3|4 5 6 7      step 2:  0 → 2   4 → 6         range of ranks, so that its blocks are one message
+    0 1 2 3 4 5 6 7      step 1:  0 → 4                 ⌈lg p⌉ steps for any p and any root. Each half is a contiguous
+    0 1 2 3|4 5 6 7      step 2:  0 → 2   4 → 6         range of ranks, so its blocks are one message
     0 1|2 3|4 5|6 7      step 3:  0 → 1   2 → 3   4 → 5   6 → 7
 
-Broadcast and scatter walk it from the root to the leaves, reduce and gather from the leaves to the root.
+Broadcast and scatter go from the root to the leaves, reduce and gather from the leaves to the root. This file sends nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 
 class Branch(NamedTuple):
-    giver: int  #  the rank that holds a range
-    taker: int  #  the rank that gets half of it
-    ranks: slice  #  that half
+    parent: int  # the rank responsible for a range
+    child: int  # the rank that gets half of it
+    ranks: slice  # that half
 
 
 def path(p: int, root: int, rank: int) -> list[Branch]:
-    """The branches, from the root on, that lead to `rank` or leave from it (and those on the way that it only watches)."""
+    """The branches from the root that lead to `rank` or start at it. (Also some that do neither; `rank` skips them.)"""
     branches, holder, low, high = [], root, 0, p
     while high - low > 1:
         middle = (low + high + 1) // 2
-        if holder >= middle:  # the larger half stays with its holder, so that the root sends no more than n(p−1)/p
+        if holder >= middle:  # keep the larger half, so that the root sends no more than n(p−1)/p bytes
             middle = (low + high) // 2
         lower, upper = slice(low, middle), slice(middle, high)
         kept, given = (lower, upper) if holder < middle else (upper, lower)
@@ -36,4 +36,4 @@ def path(p: int, root: int, rank: int) -> list[Branch]:
 
 def subtree(p: int, root: int, rank: int) -> slice:
     """The ranks whose blocks pass through `rank`: all of them for the root, only itself for a leaf."""
-    return next((branch.ranks for branch in path(p, root, rank) if branch.taker == rank), slice(0, p))
+    return next((branch.ranks for branch in path(p, root, rank) if branch.child == rank), slice(0, p))

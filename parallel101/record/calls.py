@@ -113,7 +113,7 @@ def member_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
 def agreement(rank: int, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
     """A rank's word on a collective of parallel101's own, before its messages: to be compared, never waited for. It is counted, apart for
     each process group `within` which it talks: threads may each have their own."""
-    others, label = tuple(r for r in ranks if r != rank), f"{kind} of {sorted(ranks)} {within}"
+    others, label = tuple(r for r in ranks if r != rank), f"a collective of ours on {sorted(ranks)} {within}"
     seq = counts[label] = counts.get(label, 0) + 1
     terms = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
     return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), terms)

@@ -187,6 +187,25 @@ def test_product_max_and_min_say_that_they_have_no_backward():
     assert p101.launch(no_backward, world_size=2).results == [[], []]
 
 
+def graph_of_every_collective():
+    """The classes of all nodes behind each collective, with and without a gradient wanted."""
+    found = {}
+    for wanted in (False, True):
+        for name in [*collectives.TEXTBOOK, *replicated.__all__]:
+            if name != "barrier":
+                x = torch.ones(4, 4, requires_grad=wanted)
+                y = getattr(autograd, name)(x)
+                found[name, wanted] = y.grad_fn and type(y.grad_fn).__name__
+    return found
+
+
+def test_recording_does_not_change_what_runs():
+    plain, recorded = (p101.launch(graph_of_every_collective, world_size=2, trace=trace).results for trace in (False, True))
+    assert plain == recorded
+    assert all((node is not None) == wanted for of_rank in plain for (_, wanted), node in of_rank.items())
+    assert plain[0]["all_reduce", True] == "AllReduceBackward"
+
+
 def replicated_gradients():
     """A two-layer tensor-parallel product, loss replicated: every rank computes the same loss, counted once."""
     rank, p = dist.get_rank(), dist.get_world_size()

@@ -32,7 +32,7 @@ WRONG = [  # call, error, what its message must say
     (lambda c, g: c.reduce_scatter(X.bool(), group=g), TypeError, "'sum' has no meaning for bool.*'max'"),
     (lambda c, g: c.all_reduce(X.cfloat(), "max", group=g), TypeError, "'max' has no meaning for torch.complex64"),
     (lambda c, g: c.all_reduce(HALF, "mean", group=g), TypeError, "'mean' has no meaning for torch.complex32"),
-    (lambda c, g: c.all_gather(X, 2, group=g), ValueError, r"dim=2.*shape \(4, 6\).*-2 to 1"),
+    (lambda c, g: c.all_gather(X, 2, group=g), ValueError, r"dim=2.*shape \(4, 6\).*expected a dim from -2 to 1"),
     (lambda c, g: c.all_gather(X[0, 0], group=g), ValueError, "0-dim.*reshape"),
     (lambda c, g: c.scatter(X, dim="rows", group=g), TypeError, "dim='rows'"),
     (lambda c, g: c.all_gather(X, dim=True, group=g), TypeError, "dim=True"),
@@ -42,13 +42,13 @@ WRONG = [  # call, error, what its message must say
     (lambda c, g: c.reduce(X, "sum", group=g), TypeError, "dst='sum'"),
     (lambda c, g: c.scatter(X, sizes=[1, 1, 1], group=g), ValueError, r"sum to 3, but x has 4 along dim 0"),
     (lambda c, g: c.reduce_scatter(X, sizes=[2, 2], group=g), ValueError, "2 sizes.*each of the group's 3"),
-    (lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g), TypeError, "each 0 or more"),
+    (lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g), TypeError, "one for each rank, all 0 or more"),
     (lambda c, g: c.all_gather(X, sizes=[7, 7, 7], group=g), ValueError, r"sizes=\[7, 7, 7\].*shape \(4, 6\)"),
     (lambda c, g: c.all_gather(X, sizes=4, group=g), TypeError, "sizes=4: expected a list"),
     (lambda c, g: c.gather(X[:1], sizes=[True] * 3, group=g), TypeError, "expected a list of sizes"),
     (lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g), ValueError, "keeps"),
-    (lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"), ValueError, "'bruck' hands on blocks"),
-    (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' wants a DeviceMesh of two axes"),
+    (lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"), ValueError, "'bruck' passes on blocks"),
+    (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
     (lambda c, g: c.all_gather([1, 2], group=g), TypeError, "x is a list: expected a tensor"),
     (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
     (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
@@ -57,7 +57,7 @@ WRONG = [  # call, error, what its message must say
     (lambda c, g: c.all_reduce(X, group=np.array([0, 1, 2])), TypeError, "ranks in order"),
     (lambda c, g: c.all_reduce(X, group=torch.tensor([0, 1, 2])), TypeError, "ranks in order"),
     (lambda c, g: p101.copy_to_group(X, group=[0, 0]), ValueError, "twice"),
-    (lambda c, g: p101.copy_to_group(X, algorithm="two_level"), ValueError, "'two_level' wants a DeviceMesh"),
+    (lambda c, g: p101.copy_to_group(X, algorithm="two_level"), ValueError, "'two_level' needs a DeviceMesh"),
     (lambda c, g: c.all_reduce(X, group=[]), TypeError, r"group=\[\]"),
     (lambda c, g: c.all_reduce(X, group=[0, 1, 1]), ValueError, "twice"),
     (lambda c, g: c.all_reduce(X, group=[0, 3]), ValueError, "ranks 0 to 2"),
@@ -198,7 +198,8 @@ def test_algorithms_are_called_as_the_operation_and_show_their_own_lines():
         for name, function in autograd.algorithms(operation).items():
             assert list(inspect.signature(function).parameters) == [p for p in public if p != "algorithm"]
             assert inspect.getsource(function) == inspect.getsource(table[name])
-            assert inspect.getsource(function).startswith(f"def {name}(")
+            assert inspect.getsource(function).startswith((f"def {name}(", f"def {name}_steps("))
+            assert function.__name__ == name
     with pytest.raises(ValueError, match=r"operation='allreduce' is unknown.*'all_reduce'"):
         autograd.algorithms("allreduce")
 
@@ -233,7 +234,8 @@ def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
         assert inspect.signature(values_only) == inspect.signature(differentiable)
         assert len(inspect.getdoc(differentiable)) > 200
         if operation != "barrier":
-            assert "differentiable: backward is" in differentiable.__doc__ and "no part of the graph" in values_only.__doc__
+            assert "no part of the graph" in values_only.__doc__ and "no part of the graph" not in differentiable.__doc__
+            assert all(said in differentiable.__doc__ for said in ("differentiable", "\nBackward: ", "─▶"))
 
 
 def sent_from(device):

@@ -117,7 +117,10 @@ def test_what_does_not_fit_is_an_error_before_any_message():
         (lambda: all_reduce_async(x.t()), "expected a contiguous tensor"),
         (lambda: all_reduce_async(torch.tensor(1.0)), "one dim or more"),
         (lambda: all_reduce_async(x, "most"), "op='most'"),
-        (lambda: all_reduce_async(x, out=torch.ones(3, 4)), r"expected contiguous torch.float32 of shape \(4, 3\)"),
+        (
+            lambda: all_reduce_async(x, out=torch.ones(3, 4)),
+            r"out is torch.float32 of shape \(3, 4\) on cpu: expected torch.float32 of shape \(4, 3\)",
+        ),
         (lambda: reduce_scatter_async(x, sizes=[3]), "sum to 3"),
         (lambda: all_gather_async(x, out=x.double()), "out is torch.float64"),
         (lambda: all_reduce_async(negative(x)), "x is lazily conjugated or negated"),

@@ -83,7 +83,7 @@ def unlike_a_plain_tensor():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with FakeTensorMode():
         yield torch.ones(4), "x is a FakeTensor"
-    yield distribute_tensor(torch.ones(4), mesh, [Shard(0)]), r"x is a DTensor: expected a plain tensor\. x\.to_local\(\)"
+    yield distribute_tensor(torch.ones(4), mesh, [Shard(0)]), r"x is a DTensor: expected a plain tensor\. Call x\.to_local\(\)"
     yield functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD), "x is a AsyncCollectiveTensor"
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101 import collectives
+from parallel101.collectives.asynchronous import all_gather_async, all_reduce_async, reduce_scatter_async
 from tests.collectives.cases import negative
 
 MISUSES = {
@@ -147,30 +149,51 @@ UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and
     "shape": lambda r: p101.all_reduce(torch.ones((3, 2) if r == 1 else (2, 3))),
     "group": lambda r: p101.all_gather(torch.ones(2), group=[0, 2, 1] if r == 1 else [0, 1, 2]),
     "shape in the other dims": lambda r: p101.all_gather(torch.ones(2, 2 + (r == 1))),
+    "sizes": lambda r: p101.all_gather(torch.ones(2 + (r == 1))),
+    "collectives: op": lambda r: collectives.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
+    "collectives: dim": lambda r: collectives.scatter(torch.ones(3, 3), dim=int(r == 1)),
+    "collectives: algorithm": lambda r: collectives.broadcast(torch.ones(2), algorithm="chain" if r == 1 else "flat"),
+    "async: op": lambda r: all_reduce_async(torch.ones(2), "max" if r == 1 else "sum").wait(),
+    "async: shape": lambda r: reduce_scatter_async(torch.ones((3, 2) if r == 1 else (2, 3))).wait(),
+    "async: dtype": lambda r: all_gather_async(torch.ones(2, dtype=torch.int32 if r == 1 else torch.float32)).wait(),
+    "replicated: algorithm": lambda r: p101.copy_to_group(torch.ones(2), algorithm="ring" if r == 1 else "direct"),
+    "replicated: dim": lambda r: p101.scatter_to_group(torch.ones(3, 3), int(r == 1)),
 }
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("what", list(UNALIKE))
 def test_arguments_that_differ_between_ranks_are_named(what, backend):
-    with pytest.raises(p101.MisuseError, match=f"^{what} is not the same on all ranks: ") as raised:
+    with pytest.raises(p101.MisuseError, match=f"^{what.split(': ')[-1]} is not the same on all ranks: ") as raised:
         p101.launch(lambda: UNALIKE[what](dist.get_rank()), world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 1 and __file__ in str(raised.value)
 
 
-CROSSED = {  # what rank 2 calls otherwise; gloo would take one's messages for the other's
-    "other ranks": lambda r: p101.all_reduce(torch.ones(1), group=[0, 2] if r == 2 else [0, 1, 2]),
-    "another operation": lambda r: (
-        p101.all_to_all(torch.ones(3), algorithm="direct") if r == 2 else p101.all_gather(torch.ones(1), algorithm="direct")
-    ),
+OTHERS = {  # what rank 2 calls instead of an all-gather; gloo would match the messages of the two
+    "all_to_all": lambda: p101.all_to_all(torch.ones(3), algorithm="direct"),
+    "all_gather_async": lambda: all_gather_async(torch.ones(1)).wait(),
+    "barrier": lambda: p101.barrier(),
 }
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-@pytest.mark.parametrize("how", list(CROSSED))
-def test_a_message_of_one_collective_received_in_another_is_named(how, backend):
+@pytest.mark.parametrize("other", list(OTHERS))
+def test_another_collective_is_named(other, backend):
+    def program():
+        OTHERS[other]() if dist.get_rank() == 2 else p101.all_gather(torch.ones(1), algorithm="direct")
+
+    with pytest.raises(p101.MisuseError, match=rf"^the ranks call different operations: all_gather and {other}\n") as raised:
+        p101.launch(program, world_size=3, backend=backend, trace=True)
+    assert raised.value.rank == 2 and __file__ in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_message_of_one_collective_received_in_another_is_named(backend):
+    def program():
+        p101.all_reduce(torch.ones(1), group=[0, 2] if dist.get_rank() == 2 else [0, 1, 2])
+
     with pytest.raises(p101.MisuseError, match=r"^a message of \w+ on ranks \[0.* is received in \w+ on ranks \[0") as raised:
-        p101.launch(lambda: CROSSED[how](dist.get_rank()) and None, world_size=3, backend=backend, trace=True)
+        p101.launch(program, world_size=3, backend=backend, trace=True)
     assert __file__ in str(raised.value)
 
 
@@ -213,7 +236,7 @@ def test_a_result_that_some_ranks_leave_out_of_their_loss_is_named(backend):
         results = p101.all_reduce(x), p101.all_reduce(10 * x)
         results[dist.get_rank() == 1].sum().backward()
 
-    with pytest.raises(p101.MisuseError, match="'all_reduce number 1' and 'all_reduce number 2'\n") as raised:
+    with pytest.raises(p101.MisuseError, match="'all_reduce, number 1' and 'all_reduce, number 2'\n") as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 1 and str(raised.value).count("backward()") == 2
 
@@ -238,12 +261,12 @@ def test_threads_may_each_have_a_group_of_their_own():
 def test_a_backward_that_sends_nothing_may_come_in_any_order(backend):
     def program():
         x = torch.ones(2, requires_grad=True)
-        results = [p101.reduce_from_group(x), p101.gather_from_group(2 * x), p101.reduce_from_group(3 * x)]
+        results = [p101.reduce_from_group(x), p101.gather_from_group(2 * x), p101.reduce_from_group(3 * x[:1])]
         for y in results[:: 1 if dist.get_rank() else -1]:
             y.sum().backward()
         return x.grad.tolist()
 
-    assert p101.launch(program, world_size=2, backend=backend, trace=True).results == [[6.0, 6.0]] * 2
+    assert p101.launch(program, world_size=2, backend=backend, trace=True).results == [[6.0, 3.0]] * 2
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
