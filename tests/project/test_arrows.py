@@ -34,7 +34,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
 FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from outside
 
 DOORS = {  # module → what it may import inside a function, when it is called: the way up, or round
-    "ranks.run": {"viz"},  # run.animate()
+    "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
