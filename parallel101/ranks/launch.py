@@ -82,8 +82,8 @@ def launch(
     """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until all have returned.
 
     Args:
-        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy, and imports the modules
-            that it uses afresh: it does not see what was assigned to a module's variables after its import.
+        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy. It imports modules
+            anew, so it does not see what this process has assigned to a module's variables.
         world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out, or pass the same number.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks on a virtual clock).
         trace: record every message, and check the calls against each other. "payload" also records the values of messages up to 4 KiB.

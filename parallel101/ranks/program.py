@@ -1,6 +1,6 @@
-"""The caller's program on a rank, on every backend: read it, run it among other things, pack its result or its exception.
+"""The caller's program on a rank of any backend: unpickle it, run it, pickle its result or its exception.
 
-unpack_program ──▶ the program, inside own_init_accepted and forked_children_exit ──▶ pack_result | failure_of
+unpack_program ──▶ the program, inside own_init_accepted and forked_children_exit ──▶ pack_result | failure_of, send_failure
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def own_init_accepted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_children_exit() -> Iterator[None]:
-    """A process that the program forked exits when it leaves this block: only its parent is a rank."""
+    """Inside, the program may fork. A child that would leave this block exits instead, because only its parent is a rank."""
     rank = os.getpid()
     try:
         yield
@@ -99,7 +99,7 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """What the launching process must know of an exception that `rank` raised."""
+    """What the launching process is told of an exception that `rank` raised."""
     return Failure(rank, error, named(error), program_traceback(error), broken_connection(error) or reports_another(error, rank))
 
 
@@ -125,7 +125,7 @@ def program_traceback(error: BaseException) -> str:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether this package's ranks/ raised it, in calling the program: its arguments do not fit, or its result can't be pickled."""
+    """Whether a file of ranks/ raised the error: the program's arguments do not fit, or its result can't be pickled."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

@@ -1,4 +1,4 @@
-"""The thread in each rank that reports for the program's thread while that is blocked: in which call, where, and what was posted so far.
+"""The thread in each rank that reports while the program's thread is blocked: in which call, at which line, and what was posted so far.
 
     program's thread   … compute … ──wait()───────────────────────────▶ …
     watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "unblocked"
@@ -30,7 +30,7 @@ exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
 class ControlThread(threading.Thread):
-    """Answers the launching process. `may_exit` is set when the rank may exit; when the launching process is gone, the rank exits."""
+    """Answers the launching process. `may_exit` is set when the rank may exit. If the launching process is gone, the rank exits at once."""
 
     def __init__(self, wire: Wire):
         super().__init__(daemon=True, name="parallel101 watcher")
@@ -57,7 +57,7 @@ class ControlThread(threading.Thread):
             self.send_record()
 
     def look(self) -> None:
-        """Called ten times a second, to report what has changed."""
+        """Report what has changed. It is called ten times a second."""
 
     def send_record(self) -> None:
         """Send what was recorded so far."""
