@@ -1,6 +1,6 @@
 """Pictures, drawn from the record of a run.
 
-    collective.py   who sent what to whom, and what each rank then holds      (with graph.py, matrix.py, captions.py, timing.py)
+    collective.py   who sent what to whom, and what each rank then holds      (with diagram, graph, matrix, captions, timing)
     timeline.py     every rank's spans, messages and collectives over time    lanes.py   how much communication overlaps with compute
     memory.py       bytes that each rank holds                                deadlock.py   who waits for whom
     loss.py         loss curves, also live                                    plots.py   measurements and models over a swept size

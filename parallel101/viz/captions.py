@@ -3,7 +3,7 @@
     ring, every rank sends, every arrival is added
         ──▶ "Each rank sends a partial sum to its right neighbour, which adds it to its own."
 
-Everything is said from the replay that was read from the record, and an algorithm is named only if the messages prove it.
+All of it comes from the replay of a record (`parallel101.analysis.replay`). An algorithm is named only if the messages prove it.
 The last sentence of a picture, its verdict, comes from `parallel101.analysis.verdict`.
 """
 
