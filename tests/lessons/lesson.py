@@ -1,4 +1,4 @@
-"""A lesson as tests see it: its cells by their ids, its definitions without its runs, its outputs once it has run."""
+"""Read a lesson for a test: its notebook, its definitions without running it, and the outputs of its cells after a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def read(name: str) -> NotebookNode:
 
 
 def definitions(name: str, *values: str) -> dict[str, Any]:
-    """What a lesson imports and defines, and the named constants; nothing is run."""
+    """A lesson's imports, functions and classes, and the constants named in `values`. Nothing else of it runs."""
     names: dict[str, Any] = {"__name__": name}
     for cell in read(name).cells:
-        if cell.cell_type == "code" and cell.id != "install":  # whose %pip is no Python
+        if cell.cell_type == "code" and cell.id != "install":  # its %pip is not Python
             body = [node for node in ast.parse(cell.source).body if _wanted(node, values)]
             exec(compile(ast.Module(body, []), cell.id, "exec"), names)
     return names
@@ -34,11 +34,11 @@ def _wanted(node: ast.stmt, values: tuple[str, ...]) -> bool:
 
 
 def printed(cell: NotebookNode) -> str:
-    """What a cell that has run shows as text."""
+    """The text that a cell shows after a run."""
     return "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
 
 
 def pictures(cell: NotebookNode) -> list[str]:
-    """The pictures that a cell that has run shows, as HTML."""
+    """The pictures that a cell shows after a run, as HTML."""
     html = [o.get("data", {}).get("text/html", "") for o in cell.outputs]
     return [text for text in html if "<figure" in text]

@@ -1,5 +1,5 @@
-"""Lesson 01: each operation is predicted, seen, written by hand and counted, in this order; what is written is right on any number
-of ranks, and so are the answers to the exercises."""
+"""Lesson 01: each operation is predicted, watched, written by hand and counted, in this order. The code written by hand is right on any
+number of ranks, and so are the answers to the exercises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.lessons.lesson import definitions, read
 LESSON = definitions("01_collectives", "STEPS", "BYTES")
 RANKS = [1, 2, 3, 5, 8]
 
-# What the lesson writes out: the package's own that is seen before, and the cells that predict, show, write and count it.
+# By function of the lesson: the package's operation and algorithm, and the cells that predict, show, write and count it.
 CELLS = {
     "flat_broadcast": ("broadcast", "flat", ["flat-guess", "flat-broadcast-watch", "flat-broadcast", "flat-count"]),
     "tree_broadcast": ("broadcast", "binomial", ["tree-guess", "tree-watch", "tree-broadcast", "tree-count"]),
@@ -41,7 +41,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_each_operation_is_predicted_then_seen_then_written_then_counted(name):
+def test_each_operation_is_predicted_then_watched_then_written_then_counted(name):
     operation, algorithm, ids = CELLS[name]
     cells = read("01_collectives").cells
     order = [cell.id for cell in cells]
@@ -55,7 +55,7 @@ def test_each_operation_is_predicted_then_seen_then_written_then_counted(name):
     assert f"def {name}(" in code
     assert re.search(rf"count\([^)]*\b{name}\b", counted) and re.search(rf"same_messages\([^)]*\b{name}\b.*, seen\)", counted)
     assert "beside(predicted, " in counted
-    for cell in cells[: at[0]]:  # nothing of it has been run, drawn or written before it was predicted
+    for cell in cells[: at[0]]:  # nothing of it is run, drawn or written before the prediction
         assert cell.cell_type == "markdown" or not (call in cell.source or re.search(rf"(?<!\.)\b{name}\b", cell.source)), cell.id
 
 
@@ -70,17 +70,17 @@ def taking_an_array(name):
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_what_is_written_by_hand_sends_what_was_seen(p):
+def test_the_code_by_hand_sends_the_messages_that_were_watched(p):
     for name, (operation, algorithm, _) in CELLS.items():
         packaged = partial(getattr(p101, operation), algorithm=algorithm) if algorithm else lambda x: p101.barrier()
         seen = p101.watch(packaged, world_size=p, backend="sim")
         assert LESSON["same_messages"](taking_an_array(name), seen), name
 
 
-def test_the_lesson_tells_other_messages_from_the_same():
+def test_same_messages_is_false_if_receivers_or_numbers_differ():
     seen = p101.watch(LESSON["flat_broadcast"], world_size=4, backend="sim")
     assert LESSON["same_messages"](LESSON["flat_broadcast"], seen)
-    assert not LESSON["same_messages"](LESSON["tree_broadcast"], seen)  # to others
+    assert not LESSON["same_messages"](LESSON["tree_broadcast"], seen)  # other receivers
     assert not LESSON["same_messages"](lambda x: LESSON["flat_broadcast"](x + 1), seen)  # other numbers
 
 
@@ -103,7 +103,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_what_the_lesson_writes_by_hand_is_right(p):
+def test_the_code_by_hand_is_right(p):
     n = 2 * p
     x = arrays(p, n)
     total = sum(x)
@@ -118,7 +118,7 @@ def test_what_the_lesson_writes_by_hand_is_right(p):
     same(results(LESSON["ring_all_reduce"], p, n), [total] * p)
     same(results(LESSON["all_to_all"], p, n), [torch.cat([a.chunk(p)[r] for a in x]) for r in range(p)])
     same(results(LESSON["two_way_all_gather"], p, n), [torch.cat(x)] * p)
-    if p in (1, 2, 8):  # the lesson says that it wants a power of two
+    if p in (1, 2, 8):  # the lesson says that p must be a power of two
         same(results(LESSON["doubling_all_reduce"], p, n), [total] * p)
 
 
@@ -134,7 +134,7 @@ ADDS_OR_GATHERS = [
 
 
 @pytest.mark.parametrize("name", ADDS_OR_GATHERS)
-def test_what_adds_or_gathers_leaves_its_input_alone(name):
+def test_functions_that_add_or_gather_do_not_change_their_input(name):
     def program(x):
         LESSON[name](x)
         return x
@@ -143,11 +143,11 @@ def test_what_adds_or_gathers_leaves_its_input_alone(name):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_the_barrier_takes_lg_p_steps(p):
+def test_the_barrier_takes_log2_p_steps(p):
     assert LESSON["count"](lambda x: LESSON["barrier"](), p)["steps"] == math.ceil(math.log2(p))
 
 
-def test_the_bug_is_one():
+def test_the_ring_with_the_bug_is_wrong_on_every_rank():
     assert all(not torch.equal(a, sum(arrays(4, 8))) for a in results(LESSON["my_ring"], 4, 8))
 
 
@@ -185,7 +185,7 @@ def test_exercise_3_the_mean_is_divided_between_the_halves():
     same(results(mean, 4, 8), [sum(arrays(4, 8)) / 4] * 4)
 
 
-def test_exercise_4_all_to_all_on_a_ring_of_wires():
+def test_exercise_4_all_to_all_on_a_ring_of_links():
     wires = p101.Network.ring(latency=0.0, bandwidth=1.0)
 
     def trace(fn, algorithm):

@@ -1,4 +1,4 @@
-"""Lesson 04: its loop by hand is one process's, its mistakes are mistakes, and the answers to its exercises are right."""
+"""Lesson 04: its loop by hand gives the weights of one process, its mistakes do not, and the answers to its exercises are right."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def by_hand(samples, n, combine):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_by_hand_is_one_process_where_shares_are_even_and_where_they_are_weighed(n):
+def test_by_hand_equals_one_process_with_even_shares_or_weighted_ones(n):
     for samples, combine in ((12, "mean"), (12, "weighted"), (10, "weighted")):
         for weights in by_hand(samples, n, combine):
             assert torch.allclose(weights, by_one(samples), rtol=1e-11, atol=1e-13), (samples, combine)
 
 
 @pytest.mark.parametrize(("samples", "combine"), [(12, "summed"), (10, "mean")])
-def test_the_mistakes_are_mistakes(samples, combine):
+def test_the_mistakes_give_other_weights(samples, combine):
     assert not any(torch.allclose(weights, by_one(samples), rtol=1e-6) for weights in by_hand(samples, 4, combine))
 
 
@@ -61,7 +61,7 @@ def test_exercise_3_other_buckets():
     assert quarter["mine"] == pytest.approx(nothing["mine"]) and quarter["mine"] > quarter["overlapped"]
 
 
-def test_exercise_4_the_lecture_s_program_is_the_mean_of_means():
+def test_exercise_4_the_lecture_program_takes_the_mean_of_means():
     def average(gradient, part):
         gradient = gradient.clone()
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM)

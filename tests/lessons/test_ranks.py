@@ -1,4 +1,4 @@
-"""Lesson 00: its first cell in a hosted notebook, and the answers to its exercises."""
+"""Lesson 00: its install cell in a hosted notebook, its cells that show errors, and the answers to its exercises."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def steps(program, world_size):
     return p101.launch(program, world_size=world_size, backend="sim", network=STEPS).trace.makespan
 
 
-INSTALLED_FROM = {  # by what lies beside the notebook, in `lessons`
+INSTALLED_FROM = {  # what the cell installs from, by the files beside the notebook
     "parallel101-main.zip": "parallel101-main.zip",
     "parallel101/pyproject.toml parallel101/parallel101/": "parallel101",  # a clone
     "../pyproject.toml ../parallel101/": "..",  # in a clone
-    "parallel101/ parallel101-main.zip": "parallel101-main.zip",  # a folder that only has the name
+    "parallel101/ parallel101-main.zip": "parallel101-main.zip",  # a folder with that name and no package
     "../parallel101/ ../../pyproject.toml": None,
-    "pyproject.toml": None,  # another project's
+    "pyproject.toml": None,  # of another project
     "": None,
 }
 
 
 @pytest.mark.parametrize("namesake", [True, False])
 @pytest.mark.parametrize("beside", INSTALLED_FROM)
-def test_a_hosted_notebook_installs_from_what_lies_beside_it(beside, namesake, tmp_path, monkeypatch):
+def test_a_hosted_notebook_installs_from_the_files_beside_it(beside, namesake, tmp_path, monkeypatch):
     here = tmp_path / "project" / "lessons"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
@@ -47,15 +47,15 @@ def test_a_hosted_notebook_installs_from_what_lies_beside_it(beside, namesake, t
     asked = []
     shell = types.SimpleNamespace(run_line_magic=lambda *words: asked.append(words))
     names = {"get_ipython": lambda: shell}
-    # A folder that only has the name is a namespace package, which has no origin.
+    # A folder with only that name is a namespace package, which has no origin.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if namesake else None)
     exec(TransformerManager().transform_cell(cell.source), names)
     assert asked == [("pip", 'install --quiet "{source}"')]
-    told, expected = names["source"], INSTALLED_FROM[beside]
+    source, expected = names["source"], INSTALLED_FROM[beside]
     if expected is None:
-        assert told == "no parallel101 .zip found: upload it next to this notebook"
+        assert source == "no parallel101 .zip found: upload it next to this notebook"
     else:
-        assert (here / told).resolve() == (here / expected).resolve()
+        assert (here / source).resolve() == (here / expected).resolve()
 
 
 def test_a_clone_installs_nothing():
@@ -67,7 +67,7 @@ EXPECTED = ("deadlock-run", "isend-changed", "dies-run", "dies-killed", "sizes-r
 
 
 @pytest.mark.parametrize("cell_id", EXPECTED)
-def test_a_corrected_cell_says_that_it_went_through_and_the_next_ones_run(cell_id, capsys):
+def test_a_cell_without_its_error_prints_one_line_and_the_next_cells_run(cell_id, capsys):
     """In a fresh kernel, where no earlier run has defined what the error would define."""
     cells = {cell.id: cell.source for cell in read("00_ranks").cells}
     assert [i for i, source in cells.items() if "as error:" in source] == [*EXPECTED[:1], "deadlock-eager", *EXPECTED[1:]]
@@ -89,7 +89,7 @@ def test_exercise_1_taking_turns_takes_two_steps():
     assert (steps(in_turn, 2), steps(definitions("00_ranks")["swap"], 2)) == (2.0, 1.0)
 
 
-def test_exercise_2_one_rank_that_receives_first_is_enough():
+def test_exercise_2_one_rank_that_receives_first_prevents_the_deadlock():
     def ring(*first):
         rank, n = dist.get_rank(), dist.get_world_size()
         calls = [lambda: dist.send(torch.ones(1), (rank + 1) % n), lambda: dist.recv(torch.ones(1), (rank - 1) % n)]
@@ -125,7 +125,7 @@ def test_exercise_4_one_round_of_a_small_token_and_of_a_large_one(nbytes, second
     assert took * 64 / 8 == pytest.approx(seconds, rel=0.01)
 
 
-def test_the_token_counts_the_ranks_on_any_world():
+def test_the_token_counts_the_ranks_for_any_world_size():
     token_ring = definitions("00_ranks")["token_ring"]
     for n in (2, 3, 5):
         run = p101.launch(token_ring, world_size=n, backend="sim", network=STEPS)

@@ -12,10 +12,12 @@ from parallel101.publish.page import lesson_body
 from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
-DRAWN = re.compile(r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|Explorer\(|LiveLoss\()")  # in the last statement of a cell
+DRAWING_CALL = re.compile(
+    r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|Explorer\(|LiveLoss\()"
+)  # in the last statement of a cell
 
-# What the prose around a cell says of its output, where no assert in the cell itself does.
-SAID = {
+# Output that the text around a cell describes, if no assert in the cell checks it.
+PRINTED = {
     "00_ranks": {
         "hello": [r"\[rank 0\] hello from rank 0 of 4", r"\[rank 3\] hello from rank 3 of 4"],
         "message-check": [r"you said: +\?", r"rank 0 sent: +32 bytes in 1 message", r"rank 1 received: +32 bytes"],
@@ -54,7 +56,7 @@ SAID = {
         "break-optimizer-run": ["Adafactor is not elementwise", "DataParallelTrainer"],
     },
 }
-SHOWN = {  # in the text of a picture
+IN_PICTURES = {  # text in a picture
     "00_ranks": {"message-picture": ["Messages between two ranks"], "deadlock-picture": ["Deadlock: who waits for whom"]},
     "01_collectives": {
         "flat-broadcast-watch": ["Flat broadcast"],
@@ -94,27 +96,27 @@ SHOWN = {  # in the text of a picture
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_keeps_what_it_promises(name):
+def test_a_lesson_shows_what_its_text_says(name):
     began = time.perf_counter()
     notebook = run_notebook(LESSONS / f"{name}.ipynb", timeout=90)
-    assert time.perf_counter() - began < 90  # 30 s alone on two cores; here other tests run beside it
+    assert time.perf_counter() - began < 90  # 30 s on two quiet cores; other tests run at the same time
     cells = {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
     for cell in cells.values():
-        if DRAWN.search(cell.source.rpartition("\n\n")[2]):
+        if DRAWING_CALL.search(cell.source.rpartition("\n\n")[2]):
             assert len(pictures(cell)) == 1, cell.id
-    for cell_id, patterns in SAID.get(name, {}).items():
+    for cell_id, patterns in PRINTED.get(name, {}).items():
         for pattern in patterns:
             assert re.search(pattern, printed(cells[cell_id])), (cell_id, pattern, printed(cells[cell_id]))
-    for cell_id, texts in SHOWN.get(name, {}).items():
+    for cell_id, texts in IN_PICTURES.get(name, {}).items():
         for text in texts:
             assert text in pictures(cells[cell_id])[0], (cell_id, text)
-    page = lesson_body(notebook, LESSONS)  # refuses what would have to be fetched
+    page = lesson_body(notebook, LESSONS)  # raises an error if something must be fetched
     assert page.count("<figure") == sum(len(pictures(cell)) for cell in cells.values())
     assert page.count("needs-kernel") == sum("Explorer(" in cell.source for cell in cells.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_is_committed_as_it_should_be(name):
+def test_a_lesson_is_committed_with_ids_and_short_cells_and_all_its_parts(name):
     notebook = read(name)
     first, *_ = notebook.cells
     assert first.cell_type == "markdown" and first.source.startswith("# ") and "\n\n" in first.source

@@ -1,4 +1,4 @@
-"""Lesson 05: ZeRO by hand is one process's, its mistakes are mistakes, and the answers to its exercises are right."""
+"""Lesson 05: ZeRO by hand gives the weights of one process, its mistakes do not, and the answers to its exercises are right."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def by_hand(n, optimizer, clip=None):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_by_hand_is_one_process(n, optimizer):
+def test_by_hand_equals_one_process(n, optimizer):
     for weights in by_hand(n, optimizer):
         assert torch.allclose(weights, by_one(optimizer), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("clip", "right"), [("by_whole_norm", True), ("by_local_norm", False)])
-def test_clipping_wants_the_whole_norm(clip, right):
+def test_clipping_needs_the_norm_of_all_blocks(clip, right):
     """torch adds 1e-6 to the norm it divides by."""
     for weights in by_hand(4, "sgd", clip):
         assert torch.allclose(weights, by_one("sgd", clip_norm=1.0), rtol=1e-4, atol=1e-6) == right
 
 
-def test_exercise_1_the_paper_s_table():
+def test_exercise_1_the_table_of_the_paper():
     stages = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
     (answers,) = (cell.source for cell in read("05_sharding").cells if cell.id == "exercises")
     for bytes_a_parameter in stages.values():
@@ -61,7 +61,7 @@ def test_exercise_1_the_paper_s_table():
 
 
 @pytest.mark.parametrize("layers", [8, 4])
-def test_exercise_2_two_layers_are_whole_whatever_the_depth(layers):
+def test_exercise_2_two_layers_are_gathered_at_any_depth(layers):
     def hold():
         model, x = MLP([32] * (layers + 1)), torch.randn(2, 8, 32).unbind()
         trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], zero_stage=3)
