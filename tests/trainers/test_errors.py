@@ -183,6 +183,22 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_training_can_continue(name,
     torch.testing.assert_close(results[0][2], weights, rtol=1e-10, atol=1e-12)
 
 
+def nobody_catches_it(name):
+    model = Fails()
+    together = TRAINERS[name](model, F.mse_loss, sgd)
+    model.place, x = "forward", torch.ones(6, 3, dtype=torch.float64)
+    together.step(*together.share((x, x[:, :2])))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("name", ["overlapped", "ZeRO-3"])
+def test_the_launch_reports_the_rank_that_failed(name, backend):
+    with pytest.raises(p101.RankFailed) as failed:
+        p101.launch(nobody_catches_it, name, world_size=3, backend=backend)
+    assert failed.value.rank == 1
+    assert isinstance(failed.value.__cause__, IndexError)
+
+
 def two_steps_alone():
     model, losses = MLP([3, 4, 4, 2], dtype=torch.float64), []
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
