@@ -14,7 +14,7 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.arguments import SHARDED, LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.gradients import GradientSync, default_bucket_bytes
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.stage import accumulation
+from parallel101.trainers.schedules import schedule
 from parallel101.trainers.trainer import Trainer
 from parallel101.trainers.unshard import ZeRO3
 from parallel101.trainers.zero import ZeRO12
@@ -85,7 +85,7 @@ class ShardedTrainer(Trainer):
             optimizer,
             axes=Axes(group, {"dp": group_of(group).size}),
             gradient_sync=gradient_sync,
-            actions=accumulation(check_accumulate(accumulate)),
+            actions=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)).actions[0],
             elementwise=True,
             clip_norm=clip_norm,
             autocast=autocast,

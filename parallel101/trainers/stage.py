@@ -2,43 +2,22 @@
 
     ["0F0", "0B0", "0F1", "0B1"]        stage 0: forward of microbatch 0, its backward, forward of microbatch 1, its backward
 
-Actions are in torch.distributed.pipelining's text form. Gradient accumulation is the simplest such list.
+Actions are those of a Schedule (schedules.py). Gradient accumulation is 1F1B on one stage.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.record.spans import span
+from parallel101.trainers.actions import Action
 from parallel101.trainers.arguments import LossFn, check_depends, check_loss
 from parallel101.trainers.gradients import GradientSync
 
-FORWARD, BACKWARD = "F", "B"
-NAMES = {FORWARD: "forward", BACKWARD: "backward"}
-
-
-class Action(NamedTuple):
-    stage: int
-    kind: str
-    microbatch: int
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """ "0F3" → Action(0, "F", 3). Raises ValueError for another text."""
-        found = re.fullmatch(r"(\d+)([FB])(\d+)", text)
-        if found is None:
-            raise ValueError(f"action {text!r}: expected stage, F or B, and microbatch, such as '0F3'")
-        return cls(int(found[1]), found[2], int(found[3]))
-
-
-def accumulation(microbatches: int) -> list[str]:
-    """Forward and backward of one microbatch after the other."""
-    return [f"0{kind}{i}" for i in range(microbatches) for kind in (FORWARD, BACKWARD)]
+NAMES = {"F": "forward", "B": "backward"}
 
 
 class Stage:
@@ -57,7 +36,7 @@ class Stage:
         self.model, self.loss_fn, self.gradient_sync, self.autocast = model, loss_fn, gradient_sync, autocast
         self.actions = [Action.parse(text) for text in actions]
         self.microbatches = 1 + max(action.microbatch for action in self.actions)
-        self.last_backward = [action for action in self.actions if action.kind == BACKWARD][-1]
+        self.last_backward = [action for action in self.actions if action.kind == "B"][-1]
         self.losses: dict[int, Tensor] = {}
         self.failure: Exception | None = None
 
@@ -72,10 +51,10 @@ class Stage:
         try:
             with (
                 span(NAMES[action.kind], microbatch=action.microbatch),
-                self.gradient_sync.forward() if action.kind == FORWARD else self.gradient_sync.backward(last),
+                self.gradient_sync.forward() if action.kind == "F" else self.gradient_sync.backward(last),
             ):
                 if self.failure is None:
-                    self.forward(action.microbatch) if action.kind == FORWARD else self.backward(action.microbatch)
+                    self.forward(action.microbatch) if action.kind == "F" else self.backward(action.microbatch)
         except Exception as error:
             self.failure = self.failure or error
 

@@ -1,0 +1,48 @@
+"""The actions of a pipeline schedule, in torch.distributed.pipelining's text form.
+
+"2F3"    stage 2, forward, microbatch 3          B backward;   I, W backward split into input and weight gradients
+"2SEND_F3", "3RECV_F3"                           its output, to the next stage;   SEND_B, RECV_B: a gradient, to the stage before
+"(0F1;7B0)OVERLAP_F_B"                           both together
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+COMPUTE = ("F", "B", "I", "W")
+COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+OVERLAP = "OVERLAP_F_B"
+ACTION = re.compile(rf"(\d+)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run. The message names the action and the rank."""
+
+
+class Action(NamedTuple):
+    """One thing that a rank does."""
+
+    stage: int  # global: a rank has several if the schedule is interleaved; −1 for an overlap
+    kind: str  # one of COMPUTE or COMMUNICATION, or OVERLAP
+    microbatch: int
+    parts: tuple[Action, ...] = ()  # of an overlap: what is computed together
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """ "2F3" → stage 2, forward, microbatch 3; "(0F1;7B0)OVERLAP_F_B" → both together. Raises ScheduleError for other texts."""
+        if text.startswith("(") and text.endswith(f"){OVERLAP}"):
+            return cls(-1, OVERLAP, -1, tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";")))
+        found = ACTION.fullmatch(text)
+        if found is None:
+            raise ScheduleError(f"action {text!r}: expected a stage, one of {', '.join(COMPUTE + COMMUNICATION)}, and a microbatch: '0F3'")
+        return cls(int(found[1]), found[2], int(found[3]))
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){OVERLAP}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    def computed(self) -> tuple[Action, ...]:
+        """The actions that it stands for: itself, or its parts."""
+        return self.parts or (self,)

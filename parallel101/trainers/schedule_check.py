@@ -1,0 +1,148 @@
+"""Can a schedule be run? Proved without running it: every action is there once and in order, and no ranks wait for each other in a cycle.
+
+    rank 0   0SEND_F1  2RECV_F0        Under gloo's rules each message starts by itself: fine. Under NCCL's, where a rank's messages go
+    rank 1   1SEND_F0  1RECV_F1        one by one, each rank's send waits for a receive that stands behind the other's send.
+
+The example is pytorch issue 172668. How long a schedule takes is schedule_time.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from parallel101.trainers.actions import COMMUNICATION, Action, ScheduleError
+
+Ranks = Sequence[Sequence[Action]]
+Placement = Mapping[int, int]  # global stage → rank
+
+
+def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> None:
+    """Raises ScheduleError for the first thing that is wrong."""
+    if rules not in ("gloo", "nccl"):
+        raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
+    where = positions(ranks, placement)
+    check_complete(where, placement, microbatches)
+    for (rank, place), action in [((rank, i), a) for rank, actions in enumerate(ranks) for i, a in enumerate(actions)]:
+        for part in action.computed():
+            for needed in needs(part, placement, where):
+                at = where.get(needed)
+                if at is None:
+                    raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
+                if at[0] == rank and at[1] >= place:
+                    raise ScheduleError(f"rank {rank}: {part} comes too early: it needs {needed}, which stands behind it")
+    check_progress(ranks, placement, where, queued=rules == "nccl")
+
+
+def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int]]:
+    """Action → (rank, place in its list). Raises ScheduleError if one stands twice, or a stage on two ranks."""
+    where: dict[Action, tuple[int, int]] = {}
+    for rank, actions in enumerate(ranks):
+        for place, action in enumerate(actions):
+            for part in action.computed():
+                if part in where:
+                    raise ScheduleError(f"{part} stands twice: on rank {where[part][0]} and on rank {rank}")
+                if placement[part.stage] != rank:
+                    raise ScheduleError(f"stage {part.stage} is on rank {placement[part.stage]}, and rank {rank} has {part}")
+                where[part] = rank, place
+    return where
+
+
+def check_complete(where: Mapping[Action, object], placement: Placement, microbatches: int) -> None:
+    """Raises ScheduleError unless each stage has each microbatch's forward, and its backward, whole or in both halves."""
+    if not placement:
+        raise ScheduleError("the schedule is empty: expected at least one forward and its backward")
+    for stage in range(max(placement) + 1):
+        for i in range(microbatches):
+            has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
+            if "F" not in has:
+                raise ScheduleError(f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to {max(placement)}")
+            if "B" in has and has & {"I", "W"}:
+                twice = min(has & {"I", "W"})
+                raise ScheduleError(f"the backward of microbatch {i} on stage {stage} stands twice: {stage}B{i} and {stage}{twice}{i}")
+            if "B" not in has and not has >= {"I", "W"}:
+                lacks = f"{stage}B{i}" if not has & {"I", "W"} else f"{stage}{({'I', 'W'} - has).pop()}{i}"
+                raise ScheduleError(f"{lacks} is missing: stage {stage} has the forward of microbatch {i}")
+
+
+def needs(action: Action, placement: Placement, where: Mapping[Action, object]) -> list[Action]:
+    """What must be done before this action can be. The lists have sends and receives, or results arrive by themselves."""
+    stage, kind, i = action[:3]
+    last, listed = stage == max(placement), any(a.kind in COMMUNICATION for a in where)
+
+    def from_stage(other: int, done: Action, receive: str) -> Action:
+        return Action(stage, receive, i) if listed and placement[other] != placement[stage] else done
+
+    def backward_of(s: int) -> Action:
+        whole = Action(s, "B", i)
+        return whole if whole in where else Action(s, "I", i)
+
+    match kind:
+        case "F":
+            return [from_stage(stage - 1, Action(stage - 1, "F", i), "RECV_F")] if stage else []
+        case "B" | "I":
+            return [Action(stage, "F", i), *([] if last else [from_stage(stage + 1, backward_of(stage + 1), "RECV_B")])]
+        case "W":
+            return [Action(stage, "I", i)]
+        case "SEND_F":
+            return [Action(stage, "F", i)]
+        case "SEND_B":
+            return [backward_of(stage)]
+    return []  # a receive can be posted at any time
+
+
+def partner(action: Action) -> Action:
+    """The other side of a message."""
+    stage, kind, i = action[:3]
+    step = 1 if kind in ("SEND_F", "RECV_B") else -1
+    return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
+
+
+def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tuple[int, int]], queued: bool) -> None:
+    """Let all ranks go as far as they can. Raises ScheduleError with the cycle if that is not to the end.
+
+    Sends and receives are posted in the order of a list and do not stop its rank. `queued`: those of a rank start one by one.
+    """
+    done: set[Action] = set()
+    place = [0] * len(ranks)
+    posted: list[list[Action]] = [[] for _ in ranks]  # and not complete
+    for part, (rank, _) in where.items():
+        if part.kind in COMMUNICATION and partner(part) not in where:
+            raise ScheduleError(f"rank {rank}: {part} needs {partner(part)}, which is missing")
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            while place[rank] < len(actions):
+                parts = actions[place[rank]].computed()
+                if not all(needed in done for part in parts for needed in needs(part, placement, where)):
+                    break
+                if parts[0].kind in COMMUNICATION:
+                    posted[rank].append(parts[0])
+                else:
+                    done.update(parts)
+                place[rank], moved = place[rank] + 1, True
+        for rank in range(len(ranks)):
+            for action in posted[rank][: 1 if queued else None]:
+                other = partner(action)
+                there = posted[where[other][0]]
+                if other in (there[:1] if queued else there):
+                    posted[rank].remove(action)
+                    there.remove(other)
+                    done |= {action, other}
+                    moved = True
+    waiting: dict[int, tuple[int, str]] = {}  # rank → the rank that it waits for, and for what
+    for rank, actions in enumerate(ranks):
+        if posted[rank]:
+            action, other = posted[rank][0], partner(posted[rank][0])
+            waiting[rank] = where[other][0], f"rank {rank}'s {action} waits for {other} of rank {where[other][0]}"
+        elif place[rank] < len(actions):
+            part, needed = next((p, n) for p in actions[place[rank]].computed() for n in needs(p, placement, where) if n not in done)
+            waiting[rank] = where[needed][0], f"rank {rank}'s {part} waits for {needed} of rank {where[needed][0]}"
+    if waiting:
+        circle, rank = [], min(waiting)
+        while rank not in circle:
+            circle.append(rank)
+            rank = waiting[rank][0]
+        words = "; ".join(waiting[r][1] for r in circle[circle.index(rank) :])
+        how = " under NCCL's rules, where a rank's sends and receives start one by one" if queued else ""
+        raise ScheduleError(f"the ranks would wait for each other for ever{how}: {words}")

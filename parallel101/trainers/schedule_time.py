@@ -1,0 +1,93 @@
+"""How long a schedule takes, and how many activations it holds: an event simulation in a few lines, in which nothing is computed.
+
+    bubble rate = 1 − (mean work of the ranks) / cost         cost: the most, over ranks, of (its last end − its own first start)
+
+Whether a schedule can be run at all is schedule_check.py's. Definitions: Qi et al. (arXiv 2401.10241), section 4 and Table 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallel101.trainers.actions import COMMUNICATION, Action, ScheduleError
+from parallel101.trainers.schedule_check import Placement, Ranks, needs, partner, positions
+
+Cost = float | Sequence[float]
+
+
+class Slot(NamedTuple):
+    """An action in time."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class ScheduleTime(NamedTuple):
+    makespan: float  # seconds from the first start to the last end
+    bubble_rate: float  # see above
+    peak_activations: list[int]  # by rank: (stage, microbatch) pairs from the start of F to the end of B or W, at most
+    slots: list[Slot]  # every computed action, by rank and time
+
+
+def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost, weight_grad: Cost, communication: float) -> ScheduleTime:
+    """Run each rank's list in order, each action as soon as what it needs has arrived. See Schedule.time."""
+    stages = max(placement) + 1
+    costs = {
+        "F": per_stage("forward", forward, stages),
+        "I": per_stage("input_grad", input_grad, stages),
+        "W": per_stage("weight_grad", weight_grad, stages),
+    }
+    costs["B"] = [i + w for i, w in zip(costs["I"], costs["W"])]
+    per_stage("communication", communication, stages)
+    where = positions(ranks, placement)
+    ready: dict[Action, float] = {}  # when an action's result is on its own rank
+    now, place, slots = [0.0] * len(ranks), [0] * len(ranks), []
+    while any(place[rank] < len(actions) for rank, actions in enumerate(ranks)):
+        for rank, actions in enumerate(ranks):
+            while place[rank] < len(actions):
+                action = actions[place[rank]]
+                if action.kind.startswith("RECV"):  # posted ahead: who needs it waits for the send
+                    place[rank] += 1
+                    continue
+                wanted = [needed for part in action.computed() for needed in needs(part, placement, where)]
+                sources = [partner(needed) if needed.kind in COMMUNICATION else needed for needed in wanted]
+                if any(source not in ready for source in sources):
+                    break
+                arrivals = [ready[source] + (communication if where[source][0] != rank else 0.0) for source in sources]
+                if action.kind in COMMUNICATION:
+                    ready[action] = max([now[rank], *arrivals])
+                else:
+                    start = max([now[rank], *arrivals])
+                    now[rank] = start + sum(costs[part.kind][part.stage] for part in action.computed())
+                    slots.append(Slot(rank, action, start, now[rank]))
+                    ready.update(dict.fromkeys(action.computed(), now[rank]))
+                place[rank] += 1
+    return summary(len(ranks), sorted(slots, key=lambda slot: (slot.rank, slot.start, slot.end)))
+
+
+def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
+    by_rank = [[slot for slot in slots if slot.rank == rank] for rank in range(ranks)]
+    cost = max(of_rank[-1].end - of_rank[0].start for of_rank in by_rank)
+    work = sum(slot.end - slot.start for slot in slots) / ranks
+    peaks = []
+    for of_rank in by_rank:
+        held = peak = 0
+        for slot in of_rank:
+            kinds = [part.kind for part in slot.action.computed()]
+            held += kinds.count("F")
+            peak = max(peak, held)
+            held -= kinds.count("B") + kinds.count("W")
+        peaks.append(peak)
+    makespan = max(slot.end for slot in slots) - min(slot.start for slot in slots)
+    return ScheduleTime(makespan, 1 - work / cost if cost else 0.0, peaks, slots)
+
+
+def per_stage(name: str, cost: Cost, stages: int) -> list[float]:
+    """One number for each global stage. Raises ScheduleError for other numbers of them, and for negative ones."""
+    costs = list(cost) if isinstance(cost, Sequence) else [cost] * stages
+    if len(costs) != stages or not all(isinstance(c, (int, float)) and c >= 0 for c in costs):
+        raise ScheduleError(f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the {stages} stages")
+    return [float(c) for c in costs]
