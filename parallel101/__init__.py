@@ -1,4 +1,4 @@
-"""parallel101: see how neural networks are trained on many machines, on ranks that really run.
+"""parallel101: run parallel training programs on several ranks, record every message and draw what happened.
 
 import torch
 
@@ -65,7 +65,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Names are loaded when asked for: `parallel101 doctor` must be able to speak where torch is missing."""
+    """Import a name when it is first used, because `parallel101 doctor` must also run where torch is missing."""
     if name not in _HOME:
         raise AttributeError(f"module 'parallel101' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
