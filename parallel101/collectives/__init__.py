@@ -1,8 +1,9 @@
-"""The collectives, by hand: one file an operation, each algorithm a short function over isend and irecv.
+"""The collectives, written by hand: one file for each operation, in which each algorithm is a short function over isend and irecv.
 
     broadcast ↔ reduce      scatter ↔ gather      all_gather ↔ reduce_scatter      all_reduce      all_to_all      barrier
 
-The functions here move values. Their differentiable namesakes, which `parallel101` exports, are in `parallel101.autograd`.
+These functions move values and have no gradients. `parallel101` exports those of `parallel101.autograd`, which have the same names and add
+the gradients. all_reduce_async, reduce_scatter_async and all_gather_async are in asynchronous.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from parallel101.collectives.scatter import scatter
 __all__ = ["TEXTBOOK", "fixed"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
 
-# The textbook functions that serve any flat group of any size, by operation and name.
+# The algorithms for any flat group of any size, by operation and name.
 TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
     "broadcast": _BROADCAST,
     "scatter": _SCATTER,
@@ -49,9 +50,9 @@ TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def fixed(operation: str, functions: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """`functions[operation]`, which has an `algorithm` argument, once for each of the operation's algorithms, with that one fixed.
+    """`functions[operation]` once for each of the operation's algorithms, with its argument `algorithm` fixed to that one.
 
-    Each is called as that function is, and `inspect.getsource` shows the algorithm's own few lines.
+    Each has the function's other arguments, and `inspect.getsource` shows the few lines of the algorithm.
     Raises ValueError for an unknown operation.
     """
     if not isinstance(operation, str) or operation not in TEXTBOOK:

@@ -1,1 +1,1 @@
-"""What a program should cost, before it runs: closed forms to hold the record against."""
+"""Predicted cost: steps, bytes and time, in closed form. Nothing here runs or measures a program."""

@@ -1,9 +1,10 @@
-"""What a collective costs, as the textbooks have it: steps, bytes of the busiest rank, bytes on the longest chain.
+"""The cost of a collective in closed form: steps, bytes sent by the busiest rank, bytes on the critical path.
 
-    time = steps · α + path · β        α: latency of a message, seconds        β: seconds a byte, one over the bandwidth
+    time = steps · α + path · β        α: latency of a message, in seconds        β: seconds per byte, 1 / bandwidth
 
-`Network(latency=1, bandwidth=inf)` makes a run's makespan the steps, `Network(latency=0, bandwidth=1)` the path, exactly: tests hold
-them together. Forms in lg p hold for powers of two as the textbooks write them; the others pay a fold before and after (see fold.py).
+The makespan of a run on `Network(latency=1, bandwidth=inf)` is exactly the steps, and on `Network(latency=0, bandwidth=1)` the path. Tests
+compare them. The textbooks give the forms with lg p for powers of two; any other p takes two more steps (power_of_two.py).
+Not here: links that several messages share, and the time of the additions.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from parallel101.collectives.broadcast import SEGMENT_BYTES
 
 
 class Cost(NamedTuple):
-    steps: int  #  messages one after the other on the longest chain, where a rank sends and receives one message at a time
-    sent: int  #  bytes that the rank which sends most sends
-    path: int  #  bytes one after the other on the longest chain
+    steps: int  # messages on the critical path, if a rank sends and receives one message at a time
+    sent: int  # bytes sent by the rank that sends most
+    path: int  # bytes on the critical path
 
 
-# By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the whole array, that is the result of a gather or
-# all-gather, the input of the others (of an all-to-all the input of one rank).
-# Sources: Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3; the folds and ⌈⌉ are counted from the code.
+# By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a gather or all-gather, the input of one rank
+# in an all-to-all, the input of the others.
+# Sources: Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms with ⌈⌉, and those for a p that
+# is no power of two, are counted from the code.
 FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
     "broadcast": {
         "flat": lambda p, n, b: Cost(p - 1, (p - 1) * n, (p - 1) * n),
@@ -47,9 +49,11 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
     "all_gather": {
         "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),  # half of it where links go both ways
+        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),  # half of it on links that carry both directions
         "recursive_doubling": lambda p, n, b: (
-            Cost(lg_up(p), (p - 1) * b, (p - 1) * b) if power_of_two(p) else Cost(lg_down(p) + 2, folded(p) * b + n, b + folded(p) * b + n)
+            Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
+            if power_of_two(p)
+            else Cost(lg_down(p) + 2, sent_by_rank_0(p) * b + n, b + sent_by_rank_0(p) * b + n)
         ),
         "bruck": lambda p, n, b: Cost(lg_up(p), (p - 1) * b, (p - 1) * b),
     },
@@ -58,7 +62,7 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
         "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "recursive_halving": lambda p, n, b: (
-            Cost(lg_up(p), (p - 1) * b, (p - 1) * b) if power_of_two(p) else Cost(lg_down(p) + 2, n, n + folded(p) * b + b)
+            Cost(lg_up(p), (p - 1) * b, (p - 1) * b) if power_of_two(p) else Cost(lg_down(p) + 2, n, n + sent_by_rank_0(p) * b + b)
         ),
     },
     "all_reduce": {
@@ -74,7 +78,7 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
         "rabenseifner": lambda p, n, b: (
             Cost(2 * lg_up(p), 2 * (p - 1) * b, 2 * (p - 1) * b)
             if power_of_two(p)
-            else Cost(2 * lg_down(p) + 2, n - 2 * b + folded(p) * b + n, n + 2 * folded(p) * b + n)
+            else Cost(2 * lg_down(p) + 2, n - 2 * b + sent_by_rank_0(p) * b + n, n + 2 * sent_by_rank_0(p) * b + n)
         ),
     },
     "all_to_all": {
@@ -89,25 +93,25 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
 
 
 def closed_form(operation: str, algorithm: str, p: int, nbytes: int) -> Cost:
-    """What `algorithm` costs on p ranks for an array of `nbytes` in all, which p ranks must be able to cut evenly.
+    """The cost of `algorithm` on p ranks for an array of `nbytes` bytes, which p must divide.
 
-    Raises ValueError for an unknown operation or algorithm, for p < 1, and where p does not divide `nbytes`.
+    Raises ValueError for an unknown operation or algorithm, for p < 1, and if p does not divide `nbytes`.
     """
     if algorithm not in FORMS.get(operation, {}):
         known = ", ".join(f"{op} by {name}" for op, forms in FORMS.items() for name in forms)
         raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: there are {known}")
     if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:
-        raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that p ranks cut into equal blocks")
+        raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks")
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
     return FORMS[operation][algorithm](p, nbytes, nbytes // p)
 
 
 def torus_all_reduce(shape: Sequence[int], nbytes: int) -> Cost:
-    """All-reduce along the axes of a mesh, "torus" as well as "two_level" (of a mesh of two axes): 2 Σ (pᵢ − 1) steps, 2n(p−1)/p bytes."""
+    """The cost of all-reduce by "torus", or by "two_level" on a mesh of two axes: 2 Σ (pᵢ − 1) steps, 2n(p−1)/p bytes."""
     p = math.prod(shape)
     if p < 1 or nbytes < 0 or nbytes % p:
-        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected an array that {p} ranks cut into equal blocks")
+        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected an array that splits into {p} equal blocks")
     moved = 2 * nbytes // p * (p - 1)
     return Cost(2 * sum(extent - 1 for extent in shape) if nbytes else 0, moved, moved)
 
@@ -127,16 +131,16 @@ def power_of_two(p: int) -> bool:
 
 
 def segments(nbytes: int) -> int:
-    """How many segments the chain broadcast cuts `nbytes` into."""
+    """The number of segments into which the chain broadcast splits `nbytes`."""
     return -(-nbytes // SEGMENT_BYTES)
 
 
-def folded(p: int) -> int:
-    """Blocks that the core's rank 0 sends in recursive doubling when p is no power of two: it works for two ranks, as the first few do."""
+def sent_by_rank_0(p: int) -> int:
+    """Blocks that rank 0 sends in recursive doubling if p is no power of two: it works for two ranks, as do the others in a pair."""
     pairs = p - (1 << lg_down(p))
     return sum(width + min(width, pairs) for width in (1 << k for k in range(lg_down(p))))
 
 
 def ones(p: int) -> int:
-    """How often a bit is set in the numbers 0 … p − 1: the messages' blocks in Bruck's all-to-all; p lg p / 2 for a power of two."""
+    """The number of bits set in 0 … p − 1: the blocks that a rank sends in Bruck's all-to-all. p lg p / 2 for a power of two."""
     return sum(j.bit_count() for j in range(p))
