@@ -70,7 +70,7 @@ class Comm:
         if not self._batch:
             return
         batch, self._batch = sorted(self._batch, key=lambda message: message.order), []
-        works = self._recorded(dist.batch_isend_irecv, [message.op for message in batch])
+        works = list(self._recorded(dist.batch_isend_irecv, [message.op for message in batch]))
         for message in batch:
             message.works = works
 
@@ -116,7 +116,7 @@ class Nothing:
 
 
 class Batched:
-    """A message of a batch, which starts when the first of them is waited for, or at a flush.
+    """A message of a batch. All of them start when the first is waited for, or at a flush; to wait for one is to wait for all.
 
     `order` is the same on both sides and on all ranks. If torch posts the messages of a batch one by one after all (as for a process group
     that is written in Python), ranks that wait for each other do not form a cycle.
@@ -126,13 +126,13 @@ class Batched:
         me, peer = comm.group.ranks[comm.rank], op.peer
         source, to = (me, peer) if op.op is dist.isend else (peer, me)
         self.comm, self.op, self.order = comm, op, (min(me, peer), max(me, peer), source > to)
-        self.works: list[dist.Work] | None = None
+        self.works: list[dist.Work] | None = None  # of the whole batch, the same list in all its messages: those not yet waited for
 
     def wait(self) -> None:
         if self.works is None:
             self.comm.flush()
-        for work in self.works or ():
-            work.wait()
+        while self.works:
+            self.works.pop(0).wait()
 
 
 def wait_all(works: Iterable[Work]) -> None:
