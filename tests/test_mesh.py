@@ -1,4 +1,4 @@
-"""Cuts that lose nothing, groups that keep their order, axes that are a mesh's own lines."""
+"""Balanced splits, groups that keep their order, and the lines of ranks along the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel101.mesh import Group, along, group_of, split_sizes
 
 @settings(deadline=None)
 @given(n=st.integers(0, 10_000), p=st.integers(1, 300))
-def test_a_split_is_balanced_in_order_and_loses_nothing(n, p):
+def test_a_split_is_balanced_and_in_order_and_covers_everything(n, p):
     sizes = split_sizes(n, p)
     assert len(sizes) == p and sum(sizes) == n
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
@@ -25,7 +25,7 @@ def test_a_split_is_balanced_in_order_and_loses_nothing(n, p):
     assert starts == [n // p * i + min(i, n % p) for i in range(len(starts))]
 
 
-def test_a_split_of_less_than_nothing_or_over_nobody_is_an_error():
+def test_a_split_of_a_negative_number_or_over_no_ranks_is_an_error():
     for n, p in ((-1, 2), (3, 0), (3, -2)):
         with pytest.raises(ValueError, match=rf"split_sizes\({n}, {p}\)"):
             split_sizes(n, p)

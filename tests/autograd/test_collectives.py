@@ -1,4 +1,4 @@
-"""Every operation, by every algorithm, along every axis, is held to ⟨Fx, y⟩ = ⟨x, F*y⟩; and gradients to those of one process."""
+"""Gradients: ⟨Fx, y⟩ = ⟨x, F*y⟩ for every operation, algorithm and set of axes, and the same gradients as in one process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_adjoints_for_every_operation_algorithm_and_axis_subset():
 
 def adjoints_of_uneven_shards_and_groups():
     p, errors = dist.get_world_size(), {}
-    everybody, some = list(range(p)), list(range(p - 1, 0, -1)) or [0]  # some: in another order, and rank 0 idle
+    everybody, some = list(range(p)), list(range(p - 1, 0, -1)) or [0]  # some: in reverse order, with rank 0 idle
     for group in (None, everybody[::-1], some):
         members = group_of(group)
         size, position = members.size, members.position
@@ -113,7 +113,7 @@ def test_adjoints_of_uneven_shards_idle_ranks_and_groups_in_another_order(backen
 
 
 def objective_of_all_ranks(weights):
-    """Each rank's loss of a small program through four collectives; its gradient is that of the sum over ranks."""
+    """This rank's gradient of a small program with several collectives: that of the sum over ranks of their losses."""
     rank = dist.get_rank()
     w = weights[rank].clone().requires_grad_()
     whole = autograd.all_gather(w, 0)
@@ -137,7 +137,7 @@ def test_gradients_are_those_of_one_process():
 
 
 def backward_of_nothing():
-    """A rank that got nothing calls backward too, and its x gets the gradient that is its due, zeros where none is."""
+    """A rank that got no part of the result calls backward too. Its x gets its gradient, or zeros if no rank used it."""
     x = torch.full((2, 2), 1.0, requires_grad=True)
     received = []
     for function in (autograd.gather, autograd.reduce):
@@ -153,7 +153,7 @@ def backward_of_nothing():
     return [*received, x.grad.tolist()]
 
 
-def test_a_rank_that_gets_nothing_reaches_backward():
+def test_a_rank_that_gets_no_part_of_the_result_takes_part_in_backward():
     ones, zeros = [[1.0, 1.0]] * 2, [[0.0, 0.0]] * 2
     threes, twos = [[3.0, 3.0]] * 2, [[2.0, 2.0]] * 2
     assert p101.launch(backward_of_nothing, world_size=3).results == [
@@ -188,7 +188,7 @@ def test_product_max_and_min_say_that_they_have_no_backward():
 
 
 def graph_of_every_collective():
-    """The classes of all nodes behind each collective, with and without a gradient wanted."""
+    """The class of each collective's node in the graph, if x requires a gradient and if not."""
     found = {}
     for wanted in (False, True):
         for name in [*collectives.TEXTBOOK, *replicated.__all__]:
@@ -207,13 +207,13 @@ def test_recording_does_not_change_what_runs():
 
 
 def replicated_gradients():
-    """A two-layer tensor-parallel product, loss replicated: every rank computes the same loss, counted once."""
+    """A tensor-parallel product of two layers. Every rank computes the same loss, which counts once."""
     rank, p = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, a, b = (torch.randn(2 * p, 2 * p, dtype=torch.float64, requires_grad=True) for _ in range(3))
     mine = slice(2 * rank, 2 * rank + 2)
-    hidden = (replicated.copy_to_group(x) @ a[mine].t()).sin()  # a by rows: each rank its own two hidden units
-    out = replicated.reduce_from_group(hidden @ b[:, mine].t())  # b by columns
+    hidden = (replicated.copy_to_group(x) @ a[mine].t()).sin()  # rows of a: each rank has two hidden units
+    out = replicated.reduce_from_group(hidden @ b[:, mine].t())  # columns of b
     shard = replicated.scatter_to_group(out, 0)
     loss = (replicated.gather_from_group(shard.cos(), 0) ** 2).sum()
     loss.backward()
@@ -239,7 +239,7 @@ def both_conventions():
     y = torch.ones(2, requires_grad=True)
     replicated.reduce_from_group(y, "mean").sum().backward()
     z = torch.ones(2, requires_grad=True)
-    replicated.copy_to_group(z, group=[0, 2]).sum().backward()  # rank 1 is idle: z goes through
+    replicated.copy_to_group(z, group=[0, 2]).sum().backward()  # rank 1 is idle: z passes unchanged
     with pytest.raises(ValueError, match="'tree' is unknown"):
         replicated.copy_to_group(z, algorithm="tree")
     with pytest.raises(ValueError, match="'tree' is unknown"):

@@ -1,4 +1,4 @@
-"""A backward has a backward, and that one too: gradients of gradients are those of one process, for every operation and algorithm."""
+"""Gradients of gradients, up to third order, equal those of one process for every operation and algorithm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_one_process(operation, xs, root=0, position=0, src=0, dst=0, **kwargs):
 
 
 def gradients(objective, xs):
-    """Of the objective's sum, of the sum of that gradient's sines, and so on, by each of xs."""
+    """The gradients by xs: of the objective, of the sum of the sines of that gradient, and so on."""
     found = []
     for _ in range(ORDERS):
         grads = torch.autograd.grad(objective, xs, create_graph=True, materialize_grads=True)
@@ -38,7 +38,7 @@ def gradients(objective, xs):
 
 def derivatives_that_differ():
     rank, p, wrong = dist.get_rank(), dist.get_world_size(), []
-    for group in (None, list(range(p - 1, 0, -1)) or [0]):  # the second: in another order, and rank 0 idle
+    for group in (None, list(range(p - 1, 0, -1)) or [0]):  # the second: in reverse order, with rank 0 idle
         members = group_of(group)
         for operation, kwargs in LINEAR:
             if members.size == 1:
@@ -62,7 +62,7 @@ def test_gradients_of_gradients_are_those_of_one_process(backend, world_size):
 
 
 def only_the_root_goes_on(operation):
-    """The others sum up nothing and call backward on that, as they must: a linear way on, and the root's is not."""
+    """The root's loss is a cube. The others call backward on the sum of their empty result, which is linear."""
     x = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64, requires_grad=True)
     y = getattr(autograd, operation)(x)
     (g,) = torch.autograd.grad(y.pow(3).sum() if dist.get_rank() == 0 else y.sum(), x, create_graph=True)
@@ -71,10 +71,10 @@ def only_the_root_goes_on(operation):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_rank_that_got_nothing_takes_part_in_the_second_backward(backend):
-    #  ∂aᵢ = 3 aᵢ², squared and summed: 9 aᵢ⁴, whose gradient is 36 aᵢ³
+def test_a_rank_that_got_no_part_of_the_result_takes_part_in_the_second_backward(backend):
+    # ∂aᵢ = 3 aᵢ², squared and summed: 9 aᵢ⁴, whose gradient is 36 aᵢ³
     assert p101.launch(only_the_root_goes_on, "gather", world_size=2, backend=backend).results == [(3.0, 36.0), (12.0, 288.0)]
-    #  ∂aᵢ = 3 s² on both, squared and summed: 18 s⁴, whose gradient is 72 s³
+    # ∂aᵢ = 3 s² on both, squared and summed: 18 s⁴, whose gradient is 72 s³
     assert p101.launch(only_the_root_goes_on, "reduce", world_size=2, backend=backend).results == [(27.0, 1944.0)] * 2
 
 
@@ -91,12 +91,12 @@ def gradients_of_squares(loss, x):
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_sent_value_has_a_second_derivative(backend):
-    #  x⁶ at 1: 6 x⁵, and of its square 360 x⁹
+    # x⁶ at 1: 6 x⁵, and of its square 360 x⁹
     assert p101.launch(square_there_cube_here, world_size=2, backend=backend).results == [[6.0, 360.0], [0.0, 0.0]]
 
 
 def second_of_the_replicated_pair():
-    """A tensor-parallel product; the loss and what is made of the gradient of x are replicated, and count once."""
+    """A tensor-parallel product. The loss, and the second loss computed from the gradient of x, are replicated and count once."""
     rank, p = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, a, b = (torch.randn(2 * p, 2 * p, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -127,7 +127,7 @@ def a_graph_that_is_walked_twice():
     x = torch.ones(2, requires_grad=True)
     y = autograd.all_reduce(x)
     y.sum().backward()
-    y.sum().backward()  # nothing was kept that the first one let go
+    y.sum().backward()  # the first backward freed nothing that this one needs
     return x.grad.tolist()
 
 

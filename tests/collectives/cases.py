@@ -1,4 +1,4 @@
-"""What the tests of the collectives share: values that differ everywhere, and the answers that one process gives."""
+"""Shared by the tests of the collectives: input values that all differ, and the results that one process computes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OPS = ("sum", "mean", "product", "max", "min")
 
 
 def on_backends(**world_sizes: Sequence[int]) -> Any:
-    """Parametrize a test over (backend, world_size); NCCL too, skipped with a reason where there are too few GPUs."""
+    """Parametrize a test over (backend, world_size); NCCL too, skipped if there are too few GPUs."""
     gpus = torch.cuda.device_count()
     nccl = [
         pytest.param(
-            "nccl", p, marks=[pytest.mark.nccl, pytest.mark.skipif(gpus < p, reason=f"NCCL wants a GPU a rank: {p} ranks, {gpus} GPUs")]
+            "nccl", p, marks=[pytest.mark.nccl, pytest.mark.skipif(gpus < p, reason=f"NCCL needs one GPU per rank: {p} ranks, {gpus} GPUs")]
         )
         for p in (1, 2, 4)
     ]
@@ -33,7 +33,7 @@ def on_backends(**world_sizes: Sequence[int]) -> Any:
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Different in every place and on every rank, in float64 and int64; whole numbers so small that sums are exact in every dtype."""
+    """Different at every index and on every rank (in float64 and int64). Whole numbers, small enough for exact sums in every dtype."""
     count = torch.arange(math.prod(shape)).reshape(tuple(shape))
     if dtype == torch.bool:
         return (count * 5 + rank * 3) % 7 < 3
@@ -43,7 +43,7 @@ def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) 
 
 
 def negative(x: Tensor) -> Tensor:
-    """−x as a mark on the memory of x (contiguous, an even number of floats), as torch makes it of the imaginary part of a conjugate."""
+    """−x, lazily negated like the imaginary part of a conjugate: the memory holds x (contiguous, an even number of floats)."""
     return torch.view_as_complex(x.view(x.numel() // 2, 2)).conj().imag.as_strided(x.shape, x.stride(), 0)
 
 
@@ -61,7 +61,7 @@ def combined(xs: Sequence[Tensor], op: str) -> Tensor:
 def answer(
     operation: str, xs: Sequence[Tensor], position: int, *, root: int = 0, dim: int = 0, op: str = "sum", sizes: Any = None
 ) -> Tensor:
-    """What one process makes of all ranks' tensors; `sizes` cut what is cut."""
+    """The result, computed by one process from all ranks' tensors. `sizes`: of the blocks or shards."""
     p, nothing = len(xs), xs[0].new_empty(0)
     if operation == "broadcast":
         return xs[root]
@@ -81,12 +81,12 @@ def answer(
 
 
 def transposed(xs: Sequence[Tensor], position: int, split_dim: int, concat_dim: int) -> Tensor:
-    """What one process makes of an all-to-all with balanced blocks."""
+    """The result of an all-to-all with balanced blocks, computed by one process."""
     return torch.cat([x.split(split_sizes(x.shape[split_dim], len(xs)), split_dim)[position] for x in xs], concat_dim)
 
 
 def arguments(operation: str, *, root: int = 0, dim: int = 0, op: str = "sum") -> dict[str, Any]:
-    """Those of them that the operation has."""
+    """Those of the arguments that the operation has."""
     given: dict[str, Any] = {}
     if operation in ROOTED:
         given[ROOTED[operation]] = root
@@ -98,7 +98,7 @@ def arguments(operation: str, *, root: int = 0, dim: int = 0, op: str = "sum") -
 
 
 def differs(expected: Tensor, function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> str | None:
-    """What is wrong with a collective's result, or None: values, shape, dtype, x left alone, memory of its own, contiguous."""
+    """What is wrong with a collective's result, or None. Checks values, shape, dtype, own memory, contiguity, and that x did not change."""
     before = x.clone()
     result = function(x, *args, **kwargs)
     if result.shape != expected.shape or result.dtype != expected.dtype:

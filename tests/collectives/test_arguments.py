@@ -1,4 +1,4 @@
-"""A wrong call is an error at once, on every rank, before any message; a group is whatever names ranks in order."""
+"""A wrong call is an error at once, on every rank, before any message. A group is anything that names ranks in order."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.collectives.cases import MOVING, REDUCING, WITH_DIM, answer, argument
 
 X = torch.ones(4, 6)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # experimental, says torch
+    warnings.simplefilter("ignore")  # torch calls complex32 experimental
     HALF = torch.zeros(4, dtype=torch.complex32)
-WRONG = [  # call, error, what its message must say
+WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.all_gather(X, algorithm="rign", group=g), ValueError, "'rign'.*'auto', 'direct', 'ring'"),
     (lambda c, g: c.all_reduce(X, algorithm="flat", group=g), ValueError, "all_reduce has 'auto'.*'torus'"),
     (lambda c, g: c.barrier(algorithm="tree", group=g), ValueError, "'dissemination'"),
@@ -73,7 +73,7 @@ def wrong_calls(library):
                 call(library, group)
         except (pytest.fail.Exception, Exception) as fault:
             missed.append((i, repr(fault)))
-    library.barrier()  # nobody is left waiting, no message on its way
+    library.barrier()  # no rank still waits, no message is in flight
     return missed
 
 
@@ -97,7 +97,7 @@ def groups():
     lines = {"x": [[4, 0], [1, 5]], "y": [[4, 1], [0, 5]]}
     for axis, options in lines.items():
         mine = next((line for line in options if rank in line), None)
-        if mine is None:  # an idle rank cannot slice: the whole mesh tells it as well that it has no part
+        if mine is None:  # an idle rank cannot slice the mesh, so it passes the whole
             yield f"axis {axis}", rows, options[0]
         else:
             yield f"axis {axis}", rows[axis], mine
@@ -164,7 +164,7 @@ def test_all_reduce_along_the_axes_of_a_mesh(backend):
 
 
 def overlapping_groups():
-    """Two groups that share a rank, each with its own all-reduce, the ones begun in another order than the others."""
+    """Any two of these groups share a rank, and ranks call their all-reduces in different orders."""
     rank = dist.get_rank()
     total = torch.tensor([0.0])
     for ranks in ([0, 1], [1, 2], [2, 0]):
@@ -179,20 +179,20 @@ def test_groups_may_overlap():
 
 def late_ones():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    p101.compute(float(rank))  # on the virtual clock, rank r comes r seconds late
+    p101.compute(float(rank))  # on the virtual clock, rank r is r seconds late
     with p101.span("barrier"):
         collectives.barrier()
     return world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
-def test_nobody_leaves_a_barrier_before_all_have_come(world_size):
+def test_no_rank_leaves_a_barrier_before_all_have_entered(world_size):
     spans = p101.launch(late_ones, world_size=world_size, backend="sim").trace.spans("barrier")
     assert len(spans) == world_size
     assert min(span.end for span in spans) >= world_size - 1
 
 
-def test_algorithms_are_called_as_the_operation_and_show_their_own_lines():
+def test_algorithms_have_the_operations_arguments_and_show_their_own_source():
     for operation, table in collectives.TEXTBOOK.items():
         public = inspect.signature(getattr(autograd, operation)).parameters
         for name, function in autograd.algorithms(operation).items():
@@ -205,7 +205,7 @@ def test_algorithms_are_called_as_the_operation_and_show_their_own_lines():
 
 
 def in_words(operation: str) -> str:
-    """The rule as the operation's docstring states it."""
+    """The rule in the words of the operation's docstring."""
     rows = []
     for rule in AUTO[operation]:
         row = rule.algorithm
@@ -228,7 +228,7 @@ def test_auto_always_finds_a_rule_that_the_operation_has():
                 assert choose(operation, "auto", table, nbytes, ranks) in table.values()
 
 
-def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
+def test_both_forms_of_an_operation_have_the_same_arguments_and_documentation():
     for operation in collectives.TEXTBOOK:
         values_only, differentiable = getattr(collectives, operation), getattr(autograd, operation)
         assert inspect.signature(values_only) == inspect.signature(differentiable)
@@ -241,7 +241,7 @@ def test_both_faces_of_an_operation_have_the_same_arguments_and_say_the_same():
 def sent_from(device):
     with pytest.raises(ValueError, match=r"on cuda:0, and the group \(cpu:.*gloo\) sends from cpu only: move it there"):
         comm_of(group_of(None), torch.device(device), "all_reduce")
-    comm_of(group_of([dist.get_rank()]), torch.device(device), "all_reduce")  # alone there is nothing to send
+    comm_of(group_of([dist.get_rank()]), torch.device(device), "all_reduce")  # a single rank sends nothing
     return True
 
 
@@ -252,7 +252,7 @@ def test_a_group_knows_the_devices_from_which_it_sends():
     assert backends_in("cuda:parallel101_nccl") == {"cuda": "parallel101_nccl"}
 
 
-def test_messages_start_in_batches_where_the_backend_is_nccl():
+def test_messages_start_in_batches_if_the_backend_is_nccl():
     assert [batches(backend) for backend in ("gloo", "parallel101_gloo", "sim", "nccl", "parallel101_nccl")] == [False] * 3 + [True] * 2
 
 

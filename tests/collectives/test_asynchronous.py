@@ -1,4 +1,4 @@
-"""What is begun now and finished later gives the same values and moves the same bytes; and time passes only once for both."""
+"""Asynchronous collectives: same values and bytes as the blocking ones, and communication overlaps with compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUPS = {"all": lambda p: None, "turned": lambda p: list(reversed(range(p)))[: 
 
 
 def wrong_values():
-    """Every operation, on every shape and group, several under way at once, finished in the order in which they began."""
+    """Every operation on every shape and group, several in flight at once, finished in the order in which they began."""
     p, rank, wrong, begun = dist.get_world_size(), dist.get_rank(), [], []
     for which, make in GROUPS.items():
         group = make(p)
@@ -33,7 +33,7 @@ def wrong_values():
             expected = {} if place is None else {op: answer("all_reduce", xs, place, op=op) for op in OPS}
             for op in OPS:
                 begun.append((f"all_reduce {op} {shape} {which}", all_reduce_async(x.clone(), op, group=group), expected.get(op)))
-            begun[-1][1].advance()  # some are further on than others
+            begun[-1][1].advance()  # some have advanced further than others
             inplace = x.clone()
             begun.append((f"all_reduce in place {shape}", all_reduce_async(inplace, group=group, out=inplace), expected.get("sum")))
             begun.append((f"all_gather {shape}", all_gather_async(x.clone(), group=group), None if place is None else torch.cat(xs)))
@@ -47,10 +47,10 @@ def wrong_values():
                 every = torch.cat([values(r, (s, *shape[1:]), torch.float64) for r, s in zip(members.ranks, sizes)])
                 out = torch.empty_like(every)
                 begun.append(("all_gather sizes", all_gather_async(own, group=group, sizes=sizes, out=out), every))
-    for name, under_way, expected in begun:
-        result = under_way.wait()
+    for name, pending, expected in begun:
+        result = pending.wait()
         same = result.numel() == 0 if expected is None else torch.equal(result, expected)
-        if not same or not under_way.done or under_way.wait() is not result:
+        if not same or not pending.done or pending.wait() is not result:
             wrong.append((name, result, expected))
     return wrong
 
@@ -61,7 +61,7 @@ def test_values_are_those_of_one_process(backend, world_size):
 
 
 def in_one_buffer():
-    """A reduce-scatter into its own block and an all-gather back over it: an all-reduce in place that needs no other memory."""
+    """A reduce-scatter into the own block, then an all-gather into the same buffer: an all-reduce in place."""
     p, rank = dist.get_world_size(), dist.get_rank()
     flat = values(rank, (4 * p,))
     mine = flat.view(p, 4)[rank]
@@ -93,25 +93,25 @@ def test_bytes_and_steps_are_those_of_the_blocking_ones(p):
 
 
 def meanwhile(seconds):
-    under_way = all_reduce_async(torch.ones(300, dtype=torch.uint8))
+    pending = all_reduce_async(torch.ones(300, dtype=torch.uint8))
     for _ in range(2):
         with p101.span("compute"):
             p101.compute(seconds)
-        under_way.advance()
-    return under_way.wait().sum().item()
+        pending.advance()
+    return pending.wait().sum().item()
 
 
 def test_computing_and_sending_take_the_longer_of_the_two():
     for seconds in (0.0, 50.0, 1000.0):
         run = p101.launch(meanwhile, seconds, world_size=3, backend="sim", network=Network(latency=0.0, bandwidth=1.0))
         assert run.results == [900] * 3
-        part = 2 * 100.0  # two blocks of 100 bytes out of and into each rank
+        part = 2 * 100.0  # each rank sends and receives two blocks of 100 bytes
         assert run.trace.makespan == 2 * max(seconds, part)
         first = min(event.start for event in run.trace.events if event.kind == "send")
-        assert first == 0.0, "the first message leaves before the first compute has ended"
+        assert first == 0.0, "the first message starts before the first compute has ended"
 
 
-def test_what_does_not_fit_is_an_error_before_any_message():
+def test_wrong_arguments_are_an_error_before_any_message():
     x = torch.ones(4, 3)
     for call, message in (
         (lambda: all_reduce_async(x.t()), "expected a contiguous tensor"),

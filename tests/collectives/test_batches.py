@@ -1,7 +1,7 @@
-"""The messages as NCCL wants them: those between two waits leave together, and in one order on all ranks.
+"""Messages in batches, as NCCL needs them: those posted between two waits start together, and in the same order on all ranks.
 
-On NCCL a batch is one kernel on the group's stream: the next one starts when all of it is done. So it is here, on sim: a batch that has
-left is waited for at once, and an order of batches in which ranks would wait for each other there is a DeadlockError here.
+On NCCL a batch is one kernel on the group's stream, and the next batch starts when it has ended. These tests imitate that on sim: they wait
+for a batch as soon as it has started. So an order of batches that would deadlock on NCCL is a DeadlockError here.
 """
 
 import pytest
@@ -17,7 +17,7 @@ OPERATIONS = sorted(MOVING | REDUCING)
 
 
 def as_on_nccl():
-    """From here on this rank's messages leave in batches, one after the other. The list it gives will have their sizes."""
+    """From now on this rank's messages start in batches, one after the other. Returns a list to which each batch adds its size."""
     flush, sizes = comm_module.Comm.flush, []
 
     def flush_and_wait(self):

@@ -1,4 +1,4 @@
-"""Steps and bytes, counted on the virtual clock, are the closed forms', exactly; and a bidirectional ring is worth half of one."""
+"""Steps and bytes counted on the virtual clock equal the closed forms exactly. A bidirectional ring takes half the steps of a ring."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def roots(operation: str, p: int) -> list[int]:
 
 
 def run_all(names: list[tuple[str, str]]) -> None:
-    """Each algorithm once for each of a few roots, in a span of its own, all ranks starting at the same time."""
+    """Each algorithm once for each of a few roots, in its own span; all ranks start at the same time."""
     p = dist.get_world_size()
     for operation, name in names:
         function = collectives.fixed(operation, vars(collectives))[name]
@@ -51,7 +51,7 @@ def run_all(names: list[tuple[str, str]]) -> None:
 
 
 def measured(trace: p101.Trace) -> dict[str, tuple[float, int]]:
-    """For each name of a span: seconds from its first start to its last end, and the bytes of the rank that sent most in it."""
+    """For each span name: seconds from the first start to the last end, and the bytes of the rank that sent most."""
     spans, sent, starts, ends = defaultdict(list), defaultdict(int), defaultdict(list), defaultdict(list)
     for event in trace.spans():
         spans[event.rank].append(event)
@@ -108,7 +108,7 @@ def test_steps_and_bytes_of_the_logarithmic_forms(p):
 
 
 def test_the_textbooks_own_numbers():
-    """A few written out by hand, so that the table is not only held against the code it was written beside."""
+    """Some numbers written by hand: a check of the table that does not depend on our code."""
     n = 1600
     assert closed_form("broadcast", "binomial", 16, n) == Cost(4, 4 * n, 4 * n)
     assert closed_form("broadcast", "scatter_all_gather", 16, n) == Cost(4 + 15, 3000, 3000)

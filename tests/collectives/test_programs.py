@@ -1,4 +1,4 @@
-"""Collectives amid a program of one's own: results that are written to, messages under way, compiled functions, tensors of every kind."""
+"""Collectives inside a program: results changed in place, other messages in flight, torch.compile, unusual tensors."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def written_to():
 
 
 @on_backends(gloo=[1, 2], sim=[1, 3])
-def test_a_result_may_be_written_to_as_any_tensor(backend, world_size):
+def test_a_result_may_be_changed_in_place(backend, world_size):
     assert p101.launch(written_to, world_size=world_size, backend=backend).results == [[]] * world_size
 
 
-def with_a_message_under_way():
+def with_a_message_in_flight():
     rank, p = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % p, (rank + 1) % p
     inbox, wrong = torch.zeros(p), []
     for name, function in EVERY.items():
-        received = dist.irecv(inbox, left)  # before the collective …
+        received = dist.irecv(inbox, left)  # posted before the collective …
         y = function(torch.ones(p))
-        dist.isend(torch.full((p,), 7.0 + rank), right).wait()  # … and what it waits for leaves after it
+        dist.isend(torch.full((p,), 7.0 + rank), right).wait()  # … and its message is sent after it
         received.wait()
         wrong += [name] * (inbox.tolist() != [7.0 + left] * p or bool((y > p).any()))
     return wrong
@@ -55,8 +55,8 @@ def with_a_message_under_way():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_message_of_the_programs_own_never_meets_a_collectives(backend, world_size):
-    assert p101.launch(with_a_message_under_way, world_size=world_size, backend=backend).results == [[]] * world_size
+def test_a_message_of_the_program_never_matches_one_of_a_collective(backend, world_size):
+    assert p101.launch(with_a_message_in_flight, world_size=world_size, backend=backend).results == [[]] * world_size
 
 
 def compiled():
@@ -100,12 +100,12 @@ def refused():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_what_has_no_memory_to_send_and_what_has_no_derivative_are_refused(backend):
+def test_tensors_without_memory_and_forward_mode_are_refused(backend):
     assert p101.launch(refused, world_size=2, backend=backend).results == [[2.0, 2.0]] * 2
 
 
 def one_element():
-    x = torch.arange(2.0)[::2]  # contiguous, with a stride of 2 all the same
+    x = torch.arange(2.0)[::2]  # contiguous, although its stride is 2
     for name, function in EVERY.items():
         function(x.reshape(1, 1) if name in ROOTED else x)
     if dist.get_rank() == 0:
@@ -120,7 +120,7 @@ def test_one_element_may_have_any_stride(backend):
 
 
 def uneven_exchange():
-    """Sizes on both sides of every border of the rule: all ranks must take the same algorithm, there and back."""
+    """Sizes on both sides of each limit in the rules: all ranks must choose the same algorithm, forward and backward."""
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
     for width in (10, 100, 115, 120, 1000):
@@ -134,5 +134,5 @@ def uneven_exchange():
 
 
 @pytest.mark.parametrize("world_size", [9, 12])
-def test_auto_is_the_same_on_ranks_that_have_unlike_sizes(world_size):
+def test_auto_chooses_the_same_on_ranks_with_different_sizes(world_size):
     assert p101.launch(uneven_exchange, world_size=world_size, backend="sim").results == [[]] * world_size

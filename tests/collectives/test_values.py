@@ -1,4 +1,4 @@
-"""Every operation by every algorithm gives what one process gives: any world size, root, dim, shape, stride, dtype and op."""
+"""Every operation by every algorithm gives the values that one process computes: any world size, root, dim, shape, stride, dtype, op."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def conjugate(x):
 
 
 def conjugates_and_negatives():
-    """Each operation of a marked tensor, and its backward with a marked gradient: what is wrong."""
+    """What is wrong: each operation of a lazily conjugated or negated tensor, and its backward with such a gradient."""
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
     for mark in (negative, conjugate):
@@ -120,7 +120,7 @@ def conjugates_and_negatives():
 
 
 @on_backends(gloo=[2], sim=[1, 3])
-def test_a_conjugate_or_negative_that_is_but_a_mark_on_memory(backend, world_size):
+def test_lazily_conjugated_or_negated_tensors(backend, world_size):
     assert p101.launch(conjugates_and_negatives, world_size=world_size, backend=backend).results == [[]] * world_size
 
 
@@ -144,7 +144,7 @@ def uneven_shards():
             expected = torch.cat([x.split(sizes)[rank] for x in xs], 1)
             fault = differs(expected, function, xs[rank], 0, 1, split_sizes=sizes, concat_sizes=joined)
             wrong += [("all_to_all", name, sizes, fault)] * bool(fault)
-            if name != "bruck":  # sizes that only sender and receiver know
+            if name != "bruck":  # only sender and receiver know these sizes
                 count = [[(2 * i + j) % 3 for j in range(p)] for i in range(p)]
                 xs = [values(r, (2, sum(count[r]))) for r in range(p)]
                 expected = torch.cat([xs[r].split(count[r], 1)[rank] for r in range(p)], 1)
@@ -160,7 +160,7 @@ def test_uneven_shards(backend, world_size):
 
 
 def chain_of_many_segments():
-    x = values(dist.get_rank(), (200_001,))  # 1.6 MB: six full segments and a bit
+    x = values(dist.get_rank(), (200_001,))  # 1.6 MB: six full segments and a shorter one
     return differs(values(1, (200_001,)), collectives.broadcast, x, 1, algorithm="chain")
 
 
@@ -178,7 +178,7 @@ def non_sources_are_ignored():
     return all(fine)
 
 
-def test_what_others_hold_does_not_matter_to_a_broadcast_or_scatter():
+def test_a_broadcast_or_scatter_ignores_the_values_on_other_ranks():
     assert p101.launch(non_sources_are_ignored, world_size=4).results == [True] * 4
 
 
