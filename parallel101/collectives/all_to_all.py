@@ -106,12 +106,13 @@ def all_to_all(
     p, rank, one_dim = members.size, members.position, split_dim == concat_dim
     cut = balanced(x.shape[split_dim], p) if split_sizes is None else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
     joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)
-    if one_dim and concat_sizes is not None:  # a rank then knows its own blocks only
-        if algorithm == "bruck":
-            raise ValueError("algorithm='bruck' passes on blocks whose sizes these concat_sizes do not give: use 'direct' or 'pairwise'")
-        algorithm = "direct" if algorithm == "auto" else algorithm
+    own_sizes = one_dim and concat_sizes is not None  # a rank knows the sizes of its own blocks only
+    if own_sizes and algorithm == "bruck":
+        raise ValueError("algorithm='bruck' passes on blocks whose sizes these concat_sizes do not give: use 'direct' or 'pairwise'")
     sizes = None if one_dim else (cut, joined)
     comm = begin("all_to_all", members, x, uneven=concat_dim, sizes=sizes, split_dim=split_dim, concat_dim=concat_dim, algorithm=algorithm)
+    if own_sizes and algorithm == "auto":
+        algorithm = "direct"
 
     row = math.prod(extent for d, extent in enumerate(x.shape) if d not in (split_dim, concat_dim))
     outgoing = Blocks(_packed(x, split_dim, cut), [row * size * (1 if one_dim else joined[rank]) for size in cut])
