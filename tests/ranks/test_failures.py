@@ -66,7 +66,9 @@ def test_the_failing_ranks_own_error_is_raised_and_not_the_others_reports_of_it(
         error.failed_rank = 2
         raise error
 
-    error = fails(p101.RankFailed, program, backend=world)
+    with pytest.raises(p101.RankFailed) as raised:
+        p101.launch(program, world_size=4, backend=world)
+    error = raised.value
     assert error.rank == 2
     assert (type(error.__cause__), str(error.__cause__)) == (ValueError, "the loss is NaN")
 
