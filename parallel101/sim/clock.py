@@ -279,8 +279,8 @@ class World:
     def _rank_raised(self, rank: VirtualRank, error: BaseException) -> None:
         """A rank raised an exception. It counts from the time on the rank's own clock: another rank may have failed before.
 
-        If it only reports another rank's failure, the run goes on until that rank has raised its own exception, which is the cause,
-        or until no rank can run any more.
+        An exception may only report another rank's failure. Then the run goes on until that rank raises its own exception, which is the
+        cause, or until no rank can run any more.
         """
         try:
             self.enter(rank)

@@ -55,7 +55,7 @@ class Torus:
 
     A message travels along the first axis until its coordinate is right, then along the second, and so on (dimension-ordered routing,
     Dally and Seitz 1987). If links go both ways, it takes the shorter way round. If both ways are equally long, a source with an even
-    coordinate goes up and one with an odd coordinate goes down, so that both directions carry half.
+    coordinate goes up and one with an odd coordinate goes down. So both directions carry half.
 
     A message gets its links one after the other: its head asks for the next link as soon as it has one, and does not wait for its tail
     (virtual cut-through, Kermani and Kleinrock 1979). It holds each link for latency + bytes / bandwidth. So a message that meets no other
