@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,22 +18,27 @@ import sys, time, pytest
 ahead, seconds, nanoseconds = float(sys.argv[1]), time.time, time.time_ns
 time.time = lambda: seconds() + ahead
 time.time_ns = lambda: nanoseconds() + int(ahead * 1e9)
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", sys.argv[2]]))
+sys.exit(pytest.main(["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", sys.argv[2]]))
 """
 
 
+def collect(folder: Path, ahead: str, zone: str, seed: str) -> list[str]:
+    """Collect the tests of `folder` in a process with this clock (seconds ahead), time zone and hash seed. Returns the ids."""
+    environment = {**os.environ, "TZ": zone, "PYTHONHASHSEED": seed}
+    command = [sys.executable, "-c", COLLECT, ahead, str(folder)]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return [line for line in ran.stdout.splitlines() if "::" in line]
+
+
 def collect_twice(folder: Path) -> list[list[str]]:
-    """Collect the tests of `folder` in two processes at once, which differ in clock, time zone and hash seed. Returns both lists of ids."""
-    processes = []
-    for ahead, zone, seed in (("0", "UTC0", "1"), ("3723.4", "There-1:02:03", "2")):
-        environment = {**os.environ, "TZ": zone, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", COLLECT, ahead, str(folder)]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    printed = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
-    return [[line for line in text.splitlines() if "::" in line] for text in printed]
+    """Collect in two different processes at once."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(collect, [folder] * 2, ["0", "3723.4"], ["UTC0", "There-1:02:03"], ["1", "2"]))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(310)
 def test_every_process_collects_the_same_ids():
     first, second = collect_twice(ROOT / "tests")
     assert len(first) > 1000
