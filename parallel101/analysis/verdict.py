@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parallel101.analysis.replay import Replay
-from parallel101.record.units import labels, ranks, sentence
+from parallel101.record.units import labels, ranks_text, sentence
 
 
 class Fault(NamedTuple):
@@ -106,7 +106,7 @@ class Verdict:
         return "This is what each rank ends with."
 
     def _describe(self, fault: Fault) -> str:
-        where = f"on {ranks(fault.holders, self.replay.ranks)}"
+        where = f"on {ranks_text(fault.holders, self.replay.ranks)}"
         chunk = chunk_name(self.replay, fault.chunk)
         if fault.kind == "twice":
             times = {2: "twice", 7: "seven times or more"}.get(fault.times, f"{fault.times} times")
@@ -129,4 +129,4 @@ def chunk_name(replay: Replay, chunk: int) -> str:
 
 
 def data_of(numbers: tuple[int, ...] | list[int]) -> str:
-    return f"rank {numbers[0]}'s data" if len(numbers) == 1 else f"the data of {ranks(numbers)}"
+    return f"rank {numbers[0]}'s data" if len(numbers) == 1 else f"the data of {ranks_text(numbers)}"

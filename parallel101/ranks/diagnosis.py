@@ -20,7 +20,8 @@ import psutil
 from parallel101.ranks.output import GLOO_ABORT
 from parallel101.ranks.wire import Failure
 from parallel101.record.calls import Call
-from parallel101.record.errors import LaunchTimeout, RankFailed, ranks_in_words
+from parallel101.record.errors import LaunchTimeout, RankFailed
+from parallel101.record.units import ranks_text
 from parallel101.record.where import is_inside, shown
 
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  # gloo's words: bytes that arrived, bytes expected
@@ -71,7 +72,7 @@ def timed_out(seconds: float, ranks: Sequence[str]) -> LaunchTimeout:
 
 def waited(rank: int, call: Call) -> str:
     """A line of `timed_out` for a rank that was blocked in a call."""
-    peers = ranks_in_words(call.peers) if call.peers else "any rank"
+    peers = ranks_text(call.peers) if call.peers else "any rank"
     return f"rank {rank} waited in {call.kind} for {peers}, at {shown(call.where)}"
 
 

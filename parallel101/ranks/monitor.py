@@ -38,9 +38,9 @@ from parallel101.ranks.wire import (
     Wire,
     unpack,
 )
-from parallel101.record.calls import Call, Referee
+from parallel101.record.calls import Call, CallChecker
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError
-from parallel101.record.wait_for import Board, Standing
+from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown
 
 WAIT_FOR_CAUSE = 0.05  # seconds after a failure in which another rank's failure may turn out to be its cause
@@ -56,7 +56,7 @@ class MonitoredRank:
     process: RankProcess
     wire: Wire
     outputs: tuple[RankOutput, RankOutput]
-    status: Standing
+    status: RankStatus
     result: tuple[bytes, list] | None = None
     failure: Failure | None = None
     record: RankRecord | None = None
@@ -67,7 +67,7 @@ class MonitoredRank:
     partial_call: bytes = b""  # the beginning of a call whose end has not come yet
 
     def take_report(self, report: tuple) -> None:
-        """Note what the rank has posted (see record.Ledger.report)."""
+        """Note what the rank has posted (see record.RankRecorder.report)."""
         status = self.status
         status.posted, status.collectives, status.dropped, status.recent, status.places = report
 
@@ -78,7 +78,7 @@ class Monitor:
     def __init__(
         self, processes: Sequence[RankProcess], timeout: float, prefixes: Sequence[str], *, checked: bool = False, on_gloo: bool = False
     ):
-        self.wait_for = Board(len(processes))
+        self.wait_for = WaitForGraph(len(processes))
         screen = Screen()
         self.ranks = [
             MonitoredRank(
@@ -92,7 +92,7 @@ class Monitor:
         ]
         self.timeout = timeout
         self.checked = checked and all(process.calls is not None for process in processes)
-        self.call_checker = Referee()
+        self.call_checker = CallChecker()
         self.idle_detector = IdleDetector([process.pid for process in processes]) if on_gloo else None
         self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
@@ -112,12 +112,12 @@ class Monitor:
             now = time.monotonic()
             if self.fail_at is not None and now >= self.fail_at:
                 raise self._root_cause()
-            if (deadlock := self.wait_for.deadlock(now)) is not None:
-                raise self.call_checker.verdict() or deadlock
+            if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
+                raise self.call_checker.error() or deadlock
             if idle is not None and idle.stuck(now, all(s.blocked is not None or s.returned for s in self.wait_for.ranks)):
-                raise self.call_checker.verdict() or self.wait_for.standstill(self.checked)
+                raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
             if now >= deadline:
-                raise self.call_checker.verdict() or self._timed_out()
+                raise self.call_checker.error() or self._timed_out()
             next_look = [deadline]
             if self.fail_at is not None:
                 next_look.append(self.fail_at)
@@ -130,7 +130,7 @@ class Monitor:
             self._listen(min(next_look) - now)
             self._read_calls()
         self._read_calls()
-        if (misuse := self.call_checker.verdict()) is not None:
+        if (misuse := self.call_checker.error()) is not None:
             raise misuse
 
     def _listen(self, seconds: float) -> None:
@@ -214,7 +214,7 @@ class Monitor:
                 rank.partial_call = data[start:]
 
     def _check_call(self, call: Call) -> None:
-        if self.call_checker.hear(call):
+        if self.call_checker.check(call):
             self._fail_within(WAIT_FOR_CAUSE)
 
     def _fail_within(self, seconds: float) -> None:
@@ -233,7 +233,7 @@ class Monitor:
         for failure in failures:  # a rank may have found the misuse before anything broke
             if isinstance(failure.error, MisuseError):
                 return failure.error
-        if (misuse := self.call_checker.verdict()) is not None:
+        if (misuse := self.call_checker.error()) is not None:
             return misuse
         failures.sort(key=lambda failure: (failure.consequence, failure.rank))
         if not failures or failures[0].consequence:

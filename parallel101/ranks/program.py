@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.wire import FAILURE, Failure, Wire, pack, unpack
-from parallel101.record.errors import broken_connection, named, reports_another
+from parallel101.record.errors import broken_connection, one_line, reports_another
 from parallel101.record.process_groups import batches_on_nccl
 from parallel101.record.where import is_inside
 
@@ -34,7 +34,7 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
         raise ImportError(f"the function or an argument comes from a module that the ranks can't import: {error}. {advice}") from error
     except Exception as error:
         advice = "Create it inside the function, or pass what it is made from."
-        raise TypeError(f"the function or an argument was pickled, but the ranks can't unpickle it: {named(error)}. {advice}") from error
+        raise TypeError(f"the function or an argument was pickled, but the ranks can't unpickle it: {one_line(error)}. {advice}") from error
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
 
 def failure_of(rank: int, error: BaseException) -> Failure:
     """What the launching process is told of an exception that `rank` raised."""
-    return Failure(rank, error, named(error), program_traceback(error), broken_connection(error) or reports_another(error, rank))
+    return Failure(rank, error, one_line(error), program_traceback(error), broken_connection(error) or reports_another(error, rank))
 
 
 def send_failure(wire: Wire, failure: Failure) -> None:

@@ -18,12 +18,12 @@ from parallel101.ranks.program import failure_of, own_init_accepted, pack_result
 from parallel101.ranks.watcher import ControlThread
 from parallel101.ranks.wire import IMPORTED, RECORD, RESULT, Job, RankRecord, VirtualExit, Wire
 from parallel101.record.events import Row
-from parallel101.record.recorder import Report
+from parallel101.record.recorder import StatusReport
 from parallel101.record.where import where
 from parallel101.sim.group import SharedState
 from parallel101.sim.simulate import simulate
 
-NO_REPORT: Report = ({}, {}, {}, {}, {})  # the sim itself knows who waits for whom
+NO_REPORT: StatusReport = ({}, {}, {}, {}, {})  # the sim itself knows who waits for whom
 
 
 def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:

@@ -26,11 +26,11 @@ from parallel101.ranks.program import failure_of, forked_children_exit, own_init
 from parallel101.ranks.watcher import TICK, BlockedDetector
 from parallel101.ranks.wire import RankRecord, unpack
 from parallel101.record import process_groups
-from parallel101.record.calls import Call, Referee
-from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, named
-from parallel101.record.recorder import Ledger, Posted
+from parallel101.record.calls import Call, CallChecker
+from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, one_line
+from parallel101.record.recorder import PostedCall, RankRecorder
 from parallel101.record.spans import record_into
-from parallel101.record.wait_for import Board, Standing
+from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown, where
 
 GRACE = 1.0  # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
@@ -65,16 +65,16 @@ def join_job(
     _launches += 1
     store = dist.PrefixStore(f"parallel101/{_launches}", _job_store(timeout))
     calls: list[Call] = []
-    ledger = Ledger(rank, recording=recording, payload_bytes=payload_bytes, tell=calls.append if recording else None)
+    recorder = RankRecorder(rank, recording=recording, payload_bytes=payload_bytes, on_call=calls.append if recording else None)
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # a call blocks its connection, so the watcher needs its own
-    watcher = JobWatcher(ledger, watcher_store, size, timeout, calls)
+    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls)
     watcher.start()
     if recording:
-        record_into(ledger)
+        record_into(recorder)
     try:
         process_groups.own_device(backend, int(os.environ.get("LOCAL_RANK", rank)))
         hook = sys.excepthook
-        process_groups.init(backend, ledger, store, rank, size)
+        process_groups.init(backend, recorder, store, rank, size)
         if _launches > 1:
             sys.excepthook = hook  # each init adds one that puts "[rank0]:" before every line of a traceback
         try:
@@ -92,10 +92,10 @@ def join_job(
             failed = rank_raised(failure)
             watcher.announce(failed)
             raise failed from error
-        ledger.close()
+        recorder.close()
         watcher.returned()
         gathered: list[Any] = [None] * size
-        record = RankRecord(ledger.events, ledger.unfinished)
+        record = RankRecord(recorder.events, recorder.unfinished)
         dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers], pickle.dumps((calls, record))))
     finally:
         record_into(None)
@@ -108,10 +108,10 @@ def join_job(
 
 
 def _check_calls(calls: list[Call]) -> None:
-    checker = Referee()
+    checker = CallChecker()
     for call in sorted(calls, key=lambda call: call.seq):
-        checker.hear(call)
-    if (misuse := checker.verdict()) is not None:
+        checker.check(call)
+    if (misuse := checker.error()) is not None:
         raise misuse
 
 
@@ -162,41 +162,41 @@ class JobWatcher(threading.Thread):
     """Publishes the status of this rank. On rank 0, reads the status of all ranks. Stops a rank that can't go on.
 
     Args:
-        ledger: of the rank that it watches.
+        recorder: of the rank that it watches.
         store: a connection of its own to the store of this launch.
         size: ranks of the job.
         timeout: seconds the launch may take.
         calls: the list to which a checked run appends what this rank posts.
     """
 
-    def __init__(self, ledger: Ledger, store: dist.Store, size: int, timeout: float, calls: list[Call]):
+    def __init__(self, recorder: RankRecorder, store: dist.Store, size: int, timeout: float, calls: list[Call]):
         super().__init__(daemon=True, name="parallel101 job watcher")
-        self.ledger, self.store, self.size, self.timeout, self.calls = ledger, store, size, timeout, calls
-        self.detector = BlockedDetector(ledger)
+        self.recorder, self.store, self.size, self.timeout, self.calls = recorder, store, size, timeout, calls
+        self.detector = BlockedDetector(recorder)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
-        self.deadline = time.monotonic() + timeout + (0.0 if ledger.rank == 0 else GRACE)
+        self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
         self.done = threading.Event()  # this rank's function has returned
         self.over = threading.Event()  # so is the launch
-        self.wait_for = Board(size)
-        self.call_checker = Referee()
+        self.wait_for = WaitForGraph(size)
+        self.call_checker = CallChecker()
         self.calls_published = self.batches_published = 0
         self.batches_read = [0] * size  # by rank
         self.announced_here = False  # the failure that all ranks raise was found here
-        self._publish(Standing())
+        self._publish(RankStatus())
 
     def run(self) -> None:
-        seen: Posted | None = None
-        published: Posted | None = None
+        seen: PostedCall | None = None
+        published: PostedCall | None = None
         while not self.over.wait(TICK):
             try:
                 blocked = self.detector.blocked_in()
                 if not self.done.is_set() and blocked is not published and (blocked is None or blocked is seen):
                     call = None if blocked is None else blocked.call(self._place())
-                    self._publish(Standing(call, False, *self.ledger.report()))
+                    self._publish(RankStatus(call, False, *self.recorder.report()))
                     published = blocked
                 seen = blocked
                 self._publish_calls()
-                if self.ledger.rank == 0:
+                if self.recorder.rank == 0:
                     self._check_all_ranks()
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
@@ -227,39 +227,39 @@ class JobWatcher(threading.Thread):
     def returned(self) -> None:
         """This rank's function has returned. Wait until all have, or raise what went wrong on another rank."""
         self.done.set()
-        self._publish(Standing(None, True, *self.ledger.report()))
+        self._publish(RankStatus(None, True, *self.recorder.report()))
         self.store.add("returned", 1)
         while self.store.add("returned", 0) < self.size:
             if (failure := self.announced(within=0.001)) is not None:
                 raise failure
 
-    def _publish(self, status: Standing) -> None:
-        self.store.set(f"status/{self.ledger.rank}", pickle.dumps(status))  # type: ignore[arg-type]  # it takes bytes too
+    def _publish(self, status: RankStatus) -> None:
+        self.store.set(f"status/{self.recorder.rank}", pickle.dumps(status))  # type: ignore[arg-type]  # it takes bytes too
 
     def _publish_calls(self) -> None:
         if new := self.calls[self.calls_published :]:
-            self.store.set(f"calls/{self.ledger.rank}/{self.batches_published}", pickle.dumps(new))  # type: ignore[arg-type]
+            self.store.set(f"calls/{self.recorder.rank}/{self.batches_published}", pickle.dumps(new))  # type: ignore[arg-type]
             self.calls_published += len(new)
             self.batches_published += 1
 
     def _check_all_ranks(self) -> None:
         """On rank 0: look for misuse and deadlocks."""
         self.wait_for.ranks = self._all_statuses()
-        if (misuse := self.call_checker.verdict()) is not None:
+        if (misuse := self.call_checker.error()) is not None:
             self.announce(misuse)
-        elif (deadlock := self.wait_for.deadlock(time.monotonic())) is not None:
+        elif (deadlock := self.wait_for.confirmed_deadlock(time.monotonic())) is not None:
             self.announce(deadlock)
-        for rank in range(self.size) if self.ledger.tell is not None else ():
+        for rank in range(self.size) if self.recorder.on_call is not None else ():
             while self.store.check([f"calls/{rank}/{self.batches_read[rank]}"]):
                 for call in pickle.loads(self.store.get(f"calls/{rank}/{self.batches_read[rank]}")):
-                    self.call_checker.hear(call)
+                    self.call_checker.check(call)
                 self.batches_read[rank] += 1
 
-    def _all_statuses(self) -> list[Standing]:
+    def _all_statuses(self) -> list[RankStatus]:
         keys = [f"status/{rank}" for rank in range(self.size)]
         if self.store.check(keys):
             return [pickle.loads(data) for data in self.store.multi_get(keys)]
-        return [pickle.loads(self.store.get(key)) if self.store.check([key]) else Standing() for key in keys]
+        return [pickle.loads(self.store.get(key)) if self.store.check([key]) else RankStatus() for key in keys]
 
     def _timed_out(self) -> LaunchTimeout:
         lines = []
@@ -276,13 +276,13 @@ class JobWatcher(threading.Thread):
         """The run has failed. If this rank's own thread does not raise within GRACE, because it is blocked, the process exits."""
         if self.over.wait(GRACE):
             return
-        rank = self.ledger.rank
+        rank = self.recorder.rank
         if self.announced_here:
-            sys.stderr.write(f"[rank {rank}] {named(error)}\n")
+            sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
         if isinstance(error, LaunchTimeout):
             sys.stderr.write(f"[rank {rank}] was at {shown(self._place())}\n")
         sys.stderr.flush()
         os._exit(1)
 
     def _place(self) -> str:
-        return where(sys._current_frames().get(self.ledger.thread))
+        return where(sys._current_frames().get(self.recorder.thread))

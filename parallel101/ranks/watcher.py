@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from parallel101.ranks.wire import ASK_PLACES, ASK_RECORD, BLOCKED, EXIT, PLACES, RECORD, UNBLOCKED, RankRecord, Wire
-from parallel101.record.recorder import Ledger, Posted
+from parallel101.record.recorder import PostedCall, RankRecorder
 from parallel101.record.where import is_inside, where
 
 TICK = 0.1  # seconds between two looks
@@ -70,13 +70,13 @@ class ControlThread(threading.Thread):
 class Watcher(ControlThread):
     """The watcher of a real rank, which reports what the rank is blocked in."""
 
-    def __init__(self, ledger: Ledger, wire: Wire):
+    def __init__(self, recorder: RankRecorder, wire: Wire):
         super().__init__(wire)
-        self.ledger = ledger
-        self.detector = BlockedDetector(ledger)
+        self.recorder = recorder
+        self.detector = BlockedDetector(recorder)
         self.outside = "its start, before the program"  # where the rank is, if not in the program; else ""
-        self.seen: Posted | None = None
-        self.reported: Posted | None = None
+        self.seen: PostedCall | None = None
+        self.reported: PostedCall | None = None
 
     def look(self) -> None:
         blocked = self.detector.blocked_in()
@@ -85,19 +85,19 @@ class Watcher(ControlThread):
             self.reported = None
         if blocked is not None and blocked is self.seen and self.reported is None:
             with contextlib.suppress(RuntimeError):  # another thread posted while the counts were copied: report at the next look
-                self.wire.send(BLOCKED, (tuple(blocked.call(self._place())), self.ledger.report()))
+                self.wire.send(BLOCKED, (tuple(blocked.call(self._place())), self.recorder.report()))
                 self.reported = blocked
         self.seen = blocked
 
     def send_record(self) -> None:
-        ledger = self.ledger
-        self.wire.send(RECORD, (RankRecord(ledger.events, ledger.unfinished), ledger.report()))
+        recorder = self.recorder
+        self.wire.send(RECORD, (RankRecord(recorder.events, recorder.unfinished), recorder.report()))
 
     def places(self) -> list[tuple[int, str]]:
-        return [(self.ledger.rank, self.outside or self._place())]
+        return [(self.recorder.rank, self.outside or self._place())]
 
     def _place(self) -> str:
-        return where(sys._current_frames().get(self.ledger.thread))
+        return where(sys._current_frames().get(self.recorder.thread))
 
 
 # ---- what the program's thread is blocked in, as another thread of the process sees it ----
@@ -110,30 +110,30 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 class BlockedDetector:
     """Tells in which call the program is blocked. To be asked again and again, from the watcher's thread."""
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, recorder: RankRecorder):
+        self.recorder = recorder
         self.position: tuple[int, int, float] | None = None  # of the thread in C++: frame, instruction, CPU time used
         self.since = 0.0
 
-    def blocked_in(self) -> Posted | None:
+    def blocked_in(self) -> PostedCall | None:
         """The call in which the program is blocked; None while it runs, or while another of its threads may still post."""
-        waiting = self.ledger.waiting or self._in_backward()
-        return None if waiting is None or _others_at_work(self.ledger.thread) else waiting
+        waiting = self.recorder.waiting or self._in_backward()
+        return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
 
-    def _in_backward(self) -> Posted | None:
+    def _in_backward(self) -> PostedCall | None:
         """The call whose future torch's C++ waits for, as DDP's backward does: its wait() is not seen in Python."""
-        taken = self.ledger.taken
-        while taken and taken[0][0].is_completed():
-            taken.popleft()
-        frame = sys._current_frames().get(self.ledger.thread) if taken else None
+        futures = self.recorder.futures
+        while futures and futures[0][0].is_completed():
+            futures.popleft()
+        frame = sys._current_frames().get(self.recorder.thread) if futures else None
         if frame is None or not frame.f_code.co_filename.startswith(_WAITING) or not hasattr(time, "pthread_getcpuclockid"):
             self.position = None
             return None
-        position = id(frame), frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(self.ledger.thread))
+        position = id(frame), frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(self.recorder.thread))
         now = time.monotonic()
         if position != self.position:
             self.position, self.since = position, now
-        return taken[0][1] if now - self.since >= IN_CPP_FOR else None
+        return futures[0][1] if now - self.since >= IN_CPP_FOR else None
 
 
 def _others_at_work(program: int) -> bool:

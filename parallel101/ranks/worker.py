@@ -41,7 +41,7 @@ from parallel101.ranks.watcher import Watcher, exit_process
 from parallel101.ranks.wire import CALL, IMPORTED, JOB, RESULT, Job, Wire
 from parallel101.record import process_groups
 from parallel101.record.calls import Call
-from parallel101.record.recorder import Ledger
+from parallel101.record.recorder import RankRecorder
 from parallel101.record.spans import record_into
 
 
@@ -84,22 +84,22 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
     """Run the program as one real rank."""
     _, body, buffers = wire.receive_packed()
-    ledger = Ledger(
+    recorder = RankRecorder(
         job.rank,
         recording=job.recording,
         payload_bytes=job.payload_bytes,
-        tell=_call_sender(wire, calls) if job.recording else None,
+        on_call=_call_sender(wire, calls) if job.recording else None,
     )
-    watcher = Watcher(ledger, wire)
+    watcher = Watcher(recorder, wire)
     watcher.start()
     if job.recording:
-        record_into(ledger)
+        record_into(recorder)
     failure = None
     try:
         assert job.rendezvous is not None
         store = connect(job.rendezvous, job.world_size)
         process_groups.own_device(job.backend, job.rank)
-        process_groups.init(job.backend, ledger, store, job.rank, job.world_size)
+        process_groups.init(job.backend, recorder, store, job.rank, job.world_size)
         function, args, kwargs = unpack_program(body, buffers)
         del body, buffers
         process_groups.start_together()
@@ -113,7 +113,7 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
         failure = failure_of(job.rank, error)
     record_into(None)
     if failure is None:
-        ledger.close()
+        recorder.close()
         watcher.send_record()
         wire.send(IMPORTED, slow_imports(loaded))
         wire.send_packed(RESULT, *packed, release=True)

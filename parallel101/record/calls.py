@@ -1,63 +1,66 @@
-"""What a rank asked of the others: one side of a message, or its part in a collective. Two questions are answered from calls.
+"""What a rank called: one side of a message, or its part in a collective; and whether calls that belong together agree.
 
-do the two sides agree?        `disagreement`   (op, shape, dtype, size, root, reduction)
-can everybody still go on?     `stuck`          (who waits for whom, and the circle)
+    rank 0: send(shape (4,), float32)  ──┐  `disagreement`: operation, size, dtype, shape, root, reduction
+    rank 1: recv(shape (3,), float32)  ──┘  `CallChecker`: does this for every call of a checked run
+
+Who waits for whom is not decided here, but in wait_for.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.errors import MisuseError
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.spans import COLLECTIVE_TAG, Collective
 from parallel101.record.where import caller, shown
 
-Key = tuple[str, "int | None", int, str]  #  kind, peer, tag, group: calls with the same key are numbered
+Key = tuple[str, "int | None", int, str]  # kind, peer, tag, group: the calls of a rank with the same key are numbered
+CollectiveTerms = tuple[str, tuple[int, ...]]  # operation and ranks
 
 
 class Call(NamedTuple):
     """One rank's call. Ranks are ranks of the world."""
 
     rank: int
-    kind: str  #  "send", "recv", or a collective's name
-    peers: tuple[int, ...]  #  whom it needs: the other end (empty: a receive from anyone), or the group's other members
+    kind: str  # "send", "recv", or a collective's name
+    peers: tuple[int, ...]  # the ranks it needs: the other side (empty: a receive from any rank), or the group's other members
     tag: int
     group: str
-    seq: int  #  the how-manieth such call: of this kind, peer, tag and group; of a collective, of this group
+    seq: int  # sequence number: of a message, among those with the same key; of a collective, among those of its group
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
-    op: str | None  #  the reduction ("sum", …) of a reducing collective
+    op: str | None  # the reduction ("sum", …) of a reducing collective
     root: int | None
     where: str
-    alike: tuple[tuple[str, str], ...] = ()  # of a collective of parallel101's own: what else must be the same on all ranks
-    given: dict[int, int] | None = None  #  of an all-to-all: the bytes for each rank of the group, whose shapes need not agree …
-    taken: dict[int, int] | None = None  #  … and those expected of each
-    within: tuple[str, tuple[int, ...]] | None = None  # of a message of parallel101's own collectives: the operation and its ranks
+    alike: tuple[tuple[str, str], ...] = ()  # of parallel101's collectives: other arguments that must be the same on all ranks
+    gives: dict[int, int] | None = None  # of an all-to-all: the bytes for each rank of the group …
+    takes: dict[int, int] | None = None  # … and those expected from each rank; here the shapes need not agree
+    within: CollectiveTerms | None = None  # of a message of parallel101's collectives: the collective it belongs to
 
     @property
-    def part(self) -> str:
-        """What every rank of a collective must call, as far as a run knows that is not checked."""
-        return part_in(self.kind, (self.rank, *self.peers))
+    def operation(self) -> str:
+        """What every rank must call here, as far as a run that is not checked knows it."""
+        return operation_name(self.kind, (self.rank, *self.peers))
 
     @property
     def terms(self) -> tuple:
         """What all ranks of a collective must agree on."""
-        return self.kind, self.root, self.op, self.dtype, () if self.given else tuple(self.shape), self.alike
+        return self.kind, self.root, self.op, self.dtype, () if self.gives else tuple(self.shape), self.alike
 
     @property
     def brief(self) -> str:
-        """What the call was, in one phrase, for messages to people."""
+        """The call in one phrase, for error messages."""
         what = f"{self.kind}(" + ", ".join(
             part
             for part in (
-                self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.given else self.dtype),
+                self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.gives else self.dtype),
                 ", ".join(f"{name} {value}" for name, value in self.alike if name != "group"),
                 self.op and f"op {self.op}",
-                self.within and _named(self.within),
+                self.within and _collective_text(self.within),
                 self.root is not None and f"root {self.root}",
             )
             if part
@@ -80,27 +83,18 @@ class Call(NamedTuple):
         )  # fmt: skip
 
 
-def terms_within(collective: Collective | None) -> tuple[str, tuple[int, ...]] | None:
-    """What the two sides of a message of a collective must agree on. Nothing for p101.send and p101.receive, which may meet torch's own."""
-    return None if collective is None or collective.operation in ("send", "receive") else (collective.operation, collective.ranks)
-
-
-def _named(within: tuple[str, tuple[int, ...]]) -> str:
-    operation, ranks = within
-    return f"{operation} on ranks {list(ranks)}"
-
-
-def tag_named(tag: int) -> str:
-    return "the tag of parallel101's collectives" if tag == COLLECTIVE_TAG else f"tag {tag}"
-
-
-def part_in(kind: str, members: Sequence[int]) -> str:
-    """A collective as the ranks must agree on it: its name, and of a group that is being made its members."""
+def operation_name(kind: str, members: Sequence[int]) -> str:
+    """A collective by the name that all ranks must agree on; of new_group, this includes the members."""
     return f"new_group({sorted(members)})" if kind == "new_group" else kind
 
 
-def member_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
-    """The rank at a position of its group, which a rank's call names. Raises ValueError where there is none, or none to send to."""
+def collective_terms(collective: Collective | None) -> CollectiveTerms | None:
+    """What both sides of a message must agree on about its collective. None for p101.send and receive, which also pair with torch's."""
+    return None if collective is None or collective.operation in ("send", "receive") else (collective.operation, collective.ranks)
+
+
+def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
+    """The rank at a position of the group, which a rank's call names. Raises ValueError if there is none, or if it is the rank itself."""
     what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
     if not 0 <= position < len(ranks):
         ring = " On a ring, rank r's neighbours are (r + 1) % size and (r - 1) % size." if kind in ("send", "recv") else ""
@@ -110,26 +104,34 @@ def member_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
     return ranks[position]
 
 
-def agreement(rank: int, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
-    """A rank's word on a collective of parallel101's own, before its messages: to be compared, never waited for. It is counted, apart for
-    each process group `within` which it talks: threads may each have their own."""
-    others, label = tuple(r for r in ranks if r != rank), f"a collective of ours on {sorted(ranks)} {within}"
+def call_to_compare(rank: int, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
+    """A rank's call of one of parallel101's collectives, which it posts before the messages, to be compared with the other ranks' calls.
+
+    Nobody waits for it. `counts` numbers such calls for each list of ranks and each process group `within` which the messages are sent,
+    because each thread of a rank may use a process group of its own.
+    """
+    others, label = tuple(r for r in ranks if r != rank), f"collectives on {sorted(ranks)} {within}"
     seq = counts[label] = counts.get(label, 0) + 1
     terms = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
-    return Call(rank, kind, others, 0, label, seq, 0, (), "", None, None, caller(), terms)
+    return Call(
+        rank=rank, kind=kind, peers=others, tag=0, group=label, seq=seq, nbytes=0, shape=(), dtype="", op=None, root=None,
+        where=caller(), alike=terms,
+    )  # fmt: skip
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
-    """How two calls that belong together differ, in one sentence and the two calls below it, or None when they agree.
+    """How two calls that belong together differ: one sentence, then the two calls. None if they agree.
 
-    For a message: its two sides (either order). For a collective: any two ranks' calls with the same group and seq.
+    Args:
+        ours, theirs: the two sides of a message, in either order; or the calls of any two ranks with the same group and seq.
     """
     pair = f"\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
         if send.within and recv.within and send.within != recv.within:
-            sender, receiver = _named(send.within), _named(recv.within)
-            return f"a message of {sender} is received in {receiver}: all must make the same calls on the same ranks{pair}"
+            sender, receiver = _collective_text(send.within), _collective_text(recv.within)
+            rule = "All ranks of a group must call the same collectives in the same order."
+            return f"a message of {sender} is received in {receiver}. {rule}{pair}"
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
             return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected{pair}"
@@ -146,11 +148,11 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
         return f"the ranks use different reductions: {ours.op} and {theirs.op}{pair}"
     if ours.dtype != theirs.dtype:
         return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}{pair}"
-    if ours.given and theirs.given:
+    if ours.gives and theirs.gives:
         for giver, taker in ((ours, theirs), (theirs, ours)):
-            sent, wanted = (giver.given or {})[taker.rank], (taker.taken or {})[giver.rank]
-            if sent != wanted:
-                return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {wanted}{pair}"
+            sent, expected = (giver.gives or {})[taker.rank], (taker.takes or {})[giver.rank]
+            if sent != expected:
+                return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {expected}{pair}"
     elif tuple(ours.shape) != tuple(theirs.shape):
         return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}{pair}"
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
@@ -159,127 +161,91 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
     return None
 
 
-def stuck(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]], returned: Collection[int]) -> DeadlockError | None:
-    """The deadlock among ranks, if there is one.
+def tensor_changed(call: Call) -> MisuseError:
+    """The error for a tensor that the program changed while it was being sent."""
+    what = f"that was still being sent to rank {call.peers[0]}" if call.kind == "send" else f"that it passed to {call.kind}"
+    advice = "Call wait() on the send first, or send a clone." if call.kind == "send" else "Call wait() first, or pass a clone."
+    return MisuseError(f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}", call.rank)
 
-    Args:
-        waits: for each rank that is blocked, the call it is blocked in.
-        missing: the ranks a call still needs that have not posted their part of it (empty: it is on its way, and will end).
-        returned: ranks that have finished and will post nothing more.
 
-    A rank can go on when its call is on its way, or when someone it misses is neither blocked nor gone: whoever runs may still post.
-    A receive from anyone needs one of its peers, every other call all of them. What is left when nobody more can be freed is stuck.
-    """
-    held, gone = dict(waits), set(returned)
-
-    def may_go_on(call: Call) -> bool:
-        lacking = missing(call)
-        lost = [peer for peer in lacking if peer in held or peer in gone]
-        anyone = call.kind == "recv" and len(call.peers) != 1
-        return len(lost) < len(lacking) if anyone else not lost
-
-    while freed := [rank for rank, call in held.items() if not missing(call) or may_go_on(call)]:
-        for rank in freed:
-            del held[rank]
-    if not held:
-        return None
-    needs = {rank: sorted(missing(call)) for rank, call in held.items()}
-    waiting = {}
-    for rank, call in sorted(held.items()):
-        peer = None if call.kind == "recv" and len(call.peers) != 1 else needs[rank][0] if len(needs[rank]) == 1 else tuple(needs[rank])
-        waiting[rank] = (call.kind, peer, call.where)
-    return DeadlockError(
-        waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())], notes=_past_each_other(held)
+def waited_twice(rank: int, kind: str) -> MisuseError:
+    """The error for a second wait() for one message."""
+    return MisuseError(
+        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the second wait() would wait forever, for another "
+        "message. Call wait() once on each message.",
+        rank,
     )
 
 
-def _past_each_other(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
-    """Sends and receives of the same two ranks that never meet, in words: their tags or groups differ."""
-    notes = []
-    for send in waits.values():
-        receive = waits.get(send.peers[0]) if send.kind == "send" else None
-        if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
-            pair = f"rank {send.rank} sends to rank {receive.rank}"
-            if send.group != receive.group:
-                notes.append((f"{pair} in one group, and rank {receive.rank} receives in another: a message stays in its group", ""))
-            elif send.tag != receive.tag:
-                theirs = f"rank {receive.rank} receives with {tag_named(receive.tag)}"
-                notes.append((f"{pair} with {tag_named(send.tag)}, and {theirs}: a message is received by its own tag", ""))
-    return notes
+def _collective_text(terms: CollectiveTerms) -> str:
+    operation, ranks = terms
+    return f"{operation} on ranks {list(ranks)}"
 
 
-def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
-    """The first circle found by following who waits for whom, its smallest rank first; empty when there is none."""
-    for start in sorted(needs):
-        path: list[int] = []
-        rank = start
-        while rank in needs and rank not in path:
-            path.append(rank)
-            onward = [peer for peer in needs[rank] if peer in needs]
-            if not onward:
-                break
-            rank = onward[0]
-        else:
-            if rank in path:
-                circle = path[path.index(rank) :]
-                smallest = circle.index(min(circle))
-                return circle[smallest:] + circle[:smallest]
-    return []
+def tag_text(tag: int) -> str:
+    return "the tag of parallel101's collectives" if tag == COLLECTIVE_TAG else f"tag {tag}"
 
 
-# ── A checked run's referee: it hears every call as it is posted and says where two that belong together do not agree.
+class CallChecker:
+    """Compares the calls of a checked run: each send with its receive, and the ranks' calls of each collective, paired by their numbers.
 
-
-class Referee:
-    """Pairs up sends with receives and the ranks' parts of a collective, by their numbers.
-
-    `suspects` are the calls that showed the first disagreement; `verdict()` makes an error of them.
+    Give each call to `check` when it is posted. `differing` are the calls of the first message or collective that does not agree.
     """
 
     def __init__(self) -> None:
-        self.messages: dict[tuple, Call] = {}
-        self.from_anyone: set[tuple[int, int, str]] = set()  #  rank, tag, group that received from anyone: who knows whose message?
-        self.collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)
-        self.suspects: list[Call] = []
+        self.differing: list[Call] = []
+        self._messages: dict[tuple, Call] = {}  # whose other side has not been posted
+        self._collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)  # that not all ranks have called
+        self._from_anyone: set[tuple[int, int, str]] = set()  # (rank, tag, group) with a receive from any rank
 
-    def hear(self, call: Call) -> bool:
-        """Take note of a call. True when it shows the first disagreement."""
-        if self.suspects:  #  one more rank of the same collective may tell which is the odd one out
-            if call.kind not in ("send", "recv") and self.suspects is self.collectives.get((call.group, call.seq)):
-                self.suspects.append(call)
+    def check(self, call: Call) -> bool:
+        """Compare a call with those it belongs to. True if it is the first that does not agree."""
+        if self.differing:  # another rank of the same collective may show which of the calls is the exception
+            if call.kind not in ("send", "recv") and self.differing is self._collectives.get((call.group, call.seq)):
+                self.differing.append(call)
             return False
         if call.kind in ("send", "recv"):
-            if len(call.peers) != 1:
-                self.from_anyone.add((call.rank, call.tag, call.group))
-                return False
-            src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
-            if (dst, call.tag, call.group) in self.from_anyone:
-                return False  #  nor, from then on, which message another receive got
-            other = self.messages.pop((src, dst, call.tag, call.group, call.seq), None)
-            if other is None or other.kind == call.kind:
-                self.messages[src, dst, call.tag, call.group, call.seq] = call
-            elif disagreement(other, call):
-                self.suspects = [other, call]
+            self._check_message(call)
         else:
-            parts = self.collectives[call.group, call.seq]
-            parts.append(call)
-            if any(disagreement(part, call) for part in (parts[:-1] if call.given else parts[:1])):
-                self.suspects = parts  #  kept as it is: more ranks may still add theirs
-            elif len(parts) == len(call.peers) + 1:
-                del self.collectives[call.group, call.seq]
-        return bool(self.suspects)
+            self._check_collective(call)
+        return bool(self.differing)
 
-    def verdict(self) -> MisuseError | None:
-        """What was found, or None. It names the rank that differs from most (of a message, the receiver; of two ranks, the higher)."""
-        if not self.suspects:
+    def _check_message(self, call: Call) -> None:
+        if len(call.peers) != 1:  # from now on it is not known which of this rank's receives gets which message
+            self._from_anyone.add((call.rank, call.tag, call.group))
+            return
+        src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
+        if (dst, call.tag, call.group) in self._from_anyone:
+            return
+        key = (src, dst, call.tag, call.group, call.seq)
+        other = self._messages.pop(key, None)
+        if other is None or other.kind == call.kind:
+            self._messages[key] = call
+        elif disagreement(other, call):
+            self.differing = [other, call]
+
+    def _check_collective(self, call: Call) -> None:
+        calls = self._collectives[call.group, call.seq]
+        calls.append(call)
+        if any(disagreement(earlier, call) for earlier in (calls[:-1] if call.gives else calls[:1])):
+            self.differing = calls  # not a copy: the calls of more ranks may follow
+        elif len(calls) == len(call.peers) + 1:
+            del self._collectives[call.group, call.seq]
+
+    def error(self) -> MisuseError | None:
+        """The error for the calls that differ, or None. It names the rank that differs from most ranks.
+
+        Of a message that is the receiver, and of two ranks the higher one.
+        """
+        if not self.differing:
             return None
-        parts = sorted(self.suspects, key=lambda c: (c.kind == "recv", c.rank))
-        if {"send", "recv"} & {part.kind for part in parts}:
-            send, recv = parts
+        calls = sorted(self.differing, key=lambda call: (call.kind == "recv", call.rank))
+        if {"send", "recv"} & {call.kind for call in calls}:
+            send, recv = calls
             return MisuseError(f"{disagreement(send, recv)}", recv.rank)
-        alike = Counter(c.terms for c in parts)
-        usual = max(parts, key=lambda c: (alike[c.terms], -c.rank))
-        if not any(disagreement(usual, c) for c in parts):  #  of an all-to-all, two others
-            usual = next(a for a in parts if any(disagreement(a, b) for b in parts))
-        odd = max((c for c in parts if disagreement(usual, c)), key=lambda c: (-alike[c.terms], c.rank))
+        same = Counter(call.terms for call in calls)
+        usual = max(calls, key=lambda call: (same[call.terms], -call.rank))
+        if not any(disagreement(usual, call) for call in calls):  # in an all-to-all, it may be two other ranks that disagree
+            usual = next(a for a in calls if any(disagreement(a, b) for b in calls))
+        odd = max((call for call in calls if disagreement(usual, call)), key=lambda call: (-same[call.terms], call.rank))
         return MisuseError(f"{disagreement(usual, odd)}", odd.rank)

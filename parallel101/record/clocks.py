@@ -1,9 +1,9 @@
-"""When was that? On a CPU a moment is a number. On a GPU the program only queues its work, and is far ahead of it.
+"""The clocks of real ranks. On a CPU a moment is a number. On a GPU it is a CUDA event, because the program runs ahead of the GPU.
 
-    CPU   post  wait  post  wait                    what perf_counter would see: everything takes no time
-    GPU         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░▓▓▓▓▓▓        what a CUDA event in the same stream sees
+    CPU   post  wait  post  wait                    what perf_counter measures: calls that only queue work
+    GPU         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░▓▓▓▓▓▓        what a CUDA event in the same stream measures: the work itself
 
-So on NCCL a moment is an event in the stream, and becomes a number once the GPU has come by.
+A CUDA event has a time once the GPU has reached it. Virtual ranks have no such clock: see parallel101/sim/clock.py.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from parallel101.record.events import Event
 
 
 class Moment(NamedTuple):
-    """A place in the GPU's stream, and when the program queued it."""
+    """A position in the GPU's stream, and when the program reached it."""
 
     event: torch.cuda.Event
     queued: float
 
 
 class CpuClock:
-    """One clock for all processes of a machine."""
+    """The same clock for all processes of a machine."""
 
     now = staticmethod(time.perf_counter)
 
     def catch_up(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Nothing: a CPU has no queue."""
 
     def in_seconds(self, events: list[Event]) -> list[Event]:
         return events
 
 
 class GpuClock:
-    """The same clock, read by this rank's GPU as it comes by."""
+    """The same clock, read when this rank's GPU reaches a position in its stream."""
 
     def __init__(self) -> None:
         self.zero = torch.cuda.Event(enable_timing=True)
@@ -45,13 +45,13 @@ class GpuClock:
         self.began = time.perf_counter()
 
     def now(self) -> Moment:
-        """Here, in the stream in which this thread's work is queued."""
+        """The present position in this thread's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return Moment(event, time.perf_counter())
 
     def catch_up(self) -> None:
-        """Wait until the GPU has done all that is queued."""
+        """Wait until the GPU has done all queued work."""
         torch.cuda.synchronize()
 
     def in_seconds(self, events: list[Event]) -> list[Event]:
@@ -60,7 +60,7 @@ class GpuClock:
         return [e._replace(start=seconds(e.start), end=seconds(e.end), posted=seconds(e.posted)) for e in events]
 
     def seconds(self, moment: Moment) -> float:
-        """When the GPU came by; when the program did, where the GPU never will: it hangs in a message that nobody sends."""
+        """When the GPU reached it. If it has not, because it hangs in a message that nobody sends: when the program did."""
         if not moment.event.query():
             return moment.queued
         return self.began + self.zero.elapsed_time(moment.event) / 1000

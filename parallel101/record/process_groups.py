@@ -1,6 +1,9 @@
-"""gloo and NCCL under this library's watch: the backends' own process groups, made as torch makes them, inside a RecordedGroup.
+"""Process groups on gloo and NCCL that are recorded: torch's own backend, made as torch makes it, inside a RecordedGroup.
 
-Only what a rank of `launch` needs. The one private touch is in torch_private.
+    dist.init_process_group("parallel101_gloo") ──▶ _create ──▶ RecordedGroup(ProcessGroupGloo)
+    dist.new_group([0, 2])                      ──▶ the same, while the ranks wait for the members
+
+Only the ranks of `launch` need this file. What it needs of torch's private parts is in torch_private.py.
 """
 
 from __future__ import annotations
@@ -15,21 +18,20 @@ import torch
 import torch.distributed as dist
 
 from parallel101.record import torch_private
-from parallel101.record.calls import part_in
+from parallel101.record.calls import operation_name
 from parallel101.record.clocks import GpuClock
-from parallel101.record.recorder import Ledger, Posted, RecordedGroup
+from parallel101.record.recorder import PostedCall, RankRecorder, RecordedGroup
 
-FOREVER = timedelta(days=7)  #  gloo's and NCCL's own time limits would spoil the group: launch keeps the time
+FOREVER = timedelta(days=7)  # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
+
+_recorder: list[RankRecorder] = []  # of this process. torch keeps `_create` forever, but under torchrun a process may launch again
 
 
-def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size: int) -> None:
-    """Make torch's default group, on "gloo" or "nccl", with every call entered in the ledger.
-
-    `dist.get_backend()` answers with the backend's own name, as in any program.
-    """
-    _ledger[:] = [ledger]
-    if backend == "nccl" and ledger.recording:
-        ledger.clock = GpuClock()
+def init(backend: str, recorder: RankRecorder, store: dist.Store, rank: int, world_size: int) -> None:
+    """Make torch's default group on "gloo" or "nccl", with every call recorded. `dist.get_backend()` still returns that name."""
+    _recorder[:] = [recorder]
+    if backend == "nccl" and recorder.recording:
+        recorder.clock = GpuClock()
     name = f"parallel101_{backend}"
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(
@@ -37,37 +39,34 @@ def init(backend: str, ledger: Ledger, store: dist.Store, rank: int, world_size:
         )
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
-    torch_private.wrap_new_groups(backend, name, _making_a_group)
-
-
-_ledger: list[Ledger] = []  #  this process's books: torch keeps the function that makes groups for good, and a job may be joined again
+    torch_private.wrap_new_groups(backend, name, _making_group)
 
 
 def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
-    """What torch calls to make a group, default or sub-group."""
-    (ledger,) = _ledger
+    """What torch calls to make the default group or a sub-group."""
+    (recorder,) = _recorder
     members = list(options.global_ranks_in_group)
     label = str(options.group_id) if members else "world"
-    inner, whole = _connect(backend, options)
-    return RecordedGroup(inner, whole, label, members or range(options.group_size), ledger, backend)
+    inner, whole = _torch_groups(backend, options)
+    return RecordedGroup(inner, whole, label, members or range(options.group_size), recorder, backend)
 
 
 @contextmanager
-def _making_a_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]:
-    """Making a sub-group waits for its members: one that never makes it, or makes another, is a deadlock like any other."""
-    (ledger,) = _ledger
+def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]:
+    """new_group waits for the members. If one of them never calls it, or makes another group, that is a deadlock like any other."""
+    (recorder,) = _recorder
     world = dist.group.WORLD
     assert isinstance(world, RecordedGroup)
     members = sorted(world.ranks if ranks is None else ranks)
-    part = part_in("new_group", members)
-    label = part if members_only else "new_group"  #  torch counts the groups that all ranks make, and names the others by their members
-    others = tuple(rank for rank in members if rank != ledger.rank)
-    with ledger.waits_in(Posted(world, ("new_group", None, 0, label), ledger.takes_part(label, part), others=others)):
+    operation = operation_name("new_group", members)
+    label = operation if members_only else "new_group"  # torch numbers the groups that all ranks make, and names others by their members
+    others = tuple(rank for rank in members if rank != recorder.rank)
+    with recorder.blocked_in(PostedCall(world, ("new_group", None, 0, label), recorder.count_collective(label, operation), others=others)):
         yield
 
 
-def _connect(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
-    """torch's own backend, and a process group of torch's own around it: the backend is quicker to call, the group knows more calls."""
+def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
+    """torch's own backend, which is faster to call, and a process group of torch's around it, which offers more methods."""
     inner: Any
     if backend == "gloo":
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
@@ -88,7 +87,7 @@ def _connect(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
 
 @contextmanager
 def batches_on_nccl() -> Iterator[None]:
-    """torch's batch_isend_irecv makes a batch only of its own kind of group: inside, it makes one of ours as well."""
+    """Inside, torch's batch_isend_irecv makes real batches on our NCCL groups. By itself it does so only on torch's own groups."""
     original = dist.batch_isend_irecv
 
     @wraps(original)
@@ -113,8 +112,11 @@ def batches_on_nccl() -> Iterator[None]:
 
 
 def start_together() -> None:
-    """Wait for the other ranks, unrecorded: one may have found the group, or read the program, 20 ms before another, and a run of
-    microseconds would show little else. (On NCCL a first barrier takes a second; there torch's own start has to do.)"""
+    """An unrecorded barrier before the program starts.
+
+    Without it, one rank may start 20 ms before another, and the record of a short run would show little else. NCCL has none, because its
+    first barrier takes a second.
+    """
     world = dist.group.WORLD
     assert isinstance(world, RecordedGroup)
     if world.backend == "gloo":
@@ -122,7 +124,7 @@ def start_together() -> None:
 
 
 def own_device(backend: str, local_rank: int) -> None:
-    """Give a rank its device: on NCCL the GPU with its number, as torch's default; on gloo one thread, or ranks fight over cores."""
+    """Set up a rank's device. On NCCL: the GPU of its number, also as torch's default device. On gloo: one thread, to share the cores."""
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
         torch.set_default_device(torch.device("cuda", local_rank))

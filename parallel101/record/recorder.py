@@ -1,11 +1,11 @@
-"""What one real rank posts, waits for and (in a recorded run) did: a process group around gloo's or NCCL's own.
+"""Records one real rank (gloo, NCCL): a process group around torch's own sees what the rank posts and waits for.
 
     program ──▶ RecordedGroup ──▶ ProcessGroupGloo
-                     │ posted, waiting: always (who waits for whom is known at any time)
-                     └ events, checks:  in a recorded run
+                     │ always: counts of what was posted, and the call in which the program waits
+                     └ in a recorded run: an event for each call, and its arguments for the checks
 
-It is registered as a c10d backend, so it sees every message and collective of the program whoever sends it: aliased imports, sub-groups,
-DistributedDataParallel. Unrecorded, it counts what was posted and remembers what is waited for, and nothing else.
+RecordedGroup is registered as a c10d backend (see process_groups.py), so it sees every message and collective of the program, also those
+of DistributedDataParallel and of sub-groups. Virtual ranks do not use this file: the simulator writes their record itself.
 """
 
 from __future__ import annotations
@@ -20,72 +20,184 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, Key, agreement, member_at, terms_within
+from parallel101.record.calls import Call, Key, call_to_compare, collective_terms, rank_at, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
-from parallel101.record.events import Event, EventGroup, EventGroups, Row, span_event
-from parallel101.record.signatures import COLLECTIVES, flat, shares, snapshot, unchanged, unfit
+from parallel101.record.events import P2P, Event, EventGroup, EventGroups, Row, span_event
+from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, snapshot, unchanged, unfit
 from parallel101.record.spans import Collective, current_collective
-from parallel101.record.where import caller, shown
+from parallel101.record.where import caller
 
-# ── torch's own work, watched: who waits in it, when it ended, and whether what is being sent stayed what it was.
+StatusReport = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
+RECENT = 256  # collectives of a group that are remembered by name
 
 
-class Posted:
-    """A call that may block: what the watcher needs to say what it waits for."""
+class RankRecorder:
+    """What is known of one rank. Its watcher, in a thread of its own, reads `waiting` and `report()` while the program runs.
 
-    __slots__ = ("group", "key", "others", "place", "seq")
+    Args:
+        rank: of the world.
+        recording: whether to write events and check calls. Counts of what was posted are kept in any case.
+        payload_bytes: events of up to so many bytes keep their values.
+        on_call: in a checked run, called with every call when it is posted, before torch gets it.
+    """
 
-    def __init__(self, group: RecordedGroup, key: Key, seq: int, place: str = "?", others: tuple[int, ...] | None = None):
-        self.group, self.key, self.seq, self.place = group, key, seq, place
-        self.others = group.others if others is None else others  #  whom it needs, where it is no message
+    def __init__(self, rank: int, *, recording: bool, payload_bytes: int = 0, on_call: Callable[[Call], None] | None = None):
+        self.rank = rank
+        self.recording = recording
+        self.payload_bytes = payload_bytes
+        self.on_call = on_call
+        self.thread = threading.get_ident()  # the program's own
+        self.clock: Any = CpuClock()
+        # who waits for whom
+        self.waiting: PostedCall | None = None  # the call in which the program's own thread is blocked
+        self.posted: dict[Key, int] = {}  # how many messages
+        self.places: dict[Key, str] = {}  # where the newest of them was posted
+        self.dropped: dict[tuple[Key, int], str] = {}  # messages whose work was dropped without a wait, and where: gloo cancels them
+        self.collectives: dict[str, int] = {}  # how many, by group
+        self.recent: dict[str, collections.deque[str]] = {}  # by group, the names of the last ones
+        self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()  # works whose future torch or the program has
+        # the record; in place of seconds, events have moments of the clock
+        self.recorded: list[Event] = []
+        self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
+        self.dropped_works: list[tuple[dist.Work | None, Event]] = []  # torch's own work, if it is a collective, and the event
+        self.event_groups = EventGroups()
+
+    # ---- what spans.Recorder asks for ----
+
+    def now(self) -> Any:
+        return self.clock.now()
+
+    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None:
+        seq = len(self.recorded)
+        self.recorded.append(
+            span_event(rank=self.rank, name=name, start=start, end=end, seq=seq, where=caller(), labels=args, waiting=waiting)
+        )
+
+    def compute(self, seconds: float) -> None:
+        """Nothing: real ranks compute in real time."""
+
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
+        if self.on_call is None:
+            return 0
+        call = call_to_compare(self.rank, kind, ranks, within, alike, self.collectives)
+        self.on_call(call)
+        return call.seq
+
+    # ---- who waits for whom ----
+
+    def next_seq(self, key: Key) -> int:
+        """Count a message."""
+        count = self.posted[key] = self.posted.get(key, 0) + 1
+        return count
+
+    def count_collective(self, group: str, operation: str) -> int:
+        """Count a collective of a group; `operation` is what all its ranks must call (see Call.operation)."""
+        if group not in self.recent:
+            self.recent[group] = collections.deque(maxlen=RECENT)
+        self.recent[group].append(operation)
+        seq = self.collectives[group] = self.collectives.get(group, 0) + 1
+        return seq
+
+    @contextmanager
+    def blocked_in(self, posted: PostedCall) -> Iterator[None]:
+        """The program's own thread may be blocked inside."""
+        before, self.waiting = self.waiting, posted
+        try:
+            yield
+        finally:
+            self.waiting = before
+
+    def report(self) -> StatusReport:
+        """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
+        recent = {group: list(operations) for group, operations in dict(self.recent).items()}
+        return dict(self.posted), dict(self.collectives), dict(self.dropped), recent, dict(self.places)
+
+    # ---- the record ----
+
+    @property
+    def events(self) -> list[Row]:
+        """What is recorded so far."""
+        self._end_dropped(run_is_over=False)
+        return self._rows(self.recorded)
+
+    @property
+    def unfinished(self) -> list[Row]:
+        """What was posted and has not been seen to end, as events that end now."""
+        now = self.now()
+        self._end_dropped(run_is_over=False)
+        dropped = [event._replace(end=now) for _, event in self.dropped_works]
+        return self._rows([work.event(now) for work in list(self.unfinished_works) if not work.done] + dropped)
+
+    def close(self) -> None:
+        """The run is over: what was never waited for has ended now, as far as is known."""
+        for work in list(self.unfinished_works):
+            work.ended()
+        self._end_dropped(run_is_over=True)
+        if self.recording:
+            self.clock.catch_up()
+
+    def _end_dropped(self, run_is_over: bool) -> None:
+        """Write the events of collectives whose work was dropped and that have ended since. When the run is over, all of them have."""
+        now, dropped = self.now(), self.dropped_works
+        ended = [work is not None and (run_is_over or (work.is_completed() and work.is_success())) for work, _ in dropped]
+        self.recorded += [event._replace(end=now) for (_, event), done in zip(dropped, ended) if done]
+        self.dropped_works = [entry for entry, done in zip(dropped, ended) if not done]
+
+    def _rows(self, events: list[Event]) -> list[Row]:
+        return [tuple(event) for event in self.clock.in_seconds(list(events))]
+
+
+class PostedCall:
+    """A call that may block, with what the watcher needs to say whom it waits for."""
+
+    __slots__ = ("group", "key", "others", "seq", "where")
+
+    def __init__(self, group: RecordedGroup, key: Key, seq: int, where: str = "?", others: tuple[int, ...] | None = None):
+        self.group, self.key, self.seq, self.where = group, key, seq, where
+        self.others = group.others if others is None else others  # the ranks it needs, if it is no message
 
     @property
     def once(self) -> bool:
-        """Whether it can be waited for once only: a message on gloo, where the next wait() would wait for another one."""
-        return self.key[0] in ("send", "recv") and self.group.backend == "gloo"
+        """Whether wait() may be called only once: on gloo, a second wait() for a message waits for another message."""
+        return self.key[0] in P2P and self.group.backend == "gloo"
 
     def call(self, where: str) -> Call:
         kind, peer, tag, label = self.key
         peers = self.others if peer is None else (peer,)
-        return Call(self.group.ledger.rank, kind, peers, tag, label, self.seq, 0, (), "", None, None, where)
-
-
-def waited_twice(rank: int, kind: str) -> MisuseError:
-    return MisuseError(
-        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}: gloo would wait there for ever, "
-        "for another message. Keep the work until its wait(), and drop it then.",
-        rank,
-    )
+        return Call(
+            rank=self.group.recorder.rank, kind=kind, peers=peers, tag=tag, group=label, seq=self.seq, nbytes=0, shape=(), dtype="",
+            op=None, root=None, where=where,
+        )  # fmt: skip
 
 
 class WatchedWork(dist.Work):
-    """torch's own work, and a note of who waits in it."""
+    """torch's own work. It notes when the program waits in it, and whether it is dropped."""
 
-    def __init__(self, inner: dist.Work, posted: Posted):
+    def __init__(self, inner: dist.Work, posted: PostedCall):
         super().__init__()
         self.inner = inner
         self.posted = posted
-        self.kept = posted.key[0] not in ("send", "recv")  #  a message's work that is thrown away takes the message with it
-        self.over = False
+        self.kept = posted.key[0] not in P2P  # gloo cancels a message whose work is dropped; a collective goes on
+        self.waited = False
 
     def __del__(self) -> None:
         if not self.kept:
-            self.posted.group.ledger.dropped[self.posted.key, self.posted.seq] = self.posted.place
+            self.posted.group.recorder.dropped[self.posted.key, self.posted.seq] = self.posted.where
 
     def wait(self, *timeout: Any) -> bool:
-        if self.over and self.posted.once:
-            raise waited_twice(self.posted.group.ledger.rank, self.posted.key[0])
+        if self.waited and self.posted.once:
+            raise waited_twice(self.posted.group.recorder.rank, self.posted.key[0])
         self.kept = True
-        ledger = self.posted.group.ledger
-        if threading.get_ident() != ledger.thread:
+        recorder = self.posted.group.recorder
+        if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
-        ledger.waiting = self.posted
+        recorder.waiting = self.posted
         try:
             answer = self.inner.wait(*timeout)
         finally:
-            ledger.waiting = None
-        self.over = True
+            recorder.waiting = None
+        self.waited = True
         return answer
 
     def is_completed(self) -> bool:
@@ -111,26 +223,26 @@ class WatchedWork(dist.Work):
     source_rank = _source_rank
 
     def get_future(self) -> Any:
-        self.posted.group.ledger.taken.append((self.inner, self.posted))
+        self.posted.group.recorder.futures.append((self.inner, self.posted))
         return self.inner.get_future()
 
 
-class Given:
-    """What a rank put into a call, seen before torch had it: `watched` are the tensors that must stay what they are until its wait()."""
+class Inputs:
+    """What a rank passed to a call, before torch got it: the payload of the event, and tensors that must not change until the wait()."""
 
-    __slots__ = ("payload", "watched")
+    __slots__ = ("payload", "tensors")
 
-    def __init__(self, watched: list[torch.Tensor], payload: list | None = None):
+    def __init__(self, tensors: list[torch.Tensor], payload: list | None = None):
         self.payload = payload
-        self.watched = [(tensor, _version(tensor), snapshot(tensor)) for tensor in watched]
+        self.tensors = [(tensor, _version(tensor), snapshot(tensor)) for tensor in tensors]
 
     def changed(self) -> bool:
-        #  to compare what lies on a GPU would wait for it, so there only a tensor that was written to is compared
-        return any((t.is_cpu or _version(t) != version) and not unchanged(t, copy) for t, version, copy in self.watched)
+        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to is compared
+        return any((t.is_cpu or _version(t) != version) and not unchanged(t, before) for t, version, before in self.tensors)
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often torch wrote to the tensor, or to another view of its memory; it does not count what goes by x.data or NumPy."""
+    """How often torch wrote to the tensor or another view of its memory. Writes through x.data and NumPy are not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -139,37 +251,37 @@ def values(tensors: list[torch.Tensor]) -> list:
 
 
 class RecordedWork(WatchedWork):
-    """The same, whose end is an event. `received`: the tensor of a receive, whose values the record is to have."""
+    """The work of a recorded call: it writes an event when it ends. `received`: the tensor of a receive, if the event keeps its values."""
 
-    done = True  #  until it is made
+    done = True  # until __init__ has run
 
     def __init__(
         self,
         inner: dist.Work,
-        posted: Posted,
+        posted: PostedCall,
         call: Call,
         group: EventGroup,
         start: Any,
-        given: Given,
+        inputs: Inputs,
         received: torch.Tensor | None = None,
     ):
         super().__init__(inner, posted)
         self.call, self.event_group, self.start = call, group, start
-        self.given: Given | None = given
+        self.inputs: Inputs | None = inputs
         self.received = received
         self.done = False
-        posted.group.ledger.open.add(self)
+        posted.group.recorder.unfinished_works.add(self)
 
     def __del__(self) -> None:
         if not self.done:
-            self._thrown_away()
+            self._note_dropped()
         super().__del__()
 
-    def _thrown_away(self) -> None:
-        """Nobody will see it end: a collective ends all the same, of a message that is not known."""
-        message = self.call.kind in ("send", "recv")
-        payload = None if self.given is None else self.given.payload
-        self.posted.group.ledger.left.append((None if message else self.inner, self.event(self.start, payload=payload)))
+    def _note_dropped(self) -> None:
+        """Nobody will see this work end. A collective ends all the same; of a message it is not known."""
+        payload = None if self.inputs is None else self.inputs.payload
+        event = self.event(self.start, payload=payload)
+        self.posted.group.recorder.dropped_works.append((None if self.call.kind in P2P else self.inner, event))
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)
@@ -190,145 +302,47 @@ class RecordedWork(WatchedWork):
         return future.value()
 
     def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
-        """Its event. `source`: who sent what a receive from anyone got. Such receives are numbered apart, and so have a negative seq."""
+        """Its event. `source`: who sent what a receive from any rank got. Such receives are numbered apart, and so have a negative seq."""
         call = self.call
         seq = call.seq if source is None else -call.seq
-        peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in ("send", "recv") else call.root
+        peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in P2P else call.root
         return call.event(self.event_group, peer=peer, posted=self.start, start=self.start, end=end, seq=seq, payload=payload)
 
     def ended(self, checked: bool = False) -> None:
-        """Write the event, once; in a checked run, see whether what was sent is still what it was."""
+        """Write the event, once. With `checked`, raise MisuseError if a tensor that the rank passed has changed."""
         if self.done:
             return
         self.done = True
-        call, ledger = self.call, self.posted.group.ledger
-        end = ledger.now()
-        ledger.open.discard(self)
+        call, recorder = self.call, self.posted.group.recorder
+        end = recorder.now()
+        recorder.unfinished_works.discard(self)
         source = self.posted.group.ranks[self.inner._source_rank()] if call.kind == "recv" and len(call.peers) != 1 else None
-        given, received, self.given, self.received = self.given, self.received, None, None
-        assert given is not None
-        ledger.recorded.append(self.event(end, source, given.payload if received is None else values([received])))
-        if checked and given.changed():
-            what = f"that was still being sent to rank {call.peers[0]}" if call.kind == "send" else f"that it gave to its {call.kind}"
-            advice = "Wait for the send first, or send a clone." if call.kind == "send" else "Wait first, or give it a clone."
-            raise MisuseError(f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}", call.rank)
-
-
-Report = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
-RECENT = 256  #  collectives of a group that are remembered by name
-
-
-class Ledger:
-    """One rank's books. `tell` (a checked run) is called with every call as it is posted, before torch sees it."""
-
-    def __init__(self, rank: int, *, recording: bool, payload_bytes: int = 0, tell: Callable[[Call], None] | None = None):
-        self.rank = rank
-        self.recording = recording
-        self.payload_bytes = payload_bytes
-        self.tell = tell
-        self.posted: dict[Key, int] = {}
-        self.waiting: Posted | None = None  #  what the program's own thread is blocked in; the watcher thread reads it
-        self.thread = threading.get_ident()
-        self.clock: Any = CpuClock()
-        self.recorded: list[Event] = []  # with moments of the clock in place of seconds
-        self.open: weakref.WeakSet[RecordedWork] = weakref.WeakSet()  #  posted, and not seen to end
-        self.left: list[tuple[dist.Work | None, Event]] = []  # whose work was thrown away: torch's own, for a collective, and the event
-        self.taken: collections.deque[tuple[dist.Work, Posted]] = collections.deque()  #  works whose future torch or the program has
-        self.places: dict[Key, str] = {}  #  where the newest was posted
-        self.dropped: dict[tuple[Key, int], str] = {}  #  messages whose work was thrown away unwaited, and where: gloo takes them back
-        self.event_groups = EventGroups()
-        self.collectives: dict[str, int] = {}
-        self.recent: dict[str, collections.deque[str]] = {}  #  the last collectives of each group, by name
-
-    def now(self) -> Any:
-        return self.clock.now()
-
-    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None:
-        seq = len(self.recorded)
-        self.recorded.append(
-            span_event(rank=self.rank, name=name, start=start, end=end, seq=seq, where=caller(), labels=args, waiting=waiting)
-        )
-
-    @property
-    def events(self) -> list[Row]:
-        """What is recorded so far."""
-        self._look_after(over=False)
-        return self._rows(self.recorded)
-
-    @property
-    def unfinished(self) -> list[Row]:
-        """What was posted and has not been seen to end, as events that end now."""
-        now = self.now()
-        self._look_after(over=False)
-        lost = [event._replace(end=now) for _, event in self.left]
-        return self._rows([work.event(now) for work in list(self.open) if not work.done] + lost)
-
-    def _look_after(self, over: bool) -> None:
-        """Write the events of collectives whose work was thrown away and that have ended since; when the run is over, all have."""
-        now, left = self.now(), self.left
-        ended = [work is not None and (over or (work.is_completed() and work.is_success())) for work, _ in left]
-        self.recorded += [event._replace(end=now) for (_, event), done in zip(left, ended) if done]
-        self.left = [entry for entry, done in zip(left, ended) if not done]
-
-    def _rows(self, events: list[Event]) -> list[Row]:
-        return [tuple(event) for event in self.clock.in_seconds(list(events))]
-
-    def compute(self, seconds: float) -> None:
-        """Real ranks compute in real time: nothing to pretend."""
-
-    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
-        if self.tell is None:
-            return 0
-        call = agreement(self.rank, kind, ranks, within, alike, self.collectives)
-        self.tell(call)
-        return call.seq
-
-    def number(self, key: Key) -> int:
-        count = self.posted[key] = self.posted.get(key, 0) + 1
-        return count
-
-    def takes_part(self, group: str, part: str) -> int:
-        """Count a collective of a group; `part` is what all its ranks must call (see Call.part)."""
-        if group not in self.recent:
-            self.recent[group] = collections.deque(maxlen=RECENT)
-        self.recent[group].append(part)
-        seq = self.collectives[group] = self.collectives.get(group, 0) + 1
-        return seq
-
-    @contextmanager
-    def waits_in(self, posted: Posted) -> Iterator[None]:
-        """The program's own thread may be blocked inside."""
-        before, self.waiting = self.waiting, posted
-        try:
-            yield
-        finally:
-            self.waiting = before
-
-    def report(self) -> Report:
-        """What tells who waits for whom (see trace.board.Standing)."""
-        recent = {group: list(parts) for group, parts in dict(self.recent).items()}
-        return dict(self.posted), dict(self.collectives), dict(self.dropped), recent, dict(self.places)
-
-    def close(self) -> None:
-        """The run is over: what was never waited for ended, as far as is known, now."""
-        for work in list(self.open):
-            work.ended()
-        self._look_after(over=True)
-        if self.recording:
-            self.clock.catch_up()
+        inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
+        assert inputs is not None
+        recorder.recorded.append(self.event(end, source, inputs.payload if received is None else values([received])))
+        if checked and inputs.changed():
+            raise tensor_changed(call)
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group that hands every call to `inner` and keeps the ledger."""
+    """A process group that passes every call on to torch's own backend, and tells the recorder.
 
-    def __init__(self, inner: Any, whole: Any, label: str, ranks: Sequence[int], ledger: Ledger, backend: str):
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  #  torch's stub lacks this form, made for Python
-        self.inner = inner  #  torch's backend
-        self.whole = whole  #  a process group of torch's own around it, for what the backend alone can't be asked from Python
+    Args:
+        inner: torch's backend.
+        whole: a process group of torch's own around `inner`, for calls that the backend does not offer to Python.
+        label: the group's name in the record.
+        ranks: of the world, in order.
+        backend: "gloo" or "nccl".
+    """
+
+    def __init__(self, inner: Any, whole: Any, label: str, ranks: Sequence[int], recorder: RankRecorder, backend: str):
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form, which is made for Python
+        self.inner = inner
+        self.whole = whole
         self.label = label
         self.ranks = list(ranks)
-        self.others = tuple(r for r in ranks if r != ledger.rank)
-        self.ledger = ledger
+        self.others = tuple(r for r in ranks if r != recorder.rank)
+        self.recorder = recorder
         self.backend = backend
         self.torch_name = label
 
@@ -336,7 +350,7 @@ class RecordedGroup(dist.ProcessGroup):
         return len(self.ranks)
 
     def getBackendName(self) -> str:
-        return f"parallel101_{self.backend}"  #  asked by C++ code, which would look inside a group called "gloo"
+        return f"parallel101_{self.backend}"  # C++ code asks for it, and would look inside a group called "gloo"
 
     # DDP, FSDP2 and the functional collectives look a group up by its name
     @property
@@ -367,34 +381,34 @@ class RecordedGroup(dist.ProcessGroup):
         return self._message("recv", tensors, src, tag, lambda: self.inner.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None  #  of two, anyone is the other
+        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None  # of two ranks, any rank is the other
         return self._message("recv", tensors, position, tag, lambda: self.inner.recv_anysource(tensors, tag))
 
     def _message(self, kind: str, tensors: list[torch.Tensor], position: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
-        peer = None if position is None else member_at(self.ledger.rank, kind, position, self.ranks)
+        peer = None if position is None else rank_at(self.recorder.rank, kind, position, self.ranks)
         key = (kind, peer, tag, self.label)
-        place = self.ledger.places[key] = caller()
-        posted = Posted(self, key, self.ledger.number(key), place)
-        if not self.ledger.recording:
+        where = self.recorder.places[key] = caller()
+        posted = PostedCall(self, key, self.recorder.next_seq(key), where)
+        if not self.recorder.recording:
             return WatchedWork(start(), posted)
         tensor = tensors[0]
         peers = self.others if peer is None else (peer,)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         collective = current_collective()
         call = Call(
-            rank=self.ledger.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=tensor.nbytes, shape=shape,
-            dtype=dtype, op=None, root=None, where=place, within=terms_within(collective),
+            rank=self.recorder.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=tensor.nbytes, shape=shape,
+            dtype=dtype, op=None, root=None, where=where, within=collective_terms(collective),
         )  # fmt: skip
         self._check(call, tensors)
-        small = tensor.nbytes <= self.ledger.payload_bytes
-        given = Given([tensor], values([tensor]) if small else None) if kind == "send" else Given([])
-        began = self.ledger.now()
+        small = tensor.nbytes <= self.recorder.payload_bytes
+        inputs = Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
+        began = self.recorder.now()
         received = tensor if kind == "recv" and small else None
-        return RecordedWork(start(), posted, call, self._event_group(collective), began, given, received)
+        return RecordedWork(start(), posted, call, self._event_group(collective), began, inputs, received)
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
-        """Messages posted inside go out as one batch, as NCCL wants those between two ranks; its work becomes theirs."""
+        """Messages posted inside start as one batch, as NCCL requires of messages between two ranks. The batch's work becomes theirs."""
         self.inner._start_coalescing()
         try:
             yield
@@ -403,46 +417,47 @@ class RecordedGroup(dist.ProcessGroup):
             for work in works:
                 work.inner = whole  # type: ignore[attr-defined]
 
-    # ---- collectives: one path for all, described by a table ----
+    # ---- collectives: the same for all, after the table in signatures.py ----
 
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
         spec = COLLECTIVES[method]
         run = next((getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None) or getattr(self.whole, method)
-        seq = self.ledger.takes_part(self.label, spec.kind)
-        posted = Posted(self, (spec.kind, None, 0, self.label), seq)
-        if not self.ledger.recording:
-            with self.ledger.waits_in(posted):  #  some of them block here already
+        seq = self.recorder.count_collective(self.label, spec.kind)
+        posted = PostedCall(self, (spec.kind, None, 0, self.label), seq)
+        if not self.recorder.recording:
+            with self.recorder.blocked_in(posted):  # some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)
-        told = spec.describe(args)
+        arguments = spec.arguments(args)
         tensors = flat(args)
-        root = None if told.root is None else member_at(self.ledger.rank, spec.kind, told.root, self.ranks)
+        root = None if arguments.root is None else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
         call = Call(
-            rank=self.ledger.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=told.nbytes,
-            shape=told.shape, dtype=told.dtype, op=told.op, root=root, where=caller(),
+            rank=self.recorder.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=arguments.nbytes,
+            shape=arguments.shape, dtype=arguments.dtype, op=arguments.op, root=root, where=caller(),
         )  # fmt: skip
         if spec.kind == "all_to_all":
-            gives, takes = shares(args, self.ranks)
-            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), given=gives, taken=takes)
+            gives, takes = bytes_by_rank(args, self.ranks)
+            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes)
         self._check(call, tensors)
-        given = Given(spec.kept(args, self.ledger.rank == root), values(told.tensors) if told.nbytes <= self.ledger.payload_bytes else None)
-        began = self.ledger.now()
-        with self.ledger.waits_in(posted):
+        payload = values(arguments.tensors) if arguments.nbytes <= self.recorder.payload_bytes else None
+        inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)
+        began = self.recorder.now()
+        with self.recorder.blocked_in(posted):
             inner = run(*args, **kwargs)
-        return RecordedWork(inner, posted, call, self._event_group(None), began, given)
+        return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
-        return self.ledger.event_groups.of(self.label, self.ranks, self.group_desc, collective)
+        return self.recorder.event_groups.of(self.label, self.ranks, self.group_desc, collective)
 
     def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:
-        if self.ledger.tell is not None:
-            self.ledger.tell(call)
+        if self.recorder.on_call is not None:
+            self.recorder.on_call(call)
         for tensor in tensors:
             if problem := unfit(tensor, call.brief):
                 raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         work = self._collective("monitored_barrier", *args, **kwargs)
-        if isinstance(work, RecordedWork):  #  it has no work of torch's: it returns when it is over
+        if isinstance(work, RecordedWork):  # it has no work of torch's own: when it returns, it is over
             work.ended()
 
 

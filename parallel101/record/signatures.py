@@ -1,7 +1,10 @@
-"""What a call of torch's own collectives says: which tensors, how many bytes, which reduction, which root.
+"""How c10d calls its collectives: the arguments of each method, on gloo, NCCL and sim alike.
 
-The table is the one place that knows how c10d spells its collectives, on gloo, NCCL and sim alike. c10d renames them from time to time
-(torch 2.13 has all_gather_single for _allgather_base), so an entry lists the names a backend may know it by.
+    allreduce([x], options)  ──▶  kind all_reduce, payload x, shape (4,), dtype float32, reduction sum
+
+`COLLECTIVES` is the only place that knows these signatures. c10d renames methods from time to time (all_gather_single was
+_allgather_base before torch 2.13), so an entry lists all the names that a backend may use. Also here: which tensors can be sent as
+they are, and whether one has changed since.
 """
 
 from __future__ import annotations
@@ -12,50 +15,50 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-WHOLE = 1 << 20  #  bytes up to which a copy of what is being sent is kept, to see whether it changed; beyond, a sample
+WHOLE = 1 << 20  # bytes up to which a tensor that is being sent is copied, to see whether it changes; of a larger one, a sample
 SAMPLE = 1024
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
-class Told(NamedTuple):
-    """What a collective's arguments say."""
+class CollectiveArguments(NamedTuple):
+    """What a rank passed to a collective."""
 
-    tensors: list[torch.Tensor]  #  what the ranks put in (for scatter and all-gather's payload: see Spec)
+    tensors: list[torch.Tensor]  # the inputs; on a rank without inputs, the outputs
     nbytes: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # that must be the same on all ranks
     dtype: str
     op: str | None
-    root: int | None  #  position in the group
+    root: int | None  # position in the group
 
 
-class Spec(NamedTuple):
-    """How a c10d method is called: the positions of the argument that goes in, of the one that comes out, and of the one whose shape must
-    be the same on all ranks."""
+class CollectiveSpec(NamedTuple):
+    """How a c10d method is called: the positions of its inputs, of its outputs, and of the tensors whose shape all ranks must share."""
 
     kind: str
     names: tuple[str, ...]
-    inputs: int | None
-    outputs: int | None
-    compare: int | None
+    inputs: int | None = 0
+    outputs: int | None = None
+    compared: int | None = 0
 
-    def describe(self, args: tuple) -> Told:
-        ins = flat(args[self.inputs]) if self.inputs is not None and len(args) > self.inputs else []
-        outs = flat(args[self.outputs]) if self.outputs is not None and len(args) > self.outputs else []
-        compared = flat(args[self.compare]) if self.compare is not None and len(args) > self.compare else []
+    def arguments(self, args: tuple) -> CollectiveArguments:
+        inputs = flat(args[self.inputs]) if self.inputs is not None and len(args) > self.inputs else []
+        outputs = flat(args[self.outputs]) if self.outputs is not None and len(args) > self.outputs else []
+        compared = flat(args[self.compared]) if self.compared is not None and len(args) > self.compared else []
         options = args[-1] if args else None
         op = getattr(options, "reduceOp", None)
-        nbytes = max(sum(t.nbytes for t in ins), sum(t.nbytes for t in outs))
-        some = next(iter(compared or ins or outs), None)
-        return Told(
-            ins or outs,
-            nbytes,
-            tuple(compared[0].shape) if compared else (),
-            "" if some is None else str(some.dtype).removeprefix("torch."),
-            None if op is None else op_name(op),
-            getattr(options, "rootRank", None) if self.kind in ROOTED else None,
+        some = next(iter(compared or inputs or outputs), None)
+        return CollectiveArguments(
+            tensors=inputs or outputs,
+            nbytes=max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)),
+            shape=tuple(compared[0].shape) if compared else (),
+            dtype="" if some is None else str(some.dtype).removeprefix("torch."),
+            op=None if op is None else op_name(op),
+            root=getattr(options, "rootRank", None) if self.kind in ROOTED else None,
         )
 
-    def kept(self, args: tuple, at_root: bool) -> list[torch.Tensor]:
-        """The tensors that an asynchronous call reads and does not write: what another tensor of the call shares memory with may change."""
+    def unwritten_inputs(self, args: tuple, at_root: bool) -> list[torch.Tensor]:
+        """The inputs that an asynchronous call only reads: they must not change until its wait(). Inputs that share memory with outputs
+        may change."""
         if self.inputs is None or not getattr(args[-1], "asyncOp", True):
             return []
         if self.outputs is None:
@@ -64,61 +67,56 @@ class Spec(NamedTuple):
         return [tensor for tensor in flat(args[self.inputs]) if tensor.untyped_storage().data_ptr() not in written]
 
 
-def shares(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Of an all-to-all's arguments: the bytes it gives to each of the group's ranks, and those it expects of each."""
-    outs, ins, *splits = args
-    if not isinstance(ins, torch.Tensor):
-        given, taken = [t.nbytes for t in ins], [t.nbytes for t in outs]
-    else:
-        given, taken = (
-            [n * whole.nbytes // max(1, len(whole)) for n in split] or [whole.nbytes // len(ranks)] * len(ranks)
-            for whole, split in ((ins, splits[1]), (outs, splits[0]))
-        )
-    return dict(zip(ranks, given)), dict(zip(ranks, taken))
-
-
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-
-
-def _spec(kind: str, *names: str, inputs: int | None = 0, outputs: int | None = None, compare: int | None = 0) -> Spec:
-    return Spec(kind, names, inputs, outputs, compare)
-
-
-_ALL = [
-    _spec("broadcast", "broadcast"),
-    _spec("all_reduce", "allreduce"),
-    _spec("all_reduce", "allreduce_coalesced"),
-    _spec("reduce", "reduce"),
-    _spec("all_gather", "allgather", inputs=1, outputs=0, compare=1),
-    _spec("all_gather", "all_gather_single", "_allgather_base", inputs=1, outputs=0, compare=1),
-    _spec("all_gather", "allgather_coalesced", inputs=1, outputs=0, compare=1),
-    _spec("all_gather", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", inputs=1, outputs=0, compare=1),
-    _spec("gather", "gather", inputs=1, outputs=0, compare=1),
-    _spec("scatter", "scatter", inputs=1, outputs=0, compare=0),
-    _spec("reduce_scatter", "reduce_scatter", inputs=1, outputs=0, compare=1),
-    _spec("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", inputs=1, outputs=0, compare=1),
-    _spec("reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", inputs=1, outputs=0, compare=1),
-    _spec("all_to_all", "all_to_all_single", "alltoall_base", inputs=1, outputs=0, compare=None),
-    _spec("all_to_all", "alltoall", inputs=1, outputs=0, compare=None),
-    _spec("barrier", "barrier", inputs=None, compare=None),
-    _spec("barrier", "monitored_barrier", inputs=None, compare=None),
+_SPECS = [
+    CollectiveSpec("broadcast", ("broadcast",)),
+    CollectiveSpec("all_reduce", ("allreduce",)),
+    CollectiveSpec("all_reduce", ("allreduce_coalesced",)),
+    CollectiveSpec("reduce", ("reduce",)),
+    CollectiveSpec("all_gather", ("allgather",), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("all_gather", ("all_gather_single", "_allgather_base"), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("all_gather", ("allgather_coalesced",), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("all_gather", ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("gather", ("gather",), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("scatter", ("scatter",), inputs=1, outputs=0, compared=0),
+    CollectiveSpec("reduce_scatter", ("reduce_scatter",), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("reduce_scatter", ("reduce_scatter_single", "_reduce_scatter_base"), inputs=1, outputs=0, compared=1),
+    CollectiveSpec(
+        "reduce_scatter", ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), inputs=1, outputs=0, compared=1
+    ),
+    CollectiveSpec("all_to_all", ("all_to_all_single", "alltoall_base"), inputs=1, outputs=0, compared=None),
+    CollectiveSpec("all_to_all", ("alltoall",), inputs=1, outputs=0, compared=None),
+    CollectiveSpec("barrier", ("barrier",), inputs=None, compared=None),
+    CollectiveSpec("barrier", ("monitored_barrier",), inputs=None, compared=None),
 ]
-COLLECTIVES: dict[str, Spec] = {name: spec for spec in _ALL for name in spec.names}
-"""By the name c10d calls it, old names and new."""
+COLLECTIVES: dict[str, CollectiveSpec] = {name: spec for spec in _SPECS for name in spec.names}
+"""By c10d's name of the method, old names and new ones."""
 
 _OPS = {getattr(dist.ReduceOp, name): name.lower() for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
 def op_name(op: Any) -> str:
-    """A ReduceOp's name: "sum", "avg", …"""
+    """The name of a ReduceOp: "sum", "avg", …"""
     for known, name in _OPS.items():
         if op == known:
             return name
     return "premul_sum"
 
 
+def bytes_by_rank(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """From an all-to-all's arguments: the bytes that it gives to each rank of the group, and those that it expects from each."""
+    outputs, inputs, *splits = args
+    if not isinstance(inputs, torch.Tensor):
+        gives, takes = [t.nbytes for t in inputs], [t.nbytes for t in outputs]
+    else:
+        gives, takes = (
+            [n * whole.nbytes // max(1, len(whole)) for n in split] or [whole.nbytes // len(ranks)] * len(ranks)
+            for whole, split in ((inputs, splits[1]), (outputs, splits[0]))
+        )
+    return dict(zip(ranks, gives)), dict(zip(ranks, takes))
+
+
 def flat(tensors: Any) -> list[torch.Tensor]:
-    """The tensors in an argument: a tensor, a list of them, or a list of lists."""
+    """The tensors in an argument: a tensor, a list of tensors, or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if isinstance(tensors, list | tuple):
@@ -127,27 +125,27 @@ def flat(tensors: Any) -> list[torch.Tensor]:
 
 
 def unfit(tensor: torch.Tensor, what: str) -> str | None:
-    """Why a tensor must not be passed to `what`, which reads and writes its memory as it lies, in words; None where it may."""
+    """Why a tensor must not be passed to `what`, which reads and writes its memory as it lies. None if it may be passed."""
     if not tensor.is_contiguous():
         return (
             f"a strided tensor to {what}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes "
-            "its memory as if it were contiguous. Send x.contiguous(), and receive into a tensor that is"
+            "its memory as if it were contiguous. Send x.contiguous(), and receive into a contiguous tensor"
         )
     if tensor.is_neg() or tensor.is_conj():
         return (
             f"a lazily conjugated or negated tensor to {what}: gloo reads and writes its memory, which holds the conjugate or the negative "
-            "of its values. Send x.resolve_conj().resolve_neg(), and receive into a tensor of your own"
+            "of its values. Send x.resolve_conj().resolve_neg(), and receive into a tensor that is neither"
         )
     return None
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds now: all of it if it is small, else a sample spread over it, enough to see most changes."""
+    """What a tensor holds now: all of it if it is small, otherwise a sample of its bytes, which shows most changes."""
     return tensor.detach().clone() if tensor.nbytes <= WHOLE else _sample(tensor).clone()
 
 
 def unchanged(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
-    """Whether a tensor still holds what `snapshot` saw, to the bit."""
+    """Whether a tensor still holds what `snapshot` saw, bit for bit."""
     if before is None or not tensor.numel():
         return True
     if tensor.nbytes > WHOLE:
@@ -156,10 +154,11 @@ def unchanged(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
 
 
 def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in a row, without a copy where it is contiguous. (One element is, whatever stride it has, which view minds.)"""
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    """The bytes of a tensor in one dim. A contiguous tensor is not copied."""
+    values = tensor.detach().contiguous()
+    return values.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # view() alone refuses the odd strides that one element may have
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     values = in_bytes(tensor)
-    return values[:: values.nbytes // SAMPLE | 1]  #  odd: every byte of an element gets its turn
+    return values[:: values.nbytes // SAMPLE | 1]  # an odd step: so that it meets every byte of an element

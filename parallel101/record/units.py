@@ -1,4 +1,4 @@
-"""Bytes, seconds and lists of ranks as people write them."""
+"""Bytes, seconds and lists of ranks as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def human_bytes(nbytes: float) -> str:
-    """1536 -> "1.5 KiB": powers of 1024, one decimal where it says something."""
+    """1536 -> "1.5 KiB": powers of 1024, with one decimal if it is needed."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if nbytes >= 100 or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
@@ -35,7 +35,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """The distance of an axis's ticks: 1, 2 or 5 times a power of ten, so that at most `most` of them fit into `span`."""
+    """The distance between the ticks of an axis: 1, 2 or 5 times a power of ten, so that `span` has at most `most` of them."""
     if span <= 0:
         return 1.0
     step = 10.0 ** math.floor(math.log10(span / most))
@@ -48,25 +48,28 @@ def listed(items: Iterable[object]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
 
 
-def ranks(numbers: Sequence[int], everyone: Sequence[int] = ()) -> str:
-    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; more than four in a row -> "ranks 0–5"; all of `everyone` -> "every rank"."""
-    numbers = sorted(set(numbers))
-    if len(numbers) > 1 and numbers == sorted(everyone):
+def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
+    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; three or more in a row -> "ranks 0–5"; all of `everyone` -> "every rank".
+
+    Of more than eight others, the first eight and how many more there are.
+    """
+    ranks = sorted(set(numbers))
+    if len(ranks) > 1 and ranks == sorted(everyone):
         return "every rank"
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"ranks {numbers[0]}–{numbers[-1]}"
-    return f"ranks {listed(numbers)}" if len(numbers) <= 4 else f"{len(numbers)} ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return f"ranks {listed(ranks if len(ranks) <= 8 else [*ranks[:8], f'{len(ranks) - 8} more'])}"
 
 
 def labels(names: Sequence[str]) -> str:
-    """Chunks by their letters, in order: "a", "a and b", "a–d"."""
+    """The letters of chunks, in order: "a", "a and b", "a–d"."""
     if len(names) > 2 and all(len(name) == 1 for name in names) and ord(names[-1]) - ord(names[0]) == len(names) - 1:
         return f"{names[0]}–{names[-1]}"
     return listed(names)
 
 
 def sentence(text: str) -> str:
-    """The same with a capital first and a full stop last."""
+    """The same text with a capital at the start and a full stop at the end."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")

@@ -1,87 +1,165 @@
-"""Who waits for whom, as the ranks themselves report it: enough to tell a deadlock for certain.
+"""Who waits for whom, and whether that is a deadlock: the wait-for graph of the ranks.
 
-A rank's counts of what it has posted only grow, and a blocked rank posts nothing. So the newest reports of all ranks, though taken at
-different moments, describe one moment: that of the last of them.
+    rank 0 ──waits for──▶ rank 1 ──▶ rank 2 ──▶ rank 0        a cycle: a deadlock
+    rank 3 ──waits for──▶ rank 0                              waits for ranks that are stuck: stuck too
+    rank 4 ──waits for──▶ rank 5, which has returned          stuck
+    rank 6 ──waits for──▶ rank 7, which still runs            not stuck: rank 7 may post what rank 6 needs
+
+`find_deadlock` decides this for calls whose state is known exactly, as on sim. On real ranks, `WaitForGraph` knows only what each rank
+last reported. That is enough to be certain: the counts of what a rank has posted only grow, and a blocked rank posts nothing. So the
+newest reports of all ranks, though taken at different times, describe one moment: the time of the last of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.record.calls import Call, Key, stuck, tag_named
-from parallel101.record.errors import DeadlockError, ranks_in_words
+from parallel101.record.calls import Call, Key, tag_text
+from parallel101.record.errors import DeadlockError
+from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
 
-SURE = 0.15  #  seconds a deadlock must stand before it is believed: more than a watcher's tick
-LIKELY = 0.8  #  the same, where a message was thrown away: whether it had gone out before, nobody can tell
+CONFIRM_AFTER = 0.15  # seconds for which a deadlock must last before it is reported: longer than the interval of the reports
+CONFIRM_DROPPED_AFTER = 0.8  # the same if a work object was dropped: it is not known whether its message had been sent before
+
+
+def find_deadlock(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]], returned: Collection[int]) -> DeadlockError | None:
+    """The deadlock among the ranks, if there is one.
+
+    Args:
+        waits: for each rank that is blocked, the call in which it is blocked.
+        missing: the ranks that a call needs and that have not posted their part of it. Empty: it is in flight, and will end.
+        returned: ranks that have finished and will post nothing more.
+
+    A rank can go on if its call is in flight, or if a rank that it misses is neither blocked nor finished. A receive from any rank needs
+    one of its peers; every other call needs all of them. The ranks that are left when no more ranks can go on are stuck.
+    """
+    stuck, gone = dict(waits), set(returned)
+
+    def can_go_on(call: Call) -> bool:
+        lacking = missing(call)
+        never = [peer for peer in lacking if peer in stuck or peer in gone]
+        from_anyone = call.kind == "recv" and len(call.peers) != 1
+        return len(never) < len(lacking) if from_anyone else not never
+
+    while free := [rank for rank, call in stuck.items() if not missing(call) or can_go_on(call)]:
+        for rank in free:
+            del stuck[rank]
+    if not stuck:
+        return None
+    needs = {rank: sorted(missing(call)) for rank, call in stuck.items()}
+    waiting = {}
+    for rank, call in sorted(stuck.items()):
+        peer = None if call.kind == "recv" and len(call.peers) != 1 else needs[rank][0] if len(needs[rank]) == 1 else tuple(needs[rank])
+        waiting[rank] = (call.kind, peer, call.where)
+    return DeadlockError(
+        waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())], notes=_unmatched_waits(stuck)
+    )
+
+
+def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
+    """The first cycle in the wait-for graph, its smallest rank first. Empty if there is none."""
+    for start in sorted(needs):
+        path: list[int] = []
+        rank = start
+        while rank in needs and rank not in path:
+            path.append(rank)
+            onward = [peer for peer in needs[rank] if peer in needs]
+            if not onward:
+                break
+            rank = onward[0]
+        else:
+            if rank in path:
+                found = path[path.index(rank) :]
+                smallest = found.index(min(found))
+                return found[smallest:] + found[:smallest]
+    return []
+
+
+def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
+    """Notes on a send and a receive of the same two ranks that do not match, because their tags or groups differ."""
+    notes = []
+    for send in waits.values():
+        receive = waits.get(send.peers[0]) if send.kind == "send" else None
+        if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
+            pair = f"rank {send.rank} sends to rank {receive.rank}"
+            if send.group != receive.group:
+                notes.append((f"{pair} in one group, and rank {receive.rank} receives in another. Use the same group on both sides", ""))
+            elif send.tag != receive.tag:
+                theirs = f"rank {receive.rank} receives with {tag_text(receive.tag)}"
+                notes.append((f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on both sides", ""))
+    return notes
 
 
 @dataclass
-class Standing:
-    """What is known of one rank: what it is blocked in, if anything, and what it had posted by then."""
+class RankStatus:
+    """What a rank has reported: the call in which it is blocked, if it is, and what it had posted by then."""
 
     blocked: Call | None = None
     returned: bool = False
-    posted: Mapping[Key, int] = field(default_factory=dict)
-    collectives: Mapping[str, int] = field(default_factory=dict)  #  group -> how many
-    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)  #  messages whose work was thrown away, and where they were posted
-    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)  #  group -> its last collectives (see Call.part), the newest last
-    places: Mapping[Key, str] = field(default_factory=dict)  #  where the newest of each was posted
+    posted: Mapping[Key, int] = field(default_factory=dict)  # messages
+    collectives: Mapping[str, int] = field(default_factory=dict)  # by group
+    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)  # messages whose work object was dropped, and where it was posted
+    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by group, its last collectives (Call.operation), the newest last
+    places: Mapping[Key, str] = field(default_factory=dict)  # where the newest message with a key was posted
 
-    def part(self, group: str, seq: int) -> str | None:
-        """What this rank called as the seq-th collective of a group: None if it has not come to that, "" if that is long ago."""
+    def operation(self, group: str, seq: int) -> str | None:
+        """What this rank called as the seq-th collective of a group. None: nothing yet. "": too long ago to be known."""
         back = self.collectives.get(group, 0) - seq
         recent = self.recent.get(group, ())
         return None if back < 0 else recent[-1 - back] if back < len(recent) else ""
 
 
-class Board:
-    """The standings of all ranks, and how long they have looked like a deadlock."""
+class WaitForGraph:
+    """The newest reports of all ranks, and the deadlock among them. Set `ranks[r]` to what rank r reports."""
 
     def __init__(self, world_size: int):
-        self.ranks = [Standing() for _ in range(world_size)]
+        self.ranks = [RankStatus() for _ in range(world_size)]
         self.suspected: DeadlockError | None = None
         self.due = 0.0
 
-    def deadlock(self, now: float) -> DeadlockError | None:
-        """The deadlock among the ranks, once it has stood long enough; `due` is when to ask again if one is suspected."""
-        found, patience = self.look(), SURE
+    def confirmed_deadlock(self, now: float) -> DeadlockError | None:
+        """The deadlock among the ranks, once it has lasted long enough. If one is only `suspected`, ask again at the time `due`."""
+        found, patience = self.deadlock(), CONFIRM_AFTER
         if found is None:
-            found, patience = self.look(without_dropped=True), LIKELY
+            found, patience = self.deadlock(without_dropped=True), CONFIRM_DROPPED_AFTER
         if found is None:
             self.suspected = None
         elif self.suspected is None or self.suspected.waiting != found.waiting:
             self.suspected, self.due = found, now + patience
         return self.suspected if self.suspected is not None and now >= self.due else None
 
-    def look(self, without_dropped: bool = False) -> DeadlockError | None:
-        """The deadlock as the standings are, or None while somebody may still go on."""
-        waits = {rank: standing.blocked for rank, standing in enumerate(self.ranks) if standing.blocked is not None}
+    def deadlock(self, without_dropped: bool = False) -> DeadlockError | None:
+        """The deadlock according to the present reports. None while a rank may still go on.
+
+        Args:
+            without_dropped: assume that messages whose work object was dropped are never sent.
+        """
+        waits = {rank: status.blocked for rank, status in enumerate(self.ranks) if status.blocked is not None}
         if not waits:
             return None
-        found = stuck(
-            waits, lambda call: self.missing(call, without_dropped), [r for r, standing in enumerate(self.ranks) if standing.returned]
-        )
+        returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
+        found = find_deadlock(waits, lambda call: self.missing(call, without_dropped), returned)
         if found is None:
             return None
-        stuck_ranks = [rank for rank in range(len(self.ranks)) if rank in found.waiting or self.ranks[rank].returned]
-        notes = found.notes + self._different(found.waiting) + ([] if found.notes else self._alone(stuck_ranks))
-        return DeadlockError(found.waiting, found.cycle, found.returned, self._thrown_away() if without_dropped else (), notes)
+        stuck = [rank for rank in range(len(self.ranks)) if rank in found.waiting or self.ranks[rank].returned]
+        notes = found.notes + self._different_collectives(found.waiting) + ([] if found.notes else self._unmatched_messages(stuck))
+        return DeadlockError(found.waiting, found.cycle, found.returned, self._dropped_works() if without_dropped else (), notes)
 
-    def standstill(self, checked: bool) -> DeadlockError:
-        """The error for ranks of which none is missing, and which yet do not go on."""
+    def stall_error(self, checked: bool) -> DeadlockError:
+        """The error for ranks that make no progress although everything they wait for was posted."""
         waiting = {}
-        for rank, standing in enumerate(self.ranks):
-            if (call := standing.blocked) is not None:
+        for rank, status in enumerate(self.ranks):
+            if (call := status.blocked) is not None:
                 waiting[rank] = (call.kind, call.peers[0] if len(call.peers) == 1 else call.peers or None, call.where)
-        advice = "" if checked else " Run it again with trace=True: a checked run names the calls that do not fit."
-        note = "everything they wait for has been posted, and yet nothing moves: the sizes do not fit, most likely." + advice
-        notes = self._different(range(len(self.ranks))) or [(note, "")]
-        return DeadlockError(waiting, returned=[rank for rank, standing in enumerate(self.ranks) if standing.returned], notes=notes)
+        advice = "" if checked else " Run it again with trace=True: this compares all calls and names those that do not match."
+        note = f"everything that the ranks wait for was posted, and still nothing moves. Most likely the sizes do not match.{advice}"
+        notes = self._different_collectives(range(len(self.ranks))) or [(note, "")]
+        return DeadlockError(waiting, returned=[rank for rank, status in enumerate(self.ranks) if status.returned], notes=notes)
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
-        """Who has not posted their part of a call yet, as far as the reports tell. (A rank that runs may always still post.)"""
+        """The ranks that have not posted their part of a call, according to the reports. (A rank that runs may still post it.)"""
 
         def count(rank: int, kind: str, peer: int | None) -> int:
             key = (kind, peer, call.tag, call.group)
@@ -93,55 +171,54 @@ class Board:
         if call.kind == "recv" and len(call.peers) == 1:
             return [peer for peer in call.peers if count(peer, "send", call.rank) < call.seq]
         if call.kind == "recv":
-            came = sum(count(peer, "send", call.rank) for peer in call.peers)
+            sent = sum(count(peer, "send", call.rank) for peer in call.peers)
             wanted = count(call.rank, "recv", None) + sum(count(call.rank, "recv", peer) for peer in call.peers)
-            return [] if came >= wanted else list(call.peers)
-        return [peer for peer in call.peers if self.ranks[peer].part(call.group, call.seq) not in (call.part, "")]
+            return [] if sent >= wanted else list(call.peers)
+        return [peer for peer in call.peers if self.ranks[peer].operation(call.group, call.seq) not in (call.operation, "")]
 
-    def _different(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
-        """Collectives in which the ranks of a group call different things, in words."""
+    def _different_collectives(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
+        """Notes on collectives in which the ranks of a group call different operations."""
         notes = []
         calls = [call for rank in ranks if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")]
-        made = max((standing.collectives.get("new_group", 0) for standing in self.ranks), default=0)
-        groups = {("new_group", seq) for seq in range(1, made + 1)}  # what is wrong with a group may show in its use only
+        made = max((status.collectives.get("new_group", 0) for status in self.ranks), default=0)
+        groups = {("new_group", seq) for seq in range(1, made + 1)}  # groups made in a different order may block only when they are used
         for group, seq in sorted({(call.group, call.seq) for call in calls} | groups):
-            parts: dict[str, list[int]] = {}
-            for rank, standing in enumerate(self.ranks):
-                if part := standing.part(group, seq):
-                    parts.setdefault(part, []).append(rank)
-            if len(parts) > 1:
-                said = ", ".join(f"{part} on {ranks_in_words(who)}" for part, who in parts.items())
-                rule = "All must make the same calls in the same order."
-                notes.append((f"in the same place the ranks call different collectives: {said}. {rule}", ""))
+            operations: dict[str, list[int]] = {}
+            for rank, status in enumerate(self.ranks):
+                if operation := status.operation(group, seq):
+                    operations.setdefault(operation, []).append(rank)
+            if len(operations) > 1:
+                called = ", ".join(f"{operation} on {ranks_text(who)}" for operation, who in operations.items())
+                notes.append((f"the ranks call different collectives: {called}. All must call the same ones in the same order", ""))
         return notes
 
-    def _alone(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
-        """Messages that one side posted and the other never will, in words; less those that a rank waits for, which are known."""
+    def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
+        """Notes on messages that one side posted and the other never will, except those for which a rank is shown to wait."""
         notes = []
         for rank in ranks:
-            standing = self.ranks[rank]
-            for (kind, peer, tag, group), count in standing.posted.items():
+            status = self.ranks[rank]
+            for (kind, peer, tag, group), count in status.posted.items():
                 if kind not in ("send", "recv") or peer is None or peer not in ranks:
                     continue
                 theirs = self.ranks[peer].posted
                 other = "recv" if kind == "send" else "send"
-                if theirs.get(("recv", None, tag, group)) or standing.posted.get(("recv", None, tag, group)):
-                    continue  #  whose message a receive from anyone takes is not known
-                blocked = standing.blocked
+                if theirs.get(("recv", None, tag, group)) or status.posted.get(("recv", None, tag, group)):
+                    continue  # it is not known which message a receive from any rank takes
+                blocked = status.blocked
                 waited = blocked is not None and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group) and peer in blocked.peers
-                lost = sum(key == (kind, peer, tag, group) for key, _ in standing.dropped)
+                lost = sum(key == (kind, peer, tag, group) for key, _ in status.dropped)
                 if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
                     what, to, lacking = ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
                     posted = f"{count} {what}s" if count > 1 else f"a {what}"
-                    with_tag = f" with {tag_named(tag)}" if tag else ""
-                    note = f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, for which rank {peer} has no {lacking}"
-                    notes.append((note, standing.places.get((kind, peer, tag, group), "")))
+                    with_tag = f" with {tag_text(tag)}" if tag else ""
+                    note = f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} posted no matching {lacking}"
+                    notes.append((note, status.places.get((kind, peer, tag, group), "")))
         return notes
 
-    def _thrown_away(self) -> list[str]:
+    def _dropped_works(self) -> list[str]:
         return [
             f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} rank {peer} "
-            f"and threw its work away unwaited, at {shown(where)}"
-            for rank, standing in enumerate(self.ranks)
-            for ((kind, peer, _, _), _), where in standing.dropped.items()
+            f"and dropped its work object without a wait(), at {shown(where)}"
+            for rank, status in enumerate(self.ranks)
+            for ((kind, peer, _, _), _), where in status.dropped.items()
         ]

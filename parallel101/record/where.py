@@ -1,6 +1,6 @@
-"""Where in the caller's code a message came from: "file:line" of the first frame that is neither torch's nor ours.
+"""Where in the program a call is: "file:line" of the first frame that is neither torch's nor parallel101's.
 
-lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        says lesson.py:12
+lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        gives lesson.py:12
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from types import CodeType, FrameType
 import torch
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, os.path.dirname(__file__)))
-_PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  #  are callers, wherever they lie
-#  `with span(...)` and decorators pass through these: torch marks calls as deprecated by one of the last two
+_PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  # these files count as callers
+# frames between a call and its caller: `with span(...)`, decorators; torch deprecates calls with one of the last two
 _PLUMBING = {sys.modules[name].__file__ for name in ("contextlib", "functools", "threading", "typing_extensions", "warnings")}
 
-#  code objects go by their ids here, as their hashes are slow
-_seen: list[CodeType] = []  #  kept, so that no other ever has the id of one
+# code objects by their id, because their hash is slow
+_seen: list[CodeType] = []  # keeps them alive, so that no other object gets the same id
 _inside: set[int] = set()
-_places: dict[int, dict[int, str]] = {}  #  of code that is not inside: "file:line" by instruction
+_places: dict[int, dict[int, str]] = {}  # of code that is not inside, "file:line" by instruction
 
 
 def caller() -> str:
-    """The first caller outside torch and parallel101, as "file:line"; "?" when there is none."""
+    """The first caller outside torch and parallel101, as "file:line", or "?" if there is none."""
     return where(sys._getframe(1))
 
 
 def where(frame: FrameType | None) -> str:
-    """The same, from `frame` outwards.
+    """The same, starting from `frame`.
 
-    It is asked for every message of a run, so what a code object is, and where an instruction of it stands, are looked up once.
+    This runs for every message, so it looks up only once whether a code object is inside, and in which line an instruction is.
     """
     while frame is not None:
         code = frame.f_code
@@ -53,9 +53,9 @@ def where(frame: FrameType | None) -> str:
 
 
 def shown(place: str) -> str:
-    """A "file:line" as a person wants to read it, with the line itself where it is at hand: "a.py:7: dist.recv(x, 1)".
+    """A "file:line" for readers, with the source line if it is available: "a.py:7: dist.recv(x, 1)".
 
-    A notebook's cell has a file of an unspeakable name; it is called by its number, "cell [5], line 4".
+    A notebook cell, whose file has a generated name, is shown by its number: "cell [5], line 4".
     """
     name, _, number = place.rpartition(":")
     if not number.isdigit():
@@ -67,12 +67,12 @@ def shown(place: str) -> str:
 
 
 def cell_name(filename: str) -> str | None:
-    """ "cell [5]" for the file that IPython pretends a notebook's cell to be; None for any other."""
+    """ "cell [5]" if IPython runs a notebook cell under this file name, else None."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(filename)
     return None if named is None else f"cell {named[1].removeprefix('In').strip()}"
 
 
 def is_inside(filename: str) -> bool:
-    """Whether a file is torch's, parallel101's, or one of the standard library's that stand between them and the caller."""
+    """Whether a file is torch's, parallel101's, or one of the standard library's that are called in between."""
     return (filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)) or filename in _PLUMBING

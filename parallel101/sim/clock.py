@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from parallel101.record.calls import Call, Referee, agreement, stuck
+from parallel101.record.calls import Call, CallChecker, call_to_compare
 from parallel101.record.errors import reports_another
 from parallel101.record.events import EventGroups, Row, span_event
 from parallel101.record.spans import record_into
+from parallel101.record.wait_for import find_deadlock
 from parallel101.record.where import caller, where
 from parallel101.sim.network import Links, Network, TimedEvent
 
@@ -81,7 +82,7 @@ class VirtualRank:
         self.clock = self.now() + seconds
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
-        call = agreement(self.number, kind, ranks, within, alike, self.agreements)
+        call = call_to_compare(self.number, kind, ranks, within, alike, self.agreements)
         self.world.check(call)
         return call.seq
 
@@ -111,7 +112,7 @@ class World:
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
-        self.referee = Referee()
+        self.call_checker = CallChecker()
         self.find_misuse: Callable[[], Exception | None] = lambda: None  # a better explanation than a deadlock, when nothing goes on
         self._report: tuple[BaseException, VirtualRank] | None = None  # the first exception that reports another rank's failure
         self._switch = switch
@@ -237,9 +238,9 @@ class World:
 
     def check(self, call: Call) -> None:
         """Compare the ranks' calls of a collective of parallel101's own. When all have called and they differ, the run fails."""
-        self.referee.hear(call)
-        if len(self.referee.suspects) == len(call.peers) + 1:
-            self.fail(self.referee.verdict() or AssertionError("calls that differ have no error"))
+        self.call_checker.check(call)
+        if len(self.call_checker.differing) == len(call.peers) + 1:
+            self.fail(self.call_checker.error() or AssertionError("calls that differ have no error"))
             raise RankCancelled
 
     def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
@@ -330,7 +331,7 @@ class World:
             elif all(rank.finished for rank in self.ranks):
                 return False
             else:
-                self.fail(self.find_misuse() or self.referee.verdict() or self._deadlock())
+                self.fail(self.find_misuse() or self.call_checker.error() or self._deadlock())
         for rank in self._pollers:
             self.wake(rank)
         self._pollers.clear()
@@ -347,5 +348,5 @@ class World:
         frames = sys._current_frames()  # where each rank is blocked, which may be some lines after its call
         calls = {number: work.call()._replace(where=where(frames.get(self.ranks[number].thread))) for number, work in waits.items()}
         returned = [rank.number for rank in self.ranks if rank.finished]
-        error = stuck(calls, lambda call: waits[call.rank].missing(), returned)
+        error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned)
         return error or AssertionError(f"no virtual rank can run, but none waits for another: {calls}")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, Referee, disagreement, member_at
+from parallel101.record.calls import Call, CallChecker, disagreement, rank_at, tensor_changed
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import Row
-from parallel101.record.signatures import COLLECTIVES, Told, flat
+from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.collectives import Buffers, buffers_of, check_reduction, duration, execute, moves_of
@@ -116,15 +116,15 @@ class SimGroup(PointToPointGroup):
         for tensor in flat(args):
             if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
                 refuse(tensor, spec.kind, member, where)
-        told = spec.describe(args)
-        if told.op is not None:
-            check_reduction(told.op, told.tensors)
-        if told.root is not None:
-            member_at(member.number, spec.kind, told.root, self.ranks)
+        arguments = spec.arguments(args)
+        if arguments.op is not None:
+            check_reduction(arguments.op, arguments.tensors)
+        if arguments.root is not None:
+            rank_at(member.number, spec.kind, arguments.root, self.ranks)
         buffers = buffers_of(method, args, len(self.ranks))
         self.posted += 1
         collective = self.shared.incomplete.setdefault((self.label, self.posted), RunningCollective(self))
-        work = CollectiveWork(self, collective, spec.kind, told, buffers, args, where)
+        work = CollectiveWork(self, collective, spec.kind, arguments, buffers, args, where)
         collective.join(work)
         return work
 
@@ -179,7 +179,14 @@ class CollectiveWork(SimWork, dist.Work):
     """One rank's call of a collective."""
 
     def __init__(
-        self, group: SimGroup, collective: RunningCollective, kind: str, told: Told, buffers: list[Buffers], args: Sequence[Any], where: str
+        self,
+        group: SimGroup,
+        collective: RunningCollective,
+        kind: str,
+        arguments: CollectiveArguments,
+        buffers: list[Buffers],
+        args: Sequence[Any],
+        where: str,
     ):
         super().__init__()
         self.world = group.world
@@ -189,30 +196,30 @@ class CollectiveWork(SimWork, dist.Work):
         self.group = group
         self.collective = collective
         self.kind = kind
-        self.told = told
+        self.arguments = arguments
         self.buffers = buffers
         self.args = args  # keeps the tensors alive
         self.where = where
         self.posted = self.world.now
         self.seq = group.posted
         self.payload: list | None = None
-        if told.nbytes <= group.payload_bytes:
-            self.payload = [value for tensor in told.tensors for value in tensor.detach().reshape(-1).tolist()]
-        self.snapshots = [(tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in told.tensors]
+        if arguments.nbytes <= group.payload_bytes:
+            self.payload = [value for tensor in arguments.tensors for value in tensor.detach().reshape(-1).tolist()]
+        self.snapshots = [(tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors]
 
     def result(self) -> list[torch.Tensor]:
         return [] if self.kind == "barrier" or not self.args else flat(self.args[0])  # the outputs are always the first argument
 
     @property
     def root(self) -> int | None:
-        return None if self.told.root is None else self.group.ranks[self.told.root]
+        return None if self.arguments.root is None else self.group.ranks[self.arguments.root]
 
     def call(self) -> Call:
-        group, told, me = self.group, self.told, self.rank.number
+        group, arguments, me = self.group, self.arguments, self.rank.number
         others = tuple(r for r in group.ranks if r != me)
         return Call(
-            rank=me, kind=self.kind, peers=others, tag=0, group=group.label, seq=self.seq, nbytes=told.nbytes, shape=told.shape,
-            dtype=told.dtype, op=told.op, root=self.root, where=self.where,
+            rank=me, kind=self.kind, peers=others, tag=0, group=group.label, seq=self.seq, nbytes=arguments.nbytes, shape=arguments.shape,
+            dtype=arguments.dtype, op=arguments.op, root=self.root, where=self.where,
         )  # fmt: skip
 
     def missing(self) -> set[int]:
@@ -220,9 +227,11 @@ class CollectiveWork(SimWork, dist.Work):
 
     def row(self, started: float) -> Row:
         """Its event, as if it ended now."""
-        call, told, group = self.call(), self.told, self.group
-        if self.kind == "all_to_all" and len(told.tensors) == 1:  # its shapes may differ between ranks, so `told` has none to compare
-            call = call._replace(shape=tuple(told.tensors[0].shape))
+        call, arguments, group = self.call(), self.arguments, self.group
+        if (
+            self.kind == "all_to_all" and len(arguments.tensors) == 1
+        ):  # its shapes may differ between ranks, so `arguments` has none to compare
+            call = call._replace(shape=tuple(arguments.tensors[0].shape))
         event_group = self.world.event_groups.of(group.label, group.ranks, group.group_desc, None)
         posted, now = self.posted, self.world.now
         return tuple(call.event(event_group, peer=self.root, posted=posted, start=started, end=now, payload=self.payload))
@@ -255,7 +264,7 @@ class RunningCollective:
                 raise error
             # The collectives of a group run one after the other, as on NCCL's stream and gloo's threads.
             self.started = max(world.now, shared.busy_until.get(label, 0.0))
-            nbytes = max(work.told.nbytes for work in self.works.values())
+            nbytes = max(work.arguments.nbytes for work in self.works.values())
             shared.busy_until[label] = self.started + duration(work.kind, self.group.ranks, nbytes, world.route)
             world.schedule(shared.busy_until[label], self)
 
@@ -263,9 +272,9 @@ class RunningCollective:
         """An error that names the rank whose call differs from the others; None if they agree so far."""
         if self.agreed:
             return None
-        referee = Referee()
-        referee.suspects = [work.call() for work in self.works.values()]
-        return referee.verdict()
+        call_checker = CallChecker()
+        call_checker.differing = [work.call() for work in self.works.values()]
+        return call_checker.error()
 
     def fire(self) -> None:
         """Its time is over: all ranks get their results."""
@@ -283,18 +292,11 @@ class RunningCollective:
         world = self.group.world
         for work in works:
             if work.changed():
-                me = work.rank.number
-                world.fail(
-                    MisuseError(
-                        f"rank {me} changed a tensor that it gave to its {work.kind}, before its wait(): {work.call().brief}. "
-                        "Call wait() first, or give it a clone.",
-                        me,
-                    )
-                )
+                world.fail(tensor_changed(work.call()))
                 return
         first = works[0]
         for buffers in zip(*(work.buffers for work in works), strict=True):
-            moves = moves_of(first.kind, buffers, first.told.root)
+            moves = moves_of(first.kind, buffers, first.arguments.root)
             for position, output, inputs in moves:
                 wrong = next((given for given in inputs if given.nbytes != output.nbytes), None)
                 if wrong is not None:
@@ -307,4 +309,4 @@ class RunningCollective:
                         )
                     )
                     return
-            execute(moves, first.told.op)
+            execute(moves, first.arguments.op)

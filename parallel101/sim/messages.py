@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel101.record.calls import Call, disagreement, member_at, terms_within
+from parallel101.record.calls import Call, collective_terms, disagreement, rank_at, tensor_changed, waited_twice
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup, Row
-from parallel101.record.recorder import waited_twice
 from parallel101.record.signatures import unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import where as where_from
@@ -169,13 +168,8 @@ class SendWork(MessageWork):
             self.tensor = None
 
     def changed(self) -> MisuseError:
-        me = self.rank
-        error = MisuseError(
-            f"rank {me.number} changed a tensor that was still being sent to rank {self.peer}, before its wait(): {self.call().brief}. "
-            "Call wait() on the send first, or send a clone.",
-            me.number,
-        )
-        self.world.fail(error, me)
+        error = tensor_changed(self.call())
+        self.world.fail(error, self.rank)
         return error
 
     def start(self, now: float) -> None:
@@ -241,7 +235,7 @@ class UnmatchedMessages:
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype and send.shape == receive.shape
         if not fit or (send.within != receive.within and send.within and receive.within):
             # if the ranks' calls of a collective differ, that is the cause
-            error = send.world.referee.verdict() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
+            error = send.world.call_checker.error() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
             send.world.fail(error, receive.rank)
             raise error
         send.seq = channel[0] = channel[0] + 1
@@ -273,7 +267,7 @@ class PointToPointGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SendWork:
         """Post a send to position `dst` of the group."""
         if not 0 <= dst < self.count:
-            member_at(self.member.number, "send", dst, self.ranks)
+            rank_at(self.member.number, "send", dst, self.ranks)
         world, rank, tensor, unmatched = self.world, self.member, tensors[0], self.unmatched
         if rank.clock > world.now or world.failure is not None:
             world.enter(rank)
@@ -326,13 +320,13 @@ class PointToPointGroup(dist.ProcessGroup):
 
     def _set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
-        self.within = terms_within(collective)
+        self.within = collective_terms(collective)
         self.event_group = self.world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         """Post a receive from position `src` of the group."""
         if not 0 <= src < self.count:
-            member_at(self.member.number, "recv", src, self.ranks)
+            rank_at(self.member.number, "recv", src, self.ranks)
         return self._receive(tensors[0], self.ranks[src], tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RecvWork:

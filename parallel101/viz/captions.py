@@ -15,7 +15,7 @@ from typing import NamedTuple
 from parallel101.analysis.replay import START, Replay
 from parallel101.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.record.events import P2P
-from parallel101.record.units import human_bytes, labels, listed, ranks, sentence
+from parallel101.record.units import human_bytes, labels, listed, ranks_text, sentence
 
 NOT_KEPT = ("The contents of the messages were not recorded.", "p101.watch(fn) records them and shows whose data they are.")
 NO_ORIGIN = ("These values do not show which rank they came from.", "p101.watch(fn) follows sums and copies, but not means or products.")
@@ -190,14 +190,14 @@ def _route(replay: Replay, indices: list[int]) -> Route:
     everyone = senders == replay.ranks
     ring = everyone and replay.topology.kind == "ring"
     exchange = not ring and len(pairs) > 1 and all((dst, src) in pairs for src, dst in pairs)
-    who = "each rank" if everyone else ranks(senders)
+    who = "each rank" if everyone else ranks_text(senders)
     many = exchange or (not everyone and len(senders) > 1)
     if ring:
         to = _neighbour(replay, pairs) if len(pairs) == len(senders) else "each of its two neighbours"
         return Route(who, "sends", to, True, False, False, False)
     if everyone and len(receivers) > 1:
         return Route(who, "sends", "another rank", False, exchange, many, False)
-    to = ranks(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
+    to = ranks_text(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
     return Route(who, "send" if many else "sends", to, False, exchange, many, len(receivers) > 1)
 
 

@@ -13,7 +13,7 @@ import math
 import textwrap
 
 from parallel101.record.errors import DeadlockError
-from parallel101.record.units import ranks
+from parallel101.record.units import ranks_text
 from parallel101.viz.scene import Node, Scene
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
@@ -118,7 +118,7 @@ def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
     y = middle - 22.0 * len(shown) + 18
     for rank, (kind, peers, where) in shown:
         link = {"send": "to", "recv": "from"}.get(kind, "for")
-        whom = ranks(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
+        whom = ranks_text(_ranks_of(peers)) if _ranks_of(peers) else "any rank"
         panel.add("text", f"rank {rank}", x=430, y=y, font_size=14, class_="b")
         panel.add("text", f"waits in {kind} {link} {whom}", x=496, y=y, font_size=14)
         panel.add("text", _line(where), x=496, y=y + 18, font_size=12.5, class_="m code")

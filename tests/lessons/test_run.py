@@ -21,7 +21,7 @@ PRINTED = {
     "00_ranks": {
         "hello": [r"\[rank 0\] hello from rank 0 of 4", r"\[rank 3\] hello from rank 3 of 4"],
         "message-check": [r"you said: +\?", r"rank 0 sent: +32 bytes in 1 message", r"rank 1 received: +32 bytes"],
-        "deadlock-run": ["rank 0 waits in send to rank 1", "rank 1 waits in send to rank 0", "circle: rank 0 → rank 1 → rank 0", "irecv"],
+        "deadlock-run": ["rank 0 waits in send to rank 1", "rank 1 waits in send to rank 0", "cycle: rank 0 → rank 1 → rank 0", "irecv"],
         "deadlock-eager": [r" 4 bytes: fine", r" 400 bytes: fine", r"40000 bytes: deadlock"],
         "isend-changed": ["rank 0 changed a tensor that was still being sent"],
         "dies-run": [r"rank 2 raised ZeroDivisionError(.|\n)*in careless"],

@@ -114,7 +114,7 @@ def test_a_send_whose_work_is_dropped_as_the_function_returns():
         return dist.recv(torch.zeros(4), 0)
 
     error = fails(p101.DeadlockError, program, world_size=2)
-    assert line_of(program, "dist.isend") in error.thrown_away[0]
+    assert line_of(program, "dist.isend") in error.dropped[0]
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
@@ -166,7 +166,7 @@ def test_ranks_that_call_collectives_in_different_orders(order, backend):
             calls[name]()
 
     error = fails(p101.DeadlockError, program, world_size=3, backend=backend)
-    assert f"{order[0]} on ranks 0, 2, {order[1]} on rank 1" in str(error)
+    assert f"{order[0]} on ranks 0 and 2, {order[1]} on rank 1" in str(error)
     assert isinstance(fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True), p101.RankFailed)
 
 
@@ -189,7 +189,7 @@ def test_sizes_with_which_gloo_waits_for_ever(world_size):
     error = fails(p101.DeadlockError, program, world_size=world_size)
     assert error.waiting[1][0] == "all_reduce"
     assert error.returned == [0]
-    assert "the sizes do not fit" in str(error)
+    assert "the sizes do not match" in str(error)
     assert "different shapes" in str(fails(p101.MisuseError, program, world_size=world_size, trace=True))
 
 
@@ -204,8 +204,8 @@ def test_a_message_that_is_posted_and_never_received_is_noted():
 
     error = fails(p101.DeadlockError, program, world_size=2)
     where = line_of(program, "dist.isend")
-    assert error.notes == [("rank 0 posted a send to rank 1 with tag 3, for which rank 1 has no receive", where)]
-    assert f"has no receive, at {where}: " in str(error)
+    assert error.notes == [("rank 0 posted a send to rank 1 with tag 3, and rank 1 posted no matching receive", where)]
+    assert f"posted no matching receive, at {where}: " in str(error)
     assert "nobody sends" not in str(error)
 
 
@@ -238,6 +238,8 @@ def test_a_send_whose_work_is_dropped_at_once(trace):
 
     error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
     assert error.waiting == {1: ("recv", 0, line_of(program, "dist.recv"))}
-    (told,) = error.thrown_away
-    assert told.startswith(f"rank 0 posted a send to rank 1 and threw its work away unwaited, at {line_of(program, 'dist.isend')}: ")
-    assert "keep what isend" in str(error)
+    (told,) = error.dropped
+    assert told.startswith(
+        f"rank 0 posted a send to rank 1 and dropped its work object without a wait(), at {line_of(program, 'dist.isend')}: "
+    )
+    assert "Keep what isend" in str(error)

@@ -32,7 +32,7 @@ class LateEvent:
 
 def make_believe():
     torch.cuda.Event, torch.cuda.synchronize = LateEvent, lambda: None
-    dist.group.WORLD.ledger.clock = GpuClock()
+    dist.group.WORLD.recorder.clock = GpuClock()
 
 
 def program(hangs):
@@ -43,7 +43,7 @@ def program(hangs):
     dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
     ended = time.perf_counter()
     LateEvent.queued_for_ever = hangs
-    return began, ended, [row[5:7] for row in dist.group.WORLD.ledger.events]
+    return began, ended, [row[5:7] for row in dist.group.WORLD.recorder.events]
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -59,7 +59,7 @@ def test_events_and_spans_are_when_the_gpu_came_by_or_else_when_the_program_did(
 
 def a_moment():
     make_believe()
-    clock = dist.group.WORLD.ledger.clock
+    clock = dist.group.WORLD.recorder.clock
     before, moment = time.perf_counter(), clock.now()
     came_by = clock.seconds(moment)
     LateEvent.queued_for_ever = True
