@@ -1,7 +1,11 @@
-"""A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing draw: a process a rank, rows of slices, arrows along messages.
+"""The export for ui.perfetto.dev and chrome://tracing: a process for each rank, a slice for each event, an arrow for each message.
 
-Slices of one row may not overlap there unless one holds the other, and sends do overlap: so each row is as many threads as it needs.
-An arrow ends at the slice that is open at its moment: it is drawn to within the receive, since at its end the next one may have begun.
+    rank 0   compute  ▇▇▇▇ forward ▇▇▇▇
+             send           ▇▇▇▇▇─┐
+    rank 1   receive       ▇▇▇▇▇▇▼▇▇
+
+Slices of one thread must not overlap, unless one contains the other. Sends do overlap, so each row gets as many threads as it needs.
+An arrow belongs to the slice that is open at its time. It ends inside the receive, because at its end the next one may have begun.
 (Format: "Trace Event Format", Google, 2016.)
 """
 
@@ -13,14 +17,14 @@ from typing import Any
 from parallel101.record.events import Event, Message
 
 ROWS = ("compute", "send", "receive", "collective")
-MICRO = 1e6  #  its unit of time is the microsecond
-SHORTEST = 1e-9  #  seconds, its resolution: what takes no time is drawn this long, for no arrow could end inside it
+MICRO = 1e6  # the format's unit of time is the microsecond
+SHORTEST = 1e-9  # seconds, its resolution: an event that takes no time gets this length, so that an arrow can end inside it
 
 
 def chrome_events(
     world_size: int, events: Sequence[Event], unfinished: Sequence[Event], messages: Sequence[Message]
 ) -> list[dict[str, Any]]:
-    """A trace's events, one dict each, as "traceEvents" wants them."""
+    """The entries of the file's list "traceEvents"."""
     out: list[dict[str, Any]] = []
     everything = [*events, *unfinished]
     lane = _lanes(everything)
@@ -58,19 +62,19 @@ def _process(rank: int) -> int:
 
 
 def _end(event: Event) -> float:
-    """Where a slice ends. Spans keep to their times, as they nest."""
+    """When a slice ends. Spans keep their times, because they nest."""
     return event.end if event.kind == "span" else max(event.end, event.start + SHORTEST)
 
 
 def _arrival(message: Message) -> float:
-    """A moment strictly within the receive's slice: halfway of the message's flight, or of the receive where two clocks disagree."""
+    """A time strictly inside the receive's slice: the middle of the message's flight, or of the receive if two clocks disagree."""
     recv = message.recv
     begin = message.start if message.start < _end(recv) else recv.start
     return (begin + _end(recv)) / 2
 
 
 def _lanes(events: Sequence[Event]) -> dict[int, int]:
-    """For each event, the thread it is drawn on: the first of its row that is free when it starts. Spans nest, and keep one."""
+    """For each event, its thread: the first of its row that is free when it starts. Spans nest, so they all have the same one."""
     free: dict[tuple[int, int], list[float]] = {}
     lanes = {}
     for event in events:

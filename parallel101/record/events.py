@@ -1,10 +1,10 @@
-"""What a record consists of: one `Event` for each side of a message, each rank's part in a collective, and each named span.
+"""What a record consists of: an `Event` for each side of a message, for each rank's part in a collective, and for each named span.
 
     rank 0  ──send──▶ ........ ──span "forward"──
     rank 1  ........ ◀──recv── ..................
 
-Ranks hand their record over as rows: plain tuples, which are pickled ten times as fast as NamedTuples. A row holds the fields of an
-`Event`, or of a `MessageRow`, which is both sides of a message. This file alone knows their order.
+Ranks send their record to the launching process as rows: plain tuples, which are pickled ten times as fast as NamedTuples. A row has
+the fields of an `Event`, or of a `MessageRow`, which is both sides of a message. Only this file knows their order.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ Row = tuple
 
 
 class EventGroup(NamedTuple):
-    """The ranks that an event's operation went among."""
+    """The ranks among which a message was sent, or a collective ran.
 
-    name: str  # the process group's, in the record: the k-th send to a rank in it is received by the k-th receive
-    ranks: tuple[int, ...]  # in order; of a message of parallel101's own collectives, the ranks of that collective
-    axis: str | None  # the mesh axis along which they lie; None: no mesh, several axes, or an axis that is the whole world
+    A message of one of parallel101's collectives has the ranks and axis of that collective; any other event, those of its process group.
+    For an axis that is the whole world, DeviceMesh uses the default group: torch's own collectives over it have axis None.
+    """
+
+    name: str  # of the process group, in the record: the k-th send from one rank to another in it pairs with the k-th receive
+    ranks: tuple[int, ...]  # in order
+    axis: str | None  # the mesh axis along which they lie, or None
 
 
 NO_GROUP = EventGroup("", (), None)  # a span's
 
 
-def axis_described(description: str) -> str | None:
-    """The mesh axis whose process group has this description: DeviceMesh calls the group of axis "tp" "mesh_tp"."""
-    return description.removeprefix("mesh_") if description.startswith("mesh_") and description != "mesh_default" else None
-
-
 class EventGroups:
-    """The groups of a run's events. Equal ones are one object, so that a record of a million events holds and sends each once."""
+    """The groups of a run's events. Equal groups are one object, so that a record of a million events stores and sends each only once."""
 
     def __init__(self) -> None:
         self._known: dict[EventGroup, EventGroup] = {}
 
-    def of(self, name: str, ranks: Sequence[int], description: str, collective: Collective | None) -> EventGroup:
-        """The group of what is posted in a process group: the ranks of the collective it belongs to, or all of the process group's."""
+    def of(self, name: str, ranks: Sequence[int], axis: str | None, collective: Collective | None) -> EventGroup:
+        """The group of a call in a process group.
+
+        Args:
+            name, ranks, axis: of the process group.
+            collective: the collective of parallel101 to which a message belongs; None for every other call.
+        """
         if collective is None:
-            group = EventGroup(name, tuple(ranks), axis_described(description))
+            group = EventGroup(name, tuple(ranks), axis)
         else:
             group = EventGroup(name, collective.ranks, collective.axis)
         return self._known.setdefault(group, group)
@@ -85,7 +89,7 @@ class Message(NamedTuple):
 
 
 class MessageRow(NamedTuple):
-    """A message as the simulator writes it down: a plain tuple of these fields, made in one step, since a run has millions of them."""
+    """A message as the simulator records it. It writes a plain tuple of these fields in one step, because a run has millions of them."""
 
     src: int
     dst: int

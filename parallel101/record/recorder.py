@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.record import torch_private
 from parallel101.record.calls import Call, Key, call_to_compare, collective_terms, rank_at, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
@@ -446,7 +447,7 @@ class RecordedGroup(dist.ProcessGroup):
         return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
-        return self.recorder.event_groups.of(self.label, self.ranks, self.group_desc, collective)
+        return self.recorder.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
 
     def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:
         if self.recorder.on_call is not None:

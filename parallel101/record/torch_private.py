@@ -1,6 +1,6 @@
-"""Everything in this project that touches a private part of torch, and nothing else.
+"""Everything in this project that uses a private part of torch, and nothing else.
 
-Each function says what it relies on. tests/record/test_torch_private.py fails with a plain message when torch moves it.
+Each function says what it relies on. If torch changes that, tests/record/test_torch_private.py fails and says which function is affected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 
 
 def name_backend(name: str) -> None:
-    """Let `dist.get_backend()` answer `name` for every group: programs ask it to choose a device, and know "gloo", not what wraps it.
+    """Make `dist.get_backend()` return `name` for every group. Programs choose their device by it, and know "gloo", not our wrapper.
 
     Relies on `_world.pg_map`: group -> (backend's name, store).
     """
@@ -31,10 +31,25 @@ def name_backend(name: str) -> None:
         groups[group] = (name, store)
 
 
-class RankWorld:
-    """What torch keeps a process: its default group, and all groups with their names and ranks. On sim every rank has one of its own.
+def mesh_axis(group: dist.ProcessGroup) -> str | None:
+    """The name of the mesh axis for which DeviceMesh made this group, or None.
 
-    Relies on `c10d._world` being read at each use, and on these being all its parts (`c10d._World`).
+    Relies on DeviceMesh describing the group of axis "tp" as "mesh_tp". (For an axis that is the whole world it uses the default group.)
+    """
+    description = group.group_desc
+    return description.removeprefix("mesh_") if description.startswith("mesh_") and description != "mesh_default" else None
+
+
+def describe_group(group: dist.ProcessGroup, description: str | None) -> None:
+    """Give a group the description that `new_group` was called with. Relies on `_set_group_desc`."""
+    if description is not None:
+        group._set_group_desc(description)
+
+
+class RankWorld:
+    """What torch keeps once per process: the default group, and all groups with their names and ranks. On sim, each rank has its own.
+
+    Relies on torch reading `c10d._world` at each use, and on these being all its attributes (`c10d._World`).
     """
 
     def __init__(self) -> None:
@@ -52,9 +67,9 @@ class RankWorld:
     pg_config_info = c10d._World.pg_config_info
 
     def add_default(self, group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, size: int) -> None:
-        """Make `group` the default group, as init_process_group does. Called on the rank's own thread, whose C++ registry is told as well.
+        """Make `group` the default group, as init_process_group does. Call it on the rank's own thread, which has its own C++ registry.
 
-        Relies on `_register_process_group(name, group)`, by which C++ (functional collectives) finds a group.
+        Relies on `_register_process_group(name, group)`, through which C++ (functional collectives) finds a group.
         """
         self.default_pg = group
         self.pg_map[group] = (backend, store)
@@ -68,13 +83,13 @@ class RankWorld:
 
 
 def use_world(world: object) -> object:
-    """Let torch.distributed see `world` from now on; returns what it saw before."""
+    """Make torch.distributed use `world` from now on. Returns what it used before."""
     before, c10d._world = c10d._world, world  # type: ignore[assignment]
     return before
 
 
 def name_groups_by_thread(on: bool) -> None:
-    """Let every thread have its own table of group names in C++: each virtual rank is a thread, and all have a group "0".
+    """Give every thread its own table of group names in C++. Each virtual rank is a thread, and all of them have a group "0".
 
     Relies on `_set_thread_isolation_mode`.
     """
@@ -87,8 +102,10 @@ def forget_groups() -> None:
 
 
 def after_backward(callback: Callable[[], Any]) -> bool:
-    """Call `callback` at the end of the backward that runs on this thread, in order of asking; at once where that end has come already
-    (as in DDP with a static graph, which talks in a callback of its own, and waits there). False when no backward runs.
+    """Call `callback` at the end of the backward that runs on this thread. Callbacks run in the order of these calls.
+
+    It is called at once if the backward is already at its end: DDP with a static graph communicates in such a callback. Returns False if
+    no backward runs.
 
     Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do, and on `_current_autograd_node`.
     """
@@ -103,9 +120,9 @@ def after_backward(callback: Callable[[], Any]) -> bool:
 
 @contextlib.contextmanager
 def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]) -> Iterator[None]:
-    """Before Python waits for an unfinished torch future, `waits(done)` is called; before it hears that one is unfinished, `asks()`.
+    """Inside, `waits(done)` is called before Python waits for an unfinished torch future, and `asks()` before done() returns False.
 
-    Relies on Python's waiting for any future, torch.futures.wait_all and collect_all included, being a call of `torch._C.Future.wait`.
+    Relies on all waiting in Python, including torch.futures.wait_all and collect_all, being a call of `torch._C.Future.wait`.
     """
     future: Any = torch._C.Future
     wait, done = future.wait, future.done
@@ -128,10 +145,10 @@ def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable
 
 
 def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None, bool], AbstractContextManager[object]]) -> None:
-    """Make every sub-group on backend `name` from now on with the registered backend `wrapped`, inside `context(ranks, members only)`:
-    torch waits there for the members, each of whom makes it as its k-th group, if not only the members are to make it.
+    """From now on, make every sub-group on backend `name` with the registered backend `wrapped`, inside `context(ranks, members_only)`.
 
-    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameters.
+    In that context torch waits for the members of the group. Unless `members_only`, all ranks of the world make the same groups in the
+    same order. Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameters.
     """
     original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
     signature = inspect.signature(original)
@@ -151,11 +168,11 @@ def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None
 
 
 def generator_words() -> Callable[[], tuple[int, ...]] | None:
-    """A function that tells cheaply whether torch's default CPU generator has moved: what it returns changes with every draw.
+    """A fast function whose result changes whenever torch's default CPU generator draws a number. None if its memory looks different.
 
-    `get_state` copies 5 kB, which is too much for each of a million switches between ranks. None where the memory does not look as expected
-    (then the state itself must be read). Relies on `Generator._cdata`, the address of CPUGeneratorImpl, and on what is in it: a Mersenne
-    twister (seed, how many numbers are left, the next one, 624 words), then the normals that are kept for the next call.
+    Without it, `get_state` must be used, which copies 5 kB: too much for each of a million switches between virtual ranks. Relies on
+    `Generator._cdata`, the address of CPUGeneratorImpl, and on its memory: a Mersenne twister (seed, how many numbers are left, the next
+    one, 624 words), then the normals that are kept for the next call.
     """
     generator = torch.default_generator
     state, seed = generator.get_state(), 0x5EED0F5EED0F5EED
@@ -166,9 +183,9 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         if found < 0:
             return None
         memory = (ctypes.c_char * (318 * 8)).from_address(start + found)
-        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)  #  what is left, the next one; the normals
+        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)  # what is left, the next one; the normals
         seen = {look()}
-        for _ in range(700):  #  a whole turn of the twister, and normals, which come in pairs
+        for _ in range(700):  # one period of the 624 words, then normals, which come in pairs
             torch.rand((), generator=generator, device="cpu")
             seen.add(look())
         for dtype in (torch.float32, torch.float64) * 2:

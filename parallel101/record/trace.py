@@ -1,6 +1,10 @@
-"""A run's record: `Trace` holds all its events, counts what a lecture asks for, and is saved and exported from here.
+"""The record of a run: `Trace` holds its events, counts messages and bytes, pairs sends with receives, and is saved and loaded.
 
-Pictures, grades and predictions read nothing else. What an event is, and how ranks write it down, stands in events.py.
+    run.trace.bytes_sent, .makespan        counts
+    run.trace.messages()                   each send with its receive
+    run.trace.save(path), Trace.load(path) JSON; to_chrome(path) for ui.perfetto.dev
+
+events.py says what an event is. What the events mean, such as whose data is in a message, is computed in parallel101/analysis.
 """
 
 from __future__ import annotations
@@ -23,18 +27,18 @@ from parallel101.record.events import Event, EventGroup, Message, Row, events_of
 
 FORMAT = "parallel101 trace 2"
 
-_BY_TIME = operator.attrgetter("start", "rank", "seq")
+BY_TIME = operator.attrgetter("start", "rank", "seq")
 
 
 class Trace:
-    """Every event of a run, in order of time.
+    """All events of a run, in order of time.
 
     Args:
         events: what was recorded, in any order.
         world_size: how many ranks the run had.
         backend: "gloo", "nccl" or "sim".
-        unfinished: what was posted and not seen to end (`end` is when the run did), in a run that failed or where nobody waited. It is
-            no part of the events, of their counts and of the pictures.
+        unfinished: calls that were posted and not seen to end, because the run failed or nobody waited for them. Their `end` is the end
+            of the run. They are not in `events`, the counts and the pictures.
     """
 
     def __init__(
@@ -44,20 +48,20 @@ class Trace:
         backend: str,
         unfinished: Iterable[Event] = (),
     ):
-        self.unfinished: list[Event] = sorted(unfinished, key=_BY_TIME)
+        self.unfinished: list[Event] = sorted(unfinished, key=BY_TIME)
         self._rows: list[Row] = list(events)
         self.world_size = world_size
         self.backend = backend
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row], world_size: int, backend: str, unfinished: Iterable[Row] = ()) -> Trace:
-        """A trace from the rows that ranks send (see events.py). On real ranks the run's clock is made to start with its first event."""
+        """A trace from the rows that ranks send (see events.py). On real ranks, time 0 is the start of the first event."""
         trace = cls((), world_size, backend, events_of(unfinished))
         trace._rows = list(rows)
         if backend != "sim":
-            trace._number_receives()
+            trace._number_receives_from_anyone()
         if backend != "sim" and trace.unfinished:
-            trace._learn_from_receives()
+            trace._end_sends_with_their_receives()
         if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
             zero = min(event.start for event in first)
             trace.events, trace.unfinished = (
@@ -66,8 +70,8 @@ class Trace:
             )
         return trace
 
-    def _number_receives(self) -> None:
-        """A receive from anyone was numbered among its like (and negative); now that its sender is known, it is among all from that one."""
+    def _number_receives_from_anyone(self) -> None:
+        """Number receives from any rank (seq < 0) together with the other receives from the rank whose message they got."""
         mixed = {(e.peer, e.rank, e.tag, e.group.name) for e in self.events if e.kind == "recv" and e.seq < 0}
         if not mixed:
             return
@@ -78,40 +82,40 @@ class Trace:
                 counts[key] += 1
                 self.events[place] = e._replace(seq=counts[key])
 
-    def _learn_from_receives(self) -> None:
-        """A send for which nobody waited has ended where its receive has."""
+    def _end_sends_with_their_receives(self) -> None:
+        """A send for which nobody waited has ended if its receive has: it moves from `unfinished` to `events`."""
         ends: dict[tuple, float] = {(e.peer, e.rank, e.tag, e.group.name, e.seq): e.end for e in self.events if e.kind == "recv"}
         known = [(e, ends.get((e.rank, e.peer, e.tag, e.group.name, e.seq)) if e.kind == "send" else None) for e in self.unfinished]
         self.unfinished = [e for e, end in known if end is None]
-        self.events = sorted([*self.events, *(e._replace(end=max(e.start, end)) for e, end in known if end is not None)], key=_BY_TIME)
+        self.events = sorted([*self.events, *(e._replace(end=max(e.start, end)) for e, end in known if end is not None)], key=BY_TIME)
 
     @functools.cached_property
     def events(self) -> list[Event]:
-        """Every event, in order of start, rank and seq. (Made when first asked for: a run may have millions.)"""
+        """All events, in order of start, rank and seq. They are made from rows at the first access, since a run may have millions."""
         with collector_paused():
             events = events_of(self._rows)
-            events.sort(key=_BY_TIME)
+            events.sort(key=BY_TIME)
         self._rows = []
         return events
 
     def __repr__(self) -> str:
         size = f"{self.world_size} ranks on {self.backend}"
-        open_ = f", {len(self.unfinished)} calls unfinished" if self.unfinished else ""
-        return f"<Trace of {size}: {len(self.events)} events, {sum(self.messages_sent)} messages{open_}, {self.makespan:.3g} s>"
+        unfinished = f", {len(self.unfinished)} calls unfinished" if self.unfinished else ""
+        return f"<Trace of {size}: {len(self.events)} events, {sum(self.messages_sent)} messages{unfinished}, {self.makespan:.3g} s>"
 
     @property
     def bytes_sent(self) -> list[int]:
-        """Bytes each rank sent point to point, by rank. A collective of torch's own is one event, and not counted here."""
+        """Bytes that each rank sent point to point, by rank. torch's own collectives, which are one event a rank, are not counted."""
         return self._total("send", lambda e: e.nbytes)
 
     @property
     def bytes_received(self) -> list[int]:
-        """Bytes each rank received point to point, by rank."""
+        """Bytes that each rank received point to point, by rank."""
         return self._total("recv", lambda e: e.nbytes)
 
     @property
     def messages_sent(self) -> list[int]:
-        """Point-to-point messages each rank sent, by rank."""
+        """Point-to-point messages that each rank sent, by rank."""
         return self._total("send", lambda e: 1)
 
     @property
@@ -122,7 +126,7 @@ class Trace:
         return max(e.end for e in self.events) - min(e.start for e in self.events)
 
     def messages(self) -> list[Message]:
-        """The point-to-point messages with both their sides, in the order in which they arrived."""
+        """The point-to-point messages, each with both its sides, in the order in which they arrived."""
         waiting: dict[tuple, deque[Event]] = defaultdict(deque)
         for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
             waiting[event.rank, event.peer, event.tag, event.group.name].append(event)
@@ -137,11 +141,11 @@ class Trace:
         return sorted(paired, key=lambda m: (m.end, m.start, m.src, m.dst))
 
     def spans(self, name: str | None = None) -> list[Event]:
-        """The named spans of compute, all of them or those called `name`."""
+        """The named spans: all of them, or those called `name`."""
         return [e for e in self.events if e.kind == "span" and name in (None, e.name)]
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the trace as JSON (gzipped where the name ends in .gz); `Trace.load` reads it back whole."""
+        """Write the trace as JSON, gzipped if the name ends in .gz. `Trace.load` reads it."""
         groups: dict[EventGroup, int] = {}
 
         def fields(event: Event) -> tuple:
@@ -154,22 +158,22 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
-        """Read what `save` wrote. Raises ValueError for a file that is not such a trace, or not a whole one."""
-
+        """Read what `save` wrote. Raises ValueError for any other file, and for one that was cut short or changed."""
         data = Path(path).read_bytes()
         try:
             content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-            if content["format"] != FORMAT:
-                raise ValueError(content["format"])
+            found = content["format"]
         except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is not a trace that Trace.save wrote ('{FORMAT}' was expected): {error!r}") from error
+            raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
+        if found != FORMAT:
+            raise ValueError(f"{path} is not a trace that this version can read: its format is {found!r}, and {FORMAT!r} was expected")
         try:
             return trace_in(content)
         except ValueError as error:
             raise ValueError(f"{path} is not as Trace.save wrote it: {error}") from error
 
     def to_chrome(self, path: str | os.PathLike) -> None:
-        """Write a Chrome trace: open it at ui.perfetto.dev or chrome://tracing. One process a rank, arrows along messages."""
+        """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing: a process for each rank, an arrow for each message."""
         slices = chrome_events(self.world_size, self.events, self.unfinished, self.messages())
         Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ns"}))
 
@@ -181,11 +185,10 @@ class Trace:
         return totals
 
 
-# ── A trace from what a file says: whatever does not fit is named here, and not by whoever first trips over it.
-
+# ── Reading a file: everything in it is checked here, so that no other code meets a trace that Trace.save did not write.
 
 NUMBER, NONE = (int, float), type(None)
-FIELDS: dict[str, Any] = {  # what JSON has for each field of an Event; a group is its place in the file's list of groups
+FIELDS: dict[str, Any] = {  # the JSON type of each field of an Event; a group is an index into the file's list of groups
     "rank": int, "kind": str, "peer": (int, NONE), "tag": int, "nbytes": int, "start": NUMBER, "end": NUMBER, "where": str,
     "posted": NUMBER, "group": int, "seq": int, "shape": list, "dtype": str, "payload": (list, NONE), "name": (str, NONE),
     "args": (dict, NONE), "waiting": bool,
@@ -195,10 +198,10 @@ GROUP, SHAPE = Event._fields.index("group"), Event._fields.index("shape")
 
 
 def trace_in(content: dict[str, Any]) -> Trace:
-    """The trace that a file's JSON holds. Raises ValueError for what is missing, of another type, or names a rank that is not there."""
+    """The trace in a file's JSON. Raises ValueError for an entry that is missing, has another type, or names a rank outside the world."""
     world_size, backend = _entry(content, "world_size", int), _entry(content, "backend", str)
     if world_size < 1:
-        raise ValueError(f"its world_size is {world_size}, and a world has at least one rank")
+        raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
     groups = [_group(entry, world_size) for entry in _entry(content, "groups", list)]
     with collector_paused():
         events, unfinished = ([_event(row, groups, world_size) for row in _entry(content, name, list)] for name in ("events", "unfinished"))
@@ -237,12 +240,12 @@ def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
     return event
 
 
-# ── Python's garbage collector, told to wait where many objects are made of which none is garbage.
-
-
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection inside: to look through all that was made so far, again and again, takes several times as long as to make it."""
+    """Switch Python's garbage collector off inside, where many objects are made and none is garbage.
+
+    Otherwise it would look through all of them again and again, which takes several times as long as making them.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

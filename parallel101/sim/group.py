@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallChecker, disagreement, rank_at, tensor_changed
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import Row
@@ -89,8 +90,7 @@ class SimGroup(PointToPointGroup):
         if self.member.number not in ranks:
             return None
         group = self.sub_group(ranks, group_name)
-        if group_desc is not None:
-            group._set_group_desc(group_desc)
+        torch_private.describe_group(group, group_desc)
         NewGroupCall(group).wait()
         return group
 
@@ -232,7 +232,7 @@ class CollectiveWork(SimWork, dist.Work):
             self.kind == "all_to_all" and len(arguments.tensors) == 1
         ):  # its shapes may differ between ranks, so `arguments` has none to compare
             call = call._replace(shape=tuple(arguments.tensors[0].shape))
-        event_group = self.world.event_groups.of(group.label, group.ranks, group.group_desc, None)
+        event_group = self.world.event_groups.of(group.label, group.ranks, torch_private.mesh_axis(group), None)
         posted, now = self.posted, self.world.now
         return tuple(call.event(event_group, peer=self.root, posted=posted, start=started, end=now, payload=self.payload))
 

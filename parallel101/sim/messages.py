@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.record import torch_private
 from parallel101.record.calls import Call, collective_terms, disagreement, rank_at, tensor_changed, waited_twice
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup, Row
@@ -321,7 +322,7 @@ class PointToPointGroup(dist.ProcessGroup):
     def _set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
         self.within = collective_terms(collective)
-        self.event_group = self.world.event_groups.of(self.label, self.ranks, self.group_desc, collective)
+        self.event_group = self.world.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         """Post a receive from position `src` of the group."""

@@ -7,7 +7,9 @@ import threading
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
+import parallel101 as p101
 from parallel101.record import torch_private
 
 
@@ -97,6 +99,16 @@ def test_a_draw_shows_in_the_generators_memory():
     assert look() == seen
     torch.rand(1)
     assert look() != seen
+
+
+def test_device_mesh_describes_the_group_of_each_axis():
+    def axes():
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+        return [torch_private.mesh_axis(mesh.get_group(name)) for name in ("dp", "cp", "tp")]
+
+    for backend in ("gloo", "sim"):
+        found = p101.launch(axes, world_size=4, backend=backend).results[0]
+        assert found == ["dp", "cp", "tp"], moved("DeviceMesh's group_desc", "event.group.axis")
 
 
 def test_the_new_group_hook():
