@@ -1,4 +1,4 @@
-"""Values that remember where they come from: sums and copies decode, and what is neither is told apart."""
+"""Values that encode their origin: copies and sums are decoded, and other values are recognised as such."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel101.analysis.provenance import MOST, Term, decode, flat_values, mos
 
 
 @given(st.integers(1, 16), st.data())
-def test_a_sum_tells_how_often_each_rank_is_in_it(n, data):
+def test_a_sum_shows_how_often_each_rank_is_in_it(n, data):
     numel = data.draw(st.integers(1, min(40, most_elements(n))))
     counts = data.draw(st.lists(st.integers(0, MOST), min_size=n, max_size=n))
     total = sum((c * origin_tensor(r, n, numel) for r, c in enumerate(counts)), torch.zeros(numel, dtype=torch.int64))
@@ -22,18 +22,18 @@ def test_a_sum_tells_how_often_each_rank_is_in_it(n, data):
 
 
 @given(st.integers(1, 8), st.integers(1, 64))
-def test_float64_is_as_exact(n, numel):
+def test_float64_is_exact_too(n, numel):
     total = sum(origin_tensor(r, n, numel, torch.float64) for r in range(n))
     assert decode(total.tolist(), n) == [Term(j, (1,) * n) for j in range(numel)]
 
 
 @given(st.integers(2, 12), st.permutations(range(12)))
-def test_copies_and_moves_keep_their_place(n, order):
+def test_copies_keep_their_positions(n, order):
     values = origin_tensor(n - 1, n, 12)[list(order)].tolist()
     assert [term.position for term in decode(values, n)] == list(order)
 
 
-def test_a_sum_of_different_places_is_called_mixed():
+def test_a_sum_of_different_positions_is_mixed():
     mixed = missed = 0
     for n in (2, 4, 8, 12):
         for a in range(32):
@@ -43,15 +43,15 @@ def test_a_sum_of_different_places_is_called_mixed():
                     assert term.counts[:2] == (1, 1)
                     mixed += term.mixed
                     missed += not term.mixed
-    assert missed / (mixed + missed) < 0.02  #  the check has 61 values: a mixture seldom passes it
+    assert missed / (mixed + missed) < 0.02  # the check has 61 values, so a mixture rarely passes it
 
 
 @pytest.mark.parametrize("values", [[0.5], [float("nan")], [float("inf")], [-1], [1], [True], [3, 1.25], list(range(1, 9)), [8**4 * 3]])
-def test_other_values_are_not_taken_for_origins(values):
+def test_other_values_are_not_decoded(values):
     assert decode(values, 4) is None
 
 
-def test_ordinary_data_is_not_taken_for_origins():
+def test_ordinary_data_is_not_decoded():
     noise = random.Random(0)
     assert all(decode([noise.randrange(1, 200) for _ in range(4)], 4) is None for _ in range(100))
 
@@ -69,7 +69,7 @@ def test_ordinary_data_is_not_taken_for_origins():
         ((0, 16, 4, torch.float64), "torch.int64"),
     ],
 )
-def test_what_does_not_fit_is_said(arguments, words):
+def test_wrong_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         origin_tensor(*arguments)
 

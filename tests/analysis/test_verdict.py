@@ -1,4 +1,4 @@
-"""A collective's name and its ending are given to what the values prove, and to nothing beside it."""
+"""A run is called by the name of a collective only if its values prove it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ SHIFTED = {"reduce-scatter": one_further, "scatter": shifted_scatter, "all-to-al
 @pytest.mark.parametrize("numel", [lambda n: n, lambda n: 2 * n + 1], ids=["even", "uneven"])
 @pytest.mark.parametrize("n", [3, 4, 6])
 @pytest.mark.parametrize("operation", RIGHT)
-def test_a_part_is_a_ranks_own_only_if_the_parts_are_in_the_order_of_the_ranks(operation, n, numel):
+def test_a_rank_has_its_own_part_only_if_the_parts_are_in_the_order_of_the_ranks(operation, n, numel):
     program, ending = RIGHT[operation]
     right, shifted = (collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation]))
     assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in right.stops[-1].label
     assert operation not in shifted.title.lower() and "its own part" not in shifted.stops[-1].label
-    told = ", ".join(f"rank {rank} ends with {'abcdef'[(rank + 1) % n]}" for rank in range(n))
-    assert shifted.stops[-1].label.endswith(f" {told[0].upper()}{told[1:]}." if n <= 4 else " This is what each rank ends with.")
+    expected = ", ".join(f"rank {rank} ends with {'abcdef'[(rank + 1) % n]}" for rank in range(n))
+    assert shifted.stops[-1].label.endswith(f" {expected[0].upper()}{expected[1:]}." if n <= 4 else " This is what each rank ends with.")
 
 
 def exchange_with_all(x):
@@ -67,7 +67,7 @@ def exchange_with_all(x):
 
 
 def there_and_back(x):
-    """A sum on rank 0, which sends it back."""
+    """Rank 0 adds everything up and sends the sum back."""
     rank, n = me()
     if rank:
         exchange([(0, x)], [])

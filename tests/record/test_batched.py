@@ -1,6 +1,6 @@
-"""batch_isend_irecv through the recorded group, as on NCCL: one batch goes out, its work is everyone's, and every message has its event.
+"""batch_isend_irecv through the recorded group, as on NCCL: all messages start as one batch and share its work, and each has an event.
 
-No GPU is asked for: gloo plays NCCL's part, holding back what is posted between _start_coalescing and _end_coalescing.
+This needs no GPU: gloo takes the place of NCCL, and holds back what is posted between _start_coalescing and _end_coalescing.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from tests.collectives.cases import MOVING, answer, arguments, differs, values
 
 
 class All(dist.Work):
-    """The work of a batch, which may be waited for again and again; gloo's own hangs the second time."""
+    """The work of a batch. Unlike gloo's own work, it can be waited for several times."""
 
     def __init__(self, works):
         super().__init__()
@@ -28,7 +28,7 @@ class All(dist.Work):
 
 
 class Coalescing:
-    """gloo, with NCCL's way of putting messages together: those posted one by one would be an error there."""
+    """gloo that starts messages in batches, as NCCL does. A message outside a batch is an error here."""
 
     def __init__(self, gloo):
         self.gloo, self.held = gloo, None
@@ -67,7 +67,7 @@ def swap():
 
 @pytest.mark.parametrize("trace", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_batch_goes_out_as_one_and_every_message_is_recorded(world_size, trace):
+def test_a_batch_starts_as_one_and_every_message_is_recorded(world_size, trace):
     run = p101.launch(swap, world_size=world_size, trace=trace)
     assert run.results == [[float((rank - 1) % world_size)] * 5 for rank in range(world_size)]
     if trace:

@@ -19,7 +19,7 @@ def test_agreement():
     assert disagreement(call(0, "all_reduce", 1, op="sum"), call(1, "all_reduce", 0, op="sum")) is None
 
 
-def test_a_message_is_no_part_of_a_collective_with_its_number():
+def test_a_message_and_a_collective_with_the_same_number_are_not_compared():
     checker = CallChecker()
     calls = (call(0, "all_reduce", 1, 2), call(1, "all_reduce", 0, 2, dtype="int64"), call(2, "send", 0), call(0, "recv", 2))
     assert [checker.check(one) for one in calls] == [False, True, False, False]

@@ -1,4 +1,4 @@
-"""The export for Perfetto: slices of a thread never cross, and each arrow leads from a message's send to its receive."""
+"""The export for Perfetto: slices of a thread nest or do not overlap, and each arrow leads from a message's send to its receive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NETWORKS = {
 
 
 def program():
-    """Receives that follow each other without a pause, and several at once."""
+    """Receives one after the other without a pause, and several sends at once."""
     rank, n = dist.get_rank(), dist.get_world_size()
     with p101.span("outer"), p101.span("inner"):
         for size in (8, 1000):
@@ -38,7 +38,7 @@ def exported(trace: Trace) -> list[dict]:
 
 
 def skewed() -> Trace:
-    """Two clocks that disagree: here the receive is over before the send begins."""
+    """Two clocks that disagree: the receive ends before the send starts."""
     send = Event(0, "send", 1, 0, 8, 2.0, 3.0, "a.py:1", 2.0, EventGroup("world", (0, 1), None), 0, (1,), "int64")
     return Trace([send, send._replace(rank=1, kind="recv", peer=0, start=0.5, end=1.5)], 2, "gloo")
 
@@ -56,7 +56,7 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
     messages = trace.messages()
 
     def enclosing(arrow):
-        """The one slice of the arrow's thread that has begun and not ended."""
+        """The only slice of the arrow's thread that is open at its time."""
         around = [s for s in slices if (s["pid"], s["tid"]) == (arrow["pid"], arrow["tid"]) and s["ts"] <= arrow["ts"] < s["ts"] + s["dur"]]
         assert len(around) == 1
         return around[0]
@@ -71,7 +71,7 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
             assert side == "s" or slice_["ts"] < arrow["ts"] < slice_["ts"] + slice_["dur"]
 
 
-def test_no_process_or_thread_is_number_0_and_each_has_its_name():
+def test_no_process_or_thread_has_number_0_and_each_has_a_name():
     trace = p101.launch(program, world_size=3, backend="sim").trace
     events = exported(trace)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -83,7 +83,7 @@ def test_no_process_or_thread_is_number_0_and_each_has_its_name():
     assert all(rows[e["pid"], e["tid"]] == kinds[e["cat"]] for e in events if e["ph"] == "X")
 
 
-def test_slices_of_a_thread_lie_side_by_side_or_one_in_the_other():
+def test_slices_of_a_thread_nest_or_do_not_overlap():
     events = exported(p101.launch(program, world_size=3, backend="sim", network=NETWORKS["no time at all"]).trace)
     slices = sorted(((e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"), key=lambda s: (*s[:3], -s[3]))
     for (*here, _, end), (*there, start, until) in zip(slices, slices[1:]):

@@ -1,4 +1,4 @@
-"""On NCCL a moment is an event in the GPU's stream. Here a make-believe GPU, ten seconds behind its program, is what the events ask."""
+"""On NCCL a moment is an event in the GPU's stream. Here the GPU is simulated, and ten seconds behind its program."""
 
 import time
 
@@ -13,7 +13,7 @@ BEHIND = 10.0
 
 
 class LateEvent:
-    """What torch.cuda.Event does, as far as the clock goes: it happens BEHIND seconds after it was queued, unless it never does."""
+    """Replaces torch.cuda.Event: it happens BEHIND seconds after it was queued, or never."""
 
     queued_for_ever = False
 
@@ -30,13 +30,13 @@ class LateEvent:
         return 1000 * (other.at + BEHIND - self.at)
 
 
-def make_believe():
+def simulate_gpu():
     torch.cuda.Event, torch.cuda.synchronize = LateEvent, lambda: None
     dist.group.WORLD.recorder.clock = GpuClock()
 
 
 def program(hangs):
-    make_believe()
+    simulate_gpu()
     x, began = torch.ones(4), time.perf_counter()
     with p101.span("forward"):
         dist.all_reduce(x)
@@ -47,7 +47,7 @@ def program(hangs):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_events_and_spans_are_when_the_gpu_came_by_or_else_when_the_program_did(hangs):
+def test_times_are_when_the_gpu_reached_an_event_or_else_when_the_program_did(hangs):
     run = p101.launch(program, hangs, world_size=2, trace=True)
     late = 0.0 if hangs else BEHIND
     for began, ended, times in run.results:
@@ -58,15 +58,15 @@ def test_events_and_spans_are_when_the_gpu_came_by_or_else_when_the_program_did(
 
 
 def a_moment():
-    make_believe()
+    simulate_gpu()
     clock = dist.group.WORLD.recorder.clock
     before, moment = time.perf_counter(), clock.now()
-    came_by = clock.seconds(moment)
+    reached = clock.seconds(moment)
     LateEvent.queued_for_ever = True
-    return before, came_by, clock.seconds(moment), time.perf_counter()
+    return before, reached, clock.seconds(moment), time.perf_counter()
 
 
-def test_seconds_are_those_of_the_processors_clock():
-    before, came_by, queued, after = p101.launch(a_moment, world_size=1).results[0]
+def test_seconds_are_on_the_clock_of_the_cpu():
+    before, reached, queued, after = p101.launch(a_moment, world_size=1).results[0]
     assert before <= queued <= after
-    assert before + BEHIND <= came_by <= after + BEHIND + 1
+    assert before + BEHIND <= reached <= after + BEHIND + 1

@@ -1,4 +1,4 @@
-"""Every event knows the ranks it went among and their mesh axis, so a record can be asked for the bytes of each axis."""
+"""Every event knows its ranks and their mesh axis, so the bytes of each axis can be counted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_groups_that_are_no_axis_have_their_ranks_in_order(backend):
             dist.all_reduce(torch.ones(1), group=pair)
         p101.broadcast(torch.ones(1), group=[2, 0])
         dist.barrier()
-        with p101.span("nobody"):
+        with p101.span("compute"):
             pass
 
     events = p101.launch(program, world_size=3, backend=backend, trace=True).trace.events
@@ -75,7 +75,7 @@ def test_groups_that_are_no_axis_have_their_ranks_in_order(backend):
     assert all(isinstance(e.group, EventGroup) and (e.group == NO_GROUP) == (e.kind == "span") for e in events)
 
 
-def test_a_program_names_no_collective_for_its_own_messages(backend):
+def test_the_programs_own_messages_have_the_group_they_were_sent_in(backend):
     def program():
         p101.all_reduce(torch.ones(4), group=[1, 0])
         dist.send(torch.ones(1), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)

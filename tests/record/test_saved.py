@@ -1,4 +1,4 @@
-"""What Trace.load can't use is told at once, with the file and what is wrong with it."""
+"""Trace.load names the file, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEND = Event(0, "send", 1, 0, 8, 0.0, 1.0, "a.py:1", 0.0, EventGroup("world", (1
 
 @pytest.fixture
 def saved(tmp_path):
-    """A file that is as it should be, and its content."""
+    """A correct file, and its content."""
     path = tmp_path / "trace.json"
     Trace([SEND, SEND._replace(kind="recv", rank=1, peer=0)], 2, "sim", unfinished=[SEND._replace(seq=1, peer=None)]).save(path)
     return path, json.loads(path.read_text())
@@ -29,11 +29,11 @@ def test_every_field_has_its_type(saved):
 
 
 @pytest.mark.parametrize("name", ["world_size", "backend", "groups", "events"])
-def test_what_is_missing_or_nothing_is_named(saved, name):
+def test_a_missing_entry_is_named(saved, name):
     path, content = saved
-    for changed, told in (({**content, name: None}, f"its '{name}' is None"), ({**content, name: ...}, f"it has no '{name}'")):
+    for changed, message in (({**content, name: None}, f"its '{name}' is None"), ({**content, name: ...}, f"it has no '{name}'")):
         path.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
-        with pytest.raises(ValueError, match=rf"trace\.json is not as Trace\.save wrote it: {told}, where a .* was expected"):
+        with pytest.raises(ValueError, match=rf"trace\.json is not as Trace\.save wrote it: {message}, where a .* was expected"):
             Trace.load(path)
 
 
@@ -48,7 +48,7 @@ def test_a_field_of_another_type_is_named(saved, where, field):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda c: c["events"][0].pop(), r"a list of 17 fields, and one of its events is \[0, 'send'"),
         (lambda c: c["events"][0].append(1), "a list of 17 fields"),
@@ -82,11 +82,11 @@ def test_a_field_of_another_type_is_named(saved, where, field):
         "a group of a name only",
     ],
 )
-def test_rows_and_ranks_that_can_not_be_are_told(saved, change, told):
+def test_events_groups_and_ranks_that_are_impossible_are_named(saved, change, message):
     path, content = saved
     change(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"trace\.json is not as Trace\.save wrote it: .*{told}"):
+    with pytest.raises(ValueError, match=rf"trace\.json is not as Trace\.save wrote it: .*{message}"):
         Trace.load(path)
 
 
@@ -103,7 +103,7 @@ NO_TRACES = {  # by name: bytes in an id may differ between the processes that c
 
 
 @pytest.mark.parametrize("data", NO_TRACES.values(), ids=NO_TRACES)
-def test_what_is_no_trace_at_all(tmp_path, data):
+def test_a_file_that_is_no_trace(tmp_path, data):
     (tmp_path / "other").write_bytes(data)
     with pytest.raises(ValueError, match=r"other is not a trace that Trace\.save wrote"):
         Trace.load(tmp_path / "other")

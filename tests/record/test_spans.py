@@ -1,4 +1,4 @@
-"""Spans: whatever a program labels them with, the record can be kept."""
+"""Spans keep labels of any kind, in the types that JSON has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LABELS = {  # what is given: what the record has
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_labels_of_any_kind_are_kept_as_json_can_hold_them(backend, tmp_path):
+def test_labels_of_any_kind(backend, tmp_path):
     def program():
         with p101.span("labelled", **{name: given for name, (given, _) in LABELS.items()}):
             pass
@@ -51,10 +51,10 @@ def test_labels_of_any_kind_are_kept_as_json_can_hold_them(backend, tmp_path):
     trace.save(tmp_path / "trace.json")
     assert p101.Trace.load(tmp_path / "trace.json").events == trace.events
     trace.to_chrome(tmp_path / "chrome.json")
-    json.loads((tmp_path / "chrome.json").read_text(), parse_constant=pytest.fail)  # NaN is none of JSON's numbers
+    json.loads((tmp_path / "chrome.json").read_text(), parse_constant=pytest.fail)  # JSON has no NaN
 
 
-def test_a_label_is_what_it_was_when_the_span_began():
+def test_a_label_has_the_value_from_the_start_of_the_span():
     def program():
         steps, loss = [1], torch.tensor(1.0)
         with p101.span("step", steps=steps, loss=loss):
@@ -74,6 +74,6 @@ def test_a_label_may_be_called_name():
 
 
 @pytest.mark.parametrize("seconds", ["x", None, [1], -1, float("nan"), 1j])
-def test_what_is_no_time_to_compute_is_told(seconds):
+def test_compute_refuses_what_is_no_time(seconds):
     with pytest.raises(ValueError, match=r"compute\(\) takes the seconds to pass .* zero or more; got"):
         p101.compute(seconds)

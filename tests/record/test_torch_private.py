@@ -1,4 +1,4 @@
-"""torch still has the private parts this project relies on; each failure says what moved and who needs it."""
+"""torch still has the private parts that this project relies on. Each failure says what has moved, and what needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def moved(what: str, whose: str) -> str:
     return f"torch {torch.__version__} moved {what}: parallel101/record/torch_private.py, which {whose} needs, must follow"
 
 
-def test_a_process_has_the_groups_that_a_ranks_own_world_has():
+def test_a_rank_world_has_the_attributes_of_torchs_own():
     theirs = {name for name in vars(c10d._World) if not name.startswith("_")}
     ours = set(vars(torch_private.RankWorld())) | {"pg_config_info"}
     assert theirs == ours, moved(f"c10d._World (RankWorld differs in {sorted(theirs ^ ours)})", "sim")
@@ -52,24 +52,24 @@ def test_torch_reads_its_world_at_each_use():
         assert torch_private.use_world(before) is world
 
 
-def test_python_hears_of_every_wait_for_an_unfinished_future():
-    heard: list[str] = []
+def test_every_wait_for_an_unfinished_future_is_seen():
+    calls: list[str] = []
     future: torch.futures.Future = torch.futures.Future()
 
     def set_it(done) -> None:
-        heard.append("wait")
+        calls.append("wait")
         assert not done()
         future.set_result(1)
         assert done()
 
-    with torch_private.ahead_of_futures(set_it, lambda: heard.append("ask")):
+    with torch_private.ahead_of_futures(set_it, lambda: calls.append("ask")):
         both = torch.futures.collect_all([future, future.then(lambda f: f.value() + 1)])
         seen = both.done(), [f.wait() for f in both.wait()], future.wait()
-    assert seen == (False, [1, 2], 1) and heard == ["ask", "wait"], moved("torch._C.Future, or how torch.futures waits", "sim")
-    assert not torch.futures.Future().done() and heard == ["ask", "wait"]
+    assert seen == (False, [1, 2], 1) and calls == ["ask", "wait"], moved("torch._C.Future, or how torch.futures waits", "sim")
+    assert not torch.futures.Future().done() and calls == ["ask", "wait"]
 
 
-def test_something_can_be_called_at_the_end_of_a_backward():
+def test_a_callback_at_the_end_of_a_backward():
     called: list[str] = []
 
     class Ask(torch.autograd.Function):
@@ -88,7 +88,7 @@ def test_something_can_be_called_at_the_end_of_a_backward():
     assert called == ["backward", "end"], moved("_execution_engine.queue_callback", "DDP on sim")
 
 
-def test_a_draw_shows_in_the_generators_memory():
+def test_a_draw_changes_the_generators_memory():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

@@ -22,15 +22,15 @@ def test_a_cycle_of_receives_and_what_breaks_it(n):
     found = graph(*statuses).deadlock()
     assert found.cycle == list(range(n))
     assert found.waiting[0] == ("recv", 1, "here.py:0")
-    statuses[1] = RankStatus(call(1, "recv", 2 % n), posted={("send", 0, 0, "world"): 1})  # on its way to 0
+    statuses[1] = RankStatus(call(1, "recv", 2 % n), posted={("send", 0, 0, "world"): 1})  # in flight to rank 0
     assert graph(*statuses).deadlock() is None
 
 
-def test_a_running_rank_may_always_still_post():
+def test_a_running_rank_may_still_post():
     assert graph(RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus(call(2, "recv", 0))).deadlock() is None
 
 
-def test_waiting_for_one_that_has_returned():
+def test_waiting_for_a_rank_that_has_returned():
     found = graph(
         RankStatus(call(0, "all_reduce", 1, 2)), RankStatus(returned=True), RankStatus(returned=True, collectives={"world": 1})
     ).deadlock()
@@ -92,14 +92,14 @@ def test_unmatched_messages_are_noted_except_those_that_are_waited_for():
 
 
 def test_all_small_worlds_of_receives():
-    """Every way in which three ranks can each receive from another, or have returned: against a brute-force answer."""
+    """Every way in which each of three ranks receives from another rank, or has returned."""
     for choice in itertools.product(("gone", 0, 1, 2), repeat=3):
         if any(peer == rank for rank, peer in enumerate(choice)):
             continue
         waits = {rank: call(rank, "recv", peer) for rank, peer in enumerate(choice) if peer != "gone"}
         gone = [rank for rank, peer in enumerate(choice) if peer == "gone"]
         found = find_deadlock(waits, lambda c: list(c.peers), gone)
-        assert (found is None) == (not waits), "nobody sends: whoever receives is stuck"
+        assert (found is None) == (not waits), "nobody sends, so every rank that receives is stuck"
         if found is not None:
             assert sorted(found.waiting) == sorted(waits)
             if found.cycle:
