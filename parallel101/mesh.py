@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel101.record.spans import axis_described
+
 GroupLike = None | Sequence[int] | dist.ProcessGroup | DeviceMesh
 
 OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on a rank that is not in the group
@@ -88,9 +90,9 @@ def group_of(group: GroupLike = None) -> Group:
 
 
 def _axes(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """The axis of the DeviceMesh that made the group: "mesh_dp" → ("dp",). DeviceMesh calls the groups of unnamed axes "mesh_dim_0", …"""
-    made_by, _, name = group.group_desc.partition("_")
-    return (name,) if made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit() else ()
+    """The axis of the DeviceMesh that made the group."""
+    axis = axis_described(group.group_desc)
+    return () if axis is None else (axis,)
 
 
 def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -125,39 +125,43 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
     Args:
         ours, theirs: the two sides of a message, in either order; or the calls of any two ranks with the same group and seq.
     """
-    pair = f"\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
+    sentence = _difference(ours, theirs)
+    return sentence and f"{sentence}\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
+
+
+def _difference(ours: Call, theirs: Call) -> str | None:
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
         if send.within and recv.within and send.within != recv.within:
             sender, receiver = _collective_text(send.within), _collective_text(recv.within)
             rule = "All ranks of a group must call the same collectives in the same order."
-            return f"a message of {sender} is received in {receiver}. {rule}{pair}"
+            return f"a message of {sender} is received in {receiver}. {rule}"
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
-            return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected{pair}"
+            return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected"
         if send.dtype != recv.dtype:
-            return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected{pair}"
+            return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected"
         if tuple(send.shape) != tuple(recv.shape):
-            return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected{pair}"
+            return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected"
         return None
     if ours.kind != theirs.kind:
-        return f"the ranks call different operations: {ours.kind} and {theirs.kind}{pair}"
+        return f"the ranks call different operations: {ours.kind} and {theirs.kind}"
     if ours.root != theirs.root:
-        return f"the ranks name different roots: {ours.root} and {theirs.root}{pair}"
+        return f"the ranks name different roots: {ours.root} and {theirs.root}"
     if ours.op != theirs.op:
-        return f"the ranks use different reductions: {ours.op} and {theirs.op}{pair}"
+        return f"the ranks use different reductions: {ours.op} and {theirs.op}"
     if ours.dtype != theirs.dtype:
-        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}{pair}"
+        return f"the ranks have different dtypes: {ours.dtype} and {theirs.dtype}"
     if ours.gives and theirs.gives:
         for giver, taker in ((ours, theirs), (theirs, ours)):
             sent, expected = (giver.gives or {})[taker.rank], (taker.takes or {})[giver.rank]
             if sent != expected:
-                return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {expected}{pair}"
+                return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {expected}"
     elif tuple(ours.shape) != tuple(theirs.shape):
-        return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}{pair}"
+        return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}"
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:
-            return f"{name} is not the same on all ranks: {our_value} and {their_value}{pair}"
+            return f"{name} is not the same on all ranks: {our_value} and {their_value}"
     return None
 
 

@@ -27,7 +27,7 @@ class EventGroup(NamedTuple):
 
     name: str  # of the process group, in the record: the k-th send from one rank to another in it pairs with the k-th receive
     ranks: tuple[int, ...]  # in order
-    axis: str | None  # the mesh axis along which they lie, or None
+    axis: str | None  # the mesh axis along which they lie, several joined by "_", or None
 
 
 NO_GROUP = EventGroup("", (), None)  # a span's

@@ -64,6 +64,12 @@ def current_collective() -> Collective | None:
     return getattr(_thread, "collective", None)
 
 
+def axis_described(description: str) -> str | None:
+    """The mesh axis whose process group has this description: "mesh_tp" for the axis "tp", "mesh_dim_0" for one without a name."""
+    made_by, _, name = description.partition("_")
+    return name if made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit() else None
+
+
 def set_current_collective(collective: Collective | None) -> None:
     """Say which collective the messages belong to that this thread posts from now on."""
     _thread.collective = collective

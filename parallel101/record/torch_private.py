@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from parallel101.record.spans import axis_described
+
 
 def name_backend(name: str) -> None:
     """Make `dist.get_backend()` return `name` for every group. Programs choose their device by it, and know "gloo", not our wrapper.
@@ -36,8 +38,7 @@ def mesh_axis(group: dist.ProcessGroup) -> str | None:
 
     Relies on DeviceMesh describing the group of axis "tp" as "mesh_tp". (For an axis that is the whole world it uses the default group.)
     """
-    description = group.group_desc
-    return description.removeprefix("mesh_") if description.startswith("mesh_") and description != "mesh_default" else None
+    return axis_described(group.group_desc)
 
 
 def describe_group(group: dist.ProcessGroup, description: str | None) -> None:

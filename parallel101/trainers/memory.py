@@ -22,7 +22,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class LiveBytes:
-    """Bytes that are alive only for a moment (gathered layers, gradients on their way), as long as anything holds their memory.
+    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as anything holds their memory.
 
     gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
     leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted

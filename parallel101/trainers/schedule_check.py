@@ -139,10 +139,10 @@ def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tu
             part, needed = next((p, n) for p in actions[place[rank]].computed() for n in needs(p, placement, where) if n not in done)
             waiting[rank] = where[needed][0], f"rank {rank}'s {part} waits for {needed} of rank {where[needed][0]}"
     if waiting:
-        circle, rank = [], min(waiting)
-        while rank not in circle:
-            circle.append(rank)
+        cycle, rank = [], min(waiting)
+        while rank not in cycle:
+            cycle.append(rank)
             rank = waiting[rank][0]
-        words = "; ".join(waiting[r][1] for r in circle[circle.index(rank) :])
+        words = "; ".join(waiting[r][1] for r in cycle[cycle.index(rank) :])
         how = " under NCCL's rules, where a rank's sends and receives start one by one" if queued else ""
         raise ScheduleError(f"the ranks would wait for each other for ever{how}: {words}")

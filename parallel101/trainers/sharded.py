@@ -44,7 +44,7 @@ class ShardedTrainer(Trainer):
             place to add them up: they send after each microbatch, and stage 3 gathers for each. That is the price of their memory.
 
     Parameters that need no gradient, and buffers, stay whole on every rank. `describe()` also tells the most bytes that were held for a
-    moment in the last step: gathered layers, and gradients on their way. On stage 3 all ranks must use the layers in the same order,
+    moment in the last step: gathered layers, and gradients in flight. On stage 3 all ranks must use the layers in the same order,
     though each may leave some out, and a weight may be used only in the forward of a module that has it.
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5 and 7.
     """

@@ -124,7 +124,7 @@ def held_by(flats: list[Flat]) -> dict[str, list[Tensor]]:
 
 
 def peaks_of(live: LiveBytes) -> dict[str, int]:
-    return {"gathered, at most": live.peak["weights"], "gradients on their way, at most": live.peak["gradients"]}
+    return {"gathered (peak)": live.peak["weights"], "gradients in flight (peak)": live.peak["gradients"]}
 
 
 def in_words(zero_stage: int, flats: list[Flat], what: str, ranks: int) -> str:

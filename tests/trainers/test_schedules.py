@@ -164,7 +164,7 @@ WRONG = {  # what is wrong with two stages' lists, and the words that name it
     "a stage on two ranks": (["0F0,0B0,1F0", "1B0"], "stage 1 is on rank 0, and rank 1 has 1B0"),
     "too early": (["0B0,0F0", "1F0,1B0"], "rank 0: 0B0 comes too early: it needs 0F0, which stands behind it"),
     "weights too early": (["0F0,0W0,0I0", "1F0,1B0"], "rank 0: 0W0 comes too early: it needs 0I0"),
-    "a circle of waits": (
+    "a cycle of waits": (
         ["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"],
         "wait for each other for ever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
     ),

@@ -82,7 +82,7 @@ def weights_elsewhere():
         trainer(Elsewhere()).step(x, x)
     whole = trainer(Elsewhere(), layers=(nn.GELU,))  # no layer at all: everything is whole while the model runs
     whole.step(x, x)
-    assert whole.describe().bytes["gathered, at most"] == [160]
+    assert whole.describe().bytes["gathered (peak)"] == [160]
 
 
 def test_a_weight_that_is_used_outside_of_its_module_is_explained():

@@ -43,9 +43,9 @@ def test_weights_gradients_and_optimizer_state_fall_to_one_nth(n):
             assert share["weights"] == pytest.approx([1 if zero_stage < 3 else 1 / n] * n, rel=1e-3)
             assert share["gradients"] == pytest.approx([1 if zero_stage < 2 else 1 / n] * n, rel=1e-3)
             assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01), "and a few counts of steps"
-            assert holdings.bytes["gathered, at most"] == [0 if zero_stage < 3 else 2 * LAYER] * n, "two layers at a time"
-            on_their_way = holdings.bytes["gradients on their way, at most"]
-            assert all(0 < most <= 3.2 * LAYER for most in on_their_way), "two layers' that leave and one's that is packed"
+            assert holdings.bytes["gathered (peak)"] == [0 if zero_stage < 3 else 2 * LAYER] * n, "two layers at a time"
+            in_flight = holdings.bytes["gradients in flight (peak)"]
+            assert all(0 < most <= 3.2 * LAYER for most in in_flight), "two layers' that leave and one's that is packed"
         assert "stage 3" in str(found[3])
         assert "6 layers" in str(found[3])
 
@@ -61,17 +61,17 @@ def one_at_a_time():
 
 def test_without_overlap_one_layer_is_whole_at_a_time_and_afterwards_none():
     for holdings in p101.launch(one_at_a_time, world_size=2).results[0]:
-        assert holdings.bytes["gathered, at most"] == [LAYER] * 2
+        assert holdings.bytes["gathered (peak)"] == [LAYER] * 2
         assert holdings.bytes["weights"] == [ALL // 2] * 2
 
 
 def leaking():
     """A hook that keeps the weight of some layers, as a careless logger would."""
     sharded, kept, figures = trainer(3), [], [0]
-    figures[0] = step(sharded).bytes["gathered, at most"][0]
+    figures[0] = step(sharded).bytes["gathered (peak)"][0]
     for layer in list(sharded.model.layers)[:3]:
         layer.register_forward_hook(lambda layer, inputs, output: kept.append(layer.weight.data[0]))
-        figures.append(step(sharded).bytes["gathered, at most"][0])
+        figures.append(step(sharded).bytes["gathered (peak)"][0])
         kept.clear()
     return figures
 
@@ -88,7 +88,7 @@ def gpt_weights():
     sharded = ShardedTrainer(model, next_token_loss, lambda p: torch.optim.AdamW(p))
     tokens = torch.randint(13, (4, 9), generator=torch.Generator().manual_seed(0))
     sharded.step(*sharded.share((tokens[:, :-1], tokens[:, 1:])))
-    return sharded.describe().bytes["gathered, at most"][0], 2 * block + tied
+    return sharded.describe().bytes["gathered (peak)"][0], 2 * block + tied
 
 
 def test_tied_weights_are_whole_beside_two_layers():

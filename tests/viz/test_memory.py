@@ -46,9 +46,9 @@ def test_uneven_shards_stay_inside_the_bar_and_a_rank_may_hold_nothing():
 
 
 def test_temporary_memory_is_not_drawn_as_a_shard():
-    passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered, at most": [100, 50], "weights": [200, 200]})
+    passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered (peak)": [100, 50], "weights": [200, 200]})
     scene = memory_scene(passing)
-    svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered, at most")
+    svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered (peak)")
     assert gathered[0][0] == gathered[1][0] > weights[0][0]
     assert svg.count('class="others"') == 2 and ">300 B<" in svg and ">250 B<" in svg
 
