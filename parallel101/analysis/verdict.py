@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parallel101.analysis.replay import Replay
-from parallel101.record.units import labels, ranks_text, sentence
+from parallel101.record.units import chunk_letters, ranks_text, sentence
 
 
 class Fault(NamedTuple):
@@ -100,7 +100,7 @@ class Verdict:
         }
         if op is not None:
             return endings[op]
-        ends = [(r, labels([replay.chunks[c].label for c in sorted(replay.final(r))])) for r in replay.ranks if replay.final(r)]
+        ends = [(r, chunk_letters([replay.chunks[c].label for c in sorted(replay.final(r))])) for r in replay.ranks if replay.final(r)]
         if len(ends) <= 4 and len(replay.chunks) > 1:
             return sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends))
         return "This is what each rank ends with."

@@ -63,7 +63,7 @@ def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
     return f"ranks {listed(ranks if len(ranks) <= 8 else [*ranks[:8], f'{len(ranks) - 8} more'])}"
 
 
-def labels(names: Sequence[str]) -> str:
+def chunk_letters(names: Sequence[str]) -> str:
     """The letters of chunks, in order: "a", "a and b", "a–d"."""
     if len(names) > 2 and all(len(name) == 1 for name in names) and ord(names[-1]) - ord(names[0]) == len(names) - 1:
         return f"{names[0]}–{names[-1]}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from parallel101.analysis.replay import START, Replay
 from parallel101.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.record.events import P2P
-from parallel101.record.units import human_bytes, labels, listed, ranks_text, sentence
+from parallel101.record.units import chunk_letters, human_bytes, listed, ranks_text, sentence
 
 NOT_KEPT = ("The contents of the messages were not recorded.", "p101.watch(fn) records them and shows whose data they are.")
 NO_ORIGIN = ("These values do not show which rank they came from.", "p101.watch(fn) follows sums and copies, but not means or products.")
@@ -217,7 +217,7 @@ def _contents(replay: Replay, indices: list[int], route: Route) -> tuple[str, bo
     whole = len(replay.chunks) == 1
     if len(indices) == 1 and not whole:
         names = [replay.chunks[landing.chunk].label for landing in landings]
-        return f"chunk{'s' if len(names) > 1 else ''} {labels(names)}", len(names) > 1
+        return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
     plural = route.many_senders or max(len(replay.landings[i]) for i in indices) > 1
     their = "their" if route.many_senders else "its"
     own = all(sum(x.carried) == 1 == x.carried[replay.messages[i].src] for i in indices for x in replay.landings[i])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from parallel101.analysis.replay import Landing, Replay
-from parallel101.record.units import human_bytes, labels
+from parallel101.record.units import chunk_letters, human_bytes
 from parallel101.viz.diagram import CENTRE, Diagram, diagram_of
 from parallel101.viz.scene import Node, Scene
 from parallel101.viz.timing import Timing
@@ -191,7 +191,7 @@ def _letters(tile: Node, replay: Replay, landings: list[Landing], side: float) -
 
 def _pack(tile: Node, replay: Replay, landings: list[Landing], side: float) -> None:
     """Many chunks in one tile: the first and last letter above a band of all their colours."""
-    text = labels([replay.chunks[landing.chunk].label for landing in landings])
+    text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
     text = text if "–" in text else f"{len(landings)} chunks"
     font = 0.51 * side
     width = max(side, 0.67 * font * len(text) + 12)
