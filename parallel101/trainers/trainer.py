@@ -184,7 +184,8 @@ class Trainer:
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The parameters that no rank's samples reached."""
-        flags = torch.tensor([name in set(unused) for name in self.trained], dtype=torch.int32, device=self.device)
+        missed = set(unused)
+        flags = torch.tensor([name in missed for name in self.trained], dtype=torch.int32, device=self.device)
         counts = all_reduce(flags, group=self.axes.along(["dp"])).tolist()
         return {name for name, count in zip(self.trained, counts) if count == self.axes.sizes["dp"]}
 

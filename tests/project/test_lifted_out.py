@@ -60,17 +60,8 @@ def copied(place: Path) -> Path:
 def test_the_subject_alone_trains_under_torchrun(tmp_path):
     script = copied(tmp_path)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-    ]
+    options = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"  # a free port
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
     alone, together = (
         subprocess.run([*command, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
         for command in ([sys.executable], torchrun)
