@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from parallel101.record.spans import compute, span
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
-    from parallel101.trainers.actions import ScheduleError
     from parallel101.trainers.data_parallel import DataParallelTrainer
-    from parallel101.trainers.schedules import Schedule, schedule
+    from parallel101.trainers.schedules.actions import ScheduleError
+    from parallel101.trainers.schedules.schedule import Schedule, schedule
     from parallel101.trainers.sharded import ShardedTrainer
     from parallel101.trainers.trainer import Trainer
     from parallel101.viz.watch import watch
@@ -49,8 +49,8 @@ _WHERE = {
     "parallel101.mesh": "split_sizes",
     "parallel101.trainers.data_parallel": "DataParallelTrainer",
     "parallel101.trainers.sharded": "ShardedTrainer",
-    "parallel101.trainers.actions": "ScheduleError",
-    "parallel101.trainers.schedules": "Schedule schedule",
+    "parallel101.trainers.schedules.actions": "ScheduleError",
+    "parallel101.trainers.schedules.schedule": "Schedule schedule",
     "parallel101.trainers.trainer": "Trainer",
     "parallel101.autograd.point_to_point": "receive send",
     "parallel101.ranks.launch": "Run launch",

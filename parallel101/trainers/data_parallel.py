@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.arguments import LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.gradients import Bucketed, GradientSync, Naive, Overlapped, default_bucket_bytes
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.schedules import schedule
+from parallel101.trainers.schedules.schedule import schedule
+from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ Overlapped    ──forward──▶◀──backward──  g₁₀            
                                g₃₂
 
 Each rank's loss is already weighted by its share of the samples, so the sum is the gradient of the whole batch. Here gradients and weights
-stay whole on every rank; zero.py and unshard.py shard them. Source: Li et al., "PyTorch Distributed" (2020), section 3.2.
+stay whole on every rank; zero/ shards them. Source: Li et al., "PyTorch Distributed" (2020), section 3.2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel101.collectives.asynchronous import AsyncCollective, all_reduce_asy
 from parallel101.mesh import GroupLike
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.layout import Pieces
-from parallel101.trainers.memory import readable
+from parallel101.trainers.support.memory import readable
 
 Parameters = Mapping[str, nn.Parameter]
 MiB = 1024**2

@@ -1,6 +1,6 @@
 """Sharded data parallel (ZeRO, FSDP): like data parallel, but of what every rank would hold alike, each holds 1/n.
 
-It is a Trainer on one axis whose gradient synchronisation also decides who owns what: see zero.py for stages 1 and 2, unshard.py for 3.
+It is a Trainer on one axis whose gradient synchronisation also decides who owns what: see zero/stage12.py and zero/stage3.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.arguments import SHARDED, LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.gradients import GradientSync, default_bucket_bytes
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.schedules import schedule
+from parallel101.trainers.schedules.schedule import schedule
+from parallel101.trainers.support.arguments import SHARDED, LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.trainer import Trainer
-from parallel101.trainers.unshard import ZeRO3
-from parallel101.trainers.zero import ZeRO12
+from parallel101.trainers.zero.stage3 import ZeRO3
+from parallel101.trainers.zero.stage12 import ZeRO12
 
 
 class ShardedTrainer(Trainer):

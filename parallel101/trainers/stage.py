@@ -2,7 +2,7 @@
 
     ["0F0", "0B0", "0F1", "0B1"]        stage 0: forward of microbatch 0, its backward, forward of microbatch 1, its backward
 
-Actions are those of a Schedule (schedules.py). Gradient accumulation is 1F1B on one stage.
+Actions are those of a Schedule (schedules/). Gradient accumulation is 1F1B on one stage.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.record.spans import span
-from parallel101.trainers.actions import Action
-from parallel101.trainers.arguments import LossFn, check_depends, check_loss
 from parallel101.trainers.gradients import GradientSync
+from parallel101.trainers.schedules.actions import Action
+from parallel101.trainers.support.arguments import LossFn, check_depends, check_loss
 
 NAMES = {"F": "forward", "B": "backward"}
 

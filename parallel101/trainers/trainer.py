@@ -1,9 +1,9 @@
 """The training step of every trainer, and the trainer that is put together from parts which each do one thing.
 
     for each action:       forward → loss × (my samples / all samples), or backward         stage.py
-    finish                 the gradients of all ranks are summed                            gradients.py, zero.py, unshard.py
+    finish                 the gradients of all ranks are summed                            gradients.py, zero/
     agree                  on the loss, or on the error of a rank                           agreement.py
-    clip, optimizer        each rank updates what it owns                                   layout.py, optimizers.py
+    clip, optimizer        each rank updates what it owns                                   layout.py, support/optimizers.py
     publish                and tells the others, if they need it
 
 The objective is the mean loss of the whole batch, so that any number of ranks computes what one process does.
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
 from parallel101.record.spans import span, wait_span
-from parallel101.trainers import checkpoint, fit, memory
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options
 from parallel101.trainers.gradients import GradientSync
-from parallel101.trainers.history import History
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.optimizers import ShardedOptimizer, build_optimizer
 from parallel101.trainers.stage import Stage
+from parallel101.trainers.support import checkpoint, fit, memory
+from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options
+from parallel101.trainers.support.history import History
+from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
 
 
 class Trainer:

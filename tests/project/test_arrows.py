@@ -119,5 +119,5 @@ def test_the_subject_needs_torch_and_tqdm_only(module):
             libraries |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             libraries.add(node.module.split(".")[0])
-    optional = {"matplotlib"} if module == "trainers.history" else set()  # when plot() is called
+    optional = {"matplotlib"} if module == "trainers.support.history" else set()  # when plot() is called
     assert libraries <= {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.checkpoint import read_checkpoint
+from parallel101.trainers.support.checkpoint import read_checkpoint
 from tests.ranks.test_left_behind import state
 from tests.trainers.cases import TRAINERS
 

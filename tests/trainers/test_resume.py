@@ -12,9 +12,9 @@ from torch import Tensor
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
+from parallel101.trainers.support.checkpoint import read_checkpoint, write_checkpoint
 from tests.trainers.cases import adamw_by_shape
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import parallel101 as p101
-from parallel101.trainers.schedules import SCHEDULES
+from parallel101.trainers.schedules.schedule import SCHEDULES
 
 NAMES = list(SCHEDULES)
 SHAPES = [(1, 1), (1, 4), (2, 2), (2, 7), (3, 5), (4, 8), (4, 12), (5, 9), (8, 16)]  # (ranks, microbatches)

@@ -10,9 +10,9 @@ from torch import nn
 import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig
 from parallel101.models.mlp import MLP
-from parallel101.trainers.model_layers import layers_of
-from parallel101.trainers.optimizers import check_elementwise
 from parallel101.trainers.sharded import ShardedTrainer
+from parallel101.trainers.support.optimizers import check_elementwise
+from parallel101.trainers.zero.model_layers import layers_of
 
 
 def sgd(parameters):

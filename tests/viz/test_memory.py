@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from parallel101.record.units import decimal_bytes
-from parallel101.trainers.memory import readable
+from parallel101.trainers.support.memory import readable
 from parallel101.viz.memory import LEFT, RIGHT, memory_scene
 from tests.viz.drawn import titled
 

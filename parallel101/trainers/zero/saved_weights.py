@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel101.trainers.flat import Flat
+from parallel101.trainers.zero.flat import Flat
 
 
 class Place(NamedTuple):

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
-from parallel101.trainers.arguments import Batch, check_batch
-from parallel101.trainers.checkpoint import check_place
-from parallel101.trainers.history import History, StepResult
+from parallel101.trainers.support.arguments import Batch, check_batch
+from parallel101.trainers.support.checkpoint import check_place
+from parallel101.trainers.support.history import History, StepResult
 
 END = object()
 

@@ -3,7 +3,7 @@
     | weight ............ | bias ... | 0 |        the last block is padded with zeros if n does not divide
     |   rank 0   |   rank 1   |   rank 2   |      a rank's block holds pieces of parameters: what its optimizer updates
 
-zero.py and unshard.py decide when a flat array is gathered and when its gradients leave.
+stage12.py and stage3.py decide when a flat array is gathered and when its gradients leave.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
 """
 
@@ -20,7 +20,7 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
 from parallel101.trainers.gradients import Parameters, check_dense
 from parallel101.trainers.layout import Pieces
-from parallel101.trainers.memory import LiveBytes
+from parallel101.trainers.support.memory import LiveBytes
 
 
 class Flat:

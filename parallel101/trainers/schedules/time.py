@@ -2,7 +2,7 @@
 
     bubble rate = 1 − (mean work of the ranks) / cost         cost: the most, over ranks, of (its last end − its own first start)
 
-Whether a schedule can be run at all is schedule_check.py's. Definitions: Qi et al. (arXiv 2401.10241), section 4 and Table 2.
+Whether a schedule can be run at all is check.py's. Definitions: Qi et al. (arXiv 2401.10241), section 4 and Table 2.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.trainers.actions import COMMUNICATION, Action, ScheduleError
-from parallel101.trainers.schedule_check import Placement, Ranks, needs, partner, positions
+from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
+from parallel101.trainers.schedules.check import Placement, Ranks, needs, partner, positions
 
 Cost = float | Sequence[float]
 

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves  # torch has no public name for it; 
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.flat import Flat, GradientReducer, by_kind
 from parallel101.trainers.gradients import Parameters
-from parallel101.trainers.memory import LiveBytes
-from parallel101.trainers.model_layers import layers_of, share_out
-from parallel101.trainers.saved_weights import saved_as_places
-from parallel101.trainers.zero import give_gradients, held_by, in_words, peaks_of
+from parallel101.trainers.support.memory import LiveBytes
+from parallel101.trainers.zero.flat import Flat, GradientReducer, by_kind
+from parallel101.trainers.zero.model_layers import layers_of, share_out
+from parallel101.trainers.zero.saved_weights import saved_as_places
+from parallel101.trainers.zero.stage12 import give_gradients, held_by, in_words, peaks_of
 
 WHOLE = (
     "on ZeRO stage 3 it is whole only in the forward of a module that has it. layers=(…) names the types that are gathered one at a time; "

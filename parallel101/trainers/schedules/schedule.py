@@ -6,7 +6,7 @@
     rank 1      F0 F1 B0 F2 B1 F3 B2 B3              warm-up of P − rank forwards, a rank that has done a backward can drop the
     rank 2         F0 B0 F1 B1 F2 B2 F3 B3           activations of one microbatch for those of another
 
-The same lists are run by the trainers, checked (schedule_check.py) and timed (schedule_time.py). Sources: Huang et al., "GPipe" (2019);
+The same lists are run by the trainers, checked (check.py) and timed (time.py). Sources: Huang et al., "GPipe" (2019);
 Narayanan et al. (arXiv 2104.04473), section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), sections 2 and 3.
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallel101.trainers.actions import Action, ScheduleError
-from parallel101.trainers.schedule_check import check
-from parallel101.trainers.schedule_time import Cost, ScheduleTime, simulate
+from parallel101.trainers.schedules.actions import Action, ScheduleError
+from parallel101.trainers.schedules.check import check
+from parallel101.trainers.schedules.time import Cost, ScheduleTime, simulate
 
 
 class Schedule:

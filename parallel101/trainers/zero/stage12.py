@@ -4,7 +4,7 @@
     stage 1  all       all         1/n                  2(n−1)/n of the gradients' bytes: reduce-scatter, then all-gather of the weights
     stage 2  all       1/n         1/n                  the same; a bucket's gradients are freed as soon as they have left
 
-Stage 3 shards the weights as well: unshard.py.
+Stage 3 shards the weights as well: stage3.py.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5 and 7.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import span, wait_span
-from parallel101.trainers.flat import Flat, GradientReducer
 from parallel101.trainers.gradients import Parameters, by_size, completed_twice
-from parallel101.trainers.memory import LiveBytes, readable
+from parallel101.trainers.support.memory import LiveBytes, readable
+from parallel101.trainers.zero.flat import Flat, GradientReducer
 
 
 class ZeRO12:

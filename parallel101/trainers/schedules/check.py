@@ -3,14 +3,14 @@
     rank 0   0SEND_F1  2RECV_F0        Under gloo's rules each message starts by itself: fine. Under NCCL's, where a rank's messages go
     rank 1   1SEND_F0  1RECV_F1        one by one, each rank's send waits for a receive that stands behind the other's send.
 
-The example is pytorch issue 172668. How long a schedule takes is schedule_time.py's.
+The example is pytorch issue 172668. How long a schedule takes is time.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parallel101.trainers.actions import COMMUNICATION, Action, ScheduleError
+from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
 
 Ranks = Sequence[Sequence[Action]]
 Placement = Mapping[int, int]  # global stage → rank
