@@ -125,5 +125,5 @@ def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: st
         kinds = ["absent" if entry is None else entry.split("\t")[0] for entry in (entries[0], other)]
         if kinds[0] != kinds[1]:
             return f"{name!r} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} {there}; build the same model on every rank"
-        return f"{name!r} {there} has other values than on rank {ranks[0]}; {advice}"
+        return f"{name!r} {there} differs from rank {ranks[0]}; {advice}"
     return "they list their parameters in different orders; build the same model on every rank"

@@ -160,12 +160,12 @@ class Layout:
     # ── all of them, collective ──
 
     def gather(self, parts: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """The whole of each of these names, on every rank, where each rank gives its part. If nothing is cut, the parts themselves.
+        """The whole of each of these names, on every rank, where each rank gives its part. If nothing is cut, copies of the parts.
 
         One all-gather a dtype. A rank's `parts` lacks a name if it holds no element of it.
         """
         if not self.cut_axes:
-            return {name: parts[name] for name in names}
+            return {name: parts[name].detach().clone() for name in names}
         held: dict[tuple[int, ...], dict[str, Tensor]] = {tuple(at.values()): {} for at in self.line}  # by rank
         for dtype in dict.fromkeys(self.entries[name].dtype for name in names):
             alike = [name for name in names if self.entries[name].dtype == dtype]
@@ -198,7 +198,7 @@ class Layout:
             words = [f"{_in_words(placement)} over {axis}" for axis, placement in entry.placements.items()]
             ways.setdefault(" and ".join(words) or "replicated", []).append(name)
         for how, names in ways.items():
-            yield f"{names[0] if len(names) == 1 else f'{len(names)} parameters and buffers'}: {how}"
+            yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"
 
 
 def _in_words(placement: Placement) -> str:

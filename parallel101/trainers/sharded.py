@@ -1,4 +1,4 @@
-"""Sharded data parallel (ZeRO, FSDP): like data parallel, but of what every rank would hold alike, each holds 1/n.
+"""Sharded data parallel (ZeRO, FSDP): like data parallel, but each rank holds only 1/n of what would be the same on all ranks.
 
 It is a Trainer on one axis whose gradient synchronisation also decides who owns what: see zero/stage12.py and zero/stage3.py.
 """
@@ -68,7 +68,7 @@ class ShardedTrainer(Trainer):
         if zero_stage not in (1, 2, 3):
             raise ValueError(
                 f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too); "
-                "for none of it there is DataParallelTrainer"
+                "to shard nothing, use DataParallelTrainer"
             )
         check_bucket_bytes(bucket_bytes)
 

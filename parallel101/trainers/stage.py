@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel101.record.spans import span
 from parallel101.trainers.gradients import GradientSync
-from parallel101.trainers.schedules.actions import Action
+from parallel101.trainers.schedules.actions import Action, ScheduleError
 from parallel101.trainers.support.arguments import LossFn, check_depends, check_loss
 
 NAMES = {"F": "forward", "B": "backward"}
@@ -35,6 +35,8 @@ class Stage:
     ):
         self.model, self.loss_fn, self.gradient_sync, self.autocast = model, loss_fn, gradient_sync, autocast
         self.actions = [Action.parse(text) for text in actions]
+        if {action.kind for action in self.actions} != {"F", "B"}:
+            raise ScheduleError(f"actions={list(actions)!r}: expected forwards and backwards (F and B) of this one stage")
         self.microbatches = 1 + max(action.microbatch for action in self.actions)
         self.last_backward = [action for action in self.actions if action.kind == "B"][-1]
         self.losses: dict[int, Tensor] = {}
@@ -64,7 +66,7 @@ class Stage:
         check_depends(self.losses[i])
 
     def backward(self, i: int) -> None:
-        self.losses[i].backward()
+        torch.autograd.backward(self.losses[i])
         self.losses[i] = self.losses[i].detach()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

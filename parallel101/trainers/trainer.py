@@ -42,7 +42,7 @@ class Trainer:
         actions: what this rank does in a step; see stage.py.
         elementwise: refuse optimizers that look at whole matrices, since this rank will own pieces.
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
-        autocast: a dtype such as torch.bfloat16 in which the forward computes what allows it; weights and gradients keep theirs.
+        autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it; weights and gradients keep their own.
         sync: copy the first rank's weights at the start. Without it, models that differ are an error that names the parameter.
 
     Attributes:
@@ -79,7 +79,7 @@ class Trainer:
         entries = {name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()}
         self.gradient_sync = gradient_sync(trained)
         for name, pieces in self.gradient_sync.placements.items():
-            entries[name] = entries[name]._replace(placements={"dp": pieces})
+            entries[name] = entries[name]._replace(placements={**entries[name].placements, "dp": pieces})
         self.layout = Layout(axes, entries, self.device)
         self.owned = self.gradient_sync.owned
         self.sharded_optimizer = ShardedOptimizer(built, trained, self.owned, self.layout)
@@ -153,7 +153,7 @@ class Trainer:
         return sum(shares)
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
-        """The loss of the whole batch: every rank's part, added in the order of the ranks, so the same float everywhere."""
+        """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""
         failure = self.stage.failure
         try:
             mine = sum(part.item() for part in self.stage.losses.values()) if failure is None else math.nan
@@ -179,8 +179,8 @@ class Trainer:
             self.checked_buffers = True
             if next(self.model.buffers(), None) is not None:
                 advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
-                self.agree.check_same(self.model.named_buffers(), "the first step changed buffers, and not alike", advice)
-        return math.fsum(parts)
+                self.agree.check_same(self.model.named_buffers(), "the first step changed buffers differently on different ranks", advice)
+        return math.fsum(part for position, part in enumerate(parts) if self.axes.coordinates(position).get("tp", 0) == 0)
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The parameters that no rank's samples reached."""

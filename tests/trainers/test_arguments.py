@@ -59,7 +59,7 @@ CASES = [  # what is done with a trainer, and what the error says
     (loss(lambda y, t: F.mse_loss(y, t).item()), ValueError, r"loss_fn returned 0\.\d+: expected the mean"),
     (loss(lambda y, t: F.mse_loss(y, t).detach()), ValueError, "the loss depends on no weight that is trained: was it detached"),
     (loss(lambda y, t: (y.argmax(1) == 1).sum()), ValueError, "made of whole numbers"),
-    (optimizer(sgd(model().parameters())), TypeError, "is a SGD that was built already"),
+    (optimizer(sgd(model().parameters())), TypeError, "is a SGD that is already built"),
     (optimizer(lambda p: torch.optim.SGD(p, lr=-1.0)), ValueError, "Invalid learning rate: -1.0"),
     (optimizer(torch.optim.LBFGS), ValueError, r"trainers call LBFGS\.step\(\) without arguments, and that fails: .*'closure'"),
     (option(accumulate=0), ValueError, "accumulate=0: expected"),
@@ -144,6 +144,17 @@ def twice():
 def test_a_model_whose_weights_a_trainer_has_cut_up():
     assert twice()
     assert p101.launch(twice, world_size=2).results == [True] * 2
+
+
+@pytest.mark.parametrize("name", list(TRAINERS))
+def test_gradients_are_copies(name):
+    trainer = TRAINERS[name](model(), F.mse_loss, sgd)
+    trainer.step(X, Y)
+    first = trainer.gradients()
+    kept = {key: gradient.clone() for key, gradient in first.items()}
+    trainer.step(X, -Y)
+    assert all(torch.equal(first[key], kept[key]) for key in kept)
+    assert not any(torch.equal(gradient, kept[key]) for key, gradient in trainer.gradients().items())
 
 
 def test_a_batch_may_be_a_list_or_one_tensor_of_two():

@@ -64,7 +64,7 @@ def test_models_that_differ_at_the_start_are_named_by_parameter():
     assert weights[0] == nn.Linear(3, 3).weight.tolist()
     assert errors.pop("") == "nothing"
     for where in ("0.layers.1.weight", "0.layers.0.bias", "1.running_mean"):
-        assert f"the models differ at the start: '{where}' on rank 1 has other values than on rank 0" in errors.pop(where)
+        assert f"the models differ at the start: '{where}' on rank 1 differs from rank 0" in errors.pop(where)
     assert "'layers.0.weight' is (4, 3) torch.float32 on rank 0 and (5, 3) torch.float32 on rank 2" in errors.pop("width")
     assert "'layers.2.weight' is (2, 2) torch.float32 on rank 0 and absent on ranks 1, 2" in errors.pop("depth")
     assert "'layers.0.weight' is (4, 3) torch.float32 on rank 0 and (4, 3) torch.float64 on rank 1" in errors.pop("dtype")

@@ -6,10 +6,14 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.mesh import split_sizes
+from parallel101.models.mlp import MLP
+from parallel101.trainers.gradients import Naive
 from parallel101.trainers.layout import Axes, Entry, Layout, Pieces, Shard, Stages
+from parallel101.trainers.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -97,6 +101,39 @@ def test_every_part_is_found_again_and_every_element_counts_once(sizes):
         assert sum(counted[name] for _, counted in results) == copies * entry.shape.numel(), name
     assert {ratio for ratio, _ in results} == {results[0][0]}, "the same norm on every rank"
     assert results[0][0] == pytest.approx(1, rel=1e-12)
+
+
+def step_on_a_mesh(sizes):
+    """A whole model on every rank, samples cut over dp only: ranks along tp do the same."""
+    axes, x = Axes(None, sizes), torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    trainer = Trainer(
+        MLP([4, 8, 4], dtype=torch.float64),
+        F.mse_loss,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        axes=axes,
+        gradient_sync=lambda parameters: Naive(parameters, axes.along(["dp"])),
+        actions=["0F0", "0B0", "0F1", "0B1"],
+        clip_norm=0.1,
+    )
+    losses = [trainer.step(*trainer.share((x, x.sin()))) for _ in range(3)]
+    return losses, trainer.evaluate([(x, x.sin())]), trainer.state_dict()
+
+
+def test_losses_errors_and_weights_are_agreed_on_over_the_whole_mesh():
+    losses, evaluated, weights = step_on_a_mesh({"dp": 1})
+    for sizes in ({"dp": 2, "tp": 2}, {"tp": 3, "dp": 1}, {"dp": 4}):
+        world_size = sizes["dp"] * sizes.get("tp", 1)
+        for found in p101.launch(step_on_a_mesh, sizes, world_size=world_size, backend="sim").results:
+            assert found[0] == pytest.approx(losses, rel=1e-12)
+            assert found[1] == pytest.approx(evaluated, rel=1e-12)
+            torch.testing.assert_close(found[2], weights, rtol=1e-12, atol=1e-15)
+
+
+def test_actions_that_no_part_of_the_trainer_runs_are_refused():
+    axes = Axes(None, {"dp": 1})
+    options = {"axes": axes, "gradient_sync": lambda parameters: Naive(parameters, None)}
+    with pytest.raises(p101.ScheduleError, match=r"actions=\['0F0', '0I0', '0W0'\]: expected forwards and backwards"):
+        Trainer(MLP([2, 2]), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), actions=["0F0", "0I0", "0W0"], **options)
 
 
 def test_coordinates_and_lines_of_a_mesh():

@@ -79,9 +79,11 @@ def test_costs_may_differ_between_stages():
     schedule = p101.schedule("gpipe", stages=2, microbatches=3)
     assert schedule.time([1.0, 3.0], 0.0, 0.0).makespan == 1 + 3 * 3
     assert schedule.time([1.0, 3.0], 0.0, 0.0, communication=5.0).makespan == 1 + 5 + 3 * 3 + 5
-    for costs in ([1.0], [1.0, 2.0, 3.0], -1.0, [1.0, -1.0]):
+    for costs in ([1.0], [1.0, 2.0, 3.0], -1.0, [1.0, -1.0], float("inf")):
         with pytest.raises(p101.ScheduleError, match=r"forward=.*: expected seconds, 0 or more: a number, or one for each of the 2 stages"):
             schedule.time(costs)
+    with pytest.raises(p101.ScheduleError, match=r"communication=\[1, 2\]: expected one number of seconds"):
+        schedule.time(communication=[1, 2])
 
 
 class Mock(_PipelineStageBase):
@@ -131,6 +133,11 @@ def test_torchs_schedules_are_read_checked_and_timed(name):
         assert any("OVERLAP_F_B" in action for actions in compute.actions for action in actions)
 
 
+def test_fsdps_actions_are_left_out():
+    text = "0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,,1F0,1B0,1REDUCE_GRAD,1RESHARD\n"
+    assert p101.Schedule.from_csv(text).actions == [["0F0", "0B0"], ["1F0", "1B0"]]
+
+
 def test_our_interleaved_schedule_is_torchs():
     ours, theirs = built("interleaved", 4, 8), p101.Schedule.from_csv(csv_of("Interleaved1F1B")[0])
     assert ours.time(1, 2, 3, 0.5).makespan == theirs.time(1, 2, 3, 0.5).makespan
@@ -150,7 +157,7 @@ def test_a_hang_that_others_met_is_found_before_it_happens():
     schedule.check("gloo")
     with pytest.raises(p101.ScheduleError) as error:
         schedule.check("nccl")
-    assert "the ranks would wait for each other for ever under NCCL's rules" in str(error.value)
+    assert "the ranks would wait for each other forever under NCCL's rules" in str(error.value)
     assert "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0" in str(error.value)
 
 
@@ -159,18 +166,19 @@ WRONG = {  # what is wrong with two stages' lists, and the words that name it
     "missing forward": (["0F0,0B0,0B1", "1F0,1B0,1F1,1B1"], "0F1 is missing: 2 microbatches pass stages 0 to 1"),
     "missing half": (["0F0,0I0", "1F0,1B0"], "0W0 is missing"),
     "missing stage": (["0F0,0B0", "2F0,2B0"], "1F0 is missing"),
-    "twice": (["0F0,0F0,0B0", "1F0,1B0"], "0F0 stands twice: on rank 0 and on rank 0"),
-    "twice, whole and half": (["0F0,0B0,0W0", "1F0,1B0"], "stands twice: 0B0 and 0W0"),
+    "twice": (["0F0,0F0,0B0", "1F0,1B0"], "0F0 appears twice: on rank 0"),
+    "twice, whole and half": (["0F0,0B0,0W0", "1F0,1B0"], "appears twice: 0B0 and 0W0"),
     "a stage on two ranks": (["0F0,0B0,1F0", "1B0"], "stage 1 is on rank 0, and rank 1 has 1B0"),
-    "too early": (["0B0,0F0", "1F0,1B0"], "rank 0: 0B0 comes too early: it needs 0F0, which stands behind it"),
+    "too early": (["0B0,0F0", "1F0,1B0"], "rank 0: 0B0 comes too early: it needs 0F0, which comes later"),
     "weights too early": (["0F0,0W0,0I0", "1F0,1B0"], "rank 0: 0W0 comes too early: it needs 0I0"),
     "a cycle of waits": (
         ["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"],
-        "wait for each other for ever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
+        "wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
     ),
     "a send without a receive": (["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"], "1F0 needs 1RECV_F0, which is missing"),
     "a receive without a send": (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "1RECV_F0 needs 0SEND_F0, which is missing"),
     "nothing": ([""], "the schedule is empty"),
+    "a rank without a stage": (["0F0,0B0", ""], "rank 1 has no stage"),
     "no action": (["0F0,0X0"], r"action '0X0': expected a stage, one of F, B, I, W"),
 }
 
@@ -179,7 +187,7 @@ WRONG = {  # what is wrong with two stages' lists, and the words that name it
 def test_what_is_wrong_is_named(case):
     lists, words = WRONG[case]
     with pytest.raises(p101.ScheduleError, match=re.escape(words)):
-        p101.Schedule.from_csv("\n".join(lists)).check()
+        p101.Schedule([[text for text in line.split(",") if text] for line in lists]).check()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_what_is_wrong_is_named(case):
         ({"stages": 0}, "stages=0: expected a whole number, 1 or more"),
         ({"microbatches": 2.0}, "microbatches=2.0: expected a whole number"),
         ({"chunks": 2}, "chunks=2: '1f1b' has one stage a rank"),
-        ({"name": "interleaved", "microbatches": 6, "chunks": 2}, "microbatches=6: 'interleaved' sends them in groups of one a rank"),
+        ({"name": "interleaved", "microbatches": 6, "chunks": 2}, "microbatches=6: 'interleaved' runs them in groups of one per rank"),
     ],
     ids=["unknown", "no stages", "half a microbatch", "chunks", "interleaved and indivisible"],
 )
@@ -197,6 +205,13 @@ def test_what_cannot_be_built_is_refused(options, words):
     arguments = {"name": "1f1b", "stages": 4, "microbatches": 8} | options
     with pytest.raises(p101.ScheduleError, match=re.escape(words)):
         p101.schedule(arguments.pop("name"), **arguments)
+
+
+def test_ranks_that_compute_only_do_not_wait_by_nccls_rules():
+    schedule = p101.Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B1", "1B0"]])
+    for rules in ("gloo", "nccl"):
+        with pytest.raises(p101.ScheduleError, match="would wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1"):
+            schedule.check(rules)
 
 
 def test_rules_are_gloos_or_nccls():

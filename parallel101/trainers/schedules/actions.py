@@ -13,6 +13,7 @@ from typing import NamedTuple
 COMPUTE = ("F", "B", "I", "W")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 OVERLAP = "OVERLAP_F_B"
+FSDP = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # in torch's lists only
 ACTION = re.compile(rf"(\d+)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
 
 

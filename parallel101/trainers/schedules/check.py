@@ -21,7 +21,7 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
     if rules not in ("gloo", "nccl"):
         raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
     where = positions(ranks, placement)
-    check_complete(where, placement, microbatches)
+    check_complete(where, placement, microbatches, len(ranks))
     for (rank, place), action in [((rank, i), a) for rank, actions in enumerate(ranks) for i, a in enumerate(actions)]:
         for part in action.computed():
             for needed in needs(part, placement, where):
@@ -29,7 +29,7 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
                 if at is None:
                     raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
                 if at[0] == rank and at[1] >= place:
-                    raise ScheduleError(f"rank {rank}: {part} comes too early: it needs {needed}, which stands behind it")
+                    raise ScheduleError(f"rank {rank}: {part} comes too early: it needs {needed}, which comes later")
     check_progress(ranks, placement, where, queued=rules == "nccl")
 
 
@@ -40,17 +40,21 @@ def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int
         for place, action in enumerate(actions):
             for part in action.computed():
                 if part in where:
-                    raise ScheduleError(f"{part} stands twice: on rank {where[part][0]} and on rank {rank}")
+                    other = where[part][0]
+                    raise ScheduleError(f"{part} appears twice: {f'on rank {rank}' if other == rank else f'on ranks {other} and {rank}'}")
                 if placement[part.stage] != rank:
                     raise ScheduleError(f"stage {part.stage} is on rank {placement[part.stage]}, and rank {rank} has {part}")
                 where[part] = rank, place
     return where
 
 
-def check_complete(where: Mapping[Action, object], placement: Placement, microbatches: int) -> None:
+def check_complete(where: Mapping[Action, object], placement: Placement, microbatches: int, ranks: int) -> None:
     """Raises ScheduleError unless each stage has each microbatch's forward, and its backward, whole or in both halves."""
     if not placement:
         raise ScheduleError("the schedule is empty: expected at least one forward and its backward")
+    idle = set(range(ranks)) - set(placement.values())
+    if idle:
+        raise ScheduleError(f"rank {min(idle)} has no stage: expected at least one on each of the {ranks} ranks")
     for stage in range(max(placement) + 1):
         for i in range(microbatches):
             has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
@@ -58,7 +62,7 @@ def check_complete(where: Mapping[Action, object], placement: Placement, microba
                 raise ScheduleError(f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to {max(placement)}")
             if "B" in has and has & {"I", "W"}:
                 twice = min(has & {"I", "W"})
-                raise ScheduleError(f"the backward of microbatch {i} on stage {stage} stands twice: {stage}B{i} and {stage}{twice}{i}")
+                raise ScheduleError(f"the backward of microbatch {i} on stage {stage} appears twice: {stage}B{i} and {stage}{twice}{i}")
             if "B" not in has and not has >= {"I", "W"}:
                 lacks = f"{stage}B{i}" if not has & {"I", "W"} else f"{stage}{({'I', 'W'} - has).pop()}{i}"
                 raise ScheduleError(f"{lacks} is missing: stage {stage} has the forward of microbatch {i}")
@@ -144,5 +148,5 @@ def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tu
             cycle.append(rank)
             rank = waiting[rank][0]
         words = "; ".join(waiting[r][1] for r in cycle[cycle.index(rank) :])
-        how = " under NCCL's rules, where a rank's sends and receives start one by one" if queued else ""
-        raise ScheduleError(f"the ranks would wait for each other for ever{how}: {words}")
+        how = " under NCCL's rules, where a rank's sends and receives start one by one" if queued and any(posted) else ""
+        raise ScheduleError(f"the ranks would wait for each other forever{how}: {words}")

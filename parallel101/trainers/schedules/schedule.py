@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallel101.trainers.schedules.actions import Action, ScheduleError
+from parallel101.trainers.schedules.actions import FSDP, Action, ScheduleError
 from parallel101.trainers.schedules.check import check
 from parallel101.trainers.schedules.time import Cost, ScheduleTime, simulate
 
@@ -57,7 +57,7 @@ class Schedule:
         Args:
             forward, input_grad, weight_grad: seconds of F, I and W, each a number, or one for each global stage. B takes I + W, and
                 its gradient leaves at its end.
-            communication: seconds until a result arrives at another rank. It occupies neither rank.
+            communication: seconds until a result arrives at another rank, one number. It occupies neither rank.
         """
         self.check()
         return simulate(self.ranks, self.placement, forward, input_grad, weight_grad, communication)
@@ -76,9 +76,12 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str) -> Schedule:
-        """Read torch's CSV: compute only or with its sends and receives, whose order is kept. Empty cells are idle slots: left out."""
+        """Read torch's CSV: compute only or with its sends and receives, whose order is kept.
+
+        Empty cells (idle slots) and FSDP's actions (UNSHARD, RESHARD, REDUCE_GRAD) are left out.
+        """
         rows = [[cell.strip() for cell in line.split(",")] for line in text.strip().splitlines()]
-        return cls([[cell for cell in row if cell] for row in rows])
+        return cls([[cell for cell in row if cell and not cell.endswith(FSDP)] for row in rows])
 
 
 def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -96,13 +99,13 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(f"{what}={value!r}: expected a whole number, 1 or more")
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is unknown: expected one of {', '.join(map(repr, SCHEDULES))}")
     if name != "interleaved" and chunks > 1:
         raise ScheduleError(f"chunks={chunks}: {name!r} has one stage a rank; expected chunks=1, or the schedule 'interleaved'")
     if name == "interleaved" and microbatches % stages:
         raise ScheduleError(
-            f"microbatches={microbatches}: 'interleaved' sends them in groups of one a rank; expected a multiple of stages={stages}"
+            f"microbatches={microbatches}: 'interleaved' runs them in groups of one per rank; expected a multiple of stages={stages}"
         )
     return Schedule([SCHEDULES[name](rank, stages, microbatches, chunks) for rank in range(stages)])
 

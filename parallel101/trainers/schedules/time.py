@@ -7,6 +7,7 @@ Whether a schedule can be run at all is check.py's. Definitions: Qi et al. (arXi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,7 +42,8 @@ def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost
         "W": per_stage("weight_grad", weight_grad, stages),
     }
     costs["B"] = [i + w for i, w in zip(costs["I"], costs["W"])]
-    per_stage("communication", communication, stages)
+    if not isinstance(communication, (int, float)) or not 0 <= communication < math.inf:
+        raise ScheduleError(f"communication={communication!r}: expected one number of seconds, 0 or more")
     where = positions(ranks, placement)
     ready: dict[Action, float] = {}  # when an action's result is on its own rank
     now, place, slots = [0.0] * len(ranks), [0] * len(ranks), []
@@ -88,6 +90,6 @@ def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
 def per_stage(name: str, cost: Cost, stages: int) -> list[float]:
     """One number for each global stage. Raises ScheduleError for other numbers of them, and for negative ones."""
     costs = list(cost) if isinstance(cost, Sequence) else [cost] * stages
-    if len(costs) != stages or not all(isinstance(c, (int, float)) and c >= 0 for c in costs):
+    if len(costs) != stages or not all(isinstance(c, (int, float)) and 0 <= c < math.inf for c in costs):
         raise ScheduleError(f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the {stages} stages")
     return [float(c) for c in costs]

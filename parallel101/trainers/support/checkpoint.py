@@ -73,7 +73,7 @@ def resume(trainer: Any, path: str | os.PathLike) -> int:
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
     tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
     found = [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
-    trainer.agree.check_same(found, f"the ranks do not read the same in {path}", "expected one file, or copies of it")
+    trainer.agree.check_same(found, f"the ranks read different contents from {path}", "expected one file, or copies of it")
     load_model(trainer, content["model"])
     trainer.optimizer.load_state_dict(optimizer)
     trainer.steps, trainer.history = content["steps"], history
@@ -139,7 +139,7 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
                 raise ValueError("it holds something else")
         except Exception as error:  # torch's unpickler raises anything on foreign bytes
             raise ValueError(
-                f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected), or not all of it: {error}"
+                f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected), or it is incomplete: {error}"
             ) from error
     return content
 
@@ -162,7 +162,7 @@ def check_state(state: Mapping[str, Any], trainer: Any) -> None:
         if key not in state:
             raise ValueError(f"the checkpoint is another model's: it has no {key!r}")
         if key not in keys:
-            raise ValueError(f"the checkpoint is another model's: it has {key!r}, and this model has not")
+            raise ValueError(f"the checkpoint is another model's: it has {key!r}, which this model lacks")
         if (name := trainer.state_names.get(key)) is not None:
             here, there = tuple(trainer.layout.entries[name].shape), tuple(getattr(state[key], "shape", ()))
             if here != there:

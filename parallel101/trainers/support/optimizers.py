@@ -32,7 +32,7 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter], elem
     """
     hint = "expected a function that builds one over the parameters it is given, such as lambda p: torch.optim.AdamW(p, lr=1e-3)"
     if isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__} that was built already, over whatever it was given: {hint}")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__} that is already built: {hint}")
     if not callable(optimizer):
         raise TypeError(f"optimizer={optimizer!r}: {hint}")
     if not parameters:
@@ -56,7 +56,7 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter], elem
     if left_out:
         raise ValueError(
             f"the optimizer leaves out {len(left_out)} of the parameters that it was given, {left_out[0]!r} first: expected all of them; "
-            "use requires_grad_(False) on what shall not be trained"
+            "set requires_grad_(False) on parameters that should not be trained"
         )
     if elementwise:
         check_elementwise(built)
@@ -86,7 +86,7 @@ class ShardedOptimizer:
                 optimizer.state[p] = self.cut(name, state[name])
 
     def cut(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of one parameter's state. What has not the parameter's shape, such as the number of steps, is everyone's."""
+        """This rank's part of one parameter's state. A value of another shape, such as the number of steps, belongs to every rank."""
         shape = self.layout.entries[name].shape
         return {key: self.layout.cut(name, value).clone() if is_like(key, value, shape) else value for key, value in state.items()}
 
@@ -133,7 +133,7 @@ class ShardedOptimizer:
             unlike = [name for name in in_group if options[name] != options[in_group[0]]]
             if unlike:
                 raise ValueError(
-                    f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the optimizer, and had unlike options in the "
+                    f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the optimizer, and had different options in the "
                     "checkpoint: expected the same groups"
                 )
             mine = [name for name in in_group if name in self.owned]
@@ -199,8 +199,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
         if not alike:
             why = f" ({problem})" if problem else ""
             raise ValueError(
-                f"{name} is not elementwise: it makes something else of a matrix than of its pieces{why}, and sharded, "
-                "each rank has pieces only. Expected SGD, Adam, AdamW or another that updates every element on its own; "
+                f"{name} is not elementwise: it updates a matrix differently from the pieces of it{why}, "
+                "and with sharding each rank has only pieces. Expected SGD, Adam, AdamW or another that updates every element on its own; "
                 f"DataParallelTrainer, where each rank has whole matrices, takes {name} too"
             )
 

@@ -33,7 +33,7 @@ from parallel101.trainers.zero.stage12 import give_gradients, held_by, in_words,
 
 WHOLE = (
     "on ZeRO stage 3 it is whole only in the forward of a module that has it. layers=(…) names the types that are gathered one at a time; "
-    "what lies in none of them is whole for the model's whole forward"
+    "weights in none of them are whole during the model's whole forward"
 )
 
 
@@ -48,7 +48,7 @@ class ZeRO3:
     """A GradientSync (see gradients.py) that gathers and frees the layers of a model as it runs, forward and backward.
 
     All ranks gather the same layers in the same order, also those that only some of them use. It is the order of the first forward if that
-    was the same on all ranks, else the model's. A layer that comes out of turn is gathered when it is needed, and on all ranks it must.
+    was the same on all ranks, else the model's. A layer that comes out of turn is gathered when it is needed, on all ranks.
 
     Args:
         model: its hooks tell which layer is next.
