@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
 from parallel101.trainers.schedules.check import Placement, Ranks, needs, partner, positions
@@ -31,6 +31,12 @@ class ScheduleTime(NamedTuple):
     bubble_rate: float  # see above
     peak_activations: list[int]  # by rank: (stage, microbatch) pairs from the start of F to the end of B or W, at most
     slots: list[Slot]  # every computed action, by rank and time
+
+    def timeline(self, title: str = "Pipeline schedule") -> Any:
+        """The schedule as a picture. A notebook shows it; elsewhere call `.save("schedule.html")`."""
+        from parallel101.viz.pipeline import pipeline_scene
+
+        return pipeline_scene(self, title=title)
 
 
 def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost, weight_grad: Cost, communication: float) -> ScheduleTime:

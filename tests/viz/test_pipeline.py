@@ -1,0 +1,169 @@
+"""A pipeline's picture: every slot once and at its time, bubbles are exactly the waits, and its numbers are those of the schedule."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+
+import pytest
+
+import parallel101 as p101
+from parallel101.analysis.overlap import seconds, union
+from parallel101.analysis.pipeline import planned_times, recorded_times
+from parallel101.record.trace import Trace
+from parallel101.viz.pipeline import LEFT, RIGHT, pipeline_scene
+from tests.viz.drawn import SVG, span, titled
+
+SHAPES = [
+    ("gpipe", 2, 4, 1),
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 1, 3, 1),
+    ("interleaved", 3, 6, 2),
+    ("interleaved", 2, 4, 4),
+    ("zb-h1", 4, 8, 1),
+    ("zb-h2", 3, 7, 1),
+]
+OVERLAP = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,(1F2;1I1)OVERLAP_F_B,1W1,1B2\n"
+COSTS = {"forward": 2.0, "input_grad": 3.0, "weight_grad": 1.0, "communication": 0.25}
+
+
+def timed(name, stages, microbatches, chunks):
+    return p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks).time(**COSTS)
+
+
+def texts(scene):
+    return [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+
+
+def place(rect):
+    """(left, right) of a rectangle, in pixels."""
+    return float(rect.get("x")), float(rect.get("x")) + float(rect.get("width"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_every_slot_is_drawn_once_at_its_time(shape):
+    time = timed(*shape)
+    scene = time.timeline()
+    boxes = titled(scene, " of microbatch ")
+    named = Counter(re.match(r"stage (\d+), (.*) of microbatch (\d+)", box.find(f"{SVG}title").text).groups() for box in boxes)
+    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    assert named == Counter((str(a.stage), names[a.kind], str(a.microbatch)) for _, a, _, _ in time.slots)
+    scale = (RIGHT - LEFT) / time.makespan
+    drawn = sorted((place(box) for box in boxes), key=lambda p: p[0])
+    expected = sorted((LEFT + slot.start * scale, LEFT + slot.end * scale) for slot in time.slots)
+    for (left, right), (start, end) in zip(drawn, expected, strict=True):
+        assert left == pytest.approx(start, abs=0.02) and end - 1.02 <= right <= end + 0.02
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_the_numbers_are_the_schedules(shape):
+    time = timed(*shape)
+    times, scene = planned_times(time), time.timeline()
+    assert (times.makespan, times.bubble_rate) == pytest.approx((time.makespan, time.bubble_rate))
+    assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
+    assert f"makespan {time.makespan:.4g} · bubble rate {100 * time.bubble_rate:.1f} %" in texts(scene)
+    assert scene.svg().count('class="f0 held"') == sum(time.peak_activations)
+    assert f"Activations held at most, by rank: {', '.join(map(str, time.peak_activations))}." in scene.description
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_hatches_are_the_bubbles(shape):
+    time = timed(*shape)
+    times, scale = planned_times(time), (RIGHT - LEFT) / time.makespan
+    hatches = titled(time.timeline(), " waits: ")
+    for rank in times.ranks:
+        of_rank = [slot for slot in time.slots if slot.rank == rank]
+        extent = max(slot.end for slot in of_rank) - min(slot.start for slot in of_rank)
+        idle = extent - sum(slot.end - slot.start for slot in of_rank)
+        mine = [place(h) for h in hatches if h.find(f"{SVG}title").text.startswith(f"rank {rank} ")]
+        assert sum(right - left for left, right in mine) == pytest.approx(idle * scale, abs=0.02 * (1 + len(mine)))
+        assert seconds(times.bubbles(rank)) == pytest.approx(idle)
+        for start, end in times.bubbles(rank):
+            assert not any(slot.start < end and slot.end > start for slot in of_rank)
+
+
+def test_actions_that_are_computed_together_share_a_box():
+    schedule = p101.Schedule.from_csv(OVERLAP)
+    time = schedule.time(**COSTS)
+    scene, times = time.timeline(), planned_times(time)
+    assert len(titled(scene, " of microbatch ")) == 13 and times.bubble_rate == pytest.approx(time.bubble_rate)
+    assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
+    forward, backward = (box for box in titled(scene, "together with another action") if "stage 0" in box.find(f"{SVG}title").text)
+    assert place(forward) == place(backward) and float(forward.get("y")) < float(backward.get("y"))
+
+
+def test_several_schedules_share_one_time_axis():
+    gpipe, zb = timed("gpipe", 4, 8, 1), timed("zb-h1", 4, 8, 1)
+    scene = pipeline_scene({"GPipe": gpipe, "ZB-H1": zb})
+    assert {"GPipe", "ZB-H1", "4 ranks · 8 microbatches"} <= set(texts(scene))
+    right = max(place(box)[1] for box in titled(scene, " of microbatch "))
+    last = max(place(box)[1] for box in titled(scene, "weight gradient of"))
+    assert (right - LEFT) / (RIGHT - LEFT) == pytest.approx(1.0, abs=0.01)
+    assert (last - LEFT) / (RIGHT - LEFT) == pytest.approx(zb.makespan / gpipe.makespan, abs=0.01)
+
+
+def test_stages_of_a_rank_differ_in_shade():
+    scene = timed("interleaved", 2, 4, 2).timeline()
+    shades = {"stage 0": set(), "stage 2": set()}
+    for box in titled(scene, " of microbatch "):
+        stage = box.find(f"{SVG}title").text.partition(",")[0]
+        shades.setdefault(stage, set()).add("k1" in box.get("class"))
+    assert shades == {"stage 0": {False}, "stage 1": {False}, "stage 2": {True}, "stage 3": {True}}
+    assert "stages 0, 2" in texts(scene) and any("Faded: its second stage." in text for text in texts(scene))
+
+
+def step(begin, wait=0.0):
+    """Two stages, one microbatch: on rank 0 the forward waits for `wait` seconds inside."""
+    return [
+        span(0, "step", begin, begin + 9.0),
+        span(0, "forward", begin, begin + 2.0, 1, microbatch=0, stage=0),
+        span(0, "wait for columns", begin + 1.0, begin + 1.0 + wait, 2, waiting=True),
+        span(0, "wait for gradients", begin + 2.0, begin + 6.0, 3, waiting=True),
+        span(0, "backward", begin + 6.0, begin + 9.0, 4, microbatch=0, stage=0),
+        span(1, "step", begin, begin + 9.0),
+        span(1, "forward", begin + 2.0, begin + 4.0, 1, microbatch=0, stage=1),
+        span(1, "input gradient", begin + 4.0, begin + 6.0, 2, microbatch=0, stage=1),
+        span(1, "weight gradient", begin + 6.0, begin + 7.0, 3, microbatch=0, stage=1),
+    ]
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.5])
+def test_a_recorded_step(wait):
+    trace = Trace([*step(0.0), *step(20.0, wait)], 2, "sim")
+    for times in (recorded_times(trace), recorded_times(trace, "step")):
+        assert (times.makespan, len(times.slots)) == (9.0, 5), "the last step only"
+        assert [seconds(union(times.bubbles(rank))) for rank in (0, 1)] == [4.0 + wait, 0.0]
+        assert times.bubble_rate == pytest.approx(1 - (5.0 - wait + 5.0) / 2 / 9.0)
+        assert [times.peak(rank) for rank in (0, 1)] == [1, 1]
+    scene = pipeline_scene(trace)
+    assert len(titled(scene, "rank 0 waits")) == 1 + bool(wait)
+    assert "makespan 9 s" in scene.svg()
+
+
+def test_panels_of_one_record_are_chosen_by_spans():
+    events = [e._replace(name="slow") if e.name == "step" else e for e in step(0.0)]
+    events += [e._replace(name="fast") if e.name == "step" else e for e in step(20.0)]
+    scene = pipeline_scene(Trace(events, 2, "sim"), "slow", "fast")
+    assert {"slow", "fast"} <= set(texts(scene)) and len(titled(scene, " of microbatch ")) == 10
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", None])
+@pytest.mark.parametrize("shape", [("1f1b", 1, 1, 1), ("1f1b", 16, 32, 1), ("interleaved", 8, 24, 5)], ids=["one", "many", "chunks"])
+def test_everything_is_inside_the_card(shape, theme):
+    scene = timed(*shape).timeline()
+    for element in ET.fromstring(scene.svg(theme=theme)).iter():
+        if element.tag in (f"{SVG}rect", f"{SVG}text") and element.get("x"):
+            assert 0 <= float(element.get("x")) + float(element.get("width", 0)) <= scene.width
+            assert 0 <= float(element.get("y")) + float(element.get("height", 0)) <= scene.height
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match=r"the record has no pipeline: expected spans named forward, .*; its spans are: load\."):
+        pipeline_scene(Trace([span(0, "load", 0.0, 1.0)], 1, "sim"))
+    with pytest.raises(ValueError, match=r"within='step': names of spans choose parts of one record"):
+        pipeline_scene(timed("1f1b", 2, 2, 1), "step")
+    with pytest.raises(ValueError, match="2 pipelines have 100 ranks together: expected 1 to 96"):
+        pipeline_scene(dict.fromkeys("ab", timed("1f1b", 50, 50, 1)))
+    with pytest.raises(ValueError, match="0 ranks together"):
+        pipeline_scene({})
