@@ -68,11 +68,29 @@ def test_activations_held():
     }
 
 
-@pytest.mark.parametrize(("name", "rate"), [("1f1b", 0.2431), ("zb-h1", 0.1585), ("zb-h2", 0.1083)])
-def test_published_bubble_rates(name, rate):
-    """Zero Bubble's 1.5 B model on 8 ranks with 24 microbatches, as measured there, in milliseconds."""
-    time = p101.schedule(name, stages=8, microbatches=24).time(18.522, 18.086, 9.337, communication=0.601)
-    assert time.bubble_rate == pytest.approx(rate, abs=1e-4)
+PUBLISHED = {  # Zero Bubble's models: ranks, microbatches; milliseconds of F, B, W, communication; bubble rates of 1F1B, ZB-H1, ZB-H2
+    "1.5 B, 24": (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
+    "1.5 B, 32": (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
+    "1.5 B, 64": (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
+    "6.2 B, 24": (8, 24, (29.718, 29.444, 19.927, 0.527), (0.2347, 0.1323, 0.0698)),
+    "6.2 B, 32": (8, 32, (29.802, 29.428, 19.530, 0.577), (0.1898, 0.1045, 0.0559)),
+    "6.2 B, 64": (8, 64, (29.935, 29.621, 19.388, 0.535), (0.1091, 0.0554, 0.0294)),
+    "14.6 B, 48": (16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672)),
+    "14.6 B, 64": (16, 64, (11.307, 11.254, 8.101, 0.379), (0.2082, 0.1088, 0.0516)),
+    "14.6 B, 128": (16, 128, (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0576, 0.0266)),
+    "28.3 B, 96": (32, 96, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641)),
+    "28.3 B, 128": (32, 128, (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1106, 0.0490)),
+    "28.3 B, 256": (32, 256, (10.402, 10.248, 7.698, 0.460), (0.1352, 0.0594, 0.0257)),
+}
+
+
+@pytest.mark.parametrize("row", list(PUBLISHED))
+def test_published_bubble_rates(row):
+    """arXiv 2401.10241, the table of bubble rates, from the times measured for each model and number of microbatches."""
+    p, m, (f, b, w, communication), rates = PUBLISHED[row]
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates):
+        time = p101.schedule(name, stages=p, microbatches=m).time(f, b, w, communication=communication)
+        assert time.bubble_rate == pytest.approx(rate, abs=1e-4), name
 
 
 def test_costs_may_differ_between_stages():

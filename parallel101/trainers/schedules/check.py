@@ -21,16 +21,17 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
     if rules not in ("gloo", "nccl"):
         raise ScheduleError(f"rules={rules!r}: expected 'gloo' or 'nccl'")
     where = positions(ranks, placement)
+    listed = lists_messages(where)
     check_complete(where, placement, microbatches, len(ranks))
     for (rank, place), action in [((rank, i), a) for rank, actions in enumerate(ranks) for i, a in enumerate(actions)]:
         for part in action.computed():
-            for needed in needs(part, placement, where):
+            for needed in needs(part, placement, where, listed):
                 at = where.get(needed)
                 if at is None:
                     raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
                 if at[0] == rank and at[1] >= place:
                     raise ScheduleError(f"rank {rank}: {part} comes too early: it needs {needed}, which comes later")
-    check_progress(ranks, placement, where, queued=rules == "nccl")
+    check_progress(ranks, placement, where, listed, queued=rules == "nccl")
 
 
 def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int]]:
@@ -68,10 +69,15 @@ def check_complete(where: Mapping[Action, object], placement: Placement, microba
                 raise ScheduleError(f"{lacks} is missing: stage {stage} has the forward of microbatch {i}")
 
 
-def needs(action: Action, placement: Placement, where: Mapping[Action, object]) -> list[Action]:
-    """What must be done before this action can be. The lists have sends and receives, or results arrive by themselves."""
+def lists_messages(where: Mapping[Action, object]) -> bool:
+    """Whether sends and receives stand in the lists. Otherwise results arrive by themselves."""
+    return any(action.kind in COMMUNICATION for action in where)
+
+
+def needs(action: Action, placement: Placement, where: Mapping[Action, object], listed: bool) -> list[Action]:
+    """What must be done before this action can be. `listed`: see lists_messages, which looks through all actions once."""
     stage, kind, i = action[:3]
-    last, listed = stage == max(placement), any(a.kind in COMMUNICATION for a in where)
+    last = stage + 1 == len(placement)
 
     def from_stage(other: int, done: Action, receive: str) -> Action:
         return Action(stage, receive, i) if listed and placement[other] != placement[stage] else done
@@ -101,7 +107,7 @@ def partner(action: Action) -> Action:
     return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
 
 
-def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tuple[int, int]], queued: bool) -> None:
+def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tuple[int, int]], listed: bool, queued: bool) -> None:
     """Let all ranks go as far as they can. Raises ScheduleError with the cycle if that is not to the end.
 
     Sends and receives are posted in the order of a list and do not stop its rank. `queued`: those of a rank start one by one.
@@ -118,7 +124,7 @@ def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tu
         for rank, actions in enumerate(ranks):
             while place[rank] < len(actions):
                 parts = actions[place[rank]].computed()
-                if not all(needed in done for part in parts for needed in needs(part, placement, where)):
+                if not all(needed in done for part in parts for needed in needs(part, placement, where, listed)):
                     break
                 if parts[0].kind in COMMUNICATION:
                     posted[rank].append(parts[0])
@@ -140,7 +146,8 @@ def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tu
             action, other = posted[rank][0], partner(posted[rank][0])
             waiting[rank] = where[other][0], f"rank {rank}'s {action} waits for {other} of rank {where[other][0]}"
         elif place[rank] < len(actions):
-            part, needed = next((p, n) for p in actions[place[rank]].computed() for n in needs(p, placement, where) if n not in done)
+            parts = actions[place[rank]].computed()
+            part, needed = next((p, n) for p in parts for n in needs(p, placement, where, listed) if n not in done)
             waiting[rank] = where[needed][0], f"rank {rank}'s {part} waits for {needed} of rank {where[needed][0]}"
     if waiting:
         cycle, rank = [], min(waiting)

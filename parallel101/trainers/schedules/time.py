@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
-from parallel101.trainers.schedules.check import Placement, Ranks, needs, partner, positions
+from parallel101.trainers.schedules.check import Placement, Ranks, lists_messages, needs, partner, positions
 
 Cost = float | Sequence[float]
 
@@ -51,6 +51,7 @@ def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost
     if not isinstance(communication, (int, float)) or not 0 <= communication < math.inf:
         raise ScheduleError(f"communication={communication!r}: expected one number of seconds, 0 or more")
     where = positions(ranks, placement)
+    listed = lists_messages(where)
     ready: dict[Action, float] = {}  # when an action's result is on its own rank
     now, place, slots = [0.0] * len(ranks), [0] * len(ranks), []
     while any(place[rank] < len(actions) for rank, actions in enumerate(ranks)):
@@ -60,7 +61,7 @@ def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost
                 if action.kind.startswith("RECV"):  # posted ahead: who needs it waits for the send
                     place[rank] += 1
                     continue
-                wanted = [needed for part in action.computed() for needed in needs(part, placement, where)]
+                wanted = [needed for part in action.computed() for needed in needs(part, placement, where, listed)]
                 sources = [partner(needed) if needed.kind in COMMUNICATION else needed for needed in wanted]
                 if any(source not in ready for source in sources):
                     break
