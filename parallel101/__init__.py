@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from parallel101.trainers.schedules.actions import ScheduleError
     from parallel101.trainers.schedules.schedule import Schedule, schedule
     from parallel101.trainers.sharded import ShardedTrainer
+    from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
+    from parallel101.trainers.tensor.styles import column
     from parallel101.trainers.trainer import Trainer
     from parallel101.viz.watch import watch
 
@@ -51,6 +53,8 @@ _WHERE = {
     "parallel101.trainers.sharded": "ShardedTrainer",
     "parallel101.trainers.schedules.actions": "ScheduleError",
     "parallel101.trainers.schedules.schedule": "Schedule schedule",
+    "parallel101.trainers.tensor.loss": "vocabulary_cross_entropy",
+    "parallel101.trainers.tensor.styles": "column",
     "parallel101.trainers.trainer": "Trainer",
     "parallel101.autograd.point_to_point": "receive send",
     "parallel101.ranks.launch": "Run launch",

@@ -33,10 +33,14 @@ class Stages(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Cut along `dim`: position i of the axis holds `sizes[i]` of it."""
+    """Cut along `dim`: position i of the axis holds `sizes[i]` of it.
+
+    `parts` equal segments along `dim` are each cut alike (a fused query, key and value: 3): position i holds `sizes[i] / parts` of each.
+    """
 
     dim: int
     sizes: tuple[int, ...]
+    parts: int = 1
 
 
 class Pieces(NamedTuple):

@@ -1,0 +1,17 @@
+"""How the GPT is cut for tensor parallelism: a style for each module, by name. `*` stands for the number of a block.
+
+trainer = p101.TensorParallelTrainer(model, p101.vocabulary_cross_entropy, optimizer, plan=GPT_PLAN)
+
+plan="auto" finds the same plan from the model's structure. With any other loss leave out the embedding and the head.
+"""
+
+GPT_PLAN = {
+    "embedding.token": "vocabulary",  # each rank has some of the rows
+    "blocks.*.attention.query": "column",  # each rank has some of the heads
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.out": "row",  # one all-reduce
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",  # and another
+    "head": "vocabulary",  # its logits stay cut
+}

@@ -1,0 +1,8 @@
+"""Tensor parallel: a model's matrices are cut over the ranks of an axis, by a plan beside the model.
+
+{"*.up": "column", "*.down": "row"}     styles.py, plan.py: which module has which style, checked before anything is changed
+auto.py                                 a plan from the model's structure
+layers.py                               column and row linear layers, the embedding cut by vocabulary
+loss.py                                 cross-entropy of logits that stay cut
+sequence.py                             sequence parallel: between those layers activations are cut along time
+"""
