@@ -16,7 +16,7 @@ from parallel101.analysis.overlap import TimeBreakdown, TimeWindow, time_breakdo
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
-from parallel101.viz.scene import HATCHING, Node, Scene
+from parallel101.viz.scene import HATCHING, Scene
 from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_entries, span_lanes, time_axis, trace_facts
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
@@ -50,7 +50,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     row = depth * TALL + thick + GAP
     high = n * row + (HEAD if within else 0.0)
     scene = Scene(960, math.ceil(TOP + len(windows) * high + 40), title, " ".join(window_text(window, n) for window in windows))
-    scene.style += STYLE + ".idle{fill:url(#hatching)}"
+    scene.style += STYLE
     scene.definitions.append(HATCHING)
     colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
     _head(scene, trace, colours)
@@ -125,23 +125,22 @@ def _window(
         scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + 13, font_size=12.5, class_="m e")
         for event in (e for e in here if e.kind == "span" and lanes[id(e)] < depth):
             lane = y + lanes[id(event)] * TALL
-            if event.waiting:
-                rect = _hatched(scene, x(event.start), lane, max(0.8, x(event.end) - x(event.start)))
-                rect.add("title", f"{event.name}: {human_seconds(event.end - event.start)}")
-            else:
-                draw_span(scene, Bar(event), x, lane, TALL, colours)
+            draw_span(scene, Bar(event), x, lane, TALL, colours)
         for event in (e for e in here if e.kind != "span"):
             lane = y + depth * TALL + 1 + THIN * (2 * flows[id(event)] + (event.kind == "recv"))
             draw_bar(scene, Bar(event), x, lane, THIN - 1, event.kind)
-        _overlap(scene, time_breakdown(window, rank), sum(e.nbytes for e in here if e.kind == "send"), y)
+        _overlap(scene, time_breakdown(window, rank), here, y)
 
 
-def _hatched(scene: Scene, x: float, y: float, width: float) -> Node:
+def _hatched(scene: Scene, x: float, y: float, width: float) -> None:
     scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="card")
-    return scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="idle")
+    scene.add("rect", x=x, y=y + 0.5, width=width, height=TALL - 1, class_="idle")
 
 
-def _overlap(scene: Scene, breakdown: TimeBreakdown, sent: int, y: float) -> None:
+def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:
+    """At the right of a rank: which part of its communication overlapped, and the bytes it sent, or how many collectives it called."""
     if breakdown.communication:
+        sent, collectives = sum(e.nbytes for e in events if e.kind == "send"), sum(e.kind not in P2P and e.kind != "span" for e in events)
         scene.add("text", f"{breakdown.overlap / breakdown.communication:.0%}", x=932, y=y + 15, font_size=17, class_="b e")
-        scene.add("text", f"{human_bytes(sent)} sent", x=932, y=y + 31, font_size=11.5, class_="m e")
+        told = f"{human_bytes(sent)} sent" if sent or not collectives else f"{collectives} collective{'s' * (collectives > 1)}"
+        scene.add("text", told, x=932, y=y + 31, font_size=11.5, class_="m e")

@@ -47,6 +47,8 @@ def pipeline_scene(source: Source | Mapping[str, Source], *within: str, title: s
         ValueError: a record has no pipeline, or there are more than 96 rows.
     """
     panels = _panels(source, within)
+    if any(times.recorded for times in panels.values()):  # one time axis, so one unit
+        panels = {name: times._replace(recorded=True) for name, times in panels.items()}
     rows = sum(len(times.ranks) for times in panels.values())
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(f"{len(panels)} pipelines have {rows} ranks together: expected 1 to {MOST_ROWS} rows to draw")
@@ -129,19 +131,23 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
         _box(scene, kind, 0, at, 78.0, 20.0, 13.0)
         scene.add("text", NAMES[kind], x=at + 26, y=89, font_size=12.5, class_="m")
         at += 44 + 6.6 * len(NAMES[kind])
+    if any(_lines(times) for times in panels.values()):
+        scene.add("path", d=f"M{at + 4:.1f} 78l12 13", class_="sent")
+        scene.add("text", "message", x=at + 26, y=89, font_size=12.5, class_="m")
     scene.add("text", "activations held at most", x=932, y=89, font_size=12, class_="m e")
 
 
 def _panel(scene: Scene, times: PipelineTimes, x: Callable[[float], float], top: float, row: float, most: int) -> None:
     tall, digits = row - 2, max(len(str(slot.microbatch)) for slot in times.slots)
     place = {rank: top + i * row for i, rank in enumerate(times.ranks)}
+    named = any(times.stages(rank) != [rank] for rank in times.ranks)
     for rank, y in place.items():
         stages = times.stages(rank)
         first, last = times.extent(rank)
         scene.add(
             "path", d=f"M{LEFT} {y + tall / 2:.1f}H{x(first):.1f}M{x(last):.1f} {y + tall / 2:.1f}H{x(times.makespan):.1f}", class_="off"
         )
-        _labels(scene, rank, "" if stages == [rank] else stages_text(stages), y, tall)
+        _labels(scene, rank, stages_text(stages) if named else "", y, tall)
         for slot in times.of(rank):
             high, low = tall / slot.parts, y + tall / slot.parts * slot.part
             box = x(slot.start), low, x(slot.end) - x(slot.start), high
@@ -153,8 +159,7 @@ def _panel(scene: Scene, times: PipelineTimes, x: Callable[[float], float], top:
                 hatched = scene.add("rect", x=x(start), y=y, width=width, height=tall, class_="bubble")
                 hatched.add("title", f"rank {rank} waits: {duration(end - start, times.recorded)}")
         _held(scene, times.peak(rank), most, y, tall)
-    lines = [m for m in times.messages if m[0] in place and m[1] in place]
-    if 0 < len(lines) <= MOST_MESSAGES:
+    if lines := _lines(times):
         scene.add("path", d="".join(_line(m, place, tall, x) for m in lines), class_="sent").add("title", "messages between stages")
 
 
@@ -212,6 +217,11 @@ def _held(scene: Scene, peak: int, most: int, y: float, tall: float) -> None:
             line, column = divmod(i, across)
             at = y + tall / 2 + (line - lines / 2) * pitch
             scene.add("rect", x=HELD + column * pitch, y=at, width=pitch - 1.6, height=pitch - 1.6, rx=1.2, class_="f0 held")
+
+
+def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:
+    """The messages to draw: all of them, or none if they are too many to follow."""
+    return times.messages if len(times.messages) <= MOST_MESSAGES else []
 
 
 def _line(message: tuple[int, int, float, float], place: Mapping[int, float], tall: float, x: Callable[[float], float]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed, round_step
-from parallel101.viz.scene import Node, Scene
+from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
 MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3
@@ -26,16 +26,14 @@ SPAN_COLOURS = {
     "layer forward": 0,
     "backward": 1,
     "layer backward": 1,
-    "backward input": 1,
-    "input grad": 1,
-    "backward weight": 2,
-    "weight grad": 2,
+    "input gradient": 1,
+    "weight gradient": 2,
     "gradient ready": 3,
     "optimizer": 5,
 }
 STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
-    ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}"
+    ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
 )
 
 
@@ -75,6 +73,7 @@ def timeline_scene(trace: Trace) -> Scene:
     row = depth * tall + thin + (10 if n <= 16 else 4 if n <= 40 else 1)
     scene = Scene(960, math.ceil(TOP + n * row + 44), "Timeline", f"{n} ranks on {trace.backend}, {human_seconds(span)}")
     scene.style += STYLE
+    scene.definitions.append(HATCHING)
 
     def x(t: float) -> float:
         return LEFT + (RIGHT - LEFT) * ((t - begin) / span if span else 0.0)
@@ -85,7 +84,7 @@ def timeline_scene(trace: Trace) -> Scene:
         scene.add("rect", x=LEFT, y=y, width=RIGHT - LEFT, height=depth * tall + thin, class_="row")
         if rank % math.ceil(15 / row) == 0:
             scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + (depth * tall + thin) / 2 + 4, font_size=12, class_="m e")
-    colours = span_colours(trace.spans())
+    colours = span_colours(e for e in trace.spans() if not e.waiting)
     _legend(scene, trace, colours)
     for (rank, kind, lane), bars in _bars(trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0).items():
         y = TOP + rank * row
@@ -113,7 +112,7 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
 
 def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     kinds = {e.kind for e in trace.events}
-    entries = span_entries(colours)
+    entries = span_entries(colours) + [("wait", "idle")] * any(e.waiting for e in trace.spans())
     entries += [(label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds]
     others = sorted(kinds - P2P - {"span"})
     entries += [(listed(others) if len(others) <= 2 else "collective", "collective")] if others else []
@@ -123,7 +122,7 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     sentence = ", ".join(parts) + ". Hover over a bar for details." if entries else "Nothing was recorded."
     scene.add("text", sentence, x=x, y=64, font_size=14, class_="m")
     for label, class_ in entries:
-        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_)
+        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
         scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len(label)
 
@@ -178,7 +177,7 @@ def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[
 
 
 def draw_bar(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
-    class_ = kind if kind in P2P or kind.startswith("f") else "collective"
+    class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
     width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
     rect = scene.add("rect", x=x(bar.start), y=y, width=width, height=height, rx=1.5 if width > 3 else 0, class_=class_)
     rect.add("title", _tooltip(bar))
@@ -186,12 +185,17 @@ def draw_bar(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, heig
 
 
 def draw_span(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
+    """A span, with its name and the value of its first label, or with one of them, if that fits. One in which the rank waits is hatched."""
+    if bar.event.waiting:
+        scene.add("rect", x=x(bar.start), y=y + 0.5, width=max(0.8, x(bar.end) - x(bar.start) - 0.6), height=height - 1, class_="card")
+        draw_bar(scene, bar, x, y + 0.5, height - 1, "idle")
+        return
     name = bar.event.name or "span"
     colour = colours[name]
     draw_bar(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
-    labels = [str(value) for value in (bar.event.args or {}).values()]
+    label = next((str(value) for value in (bar.event.args or {}).values()), None)
     width = x(bar.end) - x(bar.start)
-    text = next((t for t in (" ".join([name, *labels]), name if not labels else " ".join(labels)) if 6.6 * len(t) + 6 < width), None)
+    text = next((t for t in (name if label is None else f"{name} {label}", label or name) if 6.6 * len(t) + 6 < width), None)
     if text and height >= 11 and bar.count == 1:
         scene.add("text", text, x=(x(bar.start) + x(bar.end)) / 2, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}")
 

@@ -1,0 +1,68 @@
+"""Which mesh axis a message belongs to: the traffic of each axis, from the groups that events carry.
+
+    dp  rank 0 → rank 4   gradients           tp  rank 0 → rank 1   partial sums
+    pp  rank 0 → rank 2   activations         no axis               of a group that no named mesh made
+
+Each message is counted once, where it was sent. `parallel101.viz.axes` draws it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from parallel101.analysis.overlap import TimeWindow, time_windows
+from parallel101.record.events import P2P, Event, Message
+from parallel101.record.trace import Trace
+
+ORDER = ("dp", "pp", "tp")  # of the usual axes; others follow, and what has no axis is last
+
+
+class AxisTraffic(NamedTuple):
+    """What was sent along one axis."""
+
+    axis: str | None  # several joined by "_"; None: no axis
+    messages: list[Message]  # in the order in which they arrived
+    collectives: list[Event]  # torch's own: one event on each rank, with its payload
+
+    def count(self, rank: int) -> int:
+        """Messages that the rank sent, and collectives of torch's own that it took part in."""
+        return len(self._sizes(rank))
+
+    def sent(self, rank: int) -> int:
+        """Bytes that the rank sent in messages, and the payload of those collectives."""
+        return sum(self._sizes(rank))
+
+    def _sizes(self, rank: int) -> list[int]:
+        return [m.nbytes for m in self.messages if m.src == rank] + [e.nbytes for e in self.collectives if e.rank == rank]
+
+
+def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, list[AxisTraffic]]:
+    """The traffic of each axis in a part of the record.
+
+    Args:
+        trace: the record of a run.
+        within: the last span of this name on each rank; what a rank posts in it belongs to it. None: the whole record.
+
+    Raises:
+        ValueError: no span has that name.
+    """
+    (window,) = time_windows(trace, [within] if within else [])
+    last = {e.rank: (e.start, e.end) for e in trace.spans(within)} if within else {}
+
+    def inside(event: Event) -> bool:
+        begin, end = last.get(event.rank, (window.begin, window.begin)) if within else (window.begin, window.end)
+        return begin <= event.posted <= end
+
+    messages: dict[str | None, list[Message]] = defaultdict(list)
+    collectives: dict[str | None, list[Event]] = defaultdict(list)
+    for m in trace.messages():
+        if inside(m.send):
+            messages[m.send.group.axis or m.recv.group.axis].append(m)
+    for e in trace.events:
+        if e.kind != "span" and e.kind not in P2P and inside(e):
+            collectives[e.group.axis].append(e)
+    axes = sorted(
+        {*messages, *collectives}, key=lambda axis: (axis is None, ORDER.index(axis) if axis in ORDER else len(ORDER), axis or "")
+    )
+    return window, [AxisTraffic(axis, messages[axis], collectives[axis]) for axis in axes]

@@ -1,0 +1,103 @@
+"""Which axis communicates when: bytes and messages are those of the record, each in the panel of its axis and at its time."""
+
+from __future__ import annotations
+
+import functools
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+from parallel101.analysis.axes import axis_traffic
+from parallel101.record.trace import Trace
+from parallel101.viz.axes import LEFT, RIGHT, axes_scene
+from tests.viz.drawn import SVG, span
+
+BYTES = {"tp": 64, "dp": 4096}  # of a message
+NETWORK = p101.Network(latency=0.25, bandwidth=float("inf"))
+
+
+def two_steps(own):
+    """Twice, on a 2 × 2 mesh: a forward with two all-reduces over tp; a message along pp; an all-reduce over dp; a barrier of all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pipe = dist.new_group([0, 1], group_desc="mesh_pp")
+    for _ in range(2):
+        with p101.span("step"):
+            with p101.span("forward", microbatch=0):
+                for _ in range(2):
+                    p101.compute(1.0)
+                    p101.all_reduce(torch.ones(BYTES["tp"] // 4), group=mesh["tp"], algorithm="recursive_doubling")
+            if dist.get_rank() == 0:
+                dist.send(torch.ones(2), 1, pipe)
+            elif dist.get_rank() == 1:
+                dist.recv(torch.empty(2), 0, pipe)
+            gradient = torch.ones(BYTES["dp"] // 4)
+            if own:
+                p101.all_reduce(gradient, group=mesh["dp"], algorithm="recursive_doubling")
+            else:
+                dist.all_reduce(gradient, group=mesh["dp"].get_group())
+            p101.barrier()
+
+
+@functools.cache
+def record(own=True) -> Trace:
+    return p101.launch(two_steps, own, world_size=4, backend="sim", network=NETWORK).trace
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["our collectives", "torch's"])
+def test_bytes_and_messages_are_counted_in_their_axis(own):
+    _, traffic = axis_traffic(record(own), "step")
+    counted = {of.axis: [(of.sent(rank), of.count(rank)) for rank in range(4)] for of in traffic}
+    assert list(counted) == ["dp", "pp", "tp", None], "the usual order, and last what has no axis"
+    assert counted["tp"] == [(2 * BYTES["tp"], 2)] * 4
+    assert counted["dp"] == [(BYTES["dp"], 1)] * 4
+    assert counted["pp"] == [(8, 1), (0, 0), (0, 0), (0, 0)]
+
+
+def test_the_axes_together_are_the_record():
+    trace = record()
+    _, traffic = axis_traffic(trace)
+    assert [sum(of.sent(rank) for of in traffic) for rank in range(4)] == trace.bytes_sent
+    assert [sum(of.count(rank) for of in traffic) for rank in range(4)] == trace.messages_sent
+    _, last = axis_traffic(trace, "step")
+    assert [2 * sum(of.sent(rank) for of in last) for rank in range(4)] == trace.bytes_sent, "the last of two equal steps"
+
+
+def test_messages_are_drawn_at_their_time_in_the_panel_of_their_axis():
+    window, traffic = axis_traffic(record(), "step")
+    root = ET.fromstring(axes_scene(record(), "step").svg())
+    drawn = {path.find(f"{SVG}title").text: path.get("d") for path in root.iter(f"{SVG}path") if path.find(f"{SVG}title") is not None}
+    assert drawn.keys() >= {"tp, rank 3: 2 sent", "tp, rank 3: 2 received", "pp, rank 0: 1 sent", "pp, rank 1: 1 received"}
+    assert "pp, rank 1: 1 sent" not in drawn
+    scale = (RIGHT - LEFT) / (window.end - window.begin)
+    for of in traffic:
+        if of.axis:
+            starts = [LEFT + (m.start - window.begin) * scale for m in of.messages if m.src == 0]
+            (path,) = (d for title, d in drawn.items() if re.match(rf"{of.axis}, rank 0: \d+ sent", title))
+            assert [float(left) for left in re.findall(r"M([\d.]+)", path)] == pytest.approx(sorted(starts), abs=0.1)
+
+
+def test_words_for_readers_who_do_not_see_it():
+    assert "pp: bytes and messages sent by rank: 8 B in 1, 0 B in 0, 0 B in 0, 0 B in 0." in axes_scene(record(), "step").description
+    assert "A collective of torch's own counts as one message." in axes_scene(record(False)).svg().replace("&#x27;", "'")
+    assert "torch's own" not in axes_scene(record()).svg().replace("&#x27;", "'")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", None])
+def test_everything_is_inside_the_card(theme):
+    for scene in (axes_scene(record(), "step"), axes_scene(Trace([], 16, "gloo"))):
+        for element in ET.fromstring(scene.svg(theme=theme)).iter(f"{SVG}rect"):
+            if element.get("x"):
+                assert float(element.get("x")) + float(element.get("width")) <= scene.width
+                assert float(element.get("y")) + float(element.get("height")) <= scene.height
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match=r"17 ranks, and this picture can show up to 16: use run\.timeline"):
+        axes_scene(Trace([], 17, "sim"))
+    with pytest.raises(ValueError, match="no span is called 'stp': the record has step"):
+        axes_scene(Trace([span(0, "step", 0.0, 1.0)], 1, "sim"), "stp")
