@@ -28,6 +28,7 @@ from parallel101.record.where import shown
 from parallel101.sim.network import Network
 
 BACKENDS = ("gloo", "nccl", "sim")
+RULES = ("gloo", "nccl")
 PAYLOAD_BYTES = 4096  # with trace="payload", messages up to this size are recorded with their values
 DEFAULT_WORLD_SIZE = 4
 MAX_TIMEOUT = 1e9  # seconds: the most that C++ and select() take
@@ -77,6 +78,7 @@ def launch(
     trace: bool | str = False,
     timeout: float = 60.0,
     network: Network | None = None,
+    rules: str = "gloo",
     **kwargs: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until all have returned.
@@ -90,6 +92,8 @@ def launch(
             A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
         network: on sim, the links between the ranks.
+        rules: on sim, what the program may rely on. "nccl": only what NCCL guarantees, as one would need a GPU per rank to find out. Each
+            communicator has one queue per rank, messages in a batch start together, there are no tags (sim/queues.py has the list).
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
@@ -104,7 +108,7 @@ def launch(
 
     The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished` are the calls that had not ended.
     """
-    _check_arguments(fn, backend, trace, timeout, network)
+    _check_arguments(fn, backend, trace, timeout, network, rules)
     timeout = min(timeout, MAX_TIMEOUT)
     recording = bool(trace) or backend == "sim"
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
@@ -140,6 +144,7 @@ def launch(
                 recording=recording,
                 payload_bytes=payload_bytes,
                 network=network,
+                rules=rules,
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
@@ -198,7 +203,7 @@ def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]
         raise
 
 
-def _check_arguments(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any) -> None:
+def _check_arguments(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any) -> None:
     if not callable(fn):
         raise TypeError(f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}")
     if backend not in BACKENDS:
@@ -211,6 +216,13 @@ def _check_arguments(fn: Any, backend: Any, trace: Any, timeout: Any, network: A
         raise TypeError(f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, bandwidth=…)")
     if network is not None and backend != "sim":
         raise ValueError(f"network works with backend='sim' only, and backend is {backend!r}: leave network out, or use backend='sim'")
+    if rules not in RULES:
+        raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(map(repr, RULES))}")
+    if rules != "gloo" and backend != "sim":
+        raise ValueError(
+            f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real ranks follow their own backend's rules. "
+            "Leave rules out, or use backend='sim'"
+        )
 
 
 def _world_size(value: Any) -> int:

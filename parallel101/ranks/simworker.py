@@ -46,7 +46,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
                 stream.end_line()  # type: ignore[union-attr]
 
     with own_init_accepted():
-        run = simulate(rank_main, job.world_size, job.network, payload_bytes=job.payload_bytes, on_start=watcher.watch)
+        run = simulate(rank_main, job.world_size, job.network, rules=job.rules, payload_bytes=job.payload_bytes, on_start=watcher.watch)
     _this_thread.rank = None
     wire.send(IMPORTED, slow_imports(loaded))
     wire.send(RECORD, (RankRecord(run.events, run.unfinished), NO_REPORT))

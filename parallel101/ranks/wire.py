@@ -55,6 +55,7 @@ class Job:
     recording: bool
     payload_bytes: int  # messages up to this size are recorded with their values
     network: Any  # a parallel101.Network, or None
+    rules: str  # on sim: "gloo" or "nccl"
     path: list[str]  # sys.path
     directory: str  # the working directory
     environ: dict[str, str]

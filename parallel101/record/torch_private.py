@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from ctypes import string_at
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,29 @@ def describe_group(group: dist.ProcessGroup, description: str | None) -> None:
     """Give a group the description that `new_group` was called with. Relies on `_set_group_desc`."""
     if description is not None:
         group._set_group_desc(description)
+
+
+class RunningBatch(NamedTuple):
+    """A call of `batch_isend_irecv` that is running."""
+
+    frame: FrameType
+    messages: int  # how many it posts in all
+
+
+def running_batch(frame: FrameType | None) -> RunningBatch | None:
+    """The call of `batch_isend_irecv` to which `frame`, the caller of a group's send or recv, belongs. None: it is not in a batch.
+
+    For a process group written in Python, torch posts the messages of a batch one by one, and does not say where it begins. Relies on
+    isend and irecv being called by `batch_isend_irecv` (with at most a few frames between) and on its argument `p2p_op_list`.
+    """
+    code = inspect.unwrap(c10d.batch_isend_irecv).__code__
+    for _ in range(6):
+        if frame is None:
+            return None
+        if frame.f_code is code:
+            return RunningBatch(frame, len(frame.f_locals["p2p_op_list"]))
+        frame = frame.f_back
+    return None
 
 
 class RankWorld:

@@ -24,13 +24,16 @@ CONFIRM_AFTER = 0.15  # seconds for which a deadlock must last before it is repo
 CONFIRM_DROPPED_AFTER = 0.8  # the same if a work object was dropped: it is not known whether its message had been sent before
 
 
-def find_deadlock(waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]], returned: Collection[int]) -> DeadlockError | None:
+def find_deadlock(
+    waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]], returned: Collection[int], notes: Sequence[tuple[str, str]] = ()
+) -> DeadlockError | None:
     """The deadlock among the ranks, if there is one.
 
     Args:
         waits: for each rank that is blocked, the call in which it is blocked.
         missing: the ranks that a call needs and that have not posted their part of it. Empty: it is in flight, and will end.
         returned: ranks that have finished and will post nothing more.
+        notes: other causes that are known already, for the error's notes.
 
     A rank can go on if its call is in flight, or if a rank that it misses is neither blocked nor finished. A receive from any rank needs
     one of its peers; every other call needs all of them. The ranks that are left when no more ranks can go on are stuck.
@@ -54,7 +57,7 @@ def find_deadlock(waits: Mapping[int, Call], missing: Callable[[Call], Collectio
         peer = None if call.kind == "recv" and len(call.peers) != 1 else needs[rank][0] if len(needs[rank]) == 1 else tuple(needs[rank])
         waiting[rank] = (call.kind, peer, call.where)
     return DeadlockError(
-        waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())], notes=_unmatched_waits(stuck)
+        waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())], notes=[*notes, *_unmatched_waits(stuck)]
     )
 
 

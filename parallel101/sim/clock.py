@@ -114,6 +114,7 @@ class World:
         self.failed_rank: int | None = None
         self.call_checker = CallChecker()
         self.find_misuse: Callable[[], Exception | None] = lambda: None  # a better explanation than a deadlock, when nothing goes on
+        self.deadlock_notes: Callable[[], list[tuple[str, str]]] = list  # what else to say about a deadlock: (sentence, "file:line")
         self._report: tuple[BaseException, VirtualRank] | None = None  # the first exception that reports another rank's failure
         self._switch = switch
         self._current = 0
@@ -348,5 +349,5 @@ class World:
         frames = sys._current_frames()  # where each rank is blocked, which may be some lines after its call
         calls = {number: work.call()._replace(where=where(frames.get(self.ranks[number].thread))) for number, work in waits.items()}
         returned = [rank.number for rank in self.ranks if rank.finished]
-        error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned)
+        error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, self.deadlock_notes())
         return error or AssertionError(f"no virtual rank can run, but none waits for another: {calls}")

@@ -4,7 +4,7 @@
     dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ CollectiveWork joins the group's RunningCollective, which starts with the last rank
     dist.new_group([0, 2]) ──▶ SimGroup.new_group ──▶ NewGroupCall waits for the other members
 
-Which bytes a collective moves, and how long it takes, is in collectives.py.
+Which bytes a collective moves, and how long it takes, is in collectives.py. What NCCL's rules change is in queues.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharedState:
         self.world = world
         self.payload_bytes = payload_bytes
         self.unmatched = UnmatchedMessages()
-        self.incomplete: dict[tuple[str, int], RunningCollective] = {}  # collectives that some ranks have not called yet, by (group, seq)
+        self.incomplete: dict[tuple, RunningCollective] = {}  # collectives that some ranks have not called yet, by (group, seq)
         self.groups: dict[str, list[int]] = {}  # their ranks, by label
         self.busy_until: dict[str, float] = {}  # when a group's last collective ends
         self.new_group_calls: dict[tuple[str, tuple[int, ...]], list[NewGroupCall]] = {}
@@ -54,7 +54,8 @@ class SharedState:
     def unfinished(self) -> list[Row]:
         """The events of all that has not ended, as if it ended now."""
         in_flight = self.world.in_flight()
-        matched = [send for send in in_flight if isinstance(send, SendWork) and send.receive is not None]
+        sends = [getattr(item, "send", item) for item in in_flight]
+        matched = [send for send in sends if isinstance(send, SendWork) and send.receive is not None]
         messages = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
         collectives = [*self.incomplete.values(), *(item for item in in_flight if isinstance(item, RunningCollective))]
         works = [work for collective in collectives for work in collective.works.values()]
@@ -96,7 +97,7 @@ class SimGroup(PointToPointGroup):
 
     def sub_group(self, ranks: Sequence[int], name: str) -> SimGroup:
         """A group of some of the ranks, including this one. It does not wait for the others."""
-        return SimGroup(self.shared, self.member, name, ranks)
+        return type(self)(self.shared, self.member, name, ranks)
 
     def shutdown(self) -> None:
         """There is nothing to close."""
@@ -123,10 +124,16 @@ class SimGroup(PointToPointGroup):
             rank_at(member.number, spec.kind, arguments.root, self.ranks)
         buffers = buffers_of(method, args, len(self.ranks))
         self.posted += 1
-        collective = self.shared.incomplete.setdefault((self.label, self.posted), RunningCollective(self))
-        work = CollectiveWork(self, collective, spec.kind, arguments, buffers, args, where)
-        collective.join(work)
+        return self._begin(spec.kind, arguments, buffers, args, where)
+
+    def _begin(self, kind: str, *call: Any) -> CollectiveWork:
+        work = CollectiveWork(self, self._collective_with((self.label, self.posted)), kind, *call)
+        work.collective.join(work)
         return work
+
+    def _collective_with(self, key: tuple) -> RunningCollective:
+        """The collective of the group that `key` numbers. The first rank that calls it makes it."""
+        return self.shared.incomplete.setdefault(key, RunningCollective(self, key))
 
 
 def _collective_method(method: str) -> Callable[..., dist.Work]:
@@ -244,8 +251,9 @@ class CollectiveWork(SimWork, dist.Work):
 class RunningCollective:
     """One collective of a group. It starts when the last rank has called it, and when its time is over, all ranks have the result."""
 
-    def __init__(self, group: SimGroup):
+    def __init__(self, group: SimGroup, key: tuple):
         self.group = group  # any member's view of it
+        self.key = key
         self.works: dict[int, CollectiveWork] = {}  # by rank of the world
         self.agreed = True
         self.started = 0.0
@@ -258,7 +266,7 @@ class RunningCollective:
             self.agreed = False
         if len(self.works) == len(self.group.ranks):
             world, shared, label = self.group.world, self.group.shared, self.group.label
-            del shared.incomplete[label, work.seq]
+            del shared.incomplete[self.key]
             if (error := self.misuse()) is not None:
                 world.fail(error)
                 raise error

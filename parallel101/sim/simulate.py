@@ -6,6 +6,7 @@
     work.py             what isend, irecv and async collectives return
     group.py            the process group that torch.distributed uses, and how ranks wait for each other in its collectives
     collectives.py      which bytes torch's own collectives move, and how long they take
+    queues.py           rules="nccl": in which order a rank's operations start on NCCL
     random_states.py    the random numbers of each rank
 
 A message starts when its send and its receive are both posted and its links are free. It occupies them for latency + bytes / bandwidth.
@@ -23,6 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from parallel101.record.events import Row
 from parallel101.sim.clock import World
 from parallel101.sim.group import SharedState, SimGroup
 from parallel101.sim.network import Network
+from parallel101.sim.queue_notes import queue_notes
+from parallel101.sim.queues import QueuedGroup, QueuedState
 from parallel101.sim.random_states import RandomStates
 from parallel101.sim.work import poll_future, wait_for_future
 
@@ -57,6 +61,7 @@ def simulate(
     world_size: int,
     network: Network | None = None,
     *,
+    rules: str = "gloo",
     payload_bytes: int = 0,
     on_start: Callable[[SharedState], None] = lambda _: None,
 ) -> SimResult:
@@ -67,6 +72,7 @@ def simulate(
             (one runs at a time), so what they share through Python objects is shared.
         world_size: how many virtual ranks.
         network: what lies between them; None: `Network()`.
+        rules: what the program may rely on: "gloo" or "nccl" (see queues.py).
         payload_bytes: events keep the values of messages of up to this many bytes.
         on_start: called with the run's state before it begins, so that another thread can look at it during the run.
 
@@ -85,20 +91,28 @@ def simulate(
         random_states.switch(old, new)
 
     world = World(world_size, network, switch)
-    shared = SharedState(world, payload_bytes)
+    shared: SharedState
+    new_group: Callable[..., SimGroup]
+    if rules == "nccl":
+        shared = queued = QueuedState(world, payload_bytes)
+        backend, new_group = "sim_nccl", partial(QueuedGroup, queued)
+        world.deadlock_notes = partial(queue_notes, queued.queues)
+    else:
+        shared = SharedState(world, payload_bytes)
+        backend, new_group = "sim", partial(SimGroup, shared)
     on_start(shared)
     store = dist.HashStore()
 
     def main(number: int) -> Any:
-        group = SimGroup(shared, world.ranks[number], "world", range(world_size), "0")
-        torch_worlds[number].add_default(group, "0", "sim", store, world_size)
+        group = new_group(world.ranks[number], "world", range(world_size), "0")
+        torch_worlds[number].add_default(group, "0", backend, store, world_size)
         try:
             return rank_main(number)
         finally:
             torch_private.forget_groups()
 
-    if not hasattr(dist.Backend, "SIM"):
-        dist.Backend.register_backend("sim", _sub_group, extended_api=True, devices=["cpu"])
+    if not hasattr(dist.Backend, backend.upper()):
+        dist.Backend.register_backend(backend, _sub_group, extended_api=True, devices=["cpu"])
     stack, threads, collector = threading.stack_size(STACK_BYTES), torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
     gc.set_threshold(collector[0] * world_size, *collector[1:])  # as rarely as if each rank had its own process and collector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.record import torch_private
+from parallel101.sim.simulate import simulate
 
 
 def moved(what: str, whose: str) -> str:
@@ -128,3 +130,36 @@ def test_the_new_group_hook():
     finally:
         torch_private.use_world(before)
         torch_private.forget_groups()
+
+
+def test_a_running_batch_is_found():
+    def program(rank):
+        seen = []
+
+        class Seen(dist.ProcessGroup):
+            def __init__(self):
+                super().__init__(rank, 2)
+
+            def rank(self):
+                return 0
+
+            def size(self):
+                return 2
+
+            def send(self, *_):
+                seen.append(torch_private.running_batch(sys._getframe(1)))
+
+        group = Seen()
+        c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+        messages = [dist.P2POp(dist.isend, torch.ones(1), 1, group) for _ in range(3)]
+        dist.batch_isend_irecv(messages)
+        dist.isend(torch.ones(1), 1, group)
+        return seen
+
+    result = simulate(program, 1)
+    assert result.error is None, result.error
+    *batch, alone = result.results[0]
+    told = [(found is not None, found and found.messages) for found in batch]
+    assert told == [(True, 3)] * 3 and len({found.frame for found in batch}) == 1 and alone is None, moved(
+        "batch_isend_irecv, its argument p2p_op_list, or how it calls isend and irecv", "sim with rules='nccl'"
+    )

@@ -1,0 +1,463 @@
+"""rules="nccl": what runs on NCCL runs here, and what would hang there is named. The rules are listed in sim/queues.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.sim.network import Network
+from parallel101.sim.simulate import simulate
+from tests.ranks.failing import line_of
+
+from .programs import run, trace, wait_for
+from .test_torch import batch, model, one_process, train
+
+
+def under_nccl(program, n=2, network=None):
+    return run(program, n, network, rules="nccl").results
+
+
+def deadlock(program, n=2, network=None) -> DeadlockError:
+    result = simulate(program, n, network, rules="nccl")
+    assert isinstance(result.error, DeadlockError), result.error
+    return result.error
+
+
+def isend(value, peer, **kwargs):
+    return dist.isend(torch.tensor([float(value)]), peer, **kwargs)
+
+
+def irecv(peer, **kwargs):
+    x = torch.zeros(1)
+    return x, dist.irecv(x, peer, **kwargs)
+
+
+def in_a_batch(*messages):
+    """messages: (dist.isend, tensor, peer) or (dist.irecv, tensor, peer), maybe with a tag."""
+    return dist.batch_isend_irecv([dist.P2POp(op, x, peer, tag=tag[0] if tag else 0) for op, x, peer, *tag in messages])
+
+
+# ---- 1. one queue per communicator: an operation starts when those before it have ended ----
+
+
+def both_send_first(rank):
+    sent = isend(rank, 1 - rank)
+    x, received = irecv(1 - rank)
+    received.wait()
+    sent.wait()
+    return x.item()
+
+
+def test_an_exchange_in_which_both_send_first_runs_on_gloo_and_not_on_nccl():
+    assert run(both_send_first, 2).results == [1.0, 0.0]
+    error = deadlock(both_send_first)
+    assert error.cycle == [0, 1]
+    assert error.waiting == {r: ("send", 1 - r, line_of(both_send_first, "received.wait")) for r in (0, 1)}
+    assert "rank 0's receive from rank 1 waits in the queue behind its send to rank 1" in str(error)
+    assert "batch_isend_irecv" in str(error) and "On gloo" not in str(error)
+
+
+def test_if_one_of_them_receives_first_it_runs():
+    def program(rank):
+        x, works = torch.zeros(1), []
+        for op in (dist.isend, dist.irecv) if rank == 0 else (dist.irecv, dist.isend):
+            works.append(op(torch.tensor([rank + 1.0]) if op is dist.isend else x, 1 - rank))
+        wait_for(works)
+        return x.item()
+
+    assert under_nccl(program) == [2.0, 1.0]
+
+
+def test_an_operation_occupies_the_queue_and_not_the_rank():
+    def program(rank):
+        if rank == 0:
+            first, second = isend(1, 1), isend(2, 1)
+            p101.compute(5.0)
+            third = isend(3, 2)
+            third.wait()
+            wait_for([first, second])
+        elif rank == 1:
+            p101.compute(50.0)
+            wait_for([irecv(0)[1], irecv(0)[1]])
+        else:
+            irecv(0)[1].wait()
+
+    result = run(program, 3, Network(latency=1.0, bandwidth=float("inf")), rules="nccl")
+    sends = {(e.peer, e.start) for e in trace(result).events if e.kind == "send"}
+    assert sends == {(1, 50.0), (1, 51.0), (2, 5.0)}  # those to rank 1 one after the other; that to rank 2 in a queue of its own
+
+
+def test_a_rank_that_returns_leaves_its_queue_running():
+    def program(rank):
+        if rank == 0:
+            works = [isend(value, 1) for value in range(3)]
+            return len(works)
+        return [x.item() for x, work in [irecv(0) for _ in range(3)] if work.wait()]
+
+    assert under_nccl(program) == [3, [0.0, 1.0, 2.0]]
+
+
+# ---- 2. which queue: the group's, or that of the two ranks ----
+
+
+def collective_between(rank):
+    """Rank 0 sends before an all-reduce, rank 1 receives after it."""
+    x = torch.zeros(1)
+    if rank == 0:
+        sent = isend(7, 1)
+        dist.all_reduce(torch.ones(1))
+        sent.wait()
+    else:
+        dist.all_reduce(torch.ones(1))
+        dist.recv(x, 0)
+    return x.item()
+
+
+def test_messages_outside_a_batch_do_not_share_the_groups_queue():
+    assert under_nccl(collective_between) == [0.0, 7.0]
+
+
+def test_batches_share_the_groups_queue_with_its_collectives():
+    def program(rank):
+        x = torch.zeros(1)
+        if rank == 0:
+            sent = in_a_batch((dist.isend, torch.ones(1), 1))
+            dist.all_reduce(torch.ones(1))
+            wait_for(sent)
+        else:
+            summed = dist.all_reduce(torch.ones(1), async_op=True)
+            wait_for(in_a_batch((dist.irecv, x, 0)))
+            summed.wait()
+
+    assert run(program, 2).results == [None, None]
+    error = deadlock(program)
+    assert error.cycle == [0, 1] and {kind for kind, _, _ in error.waiting.values()} == {"send", "all_reduce"}
+    assert "rank 1's receive from rank 0 waits in the queue behind its all_reduce" in str(error)
+    assert "rank 0's all_reduce waits in the queue behind its send to rank 1" in str(error)
+
+
+def test_each_group_has_queues_of_its_own():
+    def program(rank):
+        other = dist.new_group([0, 1])
+        sent = isend(rank, 1 - rank)  # would block the second message, if they shared a queue
+        x = torch.zeros(1)
+        work = isend(5, 1, group=other) if rank == 0 else dist.irecv(x, 0, group=other)
+        work.wait()
+        y = torch.zeros(1)
+        if rank == 0:
+            y, received = irecv(1, group=other)
+        else:
+            received = isend(6, 0, group=other)
+        received.wait()
+        del sent
+        return x.item() + y.item()
+
+    assert under_nccl(program) == [6.0, 5.0]
+
+
+def test_a_send_in_a_batch_and_a_receive_outside_one_never_meet():
+    def program(rank):
+        if rank == 0:
+            wait_for(in_a_batch((dist.isend, torch.ones(1), 1)))
+        else:
+            irecv(0)[1].wait()
+
+    assert run(program, 2).results == [None, None]
+    assert "rank 1's receive from rank 0 is outside a batch" in str(deadlock(program))
+
+
+# ---- 3. a batch starts together, and ends together ----
+
+
+def test_a_batch_starts_together_whatever_its_order():
+    def program(rank):
+        x, n = torch.zeros(1), dist.get_world_size()
+        out = (dist.isend, torch.tensor([float(rank)]), (rank + 1) % n)
+        back = (dist.irecv, x, (rank - 1) % n)
+        wait_for(in_a_batch(*((out, back) if rank % 2 else (back, out))))
+        return x.item()
+
+    for n in (2, 3, 5):
+        assert under_nccl(program, n) == [float((rank - 1) % n) for rank in range(n)]
+
+
+def test_a_wait_for_one_message_of_a_batch_waits_for_all():
+    def program(rank):
+        x, y = torch.zeros(1), torch.zeros(1)
+        if rank == 0:
+            in_a_batch((dist.irecv, x, 1), (dist.irecv, y, 2))[0].wait()
+            return x.item(), y.item()
+        p101.compute(10.0 * rank)
+        wait_for(in_a_batch((dist.isend, torch.tensor([float(rank)]), 0)))
+        return None
+
+    assert under_nccl(program, 3)[0] == (1.0, 2.0)
+
+
+def test_torchs_coalescing_manager_makes_a_batch():
+    def program(rank):
+        with dist.distributed_c10d._coalescing_manager(None, torch.device("cpu"), async_ops=True) as manager:
+            sent = isend(rank + 1, 1 - rank)
+            x, received = irecv(1 - rank)
+            everybodys = torch.tensor([rank + 5.0])
+            dist.broadcast(everybodys, 1, async_op=True)
+        assert sent is received and len(manager.works) == 1
+        manager.wait()
+        return x.item(), everybodys.item()
+
+    assert under_nccl(program) == [(2.0, 6.0), (1.0, 6.0)]
+
+
+def test_a_batch_that_broke_off_does_not_swallow_the_next_messages():
+    def program(rank):
+        with pytest.raises(ValueError):
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 1 - rank), dist.P2POp(dist.isend, torch.ones(1), 7)])
+        x = torch.zeros(1)
+        if rank == 0:
+            isend(4, 1).wait()
+        else:
+            dist.recv(x, 0)
+        return x.item()
+
+    assert under_nccl(program) == [0.0, 4.0]
+
+
+# ---- 4. no tags ----
+
+
+def test_tags_do_not_exist():
+    """On gloo the tags decide which message is which. On NCCL the order does."""
+
+    def program(rank):
+        if rank == 0:
+            sent = [isend(value, 1, tag=value) for value in (1, 2)]
+            wait_for(sent)
+            return None
+        second, first = irecv(0, tag=2), irecv(0, tag=1)
+        wait_for([second[1], first[1]])
+        return first[0].item(), second[0].item()
+
+    assert run(program, 2).results[1] == (1.0, 2.0)
+    assert under_nccl(program)[1] == (2.0, 1.0)
+
+
+def test_in_a_batch_too_two_ranks_messages_meet_in_order():
+    def program(rank):
+        x, y = torch.zeros(1), torch.zeros(1)
+        if rank == 0:
+            wait_for(in_a_batch((dist.isend, torch.tensor([1.0]), 1, 5), (dist.isend, torch.tensor([2.0]), 1, 6)))
+        else:
+            wait_for(in_a_batch((dist.irecv, x, 0, 6), (dist.irecv, y, 0, 5)))
+        return x.item(), y.item()
+
+    assert under_nccl(program)[1] == (1.0, 2.0)
+
+
+# ---- 5. no receive from anyone ----
+
+
+def test_a_receive_from_anyone_is_refused():
+    def program(rank):
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.zeros(1))
+
+    assert run(program, 2).results == [None, None]
+    with pytest.raises(RuntimeError, match="rank 1 receives from any rank, and NCCL does not support that"):
+        under_nccl(program)
+
+
+# ---- 6. collectives that are not the same hang ----
+
+
+def test_different_collectives_never_meet():
+    def program(rank):
+        if rank == 1:
+            dist.barrier()
+        else:
+            dist.all_reduce(torch.ones(1))
+
+    assert isinstance(simulate(program, 3).error, MisuseError)
+    error = deadlock(program, 3)
+    assert error.waiting[0][:2] == ("all_reduce", 1) and error.waiting[1][:2] == ("barrier", (0, 2)) and error.cycle == [0, 1]
+    assert "the ranks call different operations: all_reduce and barrier" in str(error)
+
+
+def test_collectives_in_another_order_never_meet():
+    def program(rank):
+        works = [lambda: dist.all_reduce(torch.ones(1), async_op=True), lambda: dist.broadcast(torch.ones(1), 0, async_op=True)]
+        wait_for([work() for work in (works if rank else works[::-1])])
+
+    assert {kind for kind, _, _ in deadlock(program).waiting.values()} == {"all_reduce", "broadcast"}
+
+
+def test_a_collective_and_a_batch_never_meet():
+    def program(rank):
+        if rank == 0:
+            dist.all_reduce(torch.ones(1))
+        else:
+            wait_for(in_a_batch((dist.irecv, torch.zeros(1), 0)))
+
+    error = deadlock(program)
+    assert error.waiting[0][:2] == ("all_reduce", 1) and error.waiting[1][:2] == ("recv", 0)
+
+
+def test_other_sizes_are_misuse_as_on_gloo():
+    def program(rank):
+        dist.all_reduce(torch.ones(1 + rank))
+
+    def message(rank):
+        wait_for(in_a_batch((dist.isend, torch.ones(1), 1) if rank == 0 else (dist.irecv, torch.ones(2), 0)))
+
+    for wrong in (program, message):
+        error = simulate(wrong, 2, rules="nccl").error
+        assert isinstance(error, MisuseError) and error.rank == 1
+
+
+# ---- 7. a send ends when it is received, unless it is eager ----
+
+
+def exchange_by_send(rank):
+    dist.send(torch.tensor([float(rank)]), 1 - rank)
+    x = torch.zeros(1)
+    dist.recv(x, 1 - rank)
+    return x.item()
+
+
+def test_a_send_ends_when_it_is_received_unless_it_fits_the_eager_limit():
+    assert deadlock(exchange_by_send).cycle == [0, 1]
+    assert under_nccl(exchange_by_send, network=Network(eager=4)) == [1.0, 0.0]
+    assert under_nccl(both_send_first, network=Network(eager=4)) == [1.0, 0.0]
+    assert deadlock(both_send_first, network=Network(eager=3)).cycle == [0, 1]
+
+
+def test_an_eager_message_is_received_when_the_receives_turn_comes():
+    def program(rank):
+        if rank == 0:
+            isend(1, 1).wait()  # has arrived long before rank 1 asks for it
+            p101.compute(10.0)
+            isend(2, 1).wait()
+            return None
+        p101.compute(5.0)
+        pairs = [irecv(0), irecv(0)]
+        return [x.item() for x, work in pairs if work.wait()]
+
+    assert under_nccl(program, network=Network(latency=1.0, eager=4))[1] == [1.0, 2.0]
+
+
+def test_a_tensor_that_changes_before_its_wait_is_misuse():
+    def program(rank):
+        if rank == 0:
+            x = torch.ones(1)
+            sent = dist.isend(x, 1)
+            x.add_(1)
+            sent.wait()
+        else:
+            irecv(0)[1].wait()
+
+    assert isinstance(simulate(program, 2, rules="nccl").error, MisuseError)
+
+
+# ---- pytorch issue 172668: two stages a rank ----
+
+
+def two_stages_a_rank(rank):
+    """Rank 0 has stages 0 and 2, rank 1 stages 1 and 3. Both send one activation and receive another, in the order of their schedules."""
+    x = torch.zeros(1)
+    sent = isend(rank, 1 - rank, tag=1 - rank)  # rank 0: F1 to stage 1; rank 1: F0 to stage 2
+    received = dist.irecv(x, 1 - rank, tag=rank)
+    wait_for([sent, received])
+    return x.item()
+
+
+def two_stages_in_batches_of_one(rank):
+    """As torch.distributed.pipelining posts them."""
+    x = torch.zeros(1)
+    wait_for(in_a_batch((dist.isend, torch.tensor([float(rank)]), 1 - rank)) + in_a_batch((dist.irecv, x, 1 - rank)))
+    return x.item()
+
+
+@pytest.mark.parametrize("program", [two_stages_a_rank, two_stages_in_batches_of_one])
+def test_pytorch_issue_172668(program):
+    assert run(program, 2).results == [1.0, 0.0]
+    assert deadlock(program).cycle == [0, 1]
+
+
+# ---- what is said in an error, and what is recorded ----
+
+
+def test_the_events_behind_a_deadlock_are_kept():
+    result = simulate(both_send_first, 2, rules="nccl")
+    assert sorted((row[0], row[1], row[2]) for row in result.unfinished) == [(r, kind, 1 - r) for r in (0, 1) for kind in ("recv", "send")]
+
+
+def test_a_rank_that_has_returned():
+    def program(rank):
+        if rank == 0:
+            irecv(1)[1].wait()
+
+    error = deadlock(program)
+    assert error.waiting == {0: ("recv", 1, line_of(program, "irecv(1)"))} and error.returned == [1]
+
+
+def test_a_forgotten_message_of_three_names_the_cycle():
+    """All ranks of a ring send to the right before they receive from the left: each pair has a queue of its own, so three ranks run."""
+
+    def program(rank):
+        n = dist.get_world_size()
+        sent = isend(rank, (rank + 1) % n)
+        x, received = irecv((rank - 1) % n)
+        wait_for([received, sent])
+        return x.item()
+
+    assert under_nccl(program, 3) == [2.0, 0.0, 1.0]
+    assert deadlock(program, 2).cycle == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["plain", "hook", "static graph"])
+def test_torchs_data_parallel(way):
+    def program(rank):
+        net = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001, static_graph=way == "static graph")
+        if way == "hook":
+            net.register_comm_hook(
+                None, lambda _, bucket: dist.all_reduce(bucket.buffer().div_(3), async_op=True).get_future().then(lambda f: f.value()[0])
+            )
+        train(net, lambda m: m(batch(rank)).square().mean())
+        return [p.detach() for p in net.parameters()]
+
+    for parameters in under_nccl(program, 3):
+        for ours, theirs in zip(parameters, one_process(3), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
+# ---- launch ----
+
+
+def names():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return dist.get_backend(), [dist.get_backend(mesh.get_group(axis)) for axis in ("a", "b")], dist.get_backend_config()
+
+
+def test_launch_takes_the_rules():
+    ran = p101.launch(names, world_size=4, backend="sim", rules="nccl")
+    assert ran.results == [("sim_nccl", ["sim_nccl", "sim_nccl"], "cpu:sim_nccl")] * 4
+    assert ran.backend == ran.trace.backend == "sim"
+    assert p101.launch(names, world_size=4, backend="sim", rules="gloo").results[0][0] == "sim"
+    with pytest.raises(DeadlockError):
+        p101.launch(lambda: both_send_first(dist.get_rank()), world_size=2, backend="sim", rules="nccl")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_rules_are_for_sim_only(backend):
+    with pytest.raises(ValueError, match="rules='nccl' works with backend='sim' only"):
+        p101.launch(names, backend=backend, rules="nccl")
+
+
+@pytest.mark.parametrize("rules", ["mpi", None, 3])
+def test_unknown_rules(rules):
+    with pytest.raises(ValueError, match="it must be one of 'gloo', 'nccl'"):
+        p101.launch(names, backend="sim", rules=rules)
