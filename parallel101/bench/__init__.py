@@ -5,6 +5,8 @@ launch        four ranks up to their first result     torch.multiprocessing.spaw
 collectives   time and bandwidth for several sizes    torch's own collectives
 record        the cost of recording a small message   the same message on torch's backend, without the record
 training      time and memory of a training step      DDP and FSDP2
+tensor        the same with tensor parallelism        DTensor
+pipeline      the same in a pipeline                  torch.distributed.pipelining
 sim           messages per second, ranks, memory      nothing
 """
 
@@ -23,6 +25,8 @@ SECTIONS = {
     "collectives": collectives.measure,
     "record": record.measure,
     "training": training.measure,
+    "tensor": training.measure_tensor,
+    "pipeline": training.measure_pipeline,
     "sim": sim.measure,
 }
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.bench.collectives import time_rounds, time_torchs
+from parallel101.bench.sides import TABLES, alone, batch_of_rank, whole_model
 from parallel101.bench.spawned import ask, spawned_ranks
 
 
@@ -50,3 +51,33 @@ def test_every_side_of_a_comparison_is_timed_in_every_round() -> None:
             rounds = p101.launch(time_rounds, name, 1 << 10, 2, port, world_size=2).results[0]
             assert len(rounds) == 2
             assert all(len(turn) == 3 and min(turn) > 0 for turn in rounds)
+
+
+WIDTH, STEPS = 16, 3
+
+
+def losses_of_all_sides() -> dict[str, list[float | None]]:
+    """Of each side of each table, on small models. In a pipeline of torch's only the rank of the last stage knows the loss."""
+    found = {}
+    for table, (_, sides, _, cut) in TABLES.items():
+        for name, side in sides.items():
+            step, batch = side(whole_model(WIDTH)), batch_of_rank(cut, WIDTH)
+            losses = [step(*batch) for _ in range(STEPS)]
+            found[f"{table}: {name}"] = [None if loss is None else float(loss) for loss in losses]
+    return found
+
+
+def losses_of_one_process() -> list[float]:
+    step, batch = alone(whole_model(WIDTH)), batch_of_rank(False, WIDTH)
+    return [float(step(*batch)) for _ in range(STEPS)]
+
+
+def test_all_sides_of_a_training_table_train_the_same_thing() -> None:
+    ranks = p101.launch(losses_of_all_sides, world_size=2).results
+    expected = p101.launch(losses_of_one_process, world_size=1).results[0]
+    assert expected[0] > expected[-1]
+    for name in ranks[0]:
+        if "no communication" not in name:
+            known = [of_rank[name] for of_rank in ranks if of_rank[name][0] is not None]
+            mean = [sum(of_step) / len(known) for of_step in zip(*known)]  # the ranks' equal shares of the batch, or the same loss
+            assert mean == pytest.approx(expected, rel=1e-6), name

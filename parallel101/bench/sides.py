@@ -1,0 +1,216 @@
+"""The training steps that `bench training`, `tensor` and `pipeline` compare: torch's and ours, of the same model.
+
+The model is 8 × Linear(1024) + GELU with AdamW, and the whole batch has 256 samples:
+
+data         each rank has its share of the samples       DistributedDataParallel, fully_shard (FSDP2)
+tensor       each rank has a part of each layer           DTensor's parallelize_module: Linear layers in pairs, by column and by row
+pipeline     each rank has a part of the layers           torch.distributed.pipelining: GPipe, 1F1B, interleaved, zero bubble
+
+Each side is a function of the whole model that returns its step. In a table all sides train the same thing; tests/project/test_bench.py
+compares their losses with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn.functional import mse_loss
+
+import parallel101 as p101
+from parallel101.mesh import split_sizes
+
+WIDTH, DEPTH, BATCH = 1024, 8, 256
+MICROBATCHES = 8
+
+Step = Callable[[Tensor, Tensor], Any]  # returns the loss, which torch's pipelines know on the last stage only
+Side = Callable[[nn.Module], Step]
+
+
+class Table(NamedTuple):
+    """What is compared in one table."""
+
+    title: str
+    sides: dict[str, Side]
+    peers: dict[str, str]  # head of a column of ratios → the side that it divides by
+    cut: bool  # whether each rank trains on its share of the batch, or on the whole
+
+
+def whole_model(width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.GELU())))
+
+
+def batch_of_rank(cut: bool, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: this rank's share, or the whole batch."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    inputs, targets = (torch.randn(BATCH, width, generator=generator) for _ in range(2))
+    if cut:
+        sizes, rank = split_sizes(BATCH, dist.get_world_size()), dist.get_rank()
+        inputs, targets = inputs.split(sizes)[rank].clone(), targets.split(sizes)[rank].clone()
+    return inputs, targets
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def alone(model: nn.Module) -> Step:
+    """Train without communication: the rest of the step."""
+    optimizer = adamw(model.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# ---- data: each rank has its share of the samples ----
+
+
+def ddp(model: nn.Module) -> Step:
+    return alone(nn.parallel.DistributedDataParallel(model))
+
+
+def fsdp(model: nn.Module) -> Step:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return alone(model)
+
+
+def data_parallel(model: nn.Module) -> Step:
+    return p101.DataParallelTrainer(model, mse_loss, adamw).step
+
+
+def sharded(zero_stage: int) -> Side:
+    return lambda model: p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage).step
+
+
+# ---- tensor: each rank has a part of each layer, and the whole batch ----
+
+
+def tensor_alone(model: nn.Module) -> Step:
+    """This rank's part of each layer, whose results nobody adds up."""
+    n = dist.get_world_size()
+    linears = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
+    sizes = [
+        (lin.in_features, lin.out_features // n) if i % 2 == 0 else (lin.in_features // n, lin.out_features)
+        for i, lin in enumerate(linears)
+    ]
+    return alone(nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU()))))
+
+
+def dtensor(model: nn.Module) -> Step:
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    linears = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
+    plan: dict[str, ParallelStyle] = {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linears)}
+    return alone(parallelize_module(model, mesh, plan))
+
+
+# ---- pipeline: each rank has a part of the layers; its first rank reads the inputs, its last one the targets ----
+
+
+def pipeline_alone(model: nn.Module) -> Step:
+    """This rank's layers with all microbatches, without waiting for other ranks."""
+    module = stage_module(model, dist.get_rank(), dist.get_world_size())
+    optimizer = adamw(module.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES)):
+            (mse_loss(module(x.requires_grad_()), y) / MICROBATCHES).backward()
+        optimizer.step()
+
+    return step
+
+
+def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
+    """The layers of one of `stages` equal stages."""
+    layers = list(model.children())
+    each = len(layers) // stages
+    return nn.Sequential(*layers[stage * each : (stage + 1) * each])
+
+
+def torchs_pipeline(schedule: Any, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None) -> Side:
+    """A schedule of torch.distributed.pipelining. `stages_of_rank`: (rank, ranks) → its global stages, if it has several."""
+
+    def side(model: nn.Module) -> Step:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        mine = [rank] if stages_of_rank is None else stages_of_rank(rank, n)
+        total, device = n * len(mine), torch.get_default_device()
+        stages = [pipelining.PipelineStage(stage_module(model, stage, total), stage, total, device) for stage in mine]
+        optimizer = adamw([p for stage in stages for p in stage.submod.parameters()])
+        run = schedule(stages[0] if stages_of_rank is None else stages, MICROBATCHES, loss_fn=mse_loss)
+
+        def step(inputs: Tensor, targets: Tensor) -> Tensor | None:
+            optimizer.zero_grad()
+            losses: list[Tensor] = []
+            arguments = [inputs] if 0 in mine else []
+            target = targets if total - 1 in mine else None
+            run.step(*arguments, target=target, losses=losses, return_outputs=False)
+            optimizer.step()
+            return torch.stack(losses).mean().detach() if losses else None
+
+        return step
+
+    return side
+
+
+def loop(rank: int, ranks: int) -> list[int]:
+    return [rank, ranks + rank]
+
+
+def v_shape(rank: int, ranks: int) -> list[int]:
+    return [rank, 2 * ranks - 1 - rank]
+
+
+MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
+TABLES = {
+    "data": Table(
+        f"A training step on {{}}: {MODEL}",
+        {
+            "no communication": alone,
+            "torch DDP": ddp,
+            "DataParallelTrainer": data_parallel,
+            "torch FSDP2": fsdp,
+            "ShardedTrainer, ZeRO stage 1": sharded(1),
+            "ShardedTrainer, ZeRO stage 2": sharded(2),
+            "ShardedTrainer, ZeRO stage 3": sharded(3),
+        },
+        {"/ DDP": "torch DDP", "/ FSDP2": "torch FSDP2"},
+        cut=True,
+    ),
+    "tensor": Table(
+        f"A tensor-parallel step on {{}}: {MODEL}",
+        {"no communication": tensor_alone, "torch DTensor": dtensor},
+        {"/ DTensor": "torch DTensor"},
+        cut=False,
+    ),
+    "pipeline": Table(
+        f"A pipeline step on {{}}: {MODEL}, {MICROBATCHES} microbatches",
+        {
+            "no communication": pipeline_alone,
+            "torch GPipe": torchs_pipeline(pipelining.ScheduleGPipe),
+            "torch 1F1B": torchs_pipeline(pipelining.Schedule1F1B),
+            "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline(pipelining.ScheduleInterleaved1F1B, loop),
+            "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline(pipelining.ScheduleInterleavedZeroBubble, loop),
+            "torch ZBV zero bubble, 2 stages a rank": torchs_pipeline(pipelining.ScheduleZBVZeroBubble, v_shape),
+        },
+        {"/ GPipe": "torch GPipe", "/ 1F1B": "torch 1F1B"},
+        cut=False,
+    ),
+}
