@@ -1,7 +1,12 @@
-"""The lecture's own data-parallel program runs as it is under launch, and the trainer gives the same numbers.
+"""The lecture's own programs run as they are under launch, and the trainers give the same numbers.
 
-Stanford CS336, lecture on parallelism, part 2: `data_parallelism`. Retold here line by line in its own terms: each rank has a slice of
-the batch, all the square weight matrices, its own AdamW, and averages every gradient over the ranks.
+Stanford CS336, lecture on parallelism, part 2, retold here line by line in its own terms:
+
+data_parallelism       each rank has a slice of the batch, all the square weight matrices, its own AdamW, and averages every gradient
+tensor_parallelism     each rank has some columns of each matrix, and the activations are gathered and concatenated
+pipeline_parallelism   each rank has some of the layers; it receives microbatches, computes them and sends them on
+
+The lecture shows the last two forward only and leaves backward as homework, so their gradients are compared with one process.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -115,3 +121,109 @@ def test_the_lectures_program_and_the_trainer_give_the_same_numbers():
             torch.testing.assert_close(losses, of_the_batch, rtol=1e-6, atol=0)
             for a, b in zip([*weights, *gradients], [*their_weights, *their_gradients]):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+# ── tensor parallel and pipeline ──
+
+
+def tensor_parallelism_main(rank: int, world_size: int, data: torch.Tensor, num_layers: int):
+    setup(rank, world_size)
+
+    batch_size, num_dim = data.size(0), data.size(1)
+    local_num_dim = num_dim // world_size  # Shard `num_dim`
+
+    # Create model (each rank gets 1/world_size of the parameters)
+    params = [get_init_params(num_dim, local_num_dim, rank) for i in range(num_layers)]
+
+    # Forward pass
+    x = data
+    for i in range(num_layers):
+        # Compute activations (batch_size x local_num_dim)
+        x = x @ params[i]  # Note: this is only on a slice of the parameters
+        x = F.gelu(x)
+
+        # Allocate memory for activations (world_size x batch_size x local_num_dim)
+        activations = [torch.empty(batch_size, local_num_dim) for _ in range(world_size)]
+
+        # Send activations via all gather
+        dist.all_gather(tensor_list=activations, tensor=x, async_op=False)
+
+        # Concatenate them to get batch_size x num_dim
+        x = torch.cat(activations, dim=1)
+
+    cleanup()
+    return x.detach(), [param.detach() for param in params]
+
+
+def pipeline_parallelism_main(rank: int, world_size: int, data: torch.Tensor, num_layers: int, num_micro_batches: int):
+    setup(rank, world_size)
+
+    batch_size, num_dim = data.size(0), data.size(1)
+
+    # Split up layers
+    local_num_layers = num_layers // world_size
+
+    # Each rank gets a subset of layers
+    local_params = [get_init_params(num_dim, num_dim, rank) for i in range(local_num_layers)]
+
+    # Break up into micro batches to minimize the bubble
+    micro_batch_size = batch_size // num_micro_batches
+    if rank == 0:
+        # The data
+        micro_batches = data.chunk(chunks=num_micro_batches, dim=0)
+    else:
+        # Allocate memory for activations
+        micro_batches = [torch.empty(micro_batch_size, num_dim) for _ in range(num_micro_batches)]
+
+    outputs = []
+    for x in micro_batches:
+        # Get activations from previous rank
+        if rank - 1 >= 0:
+            dist.recv(tensor=x, src=rank - 1)
+
+        # Compute layers assigned to this rank
+        for param in local_params:
+            x = x @ param
+            x = F.gelu(x)
+
+        # Send to the next rank
+        if rank + 1 < world_size:
+            dist.send(tensor=x, dst=rank + 1)
+        outputs.append(x.detach())
+
+    cleanup()
+    return torch.cat(outputs), [param.detach() for param in local_params]
+
+
+def model_of(weights: list[torch.Tensor]) -> nn.Sequential:
+    """The lecture's x @ param is a Linear layer without bias, whose weight is transposed."""
+    linears = [nn.Linear(*w.shape, bias=False) for w in weights]
+    for linear, w in zip(linears, weights):
+        linear.weight.data.copy_(w.T)
+    return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.GELU())))
+
+
+def square_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def data_of_the_lecture() -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_the_tensor_parallel_program_runs_unchanged(backend):
+    data = data_of_the_lecture()
+    results = p101.launch(lambda: tensor_parallelism_main(dist.get_rank(), 4, data, LAYERS), world_size=4, backend=backend).results
+    weights = [torch.cat([params[i] for _, params in results], dim=1) for i in range(LAYERS)]
+    expected = model_of(weights)(data).detach()
+    for outputs, _ in results:
+        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_the_pipeline_program_runs_unchanged(backend):
+    data = data_of_the_lecture()
+    results = p101.launch(lambda: pipeline_parallelism_main(dist.get_rank(), 2, data, LAYERS, 4), world_size=2, backend=backend).results
+    expected = model_of([w for _, params in results for w in params])(data).detach()
+    torch.testing.assert_close(results[-1][0], expected, rtol=1e-5, atol=1e-6)
