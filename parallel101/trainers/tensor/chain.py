@@ -62,7 +62,7 @@ def mixes_features(module: nn.Module) -> bool:
 
 def acts_on_each_position(module: nn.Module) -> bool:
     """Whether a module treats every position (all dims but the last) alone: sequence parallel cuts the positions."""
-    if isinstance(module, (*ELEMENTWISE, nn.Linear)):
+    if isinstance(module, (*ELEMENTWISE, nn.Linear, nn.Embedding)):
         return True
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return len(module.normalized_shape) == 1

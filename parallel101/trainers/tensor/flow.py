@@ -90,7 +90,7 @@ def check_others(model: nn.Module, rest: Styles, styles: Styles, shards: Shards)
                 check_fit(name, waiting, styles, shards)
                 taken = True
     if waiting and not taken:
-        raise outputs_stay_cut(waiting[-1])
+        raise outputs_stay_cut(waiting[0])
 
 
 def check_between(parent: nn.Module, name: str, styles: Styles) -> None:

@@ -40,7 +40,8 @@ class Region:
 
     def __init__(self, group: GroupLike, cut_time: bool = False):
         self.group, self.cut_time = group, cut_time
-        self.size = group_of(group).size
+        members = group_of(group)
+        self.size, self.position = members.size, members.position or 0
         self.time = 0  # of the whole activations of this forward, where time is cut
         self.entry: Entry | None = None
 
@@ -65,7 +66,7 @@ class Region:
         """The sum of what the ranks' row layers computed, with sequence parallel this rank's times of it."""
         if not self.cut_time:
             return reduce_from_group(partial, group=self.group, algorithm="direct")
-        self.time = partial.shape[TIME]
+        self.time = time_of(partial)
         return autograd.reduce_scatter(partial, TIME, group=self.group, algorithm="direct")
 
     # ── sequence parallel ──
@@ -79,14 +80,21 @@ class Region:
 
     def cut(self, x: Tensor) -> Tensor:
         """From whole activations to this rank's times."""
-        if x.dim() != 3:
-            raise ValueError(f"sequence_parallel: activations have shape {tuple(x.shape)}, expected (batch, time, features)")
-        self.time = x.shape[TIME]
+        self.time = time_of(x)
         return scatter_to_group(x, TIME, group=self.group, algorithm="direct")
 
     def join(self, x: Tensor) -> Tensor:
         """The other way."""
         return gather_from_group(x, TIME, group=self.group, sizes=self.times, algorithm="direct")
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This rank's times of x, without a message."""
+        return x.split(self.times, TIME)[self.position]
+
+    def among_all(self, x: Tensor) -> Tensor:
+        """This rank's times in their place among all times, the others zeros."""
+        before, after = sum(self.times[: self.position]), sum(self.times[self.position + 1 :])
+        return F.pad(x, (0, 0, before, after))
 
     def arrive(self, x: Tensor) -> None:
         """x, cut along time, comes from another stage of a pipeline: ask the other ranks how long the whole is, 8 bytes each."""
@@ -109,6 +117,12 @@ class Entry:
     def end(self, region: Region) -> None:
         if region.entry is self:
             region.entry = None
+
+
+def time_of(x: Tensor) -> int:
+    if x.dim() != 3:
+        raise ValueError(f"sequence_parallel: activations have shape {tuple(x.shape)}, expected (batch, time, features)")
+    return x.shape[TIME]
 
 
 def version_of(x: Tensor) -> int:
@@ -205,11 +219,13 @@ class VocabularyEmbedding(nn.Module):
         start, total: the first of them, and how many rows all ranks have.
         padding: the row of the whole embedding that gets no gradient, as in nn.Embedding.
         region: which the output leaves.
+        among_all: with sequence parallel, return this rank's times among zeros for all times, since the module around this one may add
+            something to all of them, such as positions. It keeps this rank's at its exit.
     """
 
-    def __init__(self, weight: nn.Parameter, start: int, total: int, padding: int | None, region: Region):
+    def __init__(self, weight: nn.Parameter, start: int, total: int, padding: int | None, region: Region, among_all: bool = False):
         super().__init__()
-        self.weight, self.start, self.total, self.region = weight, start, total, region
+        self.weight, self.start, self.total, self.region, self.among_all = weight, start, total, region, among_all
         self.padding = None if padding is None or not start <= padding < start + len(weight) else padding - start
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -218,7 +234,8 @@ class VocabularyEmbedding(nn.Module):
         here = (tokens >= self.start) & (tokens < self.start + len(self.weight))
         weight = self.weight if len(self.weight) else F.pad(self.weight, (0, 0, 0, 1))  # F.embedding needs a row
         rows = F.embedding((tokens - self.start) * here, weight, self.padding)
-        return self.region.leave(rows.masked_fill(~here[..., None], 0))
+        y = self.region.leave(rows.masked_fill(~here[..., None], 0))
+        return self.region.among_all(y) if self.among_all else y
 
     def extra_repr(self) -> str:
         return f"rows {self.start} to {self.start + len(self.weight) - 1} of {self.total}"

@@ -50,7 +50,7 @@ class VocabularyCrossEntropy(Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike) -> Tensor:
         members, ctx.dtype, ctx.shape = group_of(group), logits.dtype, logits.shape
         position = members.position or 0
-        values = logits.detach().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        values = logits.detach().reshape(targets.numel(), logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         target = targets.reshape(-1)
         count, width = values.shape
 
@@ -86,4 +86,4 @@ class VocabularyCrossEntropy(Function):
         softmax, row, column, counted, number = ctx.saved_tensors
         gradient = softmax * counted[:, None]
         gradient[row, column] -= 1
-        return (gradient.mul_(g / number)).view(ctx.shape).to(ctx.dtype), None, None
+        return gradient.mul_(g / number.clamp(min=1)).view(ctx.shape).to(ctx.dtype), None, None

@@ -45,8 +45,7 @@ def match(plan: Mapping[str, str | Style], model: nn.Module) -> dict[str, Style]
                 )
             if not known or exact:
                 found[first[id(module)]] = exact, pattern, style
-    order = dict.fromkeys(first.values())
-    return {name: found[name][2] for name in order if name in found}
+    return {name: style for name, (_, _, style) in found.items()}
 
 
 def expression(pattern: str) -> str:

@@ -91,7 +91,10 @@ class Resolved:
                 shard = self.placements[first[id(old.weight)]]
                 region = cut_time if names[id(old)] in self.regions.cut_time else whole
                 alone = uses[id(old.weight)] == 1
-                replaced[id(old)] = layer(old, style, shard, position, region, alone, block).train(old.training)
+                new = layer(old, style, shard, position, region, alone, block)
+                if isinstance(new, VocabularyEmbedding):
+                    new.among_all = any(is_below(name, [entry]) for entry in self.regions.keep_after)
+                replaced[id(old)] = new.train(old.training)
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replaced[id(old)])
         self.regions.connect(model, cut_time, here)
@@ -117,6 +120,7 @@ def resolve(plan: Plan, model: nn.Module, loss_fn: Callable[..., Any], size: int
     else:
         styles = match(plan, model)
     modules = dict(model.named_modules())
+    styles = {name: styles[name] for name in modules if name in styles}  # in the model's order
     shards = {name: shard_of(name, modules[name], style, size, modules) for name, style in styles.items()}
     check_flow(model, chain, styles, shards)
     vocabulary = check_loss(model, chain, styles, cut_head)

@@ -26,15 +26,17 @@ class Regions(NamedTuple):
     Attributes:
         cut_time: layers of the plan whose activations outside are cut along time.
         partial: parameters that see some positions only.
-        cut_before, cut_after, join_after: modules at whose entry or exit time is cut, or put together.
+        cut_before, join_after: modules at whose entry time is cut, or at whose exit it is put together.
+        keep_after: modules with an embedding cut by vocabulary, at whose exit each rank keeps its times. The sum over ranks was scattered
+            inside, but the code around the embedding works on all times.
         arrivals: module that gets cut activations → the module before it, maybe on another pipeline stage.
     """
 
     cut_time: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
     cut_before: frozenset[str] = frozenset()
-    cut_after: frozenset[str] = frozenset()
     join_after: frozenset[str] = frozenset()
+    keep_after: frozenset[str] = frozenset()
     arrivals: Mapping[str, str] = {}
 
     def connect(self, model: nn.Module, region: Region, here: Collection[str]) -> None:
@@ -52,8 +54,8 @@ class Regions(NamedTuple):
                 module.register_forward_pre_hook(arrive)
             if name in self.cut_before:
                 module.register_forward_pre_hook(cut_entry)
-            if name in self.cut_after:
-                module.register_forward_hook(lambda _, args, y: region.cut(y))
+            if name in self.keep_after:
+                module.register_forward_hook(lambda _, args, y: region.mine(y))
             if name in self.join_after:
                 module.register_forward_hook(lambda _, args, y: region.join(y))
 
@@ -120,10 +122,13 @@ class Walk:
             raise ValueError(
                 f"sequence_parallel: {name!r} has a cut embedding and other cut layers: expected the embedding in an entry of its own"
             )
-        self.sees_all |= self.parameters(module)
         if not cut_after:
+            self.sees_all |= self.parameters(module)
             return
-        self.found["cut_time" if names == [name] else "cut_after"].add(name)  # within a parent it may meet whole times, such as positions
+        self.check_inside(name, module, names)
+        self.found["cut_time"].update(names)
+        if names != [name]:
+            self.found["keep_after"].add(name)
         self.state = "cut"
 
     def linear(self, name: str, style: str, cut_after: bool) -> None:
@@ -139,6 +144,17 @@ class Walk:
 
     def block(self, name: str, module: nn.Module, names: list[str], join_after: bool) -> None:
         """A module with column and row layers inside, and code that only it knows."""
+        self.check_inside(name, module, names)
+        self.found["partial"] |= self.row_biases(names)
+        self.found["cut_time"].update(names)
+        if self.state == "whole":
+            self.found["cut_before"].add(name)
+        if join_after:
+            self.found["join_after"].add(name)
+        self.state = "whole" if join_after else "cut"
+
+    def check_inside(self, name: str, module: nn.Module, names: list[str]) -> None:
+        """The other modules inside of this one see some positions: note their parameters, and refuse what may need all."""
         for below, leaf in module.named_modules():
             full = f"{name}.{below}" if below else name
             if full in names:
@@ -151,14 +167,8 @@ class Walk:
                     f"sequence_parallel: {full!r} ({type(leaf).__name__}) has no style, and {name!r} gets activations that are cut along "
                     "time: expected every layer in it to be cut, or to act on each position alone, as a LayerNorm does"
                 )
-        whole = {self.names[id(p)] for n in names for p in self.model.get_submodule(n).parameters()}
-        self.found["partial"] |= (self.parameters(module) - whole) | self.row_biases(names)
-        self.found["cut_time"].update(names)
-        if self.state == "whole":
-            self.found["cut_before"].add(name)
-        if join_after:
-            self.found["join_after"].add(name)
-        self.state = "whole" if join_after else "cut"
+        styled = {self.names[id(p)] for n in names for p in self.model.get_submodule(n).parameters()}
+        self.found["partial"] |= self.parameters(module) - styled
 
     def parameters(self, module: nn.Module) -> set[str]:
         return {self.names[id(p)] for p in module.parameters()}
