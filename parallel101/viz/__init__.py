@@ -3,7 +3,8 @@
     collective.py   who sent what to whom, and what each rank then holds      (with diagram, graph, matrix, captions, timing)
     timeline.py     every rank's spans, messages and collectives over time    lanes.py   how much communication overlaps with compute
     pipeline.py     what each rank of a pipeline computes, and when           axes.py    which axis of a mesh communicates when
-    memory.py       bytes that each rank holds                                deadlock.py   who waits for whom
+    memory.py       bytes that each rank holds                                matrices.py   how tensor parallelism cuts a model
+    deadlock.py     who waits for whom
     loss.py         loss curves, also live                                    plots.py   measurements and models over a swept size
 
 Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page without a kernel or a network
