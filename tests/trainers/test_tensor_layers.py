@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import parallel101 as p101
 from parallel101.mesh import split_sizes
 from parallel101.trainers.tensor.layers import Region
 from parallel101.trainers.tensor.plan import resolve
-from tests.trainers.tensor_cases import CASES, IN_TIME, cut, differences, one_backward, randn, seeded
+from parallel101.trainers.weight_gradients import WeightGradients
+from tests.trainers.tensor_cases import CASES, IN_TIME, Outcome, cut, differences, one_backward, randn, seeded
 
 SEQUENCE = {False: CASES, True: IN_TIME}
 
@@ -38,6 +42,52 @@ def test_on_gloo_as_on_the_virtual_clock():
     for i, cases in enumerate((CASES, IN_TIME)):
         for name, case in cases.items():
             assert differences(case, [result[i][name] for result in results]) == [], name
+
+
+def test_under_the_rules_of_nccl():
+    results = p101.launch(some_cases_everywhere, world_size=2, backend="sim", rules="nccl").results
+    assert [differences(case, [result[0][name] for result in results]) for name, case in CASES.items()] == [[]] * len(CASES)
+    assert [differences(case, [result[1][name] for result in results]) for name, case in IN_TIME.items()] == [[]] * len(IN_TIME)
+
+
+def computed_again(model):
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def with_checkpoints(sequence_parallel):
+    """The activations of each block are computed again in backward."""
+    return cut(CASES["gpt, tied"], sequence_parallel, prepare=computed_again)
+
+
+def split_backward(sequence_parallel):
+    """As a zero-bubble schedule does it: a backward that leaves the weight gradients, and then those."""
+    case, model = CASES["gpt, auto"], seeded(CASES["gpt, auto"].build())
+    resolved = resolve(case.plan, model, case.loss_fn, dist.get_world_size(), sequence_parallel)
+    resolved.apply(model, None)
+    later = WeightGradients(split=True)
+    with later.forward():
+        loss = case.loss_fn(model(case.inputs), case.targets)
+    loss.backward()
+    waiting = {name for name, p in model.named_parameters() if p.grad is None}
+    assert {name for name in waiting if name.startswith("blocks.0.mlp")} == {
+        f"blocks.0.mlp.{p}" for p in ("up.weight", "up.bias", "down.weight")
+    }
+    later.run()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for name in sorted(resolved.partial):
+        gradients[name] = p101.all_reduce(gradients[name])
+    return Outcome(loss.item(), None, gradients)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parametrize(("program", "name"), [(with_checkpoints, "gpt, tied"), (split_backward, "gpt, auto")], ids=["checkpoint", "split"])
+def test_backward_in_other_orders(program, name, sequence_parallel):
+    run = p101.launch(program, sequence_parallel, world_size=2, backend="sim")
+    assert differences(CASES[name], run.results) == []
+    if program is split_backward:
+        usual = p101.launch(lambda: cut(CASES[name], sequence_parallel), world_size=2, backend="sim")
+        assert run.trace.bytes_sent == usual.trace.bytes_sent, "each message once"
 
 
 # ── messages ──
