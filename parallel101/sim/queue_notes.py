@@ -12,8 +12,8 @@ from parallel101.sim.queues import Operation, Queue, QueuedCollective, Queues
 Note = tuple[str, str]  # a sentence, and "file:line" or ""
 
 ADVICE = (
-    "On NCCL, an operation starts only when everything that the rank put into the same queue before it has ended. Put messages that must "
-    "be in flight at the same time into one dist.batch_isend_irecv"
+    "On NCCL, an operation starts only when everything before it in its queue has ended. Messages that must be in flight together belong "
+    "in one batch_isend_irecv"
 )
 MOST_BEHIND, MOST_APART = 5, 2  # notes of each sort: the error shows eight
 

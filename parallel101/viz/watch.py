@@ -29,6 +29,7 @@ def watch(
     numel: int | None = None,
     backend: str = "gloo",
     network: Network | None = None,
+    rules: str = "gloo",
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Run:
@@ -40,6 +41,7 @@ def watch(
         numel: elements of x on each rank; None: 2·world_size, or as many as fit.
         backend: "gloo", "nccl" or "sim".
         network: on sim, the links between the ranks.
+        rules: on sim, "gloo" or "nccl", as for launch.
         shape: the shape of x, instead of numel.
         dtype: torch.int64 or torch.float64.
 
@@ -67,5 +69,4 @@ def watch(
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         return fn(x.to(device).reshape(size))
 
-    links: dict[str, Any] = {} if network is None else {"network": network}
-    return launch(watched, world_size=world_size, backend=backend, trace="payload", **links)
+    return launch(watched, world_size=world_size, backend=backend, trace="payload", network=network, rules=rules)

@@ -63,7 +63,15 @@ def test_a_clone_installs_nothing():
     exec(TransformerManager().transform_cell(cell.source), {"get_ipython": lambda: pytest.fail("it would install")})
 
 
-EXPECTED = ("deadlock-run", "isend-changed", "dies-run", "dies-killed", "sizes-run", "sizes-checked")  # the errors that cells show
+EXPECTED = (
+    "deadlock-run",
+    "isend-changed",
+    "dies-run",
+    "dies-killed",
+    "sizes-run",
+    "sizes-checked",
+    "nccl-run",
+)  # the errors that cells show
 
 
 @pytest.mark.parametrize("cell_id", EXPECTED)
@@ -75,8 +83,8 @@ def test_a_cell_without_its_error_prints_one_line_and_the_next_cells_run(cell_id
     names = {**definitions("00_ranks"), "p101": types.SimpleNamespace(launch=lambda *_, **__: None, **errors)}
     exec(cells[cell_id], names)
     assert len(capsys.readouterr().out.splitlines()) == 1
-    if cell_id == "deadlock-run":
-        exec(cells["deadlock-picture"], names)
+    if cell_id.removesuffix("-run") in ("deadlock", "nccl"):
+        exec(cells[cell_id.replace("-run", "-picture")], names)
 
 
 def test_exercise_1_taking_turns_takes_two_steps():
@@ -123,6 +131,18 @@ def test_exercise_4_one_round_of_a_small_token_and_of_a_large_one(nbytes, second
     network = p101.Network(latency=5e-6, bandwidth=50e9)
     took = p101.launch(one_round, world_size=8, backend="sim", network=network).trace.makespan
     assert took * 64 / 8 == pytest.approx(seconds, rel=0.01)
+
+
+def test_exercise_5_a_ring_without_batches_under_nccls_rules():
+    def ring():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        sent = dist.isend(torch.ones(1), (rank + 1) % n)
+        dist.irecv(torch.ones(1), (rank - 1) % n).wait()
+        sent.wait()
+
+    p101.launch(ring, world_size=3, backend="sim", rules="nccl")
+    with pytest.raises(p101.DeadlockError):
+        p101.launch(ring, world_size=2, backend="sim", rules="nccl")
 
 
 def test_the_token_counts_the_ranks_for_any_world_size():

@@ -28,6 +28,7 @@ PRINTED = {
         "dies-killed": ["rank 2 exited with code 7"],
         "sizes-run": ["rank 1 was killed by SIGABRT", "trace=True"],
         "sizes-checked": [r"rank 0: send\(shape \(8,\), float32\)", r"rank 1: recv\(shape \(4,\), float32\)"],
+        "nccl-run": ["rank 0's send to rank 1 waits in the queue behind its receive from rank 1", "cycle: rank 0 → rank 1 → rank 0"],
         "script-torchrun": [r"results: \[2, 1\]\nresults: \[2, 1\]"],
     },
     "01_collectives": {
@@ -57,7 +58,11 @@ PRINTED = {
     },
 }
 IN_PICTURES = {  # text in a picture
-    "00_ranks": {"message-picture": ["Messages between two ranks"], "deadlock-picture": ["Deadlock: who waits for whom"]},
+    "00_ranks": {
+        "message-picture": ["Messages between two ranks"],
+        "deadlock-picture": ["Deadlock: who waits for whom"],
+        "nccl-picture": ["Deadlock: who waits for whom"],
+    },
     "01_collectives": {
         "flat-broadcast-watch": ["Flat broadcast"],
         "tree-watch": ["Tree broadcast"],

@@ -434,6 +434,51 @@ def test_torchs_data_parallel(way):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
 
+def one_step_of_a_pipeline(schedules, microbatches=4):
+    """The loss of a step by each of torch's schedules on the last rank, and by one process."""
+    from torch.distributed import pipelining
+
+    rank, n, last = dist.get_rank(), dist.get_world_size(), dist.get_world_size() - 1
+    found = {}
+    for name in schedules:
+        chunks = 2 if "Interleaved" in name else 1
+        torch.manual_seed(0)
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double() for _ in range(n * chunks)]
+        x, y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+        indices = range(rank, n * chunks, n)
+        stages = [pipelining.PipelineStage(layers[i], i, n * chunks, torch.device("cpu")) for i in indices]
+        schedule = getattr(pipelining, name)(stages if chunks > 1 else stages[0], microbatches, loss_fn=torch.nn.functional.mse_loss)
+        losses: list[torch.Tensor] = []
+        schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == last else {}))
+        whole = torch.nn.functional.mse_loss(torch.nn.Sequential(*layers)(x), y)
+        found[name] = (torch.stack(losses).mean().item(), whole.item()) if rank == last else None
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_torchs_pipeline_schedules(world_size):
+    names = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+    for name, (ours, whole) in (
+        p101.launch(one_step_of_a_pipeline, names, world_size=world_size, backend="sim", rules="nccl").results[-1].items()
+    ):
+        assert ours == pytest.approx(whole, rel=1e-12), name
+
+
+def test_torchs_fully_shard():
+    from torch.distributed.fsdp import fully_shard
+
+    def program(rank):
+        net = model()
+        for layer in (net[0], net[2], net):
+            fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+        train(net, lambda m: m(batch(rank)).square().mean())
+        return [p.full_tensor().detach() for p in net.parameters()]
+
+    for parameters in under_nccl(program, 2):
+        for ours, theirs in zip(parameters, one_process(2), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
 # ---- launch ----
 
 
@@ -447,6 +492,7 @@ def test_launch_takes_the_rules():
     assert ran.results == [("sim_nccl", ["sim_nccl", "sim_nccl"], "cpu:sim_nccl")] * 4
     assert ran.backend == ran.trace.backend == "sim"
     assert p101.launch(names, world_size=4, backend="sim", rules="gloo").results[0][0] == "sim"
+    assert p101.watch(p101.all_reduce, world_size=2, backend="sim", rules="nccl").results[0].numel() == 4
     with pytest.raises(DeadlockError):
         p101.launch(lambda: both_send_first(dist.get_rank()), world_size=2, backend="sim", rules="nccl")
 
