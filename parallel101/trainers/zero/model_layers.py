@@ -2,6 +2,7 @@
 
 GPT    embedding    blocks.0   blocks.1   …    norm    head          a model's own `sequence()`, if it has one; otherwise the modules
 MLP    layers.0   layers.1   …                                       that a ModuleList or Sequential holds, and those beside it
+Keras  dense   dense_1   …                                           the model's `layers`
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None
     Args:
         types: modules of these types are the layers. None: the entries of `model.sequence()` that have parameters. Without such a method:
             every module below the model that has parameters and holds no ModuleList, ModuleDict or Sequential to look into; a
-            Sequential inside a module of another type is a part of that module.
+            Sequential inside a module of another type is a part of that module. A Keras model inside a Keras model is looked into.
     """
     sequence: Any = getattr(model, "sequence", None)
     if types is None and callable(sequence):
@@ -29,17 +30,33 @@ def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None
         entries = dict.fromkeys(entry for entry in sequence() if next(entry.parameters(), None) is not None)
         yield from ((names[entry], entry) for entry in entries)
         return
-    for name, module in model.named_children():
+    for name, module in children_of(model):
         if is_layer(module, types):
             yield prefix + name, module
         else:
             yield from layers_of(module, types, f"{prefix}{name}.")
 
 
+def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside this one. torch does not see the layers of a Keras model, since Keras has a list of its own for them.
+
+    For a keras.Sequential torch would name one child, the functional model inside it. That is never called as a module, so its hooks
+    would never run.
+    """
+    layers = keras_layers(module)
+    yield from module.named_children() if layers is None else ((layer.name, layer) for layer in layers)
+
+
+def keras_layers(module: nn.Module) -> list[Any] | None:
+    """The layers of a Keras model; None for any other module. Other libraries keep modules in a ModuleList, not in a plain list."""
+    layers = getattr(module, "layers", None)
+    return layers if isinstance(layers, list) and all(isinstance(layer, nn.Module) for layer in layers) else None
+
+
 def is_layer(module: nn.Module, types: tuple[type[nn.Module], ...] | None) -> bool:
     if types is not None:
         return isinstance(module, types)
-    if isinstance(module, LISTS + WITHOUT_FORWARD) or next(module.parameters(), None) is None:
+    if isinstance(module, LISTS + WITHOUT_FORWARD) or keras_layers(module) is not None or next(module.parameters(), None) is None:
         return False
     return not any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in module.modules())
 
