@@ -148,21 +148,22 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
             `stage`; without `stage`, each rank is the stage of its number.
         within: the last span of this name on each rank. None: the whole record.
 
-    Of several steps, the last one is taken.
+    Of several steps, the last one with a backward is taken, so that an evaluation after it does not count.
 
     Raises:
         ValueError: there are no such spans, or no span of that name.
     """
     (window,) = time_windows(trace, [within] if within else [])
-    steps: dict[int, dict[tuple, Event]] = defaultdict(dict)
+    steps: dict[int, list[dict[tuple, Event]]] = defaultdict(lambda: [{}])
     for event in window.events:
         if event.kind == "span" and event.name in KINDS and "microbatch" in (event.args or {}):
             assert event.args is not None
             key = KINDS[event.name], event.args.get("stage", event.rank), event.args["microbatch"]
-            if key in steps[event.rank]:
-                steps[event.rank] = {}  # the next step begins
-            steps[event.rank][key] = event
-    found = [event for step in steps.values() for event in step.values()]
+            if key in steps[event.rank][-1]:
+                steps[event.rank].append({})  # the next step begins
+            steps[event.rank][-1][key] = event
+    last = {rank: next((step for step in reversed(of) if any(kind != "F" for kind, _, _ in step)), of[-1]) for rank, of in steps.items()}
+    found = [event for step in last.values() for event in step.values()]
     if not found:
         names = ", ".join(sorted({e.name or "" for e in trace.spans()})) or "none"
         raise ValueError(
@@ -170,7 +171,7 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
             "Launch with trace=True and train with a pipeline, or use run.timeline()"
         )
     begin, end = min(e.start for e in found), max(e.end for e in found)
-    slots = [Slot(rank, key[1], key[0], key[2], e.start - begin, e.end - begin) for rank, step in steps.items() for key, e in step.items()]
+    slots = [Slot(rank, key[1], key[0], key[2], e.start - begin, e.end - begin) for rank, step in last.items() for key, e in step.items()]
     waits: dict[int, list[Interval]] = defaultdict(list)
     for e in window.events:
         if e.waiting and e.end > begin and e.start < end:

@@ -7,10 +7,13 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.analysis.overlap import seconds, union
 from parallel101.analysis.pipeline import planned_times, recorded_times
+from parallel101.record.spans import wait_span
 from parallel101.record.trace import Trace
 from parallel101.viz.pipeline import LEFT, RIGHT, pipeline_scene
 from tests.viz.drawn import SVG, span, titled
@@ -128,9 +131,11 @@ def step(begin, wait=0.0):
     ]
 
 
+@pytest.mark.parametrize("evaluated", [False, True], ids=["", "then evaluated"])
 @pytest.mark.parametrize("wait", [0.0, 0.5])
-def test_a_recorded_step(wait):
-    trace = Trace([*step(0.0), *step(20.0, wait)], 2, "sim")
+def test_a_recorded_step(wait, evaluated):
+    after = [span(rank, "forward", 40.0 + rank, 41.0 + rank, 9, microbatch=0, stage=rank) for rank in (0, 1)] if evaluated else []
+    trace = Trace([*step(0.0), *step(20.0, wait), *after], 2, "sim")
     for times in (recorded_times(trace), recorded_times(trace, "step")):
         assert (times.makespan, len(times.slots)) == (9.0, 5), "the last step only"
         assert [seconds(union(times.bubbles(rank))) for rank in (0, 1)] == [4.0 + wait, 0.0]
@@ -146,6 +151,52 @@ def test_panels_of_one_record_are_chosen_by_spans():
     events += [e._replace(name="fast") if e.name == "step" else e for e in step(20.0)]
     scene = pipeline_scene(Trace(events, 2, "sim"), "slow", "fast")
     assert {"slow", "fast"} <= set(texts(scene)) and len(titled(scene, " of microbatch ")) == 10
+
+
+def carried_out(schedule):
+    """Each action takes its time, and then sends what the neighbouring stage waits for."""
+    rank, names = dist.get_rank(), {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    last, links, arriving, leaving = max(schedule.placement), {}, {}, []
+    seconds_of = {"F": 2.0, "B": 4.0, "I": 3.0, "W": 1.0}
+
+    def route(action):
+        """(stage that its result goes to, rank that has that stage), or None."""
+        stage = action.stage + (1 if action.kind == "F" else -1)
+        return (stage, schedule.placement[stage]) if action.kind != "W" and 0 <= stage <= last else None
+
+    for _, action in schedule.parts():
+        link = (min(action.stage, (route(action) or (-1, 0))[0]), action.kind == "F")
+        if route(action) and link not in links:
+            links[link] = dist.new_group([schedule.placement[link[0]], schedule.placement[link[0] + 1]])
+    for sender, action in schedule.parts():
+        if route(action) and route(action)[1] == rank != sender:
+            stage = route(action)[0]
+            link = links[min(action.stage, stage), action.kind == "F"]
+            arriving[stage, action.kind == "F", action.microbatch] = dist.irecv(torch.empty(1), sender, link)
+    for action in (action for actor, action in schedule.parts() if actor == rank):
+        work = arriving.pop((action.stage, action.kind == "F", action.microbatch), None) if action.kind != "W" else None
+        if work is not None:
+            with wait_span("wait for activations" if action.kind == "F" else "wait for gradients", microbatch=action.microbatch):
+                work.wait()
+        with p101.span(names[action.kind], microbatch=action.microbatch, stage=action.stage):
+            p101.compute(seconds_of[action.kind])
+        if route(action) and route(action)[1] != rank:
+            link = links[min(action.stage, route(action)[0]), action.kind == "F"]
+            leaving.append(dist.isend(torch.zeros(1), route(action)[1], link))
+    for work in leaving:
+        work.wait()
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 1], ids=lambda shape: "-".join(map(str, shape)))
+def test_a_run_of_a_schedule_draws_what_was_planned(shape):
+    name, stages, microbatches, chunks = shape
+    schedule = p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    network = p101.Network(latency=0.0, bandwidth=float("inf"))
+    trace = p101.launch(carried_out, schedule, world_size=stages, backend="sim", network=network).trace
+    planned, recorded = planned_times(schedule.time(2.0, 3.0, 1.0)), recorded_times(trace)
+    assert recorded.slots == planned.slots
+    assert [recorded.bubbles(rank) for rank in recorded.ranks] == [planned.bubbles(rank) for rank in planned.ranks]
+    assert len(recorded.messages) == len(trace.messages())
 
 
 @pytest.mark.parametrize("theme", ["light", "dark", None])
