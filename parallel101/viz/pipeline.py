@@ -11,22 +11,25 @@ A schedule is drawn from `schedule(…).time(…)`, where nothing has run; a run
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from parallel101.analysis.pipeline import PipelineTimes, Planned, Slot, planned_times, recorded_times
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds, round_step
-from parallel101.viz.scene import HATCHING, Node, Scene
+from parallel101.viz.scene import HATCHING, Scene, Stop, box
 
 LEFT, RIGHT, TOP = 92.0, 790.0, 108.0
 HELD, HELD_END = 812.0, 900.0  # where the squares for activations lie; their number is at the right of them
 HEAD, BETWEEN = 26.0, 16.0
+LEAD, SWEEP, TAIL = 0.3, 11.0, 1.0  # seconds of the animation: before the cursor starts, for the longest panel, and at the end
 MOST_ROWS, MOST_MESSAGES, MOST_SQUARES = 96, 400, 60
 COLOURS = {"F": 0, "B": 1, "I": 1, "W": 2}
 NAMES = {"F": "forward", "B": "backward (both gradients)", "I": "input gradient", "W": "weight gradient"}
 STYLE = (
     ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}"
     ".later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.most{fill:none;stroke:var(--line)}"
+    ".veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}.now{stroke:var(--ink);stroke-width:2}"
 )
 Source = Planned | Trace
 
@@ -41,7 +44,8 @@ def pipeline_scene(source: Source | Mapping[str, Source], *within: str, title: s
         title: of the picture.
 
     Returns:
-        A still Scene. At the right of each rank: the activations that it held at most.
+        A Scene: at first and at the end the whole picture; as it plays, a cursor moves through it. At the right of each rank are the
+        activations that it holds at most; as it plays, those that it holds.
 
     Raises:
         ValueError: a record has no pipeline, or there are more than 96 rows.
@@ -69,8 +73,10 @@ def pipeline_scene(source: Source | Mapping[str, Source], *within: str, title: s
         scene.add("text", name, x=LEFT, y=y + 13, font_size=15, class_="b")
         scene.add("text", panel_facts(times), x=RIGHT, y=y + 13, font_size=13, class_="m e")
         _panel(scene, times, x, y + HEAD - 4, row, most)
+        _cursor(scene, times.makespan, x, y + HEAD - 4, len(times.ranks) * row - 2, longest)
         y += HEAD + len(times.ranks) * row + BETWEEN
     _axis(scene, longest, any(times.recorded for times in panels.values()), y, x)
+    _stops(scene, panels, longest)
     return scene
 
 
@@ -128,7 +134,9 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
     at = 28.0
     for kind in (kind for kind in NAMES if kind in kinds):
-        _box(scene, kind, 0, at, 78.0, 20.0, 13.0)
+        scene.add("rect", x=at, y=78, width=19, height=13, class_=fill(kind, 0))
+        if kind == "B":
+            scene.add("rect", x=at, y=87, width=19, height=4, class_=fill("W", 0))
         scene.add("text", NAMES[kind], x=at + 26, y=89, font_size=12.5, class_="m")
         at += 44 + 6.6 * len(NAMES[kind])
     if any(_lines(times) for times in panels.values()):
@@ -148,17 +156,24 @@ def _panel(scene: Scene, times: PipelineTimes, x: Callable[[float], float], top:
             "path", d=f"M{LEFT} {y + tall / 2:.1f}H{x(first):.1f}M{x(last):.1f} {y + tall / 2:.1f}H{x(times.makespan):.1f}", class_="off"
         )
         _labels(scene, rank, stages_text(stages) if named else "", y, tall)
+        stripes: dict[int, list[str]] = defaultdict(list)  # of whole backwards, by chunk
         for slot in times.of(rank):
+            chunk = stages.index(slot.stage)
             high, low = tall / slot.parts, y + tall / slot.parts * slot.part
-            box = x(slot.start), low, x(slot.end) - x(slot.start), high
-            _slot(scene, slot, stages.index(slot.stage), box, times.recorded, digits)
+            left, width = x(slot.start), x(slot.end) - x(slot.start)
+            _slot(scene, slot, chunk, (left, low, width, high), times.recorded, digits)
+            if slot.kind == "B":
+                stripes[chunk].append(box(left, low + high - stripe(high), gapped(width), stripe(high)))
+        for chunk, pieces in stripes.items():
+            scene.add("path", d="".join(pieces), class_=fill("W", chunk))
         for start, end in times.bubbles(rank):
             width = x(end) - x(start)
             if width >= 0.3:
-                scene.add("rect", x=x(start), y=y, width=width, height=tall, class_="card", style="stroke:none")
+                if rank in times.waits:  # it may be inside a slot
+                    scene.add("rect", x=x(start), y=y, width=width, height=tall, class_="card", style="stroke:none")
                 hatched = scene.add("rect", x=x(start), y=y, width=width, height=tall, class_="bubble")
                 hatched.add("title", f"rank {rank} waits: {duration(end - start, times.recorded)}")
-        _held(scene, times.peak(rank), most, y, tall)
+        _held(scene, times, rank, most, y, tall, x)
     if lines := _lines(times):
         scene.add("path", d="".join(_line(m, place, tall, x) for m in lines), class_="sent").add("title", "messages between stages")
 
@@ -179,44 +194,105 @@ def stages_text(stages: Sequence[int]) -> str:
     return listed if len(listed) <= 14 else f"{stages[0]}, {stages[1]}, … {stages[-1]}"
 
 
-def _slot(scene: Scene, slot: Slot, chunk: int, box: tuple[float, float, float, float], recorded: bool, digits: int) -> None:
+def _slot(scene: Scene, slot: Slot, chunk: int, place: tuple[float, float, float, float], recorded: bool, digits: int) -> None:
     """A slot's box, and the number of its microbatch if one of so many digits fits."""
-    x, y, width, tall = box
-    rect = _box(scene, slot.kind, chunk, *box)
+    x, y, width, tall = place
+    low = stripe(tall) if slot.kind == "B" else 0.0
+    rect = scene.add("rect", x=x, y=y, width=gapped(width), height=tall - low, class_=fill(slot.kind, chunk))
     together = ", together with another action" if slot.parts > 1 else ""
     name = NAMES[slot.kind].partition(" (")[0]
     rect.add("title", f"stage {slot.stage}, {name} of microbatch {slot.microbatch}: {duration(slot.end - slot.start, recorded)}{together}")
     size = min(11.5, tall - 2, (width - 2.0) / (0.62 * digits))
     if size >= 8:
-        middle = y + (tall if tall >= 20 else tall - stripe(slot.kind, tall)) / 2 + 0.36 * size
+        middle = y + (tall if tall >= 20 else tall - low) / 2 + 0.36 * size
         class_ = "c later" if chunk else f"c o{COLOURS[slot.kind]}"
         scene.add("text", slot.microbatch, x=x + (width - 1) / 2, y=middle, font_size=size, class_=class_)
 
 
-def stripe(kind: str, tall: float) -> float:
+def fill(kind: str, chunk: int) -> str:
+    """The class of a slot on a rank's k-th stage."""
+    return f"f{COLOURS[kind]}" + (f" k{chunk}" if chunk else "")
+
+
+def stripe(tall: float) -> float:
     """The height of the stripe at the bottom of a whole backward, in the colour of its weight gradient."""
-    return round(0.22 * tall, 1) if kind == "B" else 0.0
+    return round(0.22 * tall, 1)
 
 
-def _box(scene: Scene, kind: str, chunk: int, x: float, y: float, width: float, tall: float) -> Node:
-    """A slot's rectangle. Below that of a lighter one is the card's colour."""
-    wide, light = max(width - 1.0, 0.6 * width, 0.3), f" k{chunk}" if chunk else ""
-    low = stripe(kind, tall)
-    if low:
-        scene.add("rect", x=x, y=y + tall - low, width=wide, height=low, class_=f"f{COLOURS['W']}{light}")
-    return scene.add("rect", x=x, y=y, width=wide, height=tall - low, class_=f"f{COLOURS[kind]}{light}")
+def gapped(width: float) -> float:
+    """The width of a box, less the gap before the next one."""
+    return max(width - 1.0, 0.6 * width, 0.3)
 
 
-def _held(scene: Scene, peak: int, most: int, y: float, tall: float) -> None:
-    """Squares, in as few lines as lets them be large, and their number."""
+def _held(scene: Scene, times: PipelineTimes, rank: int, most: int, y: float, tall: float, x: Callable[[float], float]) -> None:
+    """Squares, in as few lines as lets them be large, and their number. As the picture plays, as many are filled as are held."""
+    peak = times.peak(rank)
     scene.add("text", peak, x=932, y=y + tall / 2 + 5, font_size=min(15, tall), class_="b e")
-    if 0 < most <= MOST_SQUARES:
-        pitch, across = max((min(11.0, tall / n, (HELD_END - HELD) / -(-most // n)), -(-most // n)) for n in range(1, 6))
-        lines = -(-peak // across)
-        for i in range(peak):
-            line, column = divmod(i, across)
-            at = y + tall / 2 + (line - lines / 2) * pitch
-            scene.add("rect", x=HELD + column * pitch, y=at, width=pitch - 1.6, height=pitch - 1.6, rx=1.2, class_="f0 held")
+    if not 0 < most <= MOST_SQUARES:
+        return
+    pitch, across = max((min(11.0, tall / n, (HELD_END - HELD) / -(-most // n)), -(-most // n)) for n in range(1, 6))
+    lines = -(-peak // across)
+    steps = [(playing(time, x), count) for time, count in times.held(rank)]
+    corners = [
+        (HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch) for line, column in (divmod(i, across) for i in range(peak))
+    ]
+    scene.add("path", d="".join(box(*corner, pitch - 1.6, pitch - 1.6) for corner in corners), class_="most")
+    for i, (left, top) in enumerate(corners):
+        filled = [(begin, end) for (begin, count), (end, _) in zip(steps, [*steps[1:], (math.inf, 0)]) if count > i and end > begin]
+        square = scene.add("rect", x=left, y=top, width=pitch - 1.6, height=pitch - 1.6, class_="f0 held")
+        square.show((0.0, LEAD), *joined(filled), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
+
+
+def playing(time: float, x: Callable[[float], float]) -> float:
+    """The second of the animation at which the cursor is at a time."""
+    return LEAD + SWEEP * (x(time) - LEFT) / (RIGHT - LEFT)
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans that follow one another at once, as one. All end before the cursor does."""
+    found: list[tuple[float, float]] = []
+    for begin, end in spans:
+        end = min(end, LEAD + SWEEP)
+        if found and begin == found[-1][1]:
+            found[-1] = found[-1][0], end
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def _cursor(scene: Scene, makespan: float, x: Callable[[float], float], y: float, tall: float, longest: float) -> None:
+    """A line that moves through a panel, and a veil over what comes after it."""
+    name = f"panel{len(scene.definitions)}"
+    right, end = x(makespan), playing(makespan, x)
+    area = f'x="{LEFT - 1}" y="{y - 1:.1f}" width="{right - LEFT + 2:.1f}" height="{tall + 2:.1f}"'
+    scene.definitions.append(f'<clipPath id="{name}"><rect {area}/></clipPath>')
+    frames = (LEAD, (LEFT, 0.0)), (end, (right, 0.0))
+    veil = scene.add("g", clip_path=f"url(#{name})").add("rect", x=0, y=y - 1, width=RIGHT - LEFT + 2, height=tall + 2, class_="veil")
+    veil.key("translate", *frames).show((LEAD, end))
+    scene.add("path", d=f"M0 {y - 3:.1f}v{tall + 6:.1f}", class_="now").key("translate", *frames).show((LEAD, LEAD + SWEEP))
+
+
+def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
+    """Stops at the ticks of the axis. Each says how many ranks compute then."""
+    scene.duration = LEAD + SWEEP + TAIL
+    scene.intro = "The whole picture."
+    seconds = any(times.recorded for times in panels.values())
+    step = round_step(longest, 10)
+    moments = [k * step for k in range(1, int(longest / step - 1e-9) + 1)] if longest else []
+    begin = LEAD
+    for time in moments:
+        end = LEAD + SWEEP * time / longest
+        busy = "; ".join(f"{name}{': ' if name else ''}{computing(times, time)}" for name, times in panels.items())
+        scene.stops.append(Stop(begin, end, f"At {duration(time, seconds)}: {busy}."))
+        begin = end
+    scene.stops.append(Stop(begin, scene.duration, scene.intro))
+
+
+def computing(times: PipelineTimes, time: float) -> str:
+    """ "3 of 4 ranks compute"."""
+    busy = {slot.rank for slot in times.slots if slot.start < time <= slot.end}
+    waiting = {rank for rank in busy if any(start < time <= end for start, end in times.waits.get(rank, []))}
+    return f"{len(busy - waiting)} of {len(times.ranks)} ranks compute"
 
 
 def _lines(times: PipelineTimes) -> list[tuple[int, int, float, float]]:

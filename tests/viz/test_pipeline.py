@@ -15,7 +15,7 @@ from parallel101.analysis.overlap import seconds, union
 from parallel101.analysis.pipeline import planned_times, recorded_times
 from parallel101.record.spans import wait_span
 from parallel101.record.trace import Trace
-from parallel101.viz.pipeline import LEFT, RIGHT, pipeline_scene
+from parallel101.viz.pipeline import LEAD, LEFT, RIGHT, SWEEP, pipeline_scene
 from tests.viz.drawn import SVG, span, titled
 
 SHAPES = [
@@ -114,6 +114,24 @@ def test_stages_of_a_rank_differ_in_shade():
         shades.setdefault(stage, set()).add("k1" in box.get("class"))
     assert shades == {"stage 0": {False}, "stage 1": {False}, "stage 2": {True}, "stage 3": {True}}
     assert "stages 0, 2" in texts(scene) and any("Faded: its second stage." in text for text in texts(scene))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_as_it_plays_the_squares_are_the_activations_held(shape):
+    time = timed(*shape)
+    times, scene = planned_times(time), time.timeline()
+    assert scene.svg(0.0).count("f0 held") == scene.svg().count("f0 held") == sum(time.peak_activations)
+    for part in (0.07, 0.31, 0.52, 0.83):
+        now = part * time.makespan
+        held = sum(([count for moment, count in times.held(rank) if moment <= now] or [0])[-1] for rank in times.ranks)
+        assert scene.svg(LEAD + SWEEP * part).count("f0 held") == held
+        (veil,) = [rect for rect in ET.fromstring(scene.svg(LEAD + SWEEP * part)).iter(f"{SVG}rect") if rect.get("class") == "veil"]
+        assert float(veil.get("transform")[10:].split(",")[0]) == pytest.approx(LEFT + part * (RIGHT - LEFT), abs=0.1)
+
+
+def test_each_stop_says_how_many_ranks_compute():
+    scene = p101.schedule("gpipe", stages=2, microbatches=2).time().timeline()
+    assert [stop.label for stop in scene.stops][:3] == [f"At {t}: {n} of 2 ranks compute." for t, n in ((1, 1), (2, 2), (3, 1))]
 
 
 def step(begin, wait=0.0):
