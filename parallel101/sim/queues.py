@@ -10,18 +10,20 @@ The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/P
    (NCCL.cpp, `ncclStreams_` in `initNCCLComm`, `collective` and `pointToPoint`); a stream runs its kernels in order (CUDA), and a send or
    receive "is blocking for the GPU" (guide, "Point To Point Communication Functions"). It occupies the queue, not the rank.
 2. A group's collectives and its batches share the group's communicator; an isend or irecv outside a batch uses a communicator of the two
-   ranks. (NCCL.cpp, `pointToPoint`: key `getKeyFromDevice` if `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) This holds without
-   `device_id` in init_process_group, as `launch` calls it. With `device_id`, messages outside a batch use the group's queue as well.
+   ranks. (NCCL.cpp, `pointToPoint`: key `getKeyFromDevice` if `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) This holds if
+   init_process_group gets no `device_id`, as in `launch`. With `device_id`, and in torch's newer backend (c10d/nccl2), messages outside a
+   batch use the group's queue as well: a batch is right everywhere.
 3. What is in one batch_isend_irecv starts together and ends together (NCCL.cpp, `startCoalescing` and `endCoalescing`; guide,
    "Point-to-point communication": calls in a group "should never block each other"). So a wait for one message waits for all of the batch.
 4. Tags do not exist: two ranks' messages through one communicator meet in order. (NCCL.cpp, `send` and `recv` leave `tag` unused.)
-5. A receive from any rank is refused. (ProcessGroupNCCL does not override `recvAnysource`; c10d/Backend.hpp raises.)
+5. A receive from any rank is refused. (NCCL.cpp, `recvAnysource` raises NotImplementedError.)
 6. Different collectives on the ranks of a group never meet: a hang, so a DeadlockError here. (Guide, "Collective Operations": not the
    same call on every rank is "undefined behavior, including hangs, crashes, or data corruption". If only sizes, dtypes or roots differ,
    NCCL may not hang. That is a MisuseError here, as under gloo's rules.)
 7. A send ends when it is received, unless it fits `Network(eager=…)`. (Guide, "Point-to-point communication": a call blocks until it
    completes. NCCL promises no buffer.)
 
+Not checked: if a batch is the first call of a group, torch wants all ranks of the group to take part (torch's docs, batch_isend_irecv).
 On GPUs work.wait() blocks the stream and not the CPU. Here it blocks the rank, so a run can't tell what the CPU would do meanwhile.
 What a deadlock's error says about queues is in queue_notes.py.
 """
