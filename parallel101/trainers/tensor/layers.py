@@ -25,6 +25,7 @@ from parallel101 import autograd, collectives
 from parallel101.autograd import gather_from_group, reduce_from_group, scatter_to_group
 from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatter_async
 from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.record.spans import span
 from parallel101.trainers.weight_gradients import WeightGradients, at_entry, linear
 
 TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)
@@ -148,7 +149,8 @@ class Enter(Function):
         else:
             pending = all_reduce_async(g, group=region.group, out=g)  # only column layers used x: g is a new tensor of theirs
         if ctx.later is not None:
-            ctx.later.run()
+            with span("weight gradient"):
+                ctx.later.run()
         total = pending.wait()
         return (total.movedim(0, TIME) if region.cut_time else total), None, None
 
