@@ -179,9 +179,9 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
     times = PipelineTimes(
         sorted(slots, key=lambda s: (s.rank, s.start, s.end)), {r: union(of) for r, of in waits.items()}, [], recorded=True
     )
-    stages = {rank: times.stages(rank) for rank in times.ranks}
+    stages, extents = {rank: times.stages(rank) for rank in times.ranks}, {rank: times.extent(rank) for rank in times.ranks}
     for m in trace.messages():
-        between = m.src in stages and m.dst in stages and stages[m.src] != stages[m.dst]
-        if between and m.recv.group.axis in (None, "pp") and begin <= m.start and m.end <= end:
+        between = m.src in stages and m.dst in stages and stages[m.src] != stages[m.dst] and m.send.group.axis in (None, "pp")
+        if between and begin <= m.start and m.start - begin <= extents[m.src][1] and m.end - begin <= extents[m.dst][1]:
             times.messages.append((m.src, m.dst, m.start - begin, m.end - begin))
     return times

@@ -24,8 +24,8 @@ LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
 TALL, ROW, HEAD, BETWEEN = 11.0, 13.0, 22.0, 10.0
 MOST_RANKS = 16
-AXIS_COLOURS = {"dp": 7, "pp": 4, "tp": 3}
-OTHER_COLOURS = (6, 5)
+AXIS_CLASSES = {"dp": "dp", "pp": "f4", "tp": "f3"}  # not the colours of compute
+OTHER_CLASSES = ("f6", "f5")
 
 
 def axes_scene(trace: Trace, within: str | None = None, *, title: str = "Which axis communicates when") -> Scene:
@@ -51,7 +51,7 @@ def axes_scene(trace: Trace, within: str | None = None, *, title: str = "Which a
     high = HEAD + n * ROW + BETWEEN
     panels = len(traffic) + bool(spans)
     scene = Scene(960, math.ceil(TOP + panels * high + 34), title, " ".join(axis_text(of, n) for of in traffic))
-    scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}"
+    scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
     scene.definitions.append(HATCHING)
     span = window.end - window.begin
     colours = span_colours(e for e in spans if not e.waiting)
@@ -83,11 +83,11 @@ def axis_text(of: AxisTraffic, ranks: int) -> str:
     return f"{axis_name(of.axis)}: bytes and messages sent by rank: {each}."
 
 
-def axis_colour(axis: str | None) -> str:
+def axis_class(axis: str | None) -> str:
     """The class of an axis's bars; what has no axis is grey."""
     if axis is None:
         return "none"
-    return f"f{AXIS_COLOURS[axis] if axis in AXIS_COLOURS else OTHER_COLOURS[sum(map(ord, axis)) % len(OTHER_COLOURS)]}"
+    return AXIS_CLASSES.get(axis) or OTHER_CLASSES[sum(map(ord, axis)) % len(OTHER_CLASSES)]
 
 
 def _head(scene: Scene, trace: Trace, span: float, colours: dict[str, int], spans: list[Event], collectives: bool) -> None:
@@ -117,7 +117,7 @@ def _ranks(scene: Scene, name: str, y: float, ranks: int, colour: str = "") -> N
 
 
 def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[float], float]) -> None:
-    colour = axis_colour(of.axis)
+    colour = axis_class(of.axis)
     _ranks(scene, axis_name(of.axis), y, ranks, colour)
     total, count = sum(of.sent(rank) for rank in range(ranks)), sum(of.count(rank) for rank in range(ranks))
     scene.add("text", human_bytes(total), x=SENT, y=y + 12, font_size=13, class_="b e")

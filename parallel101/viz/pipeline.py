@@ -236,10 +236,10 @@ def _held(scene: Scene, times: PipelineTimes, rank: int, most: int, y: float, ta
     corners = [
         (HELD + column * pitch, y + tall / 2 + (line - lines / 2) * pitch) for line, column in (divmod(i, across) for i in range(peak))
     ]
-    scene.add("path", d="".join(box(*corner, pitch - 1.6, pitch - 1.6) for corner in corners), class_="most")
+    scene.add("path", d="".join(box(*corner, pitch - 2.2, pitch - 2.2) for corner in corners), class_="most")
     for i, (left, top) in enumerate(corners):
         filled = [(begin, end) for (begin, count), (end, _) in zip(steps, [*steps[1:], (math.inf, 0)]) if count > i and end > begin]
-        square = scene.add("rect", x=left, y=top, width=pitch - 1.6, height=pitch - 1.6, class_="f0 held")
+        square = scene.add("rect", x=left, y=top, width=pitch - 2.2, height=pitch - 2.2, class_="f0 held")
         square.show((0.0, LEAD), *joined(filled), (LEAD + SWEEP, LEAD + SWEEP + TAIL + 1))
 
 
