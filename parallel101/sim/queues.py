@@ -50,13 +50,16 @@ from parallel101.sim.work import SimWork
 class Operation(SimWork):
     """What a rank puts into a queue as one: a message, a batch of messages, or a collective. All of it starts together."""
 
-    __slots__ = ("collectives", "done", "future", "label", "messages", "queue", "rank", "started", "tensors", "to_end", "to_meet", "world")
+    __slots__ = (
+        *("collectives", "done", "future", "in_queue", "label", "messages"),
+        *("queue", "rank", "started", "tensors", "to_end", "to_meet", "world"),
+    )
 
     def __init__(self, group: QueuedGroup):
         self.world = group.world
         self.rank = group.member
         self.label = group.label
-        self.done = self.started = False
+        self.done = self.in_queue = self.started = False
         self.future = None
         self.messages: list[MessageWork] = []
         self.collectives: list[QueuedCollective] = []
@@ -82,9 +85,10 @@ class Operation(SimWork):
             self.queue.next()
 
     def wait(self, timeout: object = None) -> bool:
-        """Block this rank until all of it has ended."""
-        SimWork.wait(self)
-        self.release_tensors()
+        """Block this rank until all of it has ended. Within torch's coalescing manager this does nothing: the batch starts at its end."""
+        if self.in_queue:
+            SimWork.wait(self)
+            self.release_tensors()
         return True
 
     def is_completed(self) -> bool:
@@ -129,6 +133,7 @@ class Queue:
 
     def put(self, operation: Operation) -> None:
         operation.queue = self
+        operation.in_queue = True
         self.operations.append(operation)
         if len(self.operations) == 1:
             self.run.start(operation)
@@ -257,6 +262,9 @@ class QueuedCollective(CollectiveWork):
     """One rank's call of a collective, which joins the others when its turn has come in the queue."""
 
     operation: Operation
+
+    def wait(self, timeout: object = None) -> bool:
+        return super().wait() if self.operation.in_queue else True
 
     def finish(self) -> None:
         super().finish()
