@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.record.spans import axis_described
 
-GroupLike = None | Sequence[int] | dist.ProcessGroup | DeviceMesh
-
 OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on a rank that is not in the group
 
 
@@ -54,6 +52,9 @@ class Group(NamedTuple):
         )
 
 
+GroupLike = None | Sequence[int] | dist.ProcessGroup | DeviceMesh | Group
+
+
 def group_of(group: GroupLike = None) -> Group:
     """The group that the argument `group=` of a collective means.
 
@@ -63,11 +64,14 @@ def group_of(group: GroupLike = None) -> Group:
             A sequence of ranks of the world, in order. It needs no `new_group`, and the other ranks need not know of it.
             A ProcessGroup, or what `new_group` returned on a rank outside it.
             A DeviceMesh of one axis or several: its ranks, row by row.
+            A Group: itself.
 
     Raises:
         TypeError: for anything else. ValueError: for a rank named twice, or one that the world does not have.
         RuntimeError: for a group without a process group, as before `init_process_group`.
     """
+    if isinstance(group, Group):
+        return group
     if not dist.is_initialized():
         if group is None:
             return Group((0,), 0, (1,), None)

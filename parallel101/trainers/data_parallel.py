@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.gradients import Bucketed, GradientSync, Naive, Overlapped, default_bucket_bytes
+from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.trainers.gradients import Bucketed, GradientSync, Naive, Overlapped, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.prepare import MakeSync
 from parallel101.trainers.schedules.schedule import schedule
 from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.trainer import Trainer
@@ -47,22 +48,27 @@ class DataParallelTrainer(Trainer):
         autocast: torch.dtype | None = None,
         sync: bool = False,
     ):
-        check_bucket_bytes(bucket_bytes)
-
-        def gradient_sync(parameters: Mapping[str, nn.Parameter]) -> GradientSync:
-            size = default_bucket_bytes(parameters, 2) if bucket_bytes is None else bucket_bytes
-            if overlap:
-                return Overlapped(parameters, group, size)
-            return Bucketed(parameters, group, size) if size else Naive(parameters, group)
-
         super().__init__(
             model,
             loss_fn,
             optimizer,
             axes=Axes(group, {"dp": group_of(group).size}),
-            gradient_sync=gradient_sync,
-            actions=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)).actions[0],
+            make_sync=replicated(overlap, bucket_bytes),
+            schedule=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)),
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
         )
+
+
+def replicated(overlap: bool, bucket_bytes: int | None) -> MakeSync:
+    """How gradients are synchronised if every position along dp has all of them."""
+    check_bucket_bytes(bucket_bytes)
+
+    def make_sync(part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]) -> GradientSync:
+        size = default_bucket_bytes(parameters, 2) if bucket_bytes is None else bucket_bytes
+        if overlap:
+            return Overlapped(parameters, group, size)
+        return Bucketed(parameters, group, size) if size else Naive(parameters, group)
+
+    return make_sync

@@ -12,8 +12,8 @@ stay whole on every rank; zero/ shards them. Source: Li et al., "PyTorch Distrib
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -33,6 +33,9 @@ MiB = 1024**2
 class GradientSync(Protocol):
     """What the step needs: `begin`, then `forward` and `backward` around each microbatch's, then `finish`, the optimizer, `publish`.
 
+    A backward is whole ("B"), or its halves come one by one: "I", the input gradients, and "W", the weight gradients. `last`: with it the
+    gradients of the step are complete. `ready` tells of a gradient that no autograd hook tells of (see weight_gradients.py).
+
     After an error on one rank it still goes through all of them, so that the other ranks get every message that they wait for.
 
     Attributes:
@@ -46,7 +49,8 @@ class GradientSync(Protocol):
     def placements(self) -> Mapping[str, Pieces]: ...
     def begin(self) -> None: ...
     def forward(self) -> AbstractContextManager: ...
-    def backward(self, last: bool) -> AbstractContextManager: ...
+    def backward(self, kind: str, last: bool) -> AbstractContextManager: ...
+    def ready(self, p: Tensor) -> None: ...
     def finish(self) -> list[str]: ...
     def publish(self) -> None: ...
     def held(self) -> Mapping[str, list[Tensor]]: ...
@@ -69,9 +73,12 @@ class Naive:
         """Around a forward, its loss included."""
         return nullcontext()
 
-    def backward(self, last: bool) -> AbstractContextManager:
-        """Around a backward; `last` in this step: the gradients are complete after it."""
+    def backward(self, kind: str, last: bool) -> AbstractContextManager:
+        """Around a backward, or half of one ("I", "W"); `last` in this step: the gradients are complete after it."""
         return nullcontext()
+
+    def ready(self, p: Tensor) -> None:
+        """The gradient of p is complete."""
 
     def finish(self) -> list[str]:
         """Every gradient becomes the sum of all ranks'. Returns the names of those that this rank had none of."""
@@ -94,6 +101,16 @@ class Naive:
 
     def describe(self) -> str:
         return f"{len(self.owned)} gradients, all-reduced one by one after backward"
+
+
+class Alone(Naive):
+    """One position along dp: its gradients are those of the whole batch."""
+
+    def finish(self) -> list[str]:
+        return [name for name, p in self.owned.items() if p.grad is None]
+
+    def describe(self) -> str:
+        return f"{len(self.owned)} gradients, of the whole batch on each rank that has them"
 
 
 class Bucketed(Naive):
@@ -139,7 +156,7 @@ class Overlapped(Bucketed):
             bucket.ready.clear()
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
+    def backward(self, kind: str, last: bool) -> Iterator[None]:
         self.listening = last  # before the last microbatch gradients are not complete
         try:
             yield
@@ -177,6 +194,47 @@ class Overlapped(Bucketed):
         return unused
 
 
+class Together:
+    """The synchronisations of a rank that has several stages, as one. They begin and finish in their order, the same on all ranks."""
+
+    def __init__(self, syncs: Sequence[GradientSync]):
+        self.syncs = syncs
+        self.owned = {name: p for sync in syncs for name, p in sync.owned.items()}
+        self.placements = {name: pieces for sync in syncs for name, pieces in sync.placements.items()}
+
+    def begin(self) -> None:
+        for sync in self.syncs:
+            sync.begin()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with ExitStack() as around:
+            for sync in self.syncs:
+                around.enter_context(sync.forward())
+            yield
+
+    def finish(self) -> list[str]:
+        return [name for sync in self.syncs for name in sync.finish()]
+
+    def publish(self) -> None:
+        for sync in self.syncs:
+            sync.publish()
+
+    def held(self) -> Mapping[str, list[Tensor]]:
+        found: dict[str, list[Tensor]] = {}
+        for sync in self.syncs:
+            for kind, tensors in sync.held().items():
+                found.setdefault(kind, []).extend(tensors)
+        return found
+
+    def peaks(self) -> Mapping[str, int]:
+        kinds = dict.fromkeys(kind for sync in self.syncs for kind in sync.peaks())
+        return {kind: sum(sync.peaks().get(kind, 0) for sync in self.syncs) for kind in kinds}
+
+    def describe(self) -> str:
+        return "; ".join(sync.describe() for sync in self.syncs)
+
+
 class Bucket:
     """One flat tensor, and for each of its parameters (by name) the view in which its gradient lies."""
 
@@ -199,17 +257,19 @@ class Bucket:
         return gradient is not None
 
 
-def by_size(parameters: Parameters, most: int) -> list[dict[str, nn.Parameter]]:
+def by_size(parameters: Parameters, most: int, apart: Mapping[str, str] = {}) -> list[dict[str, nn.Parameter]]:
     """Groups of up to `most` bytes (a larger parameter has one to itself), the last parameters first; one dtype and device in each.
+
+    `apart`: name → why it must share a group only with those of the same reason; see `GradientSync`.
 
     The reverse order of the parameters is about the order in which backward makes their gradients, and the same on every rank.
     """
     groups: list[dict[str, nn.Parameter]] = []
     room, kind = 0, None
     for name, p in reversed(list(parameters.items())):
-        if p.nbytes > room or (p.dtype, p.device) != kind:
+        if p.nbytes > room or (p.dtype, p.device, apart.get(name)) != kind:
             groups.append({})
-            room, kind = most, (p.dtype, p.device)
+            room, kind = most, (p.dtype, p.device, apart.get(name))
         groups[-1][name] = p
         room -= p.nbytes
     return groups

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_gather
-from parallel101.mesh import GroupLike, along, group_of
+from parallel101.mesh import Group, GroupLike, along, group_of
 
 ORDER = ("pp", "tp", "dp")  # in which the axes cut a parameter, the outermost first
 Coordinates = Mapping[str, int]  # a rank's position on each axis
@@ -35,18 +35,37 @@ class Stages(NamedTuple):
 class Shard(NamedTuple):
     """Cut along `dim`: position i of the axis holds `sizes[i]` of it.
 
-    `parts` equal segments along `dim` are each cut alike (a fused query, key and value: 3): position i holds `sizes[i] / parts` of each.
+    `parts`: the dim is that many equal segments, such as query, key and value side by side, and each is cut alike.
     """
 
     dim: int
     sizes: tuple[int, ...]
     parts: int = 1
 
+    def cut(self, whole: Tensor, position: int) -> Tensor:
+        of_part = [size // self.parts for size in self.sizes]
+        segments = [part.narrow(self.dim, sum(of_part[:position]), of_part[position]) for part in whole.chunk(self.parts, self.dim)]
+        return segments[0] if self.parts == 1 else torch.cat(segments, self.dim)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        of_ranks = [shard.chunk(self.parts, self.dim) for shard in shards]
+        return torch.cat([of_rank[part] for part in range(self.parts) for of_rank in of_ranks], self.dim)
+
+
+Bounds = tuple[tuple[int, int], ...]
+
 
 class Pieces(NamedTuple):
-    """Flattened and cut: position i of the axis holds the elements from `bounds[i][0]` to `bounds[i][1]` − 1; none if they are equal."""
+    """Flattened and cut: position i of the axis holds the elements from `bounds[i][0]` to `bounds[i][1]` − 1; none if they are equal.
 
-    bounds: tuple[tuple[int, int], ...]
+    `along_tp`: the bounds for each position along tp, if tp has cut the parameter before, perhaps unevenly.
+    """
+
+    bounds: Bounds
+    along_tp: tuple[Bounds, ...] = ()
+
+    def at(self, coordinates: Coordinates) -> Bounds:
+        return self.along_tp[coordinates.get("tp", 0)] if self.along_tp else self.bounds
 
 
 Placement = Stages | Shard | Pieces
@@ -83,15 +102,24 @@ class Axes:
             position, found[name] = divmod(position, size)
         return found
 
-    def line(self, names: Sequence[str]) -> list[int]:
-        """Positions in the group of the ranks that differ from this one along these axes only, row by row."""
+    def line(self, names: Sequence[str], position: int | None = None) -> list[int]:
+        """Positions in the group of the ranks that differ from this one (or from `position`) along these axes only, row by row."""
         order = list(self.sizes)
-        return along(list(self.sizes.values()), self.position, sorted(order.index(name) for name in names))
+        start = self.position if position is None else position
+        return along(list(self.sizes.values()), start, sorted(order.index(name) for name in names))
 
-    def along(self, names: Sequence[str]) -> GroupLike:
-        """These ranks as a group."""
+    def along(self, names: Sequence[str]) -> Group:
+        """These ranks as a group, which has the names of these axes in the record."""
         line = self.line(names)
-        return self.group if len(line) == len(self.members.ranks) else [self.members.ranks[i] for i in line]
+        whole = len(line) == len(self.members.ranks)
+        named = tuple(name for name, size in self.sizes.items() if name in names and (size > 1 or len(names) == 1))
+        return Group(
+            ranks=tuple(self.members.ranks[i] for i in line),
+            position=line.index(self.position),
+            shape=self.members.shape if whole else (len(line),),
+            process_group=self.members.process_group if whole else None,
+            axes=self.members.axes if whole and self.members.axes else named,
+        )
 
 
 class Layout:
@@ -117,10 +145,10 @@ class Layout:
             match self.entries[name].placements.get(axis):
                 case Stages(positions) if at[axis] not in positions:
                     return whole.new_empty(0)
-                case Shard(dim, sizes):
-                    part = part.narrow(dim, sum(sizes[: at[axis]]), sizes[at[axis]])
-                case Pieces(bounds):
-                    low, high = bounds[at[axis]]
+                case Shard() as shard:
+                    part = shard.cut(part, at[axis])
+                case Pieces() as pieces:
+                    low, high = pieces.at(at)[at[axis]]
                     part = part.reshape(-1)[low:high]
         return part
 
@@ -137,10 +165,11 @@ class Layout:
                 return part(at)
             axis, *inner = axes
             match entry.placements.get(axis):
-                case Shard(dim, sizes):
+                case Shard(dim, sizes) as shard:
                     shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
-                    return torch.cat([joined(inner, at | {axis: i}, shapes[i]) for i in range(len(sizes))], dim)
-                case Pieces(bounds):
+                    return shard.join([joined(inner, at | {axis: i}, shapes[i]) for i in range(len(sizes))])
+                case Pieces() as pieces:
+                    bounds = pieces.at(at)
                     held = [i for i, (low, high) in enumerate(bounds) if low < high]
                     row = [joined(inner, at | {axis: i}, shape).reshape(-1) for i in held or [0]]
                     return torch.cat(row).view(shape)
@@ -209,7 +238,7 @@ def _in_words(placement: Placement) -> str:
     match placement:
         case Stages(positions):
             return f"on stage{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
-        case Shard(dim, _):
+        case Shard(dim):
             return f"sharded along dim {dim}"
         case Pieces():
             return "in flat pieces"

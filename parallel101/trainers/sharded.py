@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.gradients import GradientSync, default_bucket_bytes
+from parallel101.mesh import Group, GroupLike, group_of
+from parallel101.trainers.gradients import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.prepare import MakeSync
 from parallel101.trainers.schedules.schedule import schedule
 from parallel101.trainers.support.arguments import SHARDED, LossFn, OptimizerFn, check_accumulate, check_bucket_bytes
 from parallel101.trainers.trainer import Trainer
@@ -65,29 +66,41 @@ class ShardedTrainer(Trainer):
         autocast: torch.dtype | None = None,
         sync: bool = False,
     ):
-        if zero_stage not in (1, 2, 3):
-            raise ValueError(
-                f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too); "
-                "to shard nothing, use DataParallelTrainer"
-            )
-        check_bucket_bytes(bucket_bytes)
-
-        def gradient_sync(parameters: Mapping[str, nn.Parameter]) -> GradientSync:
-            if zero_stage == 3:
-                SHARDED.update(model.modules())
-                return ZeRO3(model, parameters, group, layers=layers, overlap=overlap, autocast=autocast)
-            size = default_bucket_bytes(parameters, 4) if bucket_bytes is None else bucket_bytes
-            return ZeRO12(parameters, group, zero_stage=zero_stage, bucket_bytes=size, overlap=overlap)
-
         super().__init__(
             model,
             loss_fn,
             optimizer,
             axes=Axes(group, {"dp": group_of(group).size}),
-            gradient_sync=gradient_sync,
-            actions=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)).actions[0],
+            make_sync=sharded(zero_stage, overlap, bucket_bytes, layers, autocast),
+            schedule=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)),
             elementwise=True,
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
         )
+
+
+def sharded(
+    zero_stage: int, overlap: bool, bucket_bytes: int | None, layers: Sequence[type[nn.Module]] | None, autocast: torch.dtype | None
+) -> MakeSync:
+    """How gradients are synchronised if each position along dp owns 1/n of the parameters. Raises ValueError for other stages."""
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too); "
+            "to shard nothing, use DataParallelTrainer"
+        )
+    check_bucket_bytes(bucket_bytes)
+
+    def make_sync(part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]) -> GradientSync:
+        if zero_stage == 3:
+            if part is None:
+                raise ValueError(
+                    f"{next(iter(parameters))!r} is tied between two stages on one rank, and zero_stage=3 gathers weights stage by stage: "
+                    "expected a schedule with such stages on two ranks, an untied model, or zero_stage=2"
+                )
+            SHARDED.update(part.modules())
+            return ZeRO3(part, parameters, group, layers=layers, overlap=overlap, autocast=autocast, apart=apart)
+        size = default_bucket_bytes(parameters, 4) if bucket_bytes is None else bucket_bytes
+        return ZeRO12(parameters, group, zero_stage=zero_stage, bucket_bytes=size, overlap=overlap, apart=apart)
+
+    return make_sync

@@ -12,22 +12,28 @@ The objective is the mean loss of the whole batch, so that any number of ranks c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.collectives import all_reduce
+from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradients import GradientSync
+from parallel101.trainers.executor import Executor
+from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.stage import Stage
+from parallel101.trainers.pipeline.messages import Messages
+from parallel101.trainers.prepare import MakeSync, Prepared, prepare
+from parallel101.trainers.schedules.messages import has_messages, with_messages
+from parallel101.trainers.schedules.schedule import Schedule
 from parallel101.trainers.support import checkpoint, fit, memory
-from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options
+from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options, shape_number
 from parallel101.trainers.support.history import History
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
+from parallel101.trainers.tensor.plan import Plan
 
 
 class Trainer:
@@ -59,8 +65,11 @@ class Trainer:
         optimizer: OptimizerFn,
         *,
         axes: Axes,
-        gradient_sync: Callable[[Mapping[str, nn.Parameter]], GradientSync],
-        actions: Sequence[str],
+        make_sync: MakeSync,
+        schedule: Schedule,
+        plan: Plan | None = None,
+        sequence_parallel: bool = False,
+        layers_per_stage: Sequence[int] | None = None,
         elementwise: bool = False,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
@@ -77,14 +86,25 @@ class Trainer:
         self.state_names = checkpoint.names_of_state(model)
         built = build_optimizer(optimizer, trained, elementwise)
         entries = {name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()}
-        self.gradient_sync = gradient_sync(trained)
-        for name, pieces in self.gradient_sync.placements.items():
-            entries[name] = entries[name]._replace(placements={**entries[name].placements, "dp": pieces})
-        self.layout = Layout(axes, entries, self.device)
+        self.prepared = prepare(
+            model,
+            loss_fn,
+            axes,
+            self.agree,
+            entries,
+            make_sync,
+            schedule=schedule,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            layers_per_stage=layers_per_stage,
+        )
+        self.layout = Layout(axes, self.prepared.entries, self.device)
+        syncs = [sync for _, sync in self.prepared.syncs]
+        self.gradient_sync = syncs[0] if len(syncs) == 1 else Together(syncs)
         self.owned = self.gradient_sync.owned
         self.sharded_optimizer = ShardedOptimizer(built, trained, self.owned, self.layout)
         self.optimizer = built
-        self.stage = Stage(model, loss_fn, self.gradient_sync, actions, autocast)
+        self.executor = build_executor(self.prepared, axes, schedule, autocast, self.device)
 
         self.trained = list(trained)
         self.reached: list[str] = []  # parameters that some rank's samples reached in the last step
@@ -107,9 +127,9 @@ class Trainer:
         self.reached = []
         self.optimizer.zero_grad()
         self.gradient_sync.begin()
-        self.stage.begin(inputs, targets, total)
-        for action in self.stage.actions:
-            self.stage.run(action)
+        self.executor.begin(inputs, targets, total, self.shape)
+        for action in self.executor.actions:
+            self.executor.run(action)
         unused = self.finish_gradients()
         loss = self.agree_on_loss(unused)
         with span("optimizer"):
@@ -124,39 +144,68 @@ class Trainer:
     def finish_gradients(self) -> list[str]:
         """Afterwards every owned .grad is the whole batch's. Returns the parameters that this rank's samples did not reach."""
         try:
+            self.executor.finish()
             with wait_span("synchronise"):
-                return self.gradient_sync.finish()
+                unused = self.gradient_sync.finish()
+                for names, group in self.prepared.sums:
+                    self.sum_over(names, group)
+                return unused
         except Exception as error:
-            self.stage.failure = self.stage.failure or error
+            self.executor.fail(error)
             return []
+
+    def sum_over(self, names: Sequence[str], group: Group) -> None:
+        """The gradients of what several stages share, or of what each rank applied to its part of the sequences only."""
+        owned = [self.owned[name] for name in names if name in self.owned]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in owned]
+        if parts:
+            total = all_reduce(torch.cat([part.reshape(-1) for part in parts]), group=group)
+            for p, part, summed in zip(owned, parts, total.split([part.numel() for part in parts])):
+                p.grad = part.copy_(summed.view_as(part))
 
     # ── what the ranks agree on ──
 
     def count_samples(self, batch: Any) -> int:
         """How many samples the whole batch has. An error on all ranks if one of them has too few."""
-        problem, mine = None, -1
+        problem, mine, shape = None, -1, 0
         try:
-            mine = len(check_batch(batch)[0])
+            inputs, _ = check_batch(batch)
+            mine, shape = len(inputs), shape_number(inputs)
         except (TypeError, ValueError) as error:
             problem = error
-        (counts,) = self.agree.numbers(mine)
+        several = len(self.agree.ranks) > self.axes.sizes["dp"]  # ranks with the same samples
+        counts, *told = self.agree.numbers(mine, shape) if several else self.agree.numbers(mine)
+        shapes = told[0] if told else [shape] * len(counts)
         if min(counts) < 0:
             self.agree.raise_problem(problem, f"take its batch in step {self.steps}")
-        shares = [int(counts[position]) for position in self.axes.line(["dp"])]
-        for position, count in zip(self.axes.line(["dp"]), shares):
-            if count < (least := self.stage.microbatches):
-                wanted = "at least one sample a rank" if least == 1 else f"at least accumulate={least} samples a rank"
+        firsts: dict[int, int] = {}  # position along dp → the first rank there
+        for position, count in enumerate(counts):
+            first = firsts.setdefault(self.axes.coordinates(position)["dp"], position)
+            if (count, shapes[position]) != (counts[first], shapes[first]):
+                a, b = self.agree.ranks[first], self.agree.ranks[position]
                 raise ValueError(
-                    f"the batch is too small: rank {self.agree.ranks[position]} has {count} of its {sum(shares)} samples, "
-                    f"and {len(shares)} ranks train; expected {wanted}: use a larger batch or fewer ranks"
+                    f"rank {a} was given {counts[first]:.0f} samples and rank {b} {count:.0f}, or samples of another shape: ranks that "
+                    "differ only along tp or pp work on the same samples; share(batch) cuts over dp alone"
                 )
-        return sum(shares)
+        total = sum(counts[first] for first in firsts.values())
+        for position, count in enumerate(counts):
+            if count < (least := self.executor.microbatches):
+                wanted = "at least one sample a rank" if least == 1 else f"at least accumulate={least} samples a rank"
+                if self.axes.sizes.get("pp", 1) > 1:
+                    wanted = f"at least microbatches={least} samples for each position along dp"
+                raise ValueError(
+                    f"the batch is too small: rank {self.agree.ranks[position]} has {count:.0f} of its "
+                    f"{total:.0f} samples, and {len(self.agree.ranks)} ranks train; "
+                    f"expected {wanted}: use a larger batch or fewer {'ranks' if least == 1 else 'microbatches'}"
+                )
+        self.shape = shape
+        return int(total)
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
         """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""
-        failure = self.stage.failure
+        failure = self.executor.failure
         try:
-            mine = sum(part.item() for part in self.stage.losses.values()) if failure is None else math.nan
+            mine = sum(part.item() for part in self.executor.losses.values()) if failure is None else math.nan
             parts, counts = self.agree.numbers(mine, len(unused) if failure is None else -1)
         except Exception:
             if failure is not None:  # more interesting than a broken connection that may be its consequence
@@ -179,15 +228,22 @@ class Trainer:
             self.checked_buffers = True
             if next(self.model.buffers(), None) is not None:
                 advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
-                self.agree.check_same(self.model.named_buffers(), "the first step changed buffers differently on different ranks", advice)
+                alike = Agreement(self.axes.along([axis for axis in self.axes.sizes if axis != "pp"]), self.device)
+                alike.check_same(self.model.named_buffers(), "the first step changed buffers differently on different ranks", advice)
         return math.fsum(part for position, part in enumerate(parts) if self.axes.coordinates(position).get("tp", 0) == 0)
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The parameters that no rank's samples reached."""
         missed = set(unused)
-        flags = torch.tensor([name in missed for name in self.trained], dtype=torch.int32, device=self.device)
-        counts = all_reduce(flags, group=self.axes.along(["dp"])).tolist()
-        return {name for name, count in zip(self.trained, counts) if count == self.axes.sizes["dp"]}
+        reached = [name in self.prepared.trained and name not in missed for name in self.trained]
+        counts = all_reduce(torch.tensor(reached, dtype=torch.int32, device=self.device), group=self.axes.group).tolist()
+        return {name for name, count in zip(self.trained, counts) if not count}
+
+    @property
+    def untrained(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank that no optimizer changes, by name."""
+        local = set(self.prepared.local).difference(self.trained)
+        return {name: t for name, t in checkpoint.tensors_of_state(self.model).items() if name in local}
 
     # ── what the whole model needs, on any layout ──
 
@@ -195,3 +251,20 @@ class Trainer:
     gradients, state_dict = checkpoint.gradients, checkpoint.state_dict
     save, resume = checkpoint.save, checkpoint.resume
     describe = memory.describe
+
+
+def build_executor(prepared: Prepared, axes: Axes, schedule: Schedule, autocast: torch.dtype | None, device: torch.device) -> Executor:
+    """What runs this rank's list of the schedule."""
+    lists = with_messages(schedule.ranks, schedule.placement)
+    messages = Messages(axes, lists, schedule.placement, has_messages(schedule.ranks), device) if len(lists) > 1 else None
+    return Executor(
+        prepared.parts,
+        prepared.loss_fn,
+        lists[axes.here.get("pp", 0)],
+        stages=len(schedule.placement),
+        syncs=prepared.syncs,
+        home=prepared.home,
+        messages=messages,
+        autocast=autocast,
+        goes_on=axes.sizes.get("tp", 1) == 1,
+    )

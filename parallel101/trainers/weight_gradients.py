@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from parallel101.record.spans import span
-
-Ready = Callable[[Tensor], object]
+Ready = Callable[[nn.Parameter], object]
+Parameters = tuple[nn.Parameter, nn.Parameter | None]  # weight and bias
 
 _forward = threading.local()  # .of: the WeightGradients of the forward that this thread computes
 
@@ -40,6 +39,7 @@ class WeightGradients:
 
     def __init__(self, *, split: bool = False, ready: Ready | None = None):
         self.split, self.ready = split, ready
+        self.anchor = torch.empty(0, requires_grad=True)  # so that a layer whose input needs no gradient has a backward
         self.pending: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]] = []
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: WeightG
     """
     if later is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, later)
+    return _Linear.apply(x, later.anchor, (weight, bias), later)
 
 
 class _LinearLater(TorchFunctionMode):
@@ -109,12 +109,14 @@ class _LinearLater(TorchFunctionMode):
 
 
 class _Linear(Function):
+    """The parameters are no inputs of this node, so that autograd does not take their gradients for complete after its backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, later: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameters, ctx.later = (weight, bias), later
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, parameters: Parameters, later: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, parameters[0])
+        ctx.parameters, ctx.later = parameters, later
         ctx.autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
-        return F.linear(x, weight, bias)
+        return F.linear(x, *parameters)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -127,8 +129,6 @@ class _Linear(Function):
 
 @torch.no_grad()
 def _weight_gradients(x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    with span("weight gradient"):
-        rows = g.flatten(0, -2) if g.dim() > 1 else g.unsqueeze(0)
-        columns = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        of_weight = rows.t() @ columns.to(rows.dtype)
-        return of_weight, rows.sum(0) if bias is not None and bias.requires_grad else None
+    rows = g.flatten(0, -2) if g.dim() > 1 else g.unsqueeze(0)
+    columns = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    return rows.t() @ columns.to(rows.dtype), rows.sum(0) if bias is not None and bias.requires_grad else None

@@ -111,8 +111,8 @@ def step_on_a_mesh(sizes):
         F.mse_loss,
         lambda p: torch.optim.SGD(p, lr=0.1),
         axes=axes,
-        gradient_sync=lambda parameters: Naive(parameters, axes.along(["dp"])),
-        actions=["0F0", "0B0", "0F1", "0B1"],
+        make_sync=lambda part, parameters, group, apart: Naive(parameters, group),
+        schedule=p101.schedule("1f1b", stages=1, microbatches=2),
         clip_norm=0.1,
     )
     losses = [trainer.step(*trainer.share((x, x.sin()))) for _ in range(3)]
@@ -129,13 +129,6 @@ def test_losses_errors_and_weights_are_agreed_on_over_the_whole_mesh():
             torch.testing.assert_close(found[2], weights, rtol=1e-12, atol=1e-15)
 
 
-def test_actions_that_no_part_of_the_trainer_runs_are_refused():
-    axes = Axes(None, {"dp": 1})
-    options = {"axes": axes, "gradient_sync": lambda parameters: Naive(parameters, None)}
-    with pytest.raises(p101.ScheduleError, match=r"actions=\['0F0', '0I0', '0W0'\]: expected forwards and backwards"):
-        Trainer(MLP([2, 2]), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), actions=["0F0", "0I0", "0W0"], **options)
-
-
 def test_coordinates_and_lines_of_a_mesh():
     def lines():
         axes = Axes(None, {"dp": 2, "pp": 1, "tp": 3})
@@ -145,7 +138,7 @@ def test_coordinates_and_lines_of_a_mesh():
         assert here == {"dp": rank // 3, "pp": 0, "tp": rank % 3}
         assert tp == [3 * (rank // 3) + i for i in range(3)]
         assert dp == [rank % 3, rank % 3 + 3]
-        assert everything is None, "all of the group: no list of ranks"
+        assert everything.ranks == tuple(range(6)) and everything.position == rank
 
 
 def test_a_layout_says_in_words_how_parameters_are_placed():

@@ -110,6 +110,19 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> S
     return Schedule([SCHEDULES[name](rank, stages, microbatches, chunks) for rank in range(stages)])
 
 
+def schedule_for(given: str | Schedule, stages: int, microbatches: int | None, chunks: int) -> Schedule:
+    """The schedule that a trainer on so many ranks was given. Raises ScheduleError if it is for other numbers."""
+    if not isinstance(given, Schedule):
+        return schedule(given, stages=stages, microbatches=stages if microbatches is None else microbatches, chunks=chunks)
+    if len(given.ranks) != stages:
+        raise ScheduleError(f"a schedule for {len(given.ranks)} ranks: expected one for the {stages} ranks of this pipeline")
+    if microbatches not in (None, given.microbatches):
+        raise ScheduleError(f"microbatches={microbatches}, and the schedule has {given.microbatches}: leave it out, or say the same")
+    if chunks * stages not in (stages, len(given.placement)):
+        raise ScheduleError(f"chunks={chunks}, and the schedule has {len(given.placement)} stages: expected the same, or leave it out")
+    return given
+
+
 def gpipe(rank: int, p: int, m: int, chunks: int) -> list[str]:
     """All forwards, then all backwards."""
     return [f"{rank}F{i}" for i in range(m)] + [f"{rank}B{i}" for i in range(m)]

@@ -7,6 +7,7 @@ batch       (inputs, targets), two tensors with the same number of samples along
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -63,10 +64,13 @@ def check_model(model: Any, group: Group) -> torch.device:
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values: give it some, with model.to_empty(device=…) and its init")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if group.size > 1:
         check_norms(model)
-    return device
+    return device_of(model)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def check_norms(model: nn.Module) -> None:
@@ -90,6 +94,12 @@ def check_batch(batch: Any) -> Batch:
     if len(inputs) != len(targets):
         raise ValueError(f"inputs have {len(inputs)} samples along dim 0 and targets {len(targets)}: expected the same number")
     return inputs, targets
+
+
+def shape_number(inputs: Tensor) -> int:
+    """A number for the shape of a sample and its dtype: equal ones have the same, on every rank. Exact as a float64."""
+    digest = hashlib.blake2b(f"{tuple(inputs.shape[1:])} {inputs.dtype}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
 
 
 def in_words(value: Any) -> str:

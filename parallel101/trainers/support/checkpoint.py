@@ -28,8 +28,7 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 
 def state_dict(trainer: Any) -> dict[str, Any]:
     """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere. Collective: call it on every rank."""
-    untrained = {name: t for name, t in tensors_of_state(trainer.model).items() if name not in trainer.trained}
-    parts = untrained | dict(trainer.owned)
+    parts = trainer.untrained | dict(trainer.owned)
     whole = trainer.layout.gather(parts, list(trainer.layout.entries))
     state = copy.copy(trainer.model.state_dict())
     for key, value in state.items():
@@ -83,11 +82,12 @@ def resume(trainer: Any, path: str | os.PathLike) -> int:
 @torch.no_grad()
 def load_model(trainer: Any, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
-    names = trainer.state_names
-    trainer.model.load_state_dict({key: value for key, value in state.items() if names.get(key) not in trainer.trained}, strict=False)
+    parts = trainer.untrained | dict(trainer.owned)
+    trainer.model.load_state_dict({key: value for key, value in state.items() if key not in trainer.state_names}, strict=False)
     for key, value in state.items():
-        if names.get(key) in trainer.owned:
-            trainer.owned[names[key]].copy_(trainer.layout.cut(names[key], value))
+        name = trainer.state_names.get(key)
+        if name in parts:
+            parts[name].copy_(trainer.layout.cut(name, value))
     trainer.gradient_sync.publish()
 
 

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
-from parallel101.trainers.support.arguments import Batch, check_batch
+from parallel101.trainers.support.arguments import Batch, check_batch, shape_number
 from parallel101.trainers.support.checkpoint import check_place
 from parallel101.trainers.support.history import History, StepResult
 
@@ -100,14 +100,16 @@ def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
     try:
         for batch in batches:
             try:
-                with trainer.gradient_sync.forward():  # after an error, too: on ZeRO-3 the other ranks wait for this one's weights
-                    if problem is None:
-                        x, y = share(trainer, batch)
-                        with span("evaluate"):
-                            total += trainer.stage.loss(x, y).item() * len(x)
-                        samples += len(x)
+                x, y = share(trainer, batch)
             except Exception as error:
                 problem = problem or error
+                with trainer.gradient_sync.forward():  # on ZeRO-3 the other ranks wait for this one's weights
+                    continue
+            with span("evaluate"):
+                loss = trainer.executor.evaluate(x, y, shape_number(x))
+            problem = problem or trainer.executor.failure
+            if loss is not None and trainer.axes.here.get("tp", 0) == 0:  # ranks along tp share one loss
+                total, samples = total + loss * len(x), samples + len(x)
     finally:
         for module in training:  # and no other: some may be frozen
             module.training = True

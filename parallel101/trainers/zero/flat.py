@@ -9,7 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 
 import torch
@@ -119,6 +119,11 @@ class Flat:
         for p in self.parameters.values():
             p.data = self.empty
 
+    def show_shapes(self) -> None:
+        """Give the parameters their shapes without memory, so that gradients can be assigned to them."""
+        for p, shape in zip(self.parameters.values(), self.shapes.values()):
+            p.data = self.shard.new_zeros(()).expand(shape)
+
     # ── gradients ──
 
     def begin(self) -> None:
@@ -186,9 +191,9 @@ class GradientReducer:
                 flat.grad += total
 
 
-def by_kind(parameters: Parameters) -> Iterable[dict[str, nn.Parameter]]:
-    """The parameters in groups of one dtype and device each, as a flat array needs them."""
+def by_kind(parameters: Parameters, apart: Mapping[str, str] = {}) -> Iterable[dict[str, nn.Parameter]]:
+    """The parameters in groups of one dtype and device each, as a flat array needs them. `apart`: see `by_size`."""
     groups: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in parameters.items():
-        groups.setdefault((p.dtype, p.device), {})[name] = p
+        groups.setdefault((p.dtype, p.device, apart.get(name)), {})[name] = p
     return groups.values()

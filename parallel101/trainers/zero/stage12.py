@@ -29,12 +29,22 @@ class ZeRO12:
     sends them once; stage 2 has no place for whole gradients, and sends after each microbatch.
     """
 
-    def __init__(self, parameters: Parameters, group: GroupLike, *, zero_stage: int, bucket_bytes: int, overlap: bool):
+    def __init__(
+        self,
+        parameters: Parameters,
+        group: GroupLike,
+        *,
+        zero_stage: int,
+        bucket_bytes: int,
+        overlap: bool,
+        apart: Mapping[str, str] = {},
+    ):
         self.zero_stage, self.overlap = zero_stage, overlap
         self.live = LiveBytes()
         self.reducer = GradientReducer(group)
         self.ranks = group_of(group).size
-        self.flats = [Flat(names, group, self.live, weights=True, gradients=zero_stage == 1) for names in by_size(parameters, bucket_bytes)]
+        together = by_size(parameters, bucket_bytes, apart)
+        self.flats = [Flat(names, group, self.live, weights=True, gradients=zero_stage == 1) for names in together]
         self.owned = {name: piece for flat in self.flats for name, piece in flat.owned.items()}
         self.placements = {name: pieces for flat in self.flats for name, pieces in flat.placements.items()}
         self.listening = False
@@ -56,8 +66,8 @@ class ZeRO12:
         return nullcontext()
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        complete = last or self.zero_stage == 2
+    def backward(self, kind: str, last: bool) -> Iterator[None]:
+        complete = last or (self.zero_stage == 2 and kind != "I")
         self.sent, self.missing = 0, {flat: set(flat.parameters.values()) for flat in self.flats}
         self.listening = complete
         try:

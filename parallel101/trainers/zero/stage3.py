@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,7 @@ class ZeRO3:
         layers: Sequence[type[nn.Module]] | None = None,
         overlap: bool = True,
         autocast: torch.dtype | None = None,
+        apart: Mapping[str, str] = {},
     ):
         modules = dict(layers_of(model, None if layers is None else tuple(layers)))
         own, shared = share_out(modules, parameters)
@@ -74,7 +75,7 @@ class ZeRO3:
         self.live, self.reducer = LiveBytes(), GradientReducer(group)
 
         def flats_of(names: Parameters) -> list[Flat]:
-            return [Flat(kind, group, self.live, weights=False, gradients=False) for kind in by_kind(names)]
+            return [Flat(kind, group, self.live, weights=False, gradients=False) for kind in by_kind(names, apart)]
 
         self.layers = [Layer(name, modules[name], flats_of(own[name])) for name in modules if own[name]]
         self.shared = flats_of(shared)
@@ -89,6 +90,7 @@ class ZeRO3:
         self.upcoming: deque[Layer] = deque()
         self.current: Layer | None = None
         self.in_backward = self.in_forward = self.in_layer = False
+        self.sends = True  # whether gradients leave in a backward; not so in the first half of one
         self.spans = ExitStack()
         model.register_forward_pre_hook(self.begin_forward, prepend=True)  # first, so that other hooks see whole weights
         for layer in self.layers:
@@ -153,9 +155,27 @@ class ZeRO3:
 
     # ── backward ──
 
+    def backward(self, kind: str, last: bool) -> AbstractContextManager:
+        return self.weight_gradients() if kind == "W" else self.backward_pass(sends=kind == "B")
+
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        self.in_backward = True
+    def weight_gradients(self) -> Iterator[None]:
+        """Computing them needs no weights. What is assigned to .grad must have the parameter's shape, which takes no memory."""
+        for flat in self.flats:
+            flat.show_shapes()
+        try:
+            yield
+        finally:
+            for flat in self.flats:
+                flat.free()
+                self.reducer.send(flat)
+
+    def ready(self, p: Tensor) -> None:
+        """Nothing: a layer's gradients leave when its backward is over."""
+
+    @contextmanager
+    def backward_pass(self, sends: bool) -> Iterator[None]:
+        self.in_backward, self.sends = True, sends
         self.begin_pass(self.order[::-1])
         try:
             yield
@@ -167,9 +187,9 @@ class ZeRO3:
             ) from error
         finally:
             self.end_pass()
-            for flat in self.shared:
+            for flat in self.shared if sends else ():
                 self.reducer.send(flat)
-            for flat in (flat for layer in self.layers for flat in layer.flats):
+            for flat in (flat for layer in self.layers if sends for flat in layer.flats):
                 if any(p.grad is not None for p in flat.parameters.values()):  # used more often than planned
                     self.reducer.send(flat)
             self.in_backward = False
@@ -231,7 +251,7 @@ class ZeRO3:
         torch.clear_autocast_cache()  # it would keep the weights in bfloat16
         for flat in layer.flats:
             flat.free()
-        if self.in_backward and layer not in self.upcoming:
+        if self.in_backward and self.sends and layer not in self.upcoming:
             for flat in layer.flats:
                 self.reducer.send(flat)
 

@@ -1,0 +1,187 @@
+"""One rank's list of actions, carried out. Every schedule runs in this loop, on one stage or many.
+
+    0F3   forward of microbatch 3 on stage 0                       0SEND_F3   its output, to the next stage
+    0B3   its backward; or 0I3, the input gradient,                0RECV_B3   post the receive of its output's gradient
+          and 0W3, the weight gradients                            1SEND_B3   the input's gradient, to the stage before
+
+Without a pipeline there is one stage and nothing to send: gradient accumulation is 1F1B on one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel101.record.spans import span
+from parallel101.trainers.gradients import GradientSync
+from parallel101.trainers.pipeline.messages import Messages, is_first_forward
+from parallel101.trainers.schedules.actions import COMPUTE, Action, ScheduleError
+from parallel101.trainers.schedules.check import partner
+from parallel101.trainers.support.arguments import LossFn, check_depends, check_loss
+from parallel101.trainers.weight_gradients import WeightGradients
+
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class Held(NamedTuple):
+    """What a stage keeps of a microbatch from its forward to the end of its backward."""
+
+    x: Tensor
+    y: Tensor
+    later: WeightGradients
+
+
+class Executor:
+    """The stages that this rank computes, and what it keeps during a step.
+
+    Args:
+        parts: global stage → its part of the model; without a pipeline {0: the model}.
+        actions: of this rank, in order, with sends and receives.
+        stages: how many the whole model has.
+        syncs: (stages of this rank, how their gradients are synchronised). home: parameter → its synchronisation.
+        messages: with other stages; None without a pipeline.
+        goes_on: after an error, take part in every remaining message, so that the other ranks reach the end of the step.
+
+    Attributes:
+        microbatches: how many of them a step has.
+        losses: microbatch → its share of the loss; on the last stage only.
+        failure: the first error of this step. After it nothing more is computed.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        loss_fn: LossFn,
+        actions: Sequence[Action],
+        *,
+        stages: int,
+        syncs: Sequence[tuple[frozenset[int], GradientSync]],
+        home: Mapping[nn.Parameter, GradientSync],
+        messages: Messages | None = None,
+        autocast: torch.dtype | None = None,
+        goes_on: bool = True,
+    ):
+        self.parts, self.loss_fn, self.actions, self.last_stage = parts, loss_fn, actions, stages - 1
+        self.syncs, self.home, self.messages, self.autocast, self.goes_on = syncs, home, messages, autocast, goes_on
+        kinds = {action.kind for action in actions if action.kind in COMPUTE}
+        if not {"F"} < kinds:
+            raise ScheduleError(f"actions={[str(action) for action in actions]}: expected forwards (F) and their backwards (B, or I and W)")
+        self.microbatches = 1 + max(action.microbatch for action in actions)
+        self.split = {(action.stage, action.microbatch) for action in actions if action.kind == "I"}
+        self.last = [[a for a in actions if a.kind in "BW" and a.stage in of_sync][-1] for of_sync, _ in syncs]
+        self.run_by = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weight_gradients}
+        self.losses: dict[int, Tensor] = {}
+        self.failure: Exception | None = None
+
+    def begin(self, inputs: Tensor, targets: Tensor, total: int, shape: Hashable = None) -> None:
+        """A step begins, on this rank's share of a batch of `total` samples. `shape`: of a sample, the same on all stages."""
+        self.prepare(inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches), total, shape)
+
+    def prepare(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], total: int, shape: Hashable, forward_only: bool = False) -> None:
+        self.inputs, self.targets, self.total = inputs, targets, total
+        self.losses, self.failure, self.broken = {}, None, False
+        self.held: dict[tuple[int, int], Held] = {}  # by stage and microbatch
+        self.later: dict[tuple[int, int], WeightGradients] = {}
+        self.results: dict[Action, Tensor] = {}  # what a SEND sends, or the next stage on this rank takes
+        if self.messages is not None:
+            self.messages.begin([(len(x), shape) for x in inputs], forward_only)
+
+    def run(self, action: Action) -> None:
+        """Compute one action, or start one message. An error is kept in `failure`."""
+        try:
+            if action.kind in COMPUTE:
+                self.compute(action)
+            elif self.messages is not None and action.kind.startswith("SEND"):
+                self.messages.send(action, self.results.pop(action, None))
+            elif self.messages is not None:
+                self.messages.post(action)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        self.failure, self.broken = self.failure or error, True
+        if not self.goes_on:
+            raise error
+
+    def compute(self, action: Action) -> None:
+        stage, kind, i = action[:3]
+        arrived = self.receive(action)
+        labels = {"microbatch": i, "stage": stage} if self.messages is not None else {"microbatch": i}
+        with ExitStack() as around:
+            around.enter_context(span(NAMES[kind], **labels))
+            for (stages, sync), last in zip(self.syncs, self.last):
+                if stage in stages:
+                    around.enter_context(sync.forward() if kind == "F" else sync.backward(kind, action == last))
+            if not self.broken:
+                self.run_by[kind](stage, i, arrived)
+
+    def receive(self, action: Action) -> Tensor | None:
+        """What it needs from another stage."""
+        stage, kind, i = action[:3]
+        if self.messages is None or kind == "W" or stage == (0 if kind == "F" else self.last_stage):
+            return None
+        receive = Action(stage, "RECV_F" if kind == "F" else "RECV_B", i)
+        send = partner(receive)
+        arrived = self.results.pop(send, None) if send.stage in self.parts else self.messages.take(receive)
+        self.broken = self.broken or arrived is None
+        return arrived
+
+    # ── what is computed ──
+
+    def forward(self, stage: int, i: int, arrived: Tensor | None) -> None:
+        x = self.inputs[i] if arrived is None else arrived.requires_grad_(arrived.is_floating_point())
+        later = WeightGradients(split=(stage, i) in self.split, ready=self.ready)
+        with later.forward():
+            if stage == self.last_stage:
+                y = self.loss(stage, x, self.targets[i]) * (len(self.targets[i]) / self.total)
+                if torch.is_grad_enabled():
+                    check_depends(y)
+                self.losses[i] = y.detach()
+            else:
+                with self.casting(x):
+                    y = self.parts[stage](x)
+                self.results[Action(stage, "SEND_F", i)] = y.detach()
+        if torch.is_grad_enabled():
+            self.held[stage, i] = Held(x, y, later)
+
+    def backward(self, stage: int, i: int, arrived: Tensor | None) -> None:
+        x, y, later = self.held.pop((stage, i))
+        if y.requires_grad:
+            torch.autograd.backward(y, arrived)
+        if stage:
+            self.results[Action(stage, "SEND_B", i)] = torch.zeros_like(x) if x.grad is None else x.grad
+        if later.split:
+            self.later[stage, i] = later
+
+    def weight_gradients(self, stage: int, i: int, arrived: Tensor | None) -> None:
+        self.later.pop((stage, i)).run()
+
+    def ready(self, p: nn.Parameter) -> None:
+        self.home[p].ready(p)
+
+    def loss(self, stage: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss over these samples, from what comes into the last stage."""
+        with self.casting(inputs):
+            return check_loss(self.loss_fn(self.parts[stage](inputs), targets))
+
+    def casting(self, x: Tensor) -> Any:
+        return torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def finish(self) -> None:
+        """All messages of the step have left."""
+        if self.messages is not None:
+            self.messages.finish()
+            if self.broken:
+                self.messages.forget()
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, shape: Hashable) -> float | None:
+        """The mean loss over these samples, in one microbatch without a backward; None on ranks that don't have the last stage."""
+        self.prepare([inputs], [targets], len(targets), shape, forward_only=True)
+        for action in filter(is_first_forward, self.actions):
+            self.run(action)
+        self.finish()
+        return self.losses[0].item() if 0 in self.losses else None

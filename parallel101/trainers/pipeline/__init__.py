@@ -1,0 +1,1 @@
+"""A model cut into stages on several ranks (split.py), and what travels between the stages (messages.py)."""

@@ -1,0 +1,227 @@
+"""What travels between pipeline stages: activations to the next stage, and their gradients back.
+
+    rank 0 ══ group "0 → 1": activations ══▶ rank 1            each direction between two ranks has a process group of its own:
+    rank 0 ◀═ group "1 → 0": gradients ═════ rank 1            NCCL has no tags, and messages of one group go one by one
+
+Receives are posted ahead, so their shape must be known. The first message of each shape of microbatch is announced by a small one with its
+shape and dtype. Messages from one rank are received in the order in which it sends them. A sent tensor is kept until it was received; that
+is known without asking, when a message arrives which its receiver could compute only with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel101.record.spans import wait_span
+from parallel101.trainers.layout import Axes
+from parallel101.trainers.schedules.actions import Action, ScheduleError
+from parallel101.trainers.schedules.check import Placement, partner
+from parallel101.trainers.schedules.messages import receive_for
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_DIMS = 8
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+class Messages:
+    """The messages of one rank's stages with its neighbours.
+
+    Args:
+        axes: the ranks; stages lie along "pp".
+        lists: of all ranks along "pp", with sends and receives.
+        placement: global stage → position along "pp".
+        in_list_order: post them through one group in the order of the list, as torch.distributed.pipelining does.
+        device: of the tensors.
+    """
+
+    def __init__(self, axes: Axes, lists: Sequence[Sequence[Action]], placement: Placement, in_list_order: bool, device: torch.device):
+        self.placement, self.me, self.device, self.in_list_order = placement, axes.here["pp"], device, in_list_order
+        self.ranks = axes.along(["pp"]).ranks
+        self.lists = lists
+        pairs = {(r, placement[partner(a).stage]) for r, of_rank in enumerate(lists) for a in of_rank if a.kind.startswith("SEND")}
+        self.groups = groups_of(axes, sorted(pairs))
+        self.acknowledged = acknowledged(lists, placement, self.me)
+        self.known: dict[Hashable, Spec] = {}  # (stage, kind, shape of the microbatch) → shape and dtype of its message
+        self.announced: set[Hashable] = set()
+        self.seen: set[Hashable] = set()  # shapes of microbatches of whole steps
+
+    def begin(self, shapes: Sequence[Hashable], forward_only: bool = False) -> None:
+        """A step begins. `shapes`: for each microbatch, what its messages' shapes depend on. `forward_only`: see `is_first_forward`."""
+        self.shapes = shapes
+        self.through_one = self.in_list_order and self.seen.issuperset(shapes)
+        self.seen.update(shapes)
+        lists = [list(filter(is_first_forward, of_rank)) for of_rank in self.lists] if forward_only else self.lists
+        self.expected: dict[int, deque[Action]] = {}
+        for source, of_rank in enumerate(lists):
+            if source != self.me:
+                mine = [partner(a) for a in of_rank if a.kind.startswith("SEND") and self.placement[partner(a).stage] == self.me]
+                self.expected[source] = deque(mine)
+        self.arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self.absent: set[Action] = set()  # what is not sent, because the stage that would compute it has failed
+        self.sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
+
+    def forget(self) -> None:
+        """After a step that failed: shapes must be announced again."""
+        self.known, self.announced, self.seen = {}, set(), set()
+
+    # ── sending ──
+
+    def send(self, action: Action, tensor: Tensor | None) -> None:
+        """Begin to send it. None: this rank has failed; the others get zeros, so that they can go on to the end of the step."""
+        receive = partner(action)
+        key, to = self.key(receive), self.placement[receive.stage]
+        if receive in self.absent:
+            return
+        problem = None if tensor is None else self.unfit(action, tensor, self.known.get(key))
+        tensor = None if problem else tensor
+        if action.kind == "SEND_F" and key not in self.announced:
+            self.isend(action, header(tensor).to(self.device), to)
+            if tensor is None:
+                self.absent |= {receive, Action(action.stage, "RECV_B", action.microbatch)}
+            else:
+                self.announced.add(key)
+                self.known[key] = tuple(tensor.shape), tensor.dtype
+        if receive not in self.absent:
+            shape, dtype = self.known[key]
+            zeros = torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor
+            self.isend(action, zeros.contiguous(), to)
+        if problem:
+            raise ScheduleError(problem)
+
+    def unfit(self, action: Action, tensor: Tensor, before: Spec | None) -> str | None:
+        """Why this can't be sent. `before`: shape and dtype of an earlier microbatch of the same shape."""
+        what = f"stage {action.stage} gave a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} for microbatch {action.microbatch}"
+        if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
+            return f"{what}: expected floating-point activations of up to {MOST_DIMS} dims between two stages"
+        if before is not None and (tuple(tensor.shape), tensor.dtype) != before:
+            return f"{what}, and {before[0]} {before[1]} for an earlier one: expected a shape that depends on the inputs' shape only"
+        return None
+
+    def isend(self, action: Action, tensor: Tensor, to: int) -> None:
+        work = dist.isend(tensor, self.ranks[to], self.group(self.me, to))
+        assert work is not None
+        self.sent.setdefault(action, []).append((work, tensor))
+
+    # ── receiving ──
+
+    def post(self, action: Action) -> None:
+        """Post this receive and those that come before it from the same rank, as far as their shapes are known."""
+        source = self.source(action)
+        while action in self.expected[source] and not self.must_hear(self.expected[source][0]):
+            self.post_next(source)
+
+    def must_hear(self, action: Action) -> bool:
+        """Whether its shape is announced first."""
+        return self.key(action) not in self.known and action not in self.absent
+
+    def post_next(self, source: int) -> None:
+        action = self.expected[source].popleft()
+        if action not in self.absent:
+            shape, dtype = self.known[self.key(action)]
+            box = torch.empty(shape, dtype=dtype, device=self.device)
+            work = dist.irecv(box, self.ranks[source], self.group(source, self.me))
+            assert work is not None
+            self.arriving[action] = box, work
+
+    def take(self, action: Action) -> Tensor | None:
+        """Wait for this message. None: the stage that should have sent it has failed."""
+        source = self.source(action)
+        with wait_span("wait for activations" if action.kind == "RECV_F" else "wait for gradients", microbatch=action.microbatch):
+            while action in self.expected[source]:
+                if self.must_hear(self.expected[source][0]):
+                    self.hear_shape(self.expected[source][0], source)
+                self.post_next(source)
+            if action in self.absent:
+                return None
+            box, work = self.arriving.pop(action)
+            work.wait()
+            self.release(self.acknowledged.get(action, []))
+        return box
+
+    def hear_shape(self, action: Action, source: int) -> None:
+        numbers = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=self.device)
+        work = dist.irecv(numbers, self.ranks[source], self.group(source, self.me))
+        assert work is not None
+        work.wait()
+        dims, dtype, *shape = numbers.tolist()
+        if dims < 0:
+            self.absent |= {action, Action(action.stage - 1, "RECV_B", action.microbatch)}
+        else:
+            self.known[self.key(action)] = tuple(shape[:dims]), DTYPES[dtype]
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        with wait_span("wait until sent"):
+            self.release(list(self.sent))
+
+    def release(self, actions: Sequence[Action]) -> None:
+        """Let go of what was sent with these actions, once it was received."""
+        for action in actions:
+            for work, _ in self.sent.pop(action, []):
+                work.wait()
+
+    # ── which message, between which ranks ──
+
+    def key(self, receive: Action) -> Hashable:
+        """What its shape is known by: a gradient has the shape of the activation."""
+        stage = receive.stage if receive.kind == "RECV_F" else receive.stage + 1
+        return stage, self.shapes[receive.microbatch]
+
+    def source(self, receive: Action) -> int:
+        return self.placement[partner(receive).stage]
+
+    def group(self, source: int, to: int) -> Any:
+        return None if self.through_one else self.groups[source, to]
+
+
+def groups_of(axes: Axes, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each direction between two positions of this rank's pipeline.
+
+    All ranks of the world must make all groups, in the same order. If only some of them train, those of each pipeline make two groups
+    of their own: one for messages to later positions, one for messages to earlier ones.
+    """
+    line = axes.along(["pp"]).ranks
+    if len(axes.members.ranks) < dist.get_world_size():
+        both = [dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp") for _ in range(2)]
+        return {(source, to): both[source > to] for source, to in pairs}
+    found = {}
+    positions = range(len(axes.members.ranks))
+    lines = dict.fromkeys(tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions)
+    for other in lines:
+        for source, to in pairs:
+            group = dist.new_group([other[source], other[to]], group_desc="mesh_pp")
+            if other == line and axes.here["pp"] in (source, to):
+                found[source, to] = group
+    return found
+
+
+def header(tensor: Tensor | None) -> Tensor:
+    """Dims, dtype, shape; −1 dims: nothing will come."""
+    if tensor is None:
+        return torch.tensor([-1] + [0] * (1 + MOST_DIMS))
+    return torch.tensor([tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())])
+
+
+def acknowledged(lists: Sequence[Sequence[Action]], placement: Placement, me: int) -> dict[Action, list[Action]]:
+    """For each receive of this rank, the sends of this rank that must have been received before that message could be computed."""
+    found: dict[Action, list[Action]] = {}
+    for source in range(len(lists)):
+        used: list[Action] = []
+        for action in lists[source] if source != me else ():
+            needed = receive_for(action, placement)
+            if needed is not None and placement[partner(needed).stage] == me:
+                used.append(partner(needed))
+            elif action.kind.startswith("SEND") and placement[partner(action).stage] == me:
+                found[partner(action)], used = used, []
+    return found
+
+
+def is_first_forward(action: Action) -> bool:
+    """Whether it belongs to the forward of the first microbatch: all that is run to evaluate."""
+    return action.kind in ("F", "SEND_F", "RECV_F") and action.microbatch == 0

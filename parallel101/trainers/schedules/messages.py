@@ -1,0 +1,75 @@
+"""Sends and receives for a schedule whose lists have none: what the executor adds, so that messages overlap compute.
+
+    compute only          2F0              2F1              2B0
+    with messages   RECV_F0  RECV_F1  2F0  SEND_F0  RECV_B0  2F1  …
+
+A result is sent as soon as it is there. A receive is posted one action ahead: before an action is computed, the receive of the next action
+that needs one is posted. Receives from one rank are posted in the order in which that rank sends, since NCCL has no tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parallel101.trainers.schedules.actions import COMMUNICATION, Action
+from parallel101.trainers.schedules.check import Placement, Ranks, partner
+
+
+def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
+    """The lists with their sends and receives, and overlaps taken apart. Lists that have sends already keep their order."""
+    apart = [[part for action in of_rank for part in action.computed()] for of_rank in ranks]
+    if has_messages(ranks):
+        return apart
+    sent = [[list(sends(action, placement)) for action in of_rank] for of_rank in apart]
+    expected: dict[int, dict[int, list[Action]]] = {rank: {} for rank in range(len(ranks))}  # by receiver and sender, in the sender's order
+    for source, of_rank in enumerate(sent):
+        for send in sum(of_rank, []):
+            receive = partner(send)
+            expected[placement[receive.stage]].setdefault(source, []).append(receive)
+    return [list(posted_ahead(apart[rank], sent[rank], expected[rank], placement)) for rank in range(len(ranks))]
+
+
+def posted_ahead(
+    actions: list[Action], sent: list[list[Action]], expected: dict[int, list[Action]], placement: Placement
+) -> Iterator[Action]:
+    """One rank's list. `expected`: by sending rank, the receives in the order in which it sends."""
+    needed = [receive_for(action, placement) for action in actions]
+    channel = {receive: source for source, receives in expected.items() for receive in receives}
+    waiting = {source: list(receives) for source, receives in expected.items()}
+
+    def post(receive: Action) -> Iterator[Action]:
+        of_source = waiting[channel[receive]]
+        while receive in of_source:
+            yield of_source.pop(0)
+
+    for place, action in enumerate(actions):
+        if (receive := needed[place]) is not None:
+            yield from post(receive)
+        following = next((receive for receive in needed[place + 1 :] if receive is not None), None)
+        if following is not None:
+            yield from post(following)
+        yield action
+        yield from sent[place]
+
+
+def has_messages(ranks: Ranks) -> bool:
+    return any(action.kind in COMMUNICATION for of_rank in ranks for action in of_rank)
+
+
+def receive_for(action: Action, placement: Placement) -> Action | None:
+    """The receive of what this action needs from another rank."""
+    stage, kind, i = action[:3]
+    if kind == "F" and stage and placement[stage - 1] != placement[stage]:
+        return Action(stage, "RECV_F", i)
+    if kind in ("B", "I") and stage < max(placement) and placement[stage + 1] != placement[stage]:
+        return Action(stage, "RECV_B", i)
+    return None
+
+
+def sends(action: Action, placement: Placement) -> Iterator[Action]:
+    """The send of what this action computes, if another rank needs it."""
+    stage, kind, i = action[:3]
+    if kind == "F" and stage < max(placement) and placement[stage + 1] != placement[stage]:
+        yield Action(stage, "SEND_F", i)
+    if kind in ("B", "I") and stage and placement[stage - 1] != placement[stage]:
+        yield Action(stage, "SEND_B", i)
