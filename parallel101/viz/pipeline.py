@@ -71,9 +71,10 @@ def pipeline_scene(source: Source | Mapping[str, Source], *within: str, title: s
     most = max(times.peak(rank) for times in panels.values() for rank in times.ranks)
     for name, times in panels.items():
         scene.add("text", name, x=LEFT, y=y + 13, font_size=15, class_="b")
-        scene.add("text", panel_facts(times), x=RIGHT, y=y + 13, font_size=13, class_="m e")
+        more = "" if len({facts(of) for of in panels.values()}) == 1 else f"{facts(times)} · "
+        scene.add("text", more + panel_facts(times), x=RIGHT, y=y + 13, font_size=13, class_="m e")
         _panel(scene, times, x, y + HEAD - 4, row, most)
-        _cursor(scene, times.makespan, x, y + HEAD - 4, len(times.ranks) * row - 2, longest)
+        _cursor(scene, times.makespan, x, y + HEAD - 4, len(times.ranks) * row - 2)
         y += HEAD + len(times.ranks) * row + BETWEEN
     _axis(scene, longest, any(times.recorded for times in panels.values()), y, x)
     _stops(scene, panels, longest)
@@ -260,7 +261,7 @@ def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _cursor(scene: Scene, makespan: float, x: Callable[[float], float], y: float, tall: float, longest: float) -> None:
+def _cursor(scene: Scene, makespan: float, x: Callable[[float], float], y: float, tall: float) -> None:
     """A line that moves through a panel, and a veil over what comes after it."""
     name = f"panel{len(scene.definitions)}"
     right, end = x(makespan), playing(makespan, x)
