@@ -1,4 +1,8 @@
-"""Our schedules run in torch.distributed.pipelining, and equal one process in float64."""
+"""Our schedules run in torch.distributed.pipelining, and torch's lists run in PipelineTrainer: both equal one process, in float64.
+
+torch's lists are made by its own classes: compute only, and with the sends and receives that it adds. For two ranks with two stages each
+they are those of its test artefacts zb1p_2rank_2stagep_compute.csv and zb1p_2rank_2stagep_comms.csv (pytorch, test/distributed/pipelining).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
-from tests.trainers.cases import CLOSE, differing
+from tests.trainers.cases import CLOSE, OPTIMIZERS, Task, differences, differing, one_process, randn, trained
+from tests.trainers.test_schedules import CYCLE, TORCHS, Mock, csv_of
 
-LAYERS, WIDTH, SAMPLES = 8, 5, 16
+LAYERS, WIDTH, SAMPLES = 8, 5, 40
 
 
 def model() -> nn.Sequential:
@@ -21,17 +27,12 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).double()
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs, targets = (torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    return inputs, targets
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    return randn(step, SAMPLES, WIDTH), randn(100 + step, SAMPLES, WIDTH)
 
 
-def one_process() -> tuple[float, dict[str, Tensor | None]]:
-    alone, (inputs, targets) = model(), batch()
-    loss = mse_loss(alone(inputs), targets)
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in alone.named_parameters()}
+TASK = Task(model, mse_loss, batch)
+STEPS = 2
 
 
 OURS = {  # name → chunks, microbatches
@@ -47,7 +48,7 @@ def in_torchs_runtime(schedules: dict[str, p101.Schedule], folder: str) -> dict[
     """The loss, where it is known, and the gradients of this rank's stages."""
     rank, found = dist.get_rank(), {}
     for name, schedule in schedules.items():
-        whole, (inputs, targets), count = model(), batch(), len(schedule.placement)
+        whole, (inputs, targets), count = model(), batch(0), len(schedule.placement)
         each = LAYERS // count
         mine = [stage for stage, of in schedule.placement.items() if of == rank]
         parts = {stage: whole[stage * each : (stage + 1) * each] for stage in mine}
@@ -67,9 +68,53 @@ def test_our_schedules_run_in_torchs_runtime(tmp_path):
     for name, schedule in schedules.items():
         (tmp_path / f"{name}.csv").write_text(schedule.to_csv())
     results = p101.launch(in_torchs_runtime, schedules, str(tmp_path), world_size=ranks).results
-    expected_loss, expected = one_process()
+    expected = one_process(TASK, "sgd", None, STEPS)
     for name in schedules:
         (loss,) = [of_rank[name][0] for of_rank in results if of_rank[name][0] is not None]
-        assert loss == pytest.approx(expected_loss, rel=CLOSE), name
+        assert loss == pytest.approx(expected.losses[0], rel=CLOSE), name
         gradients = {parameter: g for of_rank in results for parameter, g in of_rank[name][1].items()}
-        assert not differing(gradients, expected, CLOSE), name
+        assert not differing(gradients, expected.gradients[0], CLOSE), name
+
+
+def torchs_lists() -> dict[int, dict[str, str]]:
+    """Number of ranks → name → CSV."""
+    zero_bubble = torchs.ScheduleInterleavedZeroBubble([Mock(4, 2, stage) for stage in (0, 2)], 8, loss_fn=mse_loss)
+    order = {rank: [action for action in zero_bubble.pipeline_order[rank] if action is not None] for rank in range(2)}
+    merged = {rank: torchs._merge_bw(list(actions)) for rank, actions in order.items()}  # B where W follows I
+    full = torchs._add_send_recv(merged, stage_to_rank=lambda stage: stage % 2, num_stages=4)
+    of_two = {
+        "zb1p, compute": "\n".join(",".join(map(str, of_rank)) for of_rank in order.values()),
+        "zb1p, with messages": "\n".join(",".join(map(str, of_rank)) for of_rank in full.values()),
+    }
+    of_four = {f"{name}, {how}": text for name in TORCHS for how, text in zip(("compute", "with messages"), csv_of(name))}
+    return {2: of_two, 4: of_four}
+
+
+def run_lists(lists: dict[str, str]) -> dict[str, list[str]]:
+    """Name → where the trainer differs from one process."""
+    found = {}
+    for name, text in lists.items():
+        trainer = p101.PipelineTrainer(model(), mse_loss, OPTIMIZERS["sgd"], schedule=p101.Schedule.from_csv(text))
+        found[name] = differences(trained(trainer, TASK, STEPS), one_process(TASK, "sgd", None, STEPS))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where"),
+    [(2, {}), (2, {"backend": "sim", "rules": "nccl"}), (4, {"backend": "sim"}), (4, {"backend": "sim", "rules": "nccl"})],
+    ids=["2 on gloo", "2 by NCCL's rules", "4 on sim", "4 by NCCL's rules"],
+)
+def test_torchs_lists_run_in_our_trainer(ranks, where):
+    lists = torchs_lists()[ranks]
+    for found in p101.launch(run_lists, lists, world_size=ranks, **where).results:
+        assert found == {name: [] for name in lists}
+
+
+def test_a_hang_that_others_met_runs_by_gloos_rules_and_is_named_by_nccls():
+    """pytorch issue 172668: two stages a rank, and sends and receives that go one by one."""
+    lists = {"the cycle": "\n".join(CYCLE)}
+    for where in ({}, {"backend": "sim"}):
+        assert p101.launch(run_lists, lists, world_size=2, **where).results == [{"the cycle": []}] * 2
+    with pytest.raises(p101.RankFailed, match="ScheduleError") as error:
+        p101.launch(run_lists, lists, world_size=2, backend="sim", rules="nccl")
+    assert "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0" in str(error.value)
