@@ -207,23 +207,60 @@ def square_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.square().mean()
 
 
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
 def data_of_the_lecture() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(7))
 
 
+def trained_one_step(build, weights: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """By a trainer that `build` makes of a model: the loss, and the gradients of the whole model."""
+    data, trainer = data_of_the_lecture(), build(model_of(weights))
+    return trainer.step(data, data), trainer.gradients()
+
+
+def same_numbers(outputs: torch.Tensor, weights: list[torch.Tensor], steps: list[tuple[float, dict[str, torch.Tensor]]]) -> None:
+    """The lecture's outputs, one process with the same weights, and the trainer on every rank."""
+    model = model_of(weights)
+    expected = model(data_of_the_lecture())
+    torch.testing.assert_close(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
+    square_mean(expected, expected).backward()
+    for loss, gradients in steps:
+        assert loss == pytest.approx(outputs.square().mean().item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6 * parameter.grad.abs().max().item())
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_the_tensor_parallel_program_runs_unchanged(backend):
-    data = data_of_the_lecture()
-    results = p101.launch(lambda: tensor_parallelism_main(dist.get_rank(), 4, data, LAYERS), world_size=4, backend=backend).results
+def test_the_tensor_parallel_program_and_the_trainer_give_the_same_numbers(backend):
+    data, ranks = data_of_the_lecture(), 4
+    results = p101.launch(lambda: tensor_parallelism_main(dist.get_rank(), ranks, data, LAYERS), world_size=ranks, backend=backend).results
     weights = [torch.cat([params[i] for _, params in results], dim=1) for i in range(LAYERS)]
-    expected = model_of(weights)(data).detach()
+
+    def build(model):
+        plan = {str(2 * layer): "column_gather" for layer in range(LAYERS)}
+        return p101.TensorParallelTrainer(model, square_mean, adamw, plan=plan)
+
+    steps = p101.launch(trained_one_step, build, weights, world_size=ranks, backend=backend).results
     for outputs, _ in results:
-        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+        same_numbers(outputs, weights, steps)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_the_pipeline_program_runs_unchanged(backend):
-    data = data_of_the_lecture()
-    results = p101.launch(lambda: pipeline_parallelism_main(dist.get_rank(), 2, data, LAYERS, 4), world_size=2, backend=backend).results
-    expected = model_of([w for _, params in results for w in params])(data).detach()
-    torch.testing.assert_close(results[-1][0], expected, rtol=1e-5, atol=1e-6)
+def test_the_pipeline_program_and_the_trainer_give_the_same_numbers(backend):
+    data, ranks, microbatches = data_of_the_lecture(), 2, 4
+
+    def lecture():
+        return pipeline_parallelism_main(dist.get_rank(), ranks, data, LAYERS, microbatches)
+
+    results = p101.launch(lecture, world_size=ranks, backend=backend).results
+    weights = [w for _, params in results for w in params]
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+
+        def build(model, schedule=schedule):
+            return p101.PipelineTrainer(model, square_mean, adamw, schedule=schedule, microbatches=microbatches)
+
+        steps = p101.launch(trained_one_step, build, weights, world_size=ranks, backend=backend).results
+        same_numbers(results[-1][0], weights, steps)
