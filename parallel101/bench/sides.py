@@ -121,6 +121,10 @@ def dtensor(model: nn.Module) -> Step:
     return alone(parallelize_module(model, mesh, plan))
 
 
+def tensor_parallel(model: nn.Module) -> Step:
+    return p101.TensorParallelTrainer(model, mse_loss, adamw).step
+
+
 # ---- pipeline: each rank has a part of the layers; its first rank reads the inputs, its last one the targets ----
 
 
@@ -178,6 +182,11 @@ def v_shape(rank: int, ranks: int) -> list[int]:
     return [rank, 2 * ranks - 1 - rank]
 
 
+def pipeline(schedule: str, chunks: int = 1) -> Side:
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "chunks": chunks}
+    return lambda model: p101.PipelineTrainer(model, mse_loss, adamw, **options).step
+
+
 MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
 TABLES = {
     "data": Table(
@@ -196,7 +205,7 @@ TABLES = {
     ),
     "tensor": Table(
         f"A tensor-parallel step on {{}}: {MODEL}",
-        {"no communication": tensor_alone, "torch DTensor": dtensor},
+        {"no communication": tensor_alone, "torch DTensor": dtensor, "TensorParallelTrainer": tensor_parallel},
         {"/ DTensor": "torch DTensor"},
         cut=False,
     ),
@@ -205,10 +214,15 @@ TABLES = {
         {
             "no communication": pipeline_alone,
             "torch GPipe": torchs_pipeline(pipelining.ScheduleGPipe),
+            "PipelineTrainer, gpipe": pipeline("gpipe"),
             "torch 1F1B": torchs_pipeline(pipelining.Schedule1F1B),
+            "PipelineTrainer, 1f1b": pipeline("1f1b"),
             "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline(pipelining.ScheduleInterleaved1F1B, loop),
+            "PipelineTrainer, interleaved, 2 stages a rank": pipeline("interleaved", chunks=2),
             "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline(pipelining.ScheduleInterleavedZeroBubble, loop),
             "torch ZBV zero bubble, 2 stages a rank": torchs_pipeline(pipelining.ScheduleZBVZeroBubble, v_shape),
+            "PipelineTrainer, zb-h1": pipeline("zb-h1"),
+            "PipelineTrainer, zb-h2": pipeline("zb-h2"),
         },
         {"/ GPipe": "torch GPipe", "/ 1F1B": "torch 1F1B"},
         cut=False,
