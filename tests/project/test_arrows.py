@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "parallel101"
-SUBJECT = ("mesh", "collectives", "autograd", "layers", "sharding", "models", "cost", "trainers")
+SUBJECT = ("mesh", "collectives", "autograd", "layers", "sharding", "models", "cost", "trainers", "keras")
 SPANS = "record.spans"
 
 MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or the module) that it may import besides its room
@@ -20,6 +20,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "models": set(),
     "cost": {"collectives", "mesh"},
     "trainers": {"autograd", "collectives", "mesh", SPANS},
+    "keras": {"trainers", "autograd", "collectives", "mesh", SPANS},
     "record": set(),
     "sim": {"record"},
     "ranks": {"sim", "record"},
@@ -121,4 +122,5 @@ def test_the_subject_needs_torch_and_tqdm_only(module):
         elif isinstance(node, ast.ImportFrom) and node.module:
             libraries.add(node.module.split(".")[0])
     optional = {"matplotlib"} if module == "trainers.support.history" else set()  # when plot() is called
+    optional |= {"keras"} if room(module) == "keras" else set()
     assert libraries <= {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional

@@ -1,0 +1,191 @@
+"""Tensor parallel for Keras: Dense layers that hold a block of their kernel, and the plan that says which block.
+
+    Dense(128, relu)   column           W (64, 128) │ W₀ │ W₁ │      each rank computes some of the outputs
+    Dense(64, relu)    row              W (128, 64) ─ W₀ ─ W₁ ─      takes them as its inputs; the outputs are summed
+    Dense(10, softmax) column_gather    W (64, 10)  │ W₀ │ W₁ │      gathered, then the activation
+
+So a column and a row layer cost one all-reduce forward and one backward. trainers/tensor/ does the same for torch's models.
+Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from parallel101.autograd import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from parallel101.keras.installed import keras
+from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.trainers.layout import Shard
+from parallel101.trainers.tensor.match import expression, listed
+
+STYLES = ("column", "row", "column_gather")
+ELEMENTWISE = {  # names of keras.activations; any other function is applied to whole outputs
+    *("celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu", "linear", "log_sigmoid"),
+    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_shrink", "softplus", "softsign", "sparse_plus", "squareplus", "tanh"),
+    *("tanh_shrink", "threshold"),
+}
+ELEMENTWISE_LAYERS = (keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity)
+
+
+class CutDense(keras.layers.Layer):
+    """A Dense of which this rank holds a block of columns or of rows.
+
+    Attributes:
+        shards: path of a weight → how it is cut. The bias of rows is whole on every rank.
+    """
+
+    def __init__(self, dense: Any, style: str, input_is_cut: bool, group: GroupLike):
+        super().__init__(name=dense.name, dtype=dense.dtype_policy, trainable=dense.trainable)
+        members = group_of(group)
+        assert members.position is not None
+        self.style, self.input_is_cut, self.group, self.activation = style, input_is_cut, group, dense.activation
+        dim = 0 if style == "row" else 1
+        self.sizes = split_sizes(dense.kernel.shape[dim], members.size)
+
+        def block(name: str, variable: Any, dim: int) -> Any:
+            mine = variable.value.detach().split(self.sizes, dim)[members.position].clone()
+            return self.add_weight(shape=mine.shape, dtype=variable.dtype, initializer=lambda *_, **__: mine, name=name)
+
+        def whole(name: str, variable: Any) -> Any:
+            copy = variable.value.detach().clone()
+            return self.add_weight(shape=copy.shape, dtype=variable.dtype, initializer=lambda *_, **__: copy, name=name)
+
+        self.kernel = block("kernel", dense.kernel, dim)
+        self.bias = None if dense.bias is None else whole("bias", dense.bias) if style == "row" else block("bias", dense.bias, 0)
+        self.shards = {self.kernel.path: Shard(dim, tuple(self.sizes))}
+        if style != "row" and self.bias is not None:
+            self.shards[self.bias.path] = Shard(0, tuple(self.sizes))
+        self.units = dense.units if style != "column" else self.sizes[members.position]
+
+    def call(self, x: Any) -> Any:
+        if self.style != "row":
+            x = copy_to_group(x, group=self.group, algorithm="direct")
+        elif not self.input_is_cut:
+            x = scatter_to_group(x, -1, group=self.group, sizes=self.sizes)
+        y = keras.ops.matmul(x, self.kernel)
+        if self.style == "row":
+            y = reduce_from_group(y, group=self.group, algorithm="direct")
+        if self.bias is not None:
+            y = keras.ops.add(y, self.bias)
+        if self.style == "column_gather":
+            y = gather_from_group(y, -1, group=self.group, sizes=self.sizes)
+        return y if self.activation is None else self.activation(y)
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor((*x.shape[:-1], self.units), self.compute_dtype)
+
+
+def cut_model(model: Any, plan: str | Mapping[str, str], group: GroupLike) -> tuple[Any, dict[str, str]]:
+    """A copy of the model whose Dense layers hold this rank's blocks, and the plan by the layers' names. Raises ValueError."""
+    users = users_of(model)
+    styles = auto_plan(model, users, group_of(group).size) if plan == "auto" else match(plan, model)
+    cut = check_plan(model, users, styles)
+
+    def clone(layer: Any) -> Any:
+        if layer.name in styles:
+            return CutDense(layer, styles[layer.name], layer in cut, group)
+        return layer.__class__.from_config(layer.get_config())
+
+    copy = keras.models.clone_model(model, clone_function=clone)
+    for layer in model.layers:
+        if layer.name not in styles:
+            for mine, theirs in zip(copy.get_layer(layer.name).variables, layer.variables):
+                mine.assign(theirs.value)
+    return copy, styles
+
+
+def auto_plan(model: Any, users: Mapping[Any, list[Any]], ranks: int) -> dict[str, str]:
+    """Two Dense layers with only elementwise functions between them are column and row. Others are column_gather.
+
+    A layer with fewer outputs than ranks is cut by rows.
+    """
+    styles: dict[str, str] = {}
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Dense) and layer.name not in styles:
+            partner = next_dense(layer, users)
+            if partner is not None and partner.name not in styles:
+                styles |= {layer.name: "column", partner.name: "row"}
+            else:
+                styles[layer.name] = "column_gather" if layer.units >= ranks else "row"
+    if not styles:
+        raise ValueError('plan="auto" found no Dense layer to cut: pass plan=None, or zero_stage=1 to 3, to cut over a data axis')
+    return styles
+
+
+def match(plan: Mapping[str, str] | str, model: Any) -> dict[str, str]:
+    """Name of a Dense layer → style. An exact name counts for more than a pattern with `*`. Raises ValueError."""
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(
+            f'plan={plan!r}: expected "auto", None or names of layers and their styles, such as {{"dense": "column", "dense_1": "row"}}'
+        )
+    styles: dict[str, str] = {}
+    for pattern in sorted(plan, key=lambda name: "*" not in name):
+        if plan[pattern] not in STYLES:
+            raise ValueError(f"plan: {pattern!r} has the style {plan[pattern]!r}: expected one of {', '.join(map(repr, STYLES))}")
+        found = [layer for layer in model.layers if re.fullmatch(expression(pattern), layer.name)]
+        dense = [layer for layer in found if isinstance(layer, keras.layers.Dense)]
+        if not found:
+            raise ValueError(f"plan: {pattern!r} matches no layer. The model's layers are {listed([layer.name for layer in model.layers])}")
+        if not dense or (len(dense) < len(found) and "*" not in pattern):
+            raise ValueError(f"plan: {pattern!r} is a {type(found[0]).__name__}: only Dense layers can be cut")
+        styles |= {layer.name: plan[pattern] for layer in dense}
+    return styles
+
+
+def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, str]) -> set[Any]:
+    """The row layers whose inputs come cut from a column layer. Raises ValueError if a cut output goes elsewhere."""
+    cut = set()
+    for layer in model.layers:
+        if layer.name not in styles:
+            continue
+        if layer.quantization_mode is not None or layer.lora_enabled:
+            raise ValueError(f"{layer.name!r} is quantized or has LoRA weights: only plain Dense layers can be cut")
+        if styles[layer.name] == "column":
+            partner = next_dense(layer, users)
+            if partner is None or styles.get(partner.name) != "row":
+                raise ValueError(
+                    f'plan: the outputs of {layer.name!r} stay cut ("column"), but {reader(layer, users)} expects whole ones. '
+                    'Make the next Dense layer "row", with only elementwise functions between them, or this one "column_gather"'
+                )
+            cut.add(partner)
+    return cut
+
+
+def next_dense(layer: Any, users: Mapping[Any, list[Any]]) -> Any:
+    """The only Dense that reads this one's outputs, through elementwise functions. None if there is no such."""
+    if not elementwise(layer.activation) or len(layer._inbound_nodes) != 1:
+        return None
+    while len(users[layer]) == 1:
+        (layer,) = users[layer]
+        if isinstance(layer, keras.layers.Dense):
+            return layer if len(layer._inbound_nodes) == 1 else None
+        if not isinstance(layer, ELEMENTWISE_LAYERS) and not (isinstance(layer, keras.layers.Activation) and elementwise(layer.activation)):
+            return None
+    return None
+
+
+def elementwise(activation: Any) -> bool:
+    name = getattr(activation, "__name__", "linear" if activation is None else "")
+    return name in ELEMENTWISE and (activation is None or keras.activations.get(name) is activation)
+
+
+def reader(layer: Any, users: Mapping[Any, list[Any]]) -> str:
+    """What reads a layer's outputs, in words."""
+    if not elementwise(layer.activation):
+        return f"its activation {getattr(layer.activation, '__name__', layer.activation)!r}"
+    return " and ".join("the loss" if user is None else repr(user.name) for user in users[layer])
+
+
+def users_of(model: Any) -> dict[Any, list[Any]]:
+    """Layer → the layers that read its outputs, once for each time; None stands for the model's own outputs."""
+    graph = getattr(model, "_functional", None) or model  # a keras.Sequential keeps its graph in a functional model
+    nodes = [node for depth in graph._nodes_by_depth.values() for node in depth]
+    users: dict[Any, list[Any]] = {node.operation: [] for node in nodes}
+    for node in nodes:
+        for parent in node.parent_nodes:
+            users[parent.operation].append(node.operation)
+    for tensor in graph.outputs:
+        users[tensor._keras_history.operation].append(None)
+    return users
