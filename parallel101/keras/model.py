@@ -95,7 +95,7 @@ class ParallelKeras(keras.Model):
         sync.begin()
         outputs = self(x, training=True)
         loss = self.compute_loss(x, y, outputs, sample_weight, training=True)
-        with sync.backward(last=True):
+        with sync.backward("B", last=True):
             optimizer.scale_loss(loss).backward()
         unused = sync.finish()
         gradients = self.shards.gradients(unused)

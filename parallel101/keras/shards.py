@@ -16,7 +16,7 @@ from parallel101.collectives import all_reduce
 from parallel101.keras.dense import CutDense
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.gradients import GradientSync, Naive, Overlapped, Parameters, default_bucket_bytes
+from parallel101.trainers.gradients import Alone, GradientSync, Overlapped, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.zero.stage3 import ZeRO3
 from parallel101.trainers.zero.stage12 import ZeRO12
@@ -125,7 +125,7 @@ def gradient_sync(inner: Any, parameters: Parameters, dp: GroupLike, zero_stage:
     size = default_bucket_bytes(parameters, 4)
     if zero_stage:
         return ZeRO12(parameters, dp, zero_stage=zero_stage, bucket_bytes=size, overlap=True)
-    return Naive(parameters, dp) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
+    return Alone(parameters, dp) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 
 def axes_of(group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int) -> tuple[Axes, dict[str, GroupLike]]:
