@@ -82,7 +82,7 @@ class Executor:
         self.prepare(inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches), total, shape)
 
     def prepare(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], total: int, shape: Hashable, forward_only: bool = False) -> None:
-        self.inputs, self.targets, self.total = inputs, targets, total
+        self.inputs, self.targets, self.total, self.forward_only = inputs, targets, total, forward_only
         self.losses, self.failure, self.broken = {}, None, False
         self.held: dict[tuple[int, int], Held] = {}  # by stage and microbatch
         self.later: dict[tuple[int, int], WeightGradients] = {}
@@ -138,14 +138,14 @@ class Executor:
         with later.forward():
             if stage == self.last_stage:
                 y = self.loss(stage, x, self.targets[i]) * (len(self.targets[i]) / self.total)
-                if torch.is_grad_enabled():
+                if not self.forward_only:
                     check_depends(y)
                 self.losses[i] = y.detach()
             else:
                 with self.casting(x):
                     y = self.parts[stage](x)
                 self.results[Action(stage, "SEND_F", i)] = y.detach()
-        if torch.is_grad_enabled():
+        if not self.forward_only:
             self.held[stage, i] = Held(x, y, later)
 
     def backward(self, stage: int, i: int, arrived: Tensor | None) -> None:
