@@ -110,7 +110,7 @@ class Executor:
     def compute(self, action: Action) -> None:
         stage, kind, i = action[:3]
         arrived = self.receive(action)
-        labels = {"microbatch": i, "stage": stage} if self.messages is not None else {"microbatch": i}
+        labels = {"microbatch": i, "stage": stage} if self.last_stage else {"microbatch": i}
         with ExitStack() as around:
             around.enter_context(span(NAMES[kind], **labels))
             for (stages, sync), last in zip(self.syncs, self.last):
@@ -122,11 +122,15 @@ class Executor:
     def receive(self, action: Action) -> Tensor | None:
         """What it needs from another stage."""
         stage, kind, i = action[:3]
-        if self.messages is None or kind == "W" or stage == (0 if kind == "F" else self.last_stage):
+        if kind == "W" or stage == (0 if kind == "F" else self.last_stage):
             return None
         receive = Action(stage, "RECV_F" if kind == "F" else "RECV_B", i)
         send = partner(receive)
-        arrived = self.results.pop(send, None) if send.stage in self.parts else self.messages.take(receive)
+        if send.stage in self.parts:
+            arrived = self.results.pop(send, None)
+        else:
+            assert self.messages is not None
+            arrived = self.messages.take(receive)
         self.broken = self.broken or arrived is None
         return arrived
 
