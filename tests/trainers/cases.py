@@ -41,6 +41,9 @@ def adamw_by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+ALL_OPTIMIZERS = {**OPTIMIZERS, "adamw by shape": adamw_by_shape}
+
+
 class Sometimes(nn.Module):
     """Samples that begin with a positive number take a path of their own, which a batch without such never touches; `never` is on none."""
 
@@ -105,7 +108,7 @@ def copied(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 def one_process(task: Task, optimizer: str, clip_norm: float | None, steps: int = STEPS) -> Outcome:
     """The whole batch at once, in plain torch."""
     model = task.build()
-    opt, losses, gradients = OPTIMIZERS[optimizer](model.parameters()), [], []
+    opt, losses, gradients = ALL_OPTIMIZERS[optimizer](model.parameters()), [], []
     for step in range(steps):
         x, y = task.batch(step)
         opt.zero_grad()

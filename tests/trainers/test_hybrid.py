@@ -1,0 +1,72 @@
+"""Three axes at once are one process, to ten digits: losses, gradients of every step, and weights after five steps.
+
+All cases of a test run in one launch, on a small GPT, with uneven shares and microbatches.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel101 as p101
+from tests.trainers.hybrid_cases import Case, unlike_one_process, world_size
+
+BY_SHAPE = "adamw by shape"
+V_SHAPED = p101.Schedule.from_csv("0F0,3F0,3B0,0F1,3F1,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
+ON_FEW = [
+    Case("pp 1"),
+    Case("dp 1, tp 1, pp 1", {"microbatches": 3}),
+    Case("tp 2", {"accumulate": 2}, BY_SHAPE),
+    Case("pp 2", {"microbatches": 4, "layers_per_stage": [1, 4]}),
+    Case("pp 2", {"schedule": V_SHAPED}, "sgd"),
+    Case("dp 2", {"accumulate": 3}),
+    Case("pp 3", {"microbatches": 5, "schedule": "zb-h1"}),
+    Case("tp 3", whole_head=True),
+    Case("dp 2, pp 2", {"microbatches": 5}, clip_norm=None),
+    Case("pp 2, dp 2", {"microbatches": 3, "zero_stage": 3}),
+    Case("pp 2, dp 2", {"schedule": V_SHAPED, "zero_stage": 2}),
+    Case("tp 2, pp 2", {"microbatches": 3, "schedule": "gpipe"}),
+    Case("pp 4", {"microbatches": 4}, BY_SHAPE),
+    Case("tp 4, dp 1"),
+]
+ON_EIGHT = [
+    Case("dp 2, tp 2, pp 2", {"microbatches": 3}),
+    Case("dp 2, tp 2, pp 2", {"microbatches": 4, "schedule": "zb-h1", "zero_stage": 2}, "sgd"),
+    Case("pp 2, tp 2, dp 2", {"microbatches": 5, "schedule": "gpipe", "zero_stage": 1}, BY_SHAPE),
+    Case("tp 2, pp 2, dp 2", {"microbatches": 4, "schedule": "interleaved", "chunks": 2, "zero_stage": 2}, BY_SHAPE),
+    Case("tp 2, dp 2, pp 2", {"microbatches": 2, "sequence_parallel": True, "zero_stage": 3}),
+    Case("tp 2, dp 4", {"accumulate": 2, "zero_stage": 3}, BY_SHAPE),
+    Case("dp 1, tp 2, pp 4", {"microbatches": 4, "sequence_parallel": True}, whole_head=True),
+    Case("dp 4, tp 1, pp 2", {"microbatches": 2, "zero_stage": 3, "overlap": False}, "sgd", None),
+    Case("dp 2, tp 4, pp 1", {"microbatches": 2, "bucket_bytes": 1000}),
+    Case("pp 4, dp 2", {"microbatches": 4, "schedule": "zb-h2", "zero_stage": 3}),
+    Case("tp 4, pp 2", {"microbatches": 4, "schedule": "interleaved", "chunks": 2}, "sgd", task="untied"),
+    Case("dp 2, tp 2, pp 2", {"microbatches": 4, "schedule": "zb-h1", "zero_stage": 3, "sequence_parallel": True}, BY_SHAPE),
+]
+ON_FOUR = [
+    Case("dp 2, pp 2", {"microbatches": 3, "schedule": "zb-h1", "zero_stage": 3}),
+    Case("pp 2, tp 2", {"microbatches": 4, "sequence_parallel": True}, BY_SHAPE),
+    Case("tp 2, dp 2", {"accumulate": 2, "zero_stage": 2}, "sgd"),
+]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_one_two_and_three_axes(n):
+    cases = [case for case in ON_FEW if world_size(case.mesh) == n]
+    assert p101.launch(unlike_one_process, cases, world_size=n, backend="sim").results == [[]] * n
+
+
+@pytest.mark.parametrize("rules", ["gloo", "nccl"])
+def test_three_axes_on_eight_ranks(rules):
+    cases = ON_EIGHT if rules == "gloo" else [ON_EIGHT[1], ON_EIGHT[4], ON_EIGHT[10]]
+    assert p101.launch(unlike_one_process, cases, world_size=8, backend="sim", rules=rules).results == [[]] * 8
+
+
+def test_on_gloo():
+    assert p101.launch(unlike_one_process, ON_FOUR, world_size=4, backend="gloo").results == [[]] * 4
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL needs one GPU a rank, 4 here")
+def test_on_nccl():
+    assert p101.launch(unlike_one_process, ON_FOUR, "cuda", world_size=4, backend="nccl").results == [[]] * 4
