@@ -179,8 +179,11 @@ class Executor:
         """All messages of the step have left."""
         if self.messages is not None:
             self.messages.finish()
-            if self.broken:
-                self.messages.forget()
+
+    def forget(self) -> None:
+        """The step failed. To be called on all ranks, also on those that computed all of it: see Messages.forget."""
+        if self.messages is not None:
+            self.messages.forget()
 
     def evaluate(self, inputs: Tensor, targets: Tensor, shape: Hashable) -> float | None:
         """The mean loss over these samples, in one microbatch without a backward; None on ranks that don't have the last stage."""

@@ -212,6 +212,7 @@ class Trainer:
                 raise failure from None
             raise
         if min(counts) < 0:
+            self.executor.forget()
             self.agree.raise_problem(failure, f"finish step {self.steps}, and no weight was changed")
         broken = {rank: part for rank, part in zip(self.agree.ranks, parts) if not math.isfinite(part)}
         if broken:

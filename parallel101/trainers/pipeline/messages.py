@@ -67,7 +67,7 @@ class Messages:
         self.sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
 
     def forget(self) -> None:
-        """After a step that failed: shapes must be announced again."""
+        """After a step that failed on some rank, called on all of them: shapes must be announced again."""
         self.known, self.announced, self.seen = {}, set(), set()
 
     # ── sending ──

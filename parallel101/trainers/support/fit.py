@@ -115,6 +115,7 @@ def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
             module.training = True
     totals, counts = trainer.agree.numbers(total, -1 if problem else samples)
     if min(counts) < 0:
+        trainer.executor.forget()
         trainer.agree.raise_problem(problem, "evaluate")
     if not sum(counts):
         raise ValueError("evaluate() was given no batches")
