@@ -36,7 +36,8 @@ class Messages:
         axes: the ranks; stages lie along "pp".
         lists: of all ranks along "pp", with sends and receives.
         placement: global stage → position along "pp".
-        in_list_order: post them through one group in the order of the list, as torch.distributed.pipelining does.
+        in_list_order: post them in the order of the list, through one group for both directions, as torch.distributed.pipelining does.
+            In the first step, in which shapes are announced, the order is the executor's own.
         device: of the tensors.
     """
 
@@ -177,7 +178,7 @@ class Messages:
         return self.placement[partner(receive).stage]
 
     def group(self, source: int, to: int) -> Any:
-        return None if self.through_one else self.groups[source, to]
+        return self.groups[(min(source, to), max(source, to)) if self.through_one else (source, to)]
 
 
 def groups_of(axes: Axes, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
