@@ -88,9 +88,12 @@ def cut_model(model: Any, plan: str | Mapping[str, str], group: GroupLike) -> tu
             return CutDense(layer, styles[layer.name], layer in cut, group)
         return layer.__class__.from_config(layer.get_config())
 
-    copy = keras.models.clone_model(model, clone_function=clone)
+    def same_input(tensor: Any) -> Any:
+        return keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor._keras_history.operation.name)
+
+    copy = keras.models.clone_model(model, keras.tree.map_structure(same_input, graph_of(model).input), clone_function=clone)
     for layer in model.layers:
-        if layer.name not in styles:
+        if layer.name not in styles and layer.variables:
             for mine, theirs in zip(copy.get_layer(layer.name).variables, layer.variables):
                 mine.assign(theirs.value)
     return copy, styles
@@ -145,9 +148,10 @@ def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, 
         if styles[layer.name] == "column":
             partner = next_dense(layer, users)
             if partner is None or styles.get(partner.name) != "row":
+                problem = f'{partner.name!r}, which reads them, is not "row"' if partner else f"{reader(layer, users)} needs whole ones"
                 raise ValueError(
-                    f'plan: the outputs of {layer.name!r} stay cut ("column"), but {reader(layer, users)} expects whole ones. '
-                    'Make the next Dense layer "row", with only elementwise functions between them, or this one "column_gather"'
+                    f'plan: the outputs of {layer.name!r} stay cut ("column"), but {problem}. Make the next Dense layer "row", '
+                    'with only elementwise functions between them, or this one "column_gather"'
                 )
             cut.add(partner)
     return cut
@@ -180,7 +184,7 @@ def reader(layer: Any, users: Mapping[Any, list[Any]]) -> str:
 
 def users_of(model: Any) -> dict[Any, list[Any]]:
     """Layer → the layers that read its outputs, once for each time; None stands for the model's own outputs."""
-    graph = getattr(model, "_functional", None) or model  # a keras.Sequential keeps its graph in a functional model
+    graph = graph_of(model)
     nodes = [node for depth in graph._nodes_by_depth.values() for node in depth]
     users: dict[Any, list[Any]] = {node.operation: [] for node in nodes}
     for node in nodes:
@@ -189,3 +193,8 @@ def users_of(model: Any) -> dict[Any, list[Any]]:
     for tensor in graph.outputs:
         users[tensor._keras_history.operation].append(None)
     return users
+
+
+def graph_of(model: Any) -> Any:
+    """The functional model that has the graph: a keras.Sequential keeps one inside."""
+    return getattr(model, "_functional", None) or model

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel101.autograd import gather_from_group
 from parallel101.collectives import broadcast
 from parallel101.keras.checks import check_model, check_optimizer
-from parallel101.keras.dense import cut_model
+from parallel101.keras.dense import cut_model, graph_of
 from parallel101.keras.installed import keras
 from parallel101.keras.shards import Shards, axes_of
 from parallel101.mesh import GroupLike, group_of, split_sizes
@@ -71,6 +71,7 @@ class ParallelKeras(keras.Model):
             check_model(model, samples_are_cut=self.dp.size > 1)
         self.inner, self.plan = (model, {}) if self.tp.size == 1 or plan is None else cut_model(model, plan, lines["tp"])
         self.shards = Shards(self.inner, lines, zero_stage)
+        self.output_names = getattr(self.inner, "output_names", None)  # compile(loss={"name of an output": …})
         self.reached: list[str] = []
         self.built = True
 
@@ -78,7 +79,7 @@ class ParallelKeras(keras.Model):
         """The outputs for the whole batch, on every rank."""
         total = len(keras.tree.flatten(x)[0])
         if keras.tree.flatten(x)[0].device.type == "meta":  # Keras asks for shapes only
-            return keras.tree.map_structure(lambda y: keras.ops.zeros((total, *y.shape[1:]), y.dtype), self.inner.output)
+            return keras.tree.map_structure(lambda y: keras.ops.zeros((total, *y.shape[1:]), y.dtype), graph_of(self.inner).output)
         sizes = split_sizes(total, self.dp.size)
         mine = keras.tree.map_structure(lambda t: t.split(sizes)[self.dp.position], x)
         with self.shards.sync.forward():
