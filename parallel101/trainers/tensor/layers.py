@@ -25,7 +25,7 @@ from parallel101 import autograd, collectives
 from parallel101.autograd import gather_from_group, reduce_from_group, scatter_to_group
 from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatter_async
 from parallel101.mesh import GroupLike, group_of, split_sizes
-from parallel101.record.spans import span
+from parallel101.record.spans import span, wait_span
 from parallel101.trainers.weight_gradients import WeightGradients, at_entry, linear
 
 TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)
@@ -65,10 +65,11 @@ class Region:
 
     def leave(self, partial: Tensor) -> Tensor:
         """The sum of what the ranks' row layers computed, with sequence parallel this rank's times of it."""
-        if not self.cut_time:
-            return reduce_from_group(partial, group=self.group, algorithm="direct")
-        self.time = time_of(partial)
-        return autograd.reduce_scatter(partial, TIME, group=self.group, algorithm="direct")
+        with wait_span("wait for the sum"):
+            if not self.cut_time:
+                return reduce_from_group(partial, group=self.group, algorithm="direct")
+            self.time = time_of(partial)
+            return autograd.reduce_scatter(partial, TIME, group=self.group, algorithm="direct")
 
     # ── sequence parallel ──
 
@@ -151,7 +152,8 @@ class Enter(Function):
         if ctx.later is not None:
             with span("weight gradient"):
                 ctx.later.run()
-        total = pending.wait()
+        with wait_span("wait for the sum"):
+            total = pending.wait()
         return (total.movedim(0, TIME) if region.cut_time else total), None, None
 
 
