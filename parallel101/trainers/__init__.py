@@ -1,9 +1,11 @@
 """Trainers: one Trainer, put together from parts, and equal to one process whatever the parts.
 
 trainer.py       the step, readable as the textbook's loop          layout.py       where every parameter lies
-stage.py         the actions of a step: forward, backward           agreement.py    what the ranks agree on, errors included
-gradients.py     naive, bucketed, overlapped all-reduce
-data_parallel.py, sharded.py    the public trainers: two ways to put a Trainer together
-zero/            ZeRO stages 1, 2 and 3                             schedules/      pipeline schedules as data, checked and timed
-support/         arguments, optimizers, fit, checkpoints, memory
+executor.py      the actions of a step, carried out                 agreement.py    what the ranks agree on, errors included
+prepare.py       from the whole model to this rank's part of it     support/        arguments, optimizers, fit, checkpoints, memory
+
+data_parallel.py, sharded.py, hybrid.py    the public trainers: ways to put a Trainer together
+gradients.py     naive, bucketed, overlapped all-reduce             zero/           ZeRO stages 1, 2 and 3
+tensor/          layers cut by a plan, and their loss               weight_gradients.py   ∂W, computed later than ∂x
+pipeline/        stages, and the messages between them              schedules/      pipeline schedules as data, checked and timed
 """

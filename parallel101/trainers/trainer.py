@@ -1,6 +1,6 @@
 """The training step of every trainer, and the trainer that is put together from parts which each do one thing.
 
-    for each action:       forward → loss × (my samples / all samples), or backward         stage.py
+    for each action:       forward → loss × (my samples / all samples), or backward         executor.py
     finish                 the gradients of all ranks are summed                            gradients.py, zero/
     agree                  on the loss, or on the error of a rank                           agreement.py
     clip, optimizer        each rank updates what it owns                                   layout.py, support/optimizers.py
@@ -44,8 +44,9 @@ class Trainer:
         loss_fn: (outputs, targets) → the mean loss over the samples, which lie along dim 0.
         optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
         axes: the ranks that train together, as a mesh; the samples are cut along its axis "dp".
-        gradient_sync: (parameters by name) → how the data axis sums their gradients, and who owns what; see `GradientSync`.
-        actions: what this rank does in a step; see stage.py.
+        make_sync: (a stage, its parameters, …) → how the axis "dp" sums their gradients, and who owns what; see prepare.py.
+        schedule: what each rank along "pp" does in a step. Without such an axis: gradient accumulation, as 1F1B on one stage.
+        plan, sequence_parallel: how modules are cut along "tp"; see `TensorParallelTrainer`. layers_per_stage: see `PipelineTrainer`.
         elementwise: refuse optimizers that look at whole matrices, since this rank will own pieces.
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
         autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it; weights and gradients keep their own.
