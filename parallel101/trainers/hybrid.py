@@ -71,6 +71,15 @@ class HybridTrainer(Trainer):
         sync: bool = False,
     ):
         axes = Axes(mesh, axis_sizes(mesh))
+        for axis, what, given in (
+            ("tp", "plan", plan if plan != "auto" else None),
+            ("tp", "sequence_parallel", sequence_parallel or None),
+            ("pp", "layers_per_stage", layers_per_stage),
+        ):
+            if given is not None and axis not in axes.sizes:
+                raise ValueError(
+                    f"{what}={given!r} is for the axis {axis!r}, and the mesh has {', '.join(axes.sizes)}: add the axis, or leave it out"
+                )
         super().__init__(
             model,
             loss_fn,
