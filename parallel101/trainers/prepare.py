@@ -94,11 +94,19 @@ def prepare(
     here = dict(tensors_of(model))
     trained = {name: p for name in local if isinstance(p := here[name], nn.Parameter) and p.requires_grad}
     syncs, home = [], {}
-    for stages in dict.fromkeys(frozenset(on_stages[name]).intersection(mine) for name in trained):
-        of_these = {name: p for name, p in trained.items() if stages == frozenset(on_stages[name]).intersection(mine)}
-        sync = make_sync(parts[min(stages)] if len(stages) == 1 else None, of_these, axes.along(["dp"]), apart)
-        syncs.append((stages, sync))
-        home.update(dict.fromkeys(of_these.values(), sync))
+    problem = None
+    try:
+        for stages in dict.fromkeys(frozenset(on_stages[name]).intersection(mine) for name in trained):
+            of_these = {name: p for name, p in trained.items() if stages == frozenset(on_stages[name]).intersection(mine)}
+            sync = make_sync(parts[min(stages)] if len(stages) == 1 else None, of_these, axes.along(["dp"]), apart)
+            syncs.append((stages, sync))
+            home.update(dict.fromkeys(of_these.values(), sync))
+    except ValueError as error:
+        problem = error
+        if cuts is None:  # all ranks have the same modules, and the same problem
+            raise
+    if cuts is not None and min(agree.numbers(-1 if problem else 0)[0]) < 0:
+        agree.raise_problem(problem, "prepare its part of the model")
 
     pieces = gather_placements(axes, agree, {name: p for _, sync in syncs for name, p in sync.placements.items()})
     placed: dict[str, Entry] = {}

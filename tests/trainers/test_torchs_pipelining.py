@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
-from tests.trainers.cases import CLOSE, OPTIMIZERS, Task, differences, differing, one_process, randn, trained
+from tests.trainers.cases import CLOSE, OPTIMIZERS, TASKS, Task, differences, differing, one_process, randn, trained
 from tests.trainers.test_schedules import CYCLE, TORCHS, Mock, csv_of
 
 LAYERS, WIDTH, SAMPLES = 8, 5, 40
@@ -118,3 +119,37 @@ def test_a_hang_that_others_met_runs_by_gloos_rules_and_is_named_by_nccls():
     with pytest.raises(p101.RankFailed, match="ScheduleError") as error:
         p101.launch(run_lists, lists, world_size=2, backend="sim", rules="nccl")
     assert "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0" in str(error.value)
+
+
+def v_shaped() -> list[str]:
+    """Zero bubble and DualPipe-V on 2 ranks: the first and the last stage are on rank 0."""
+    found = []
+    for kind in (torchs.ScheduleZBVZeroBubble, torchs.ScheduleDualPipeV):
+        order = kind([Mock(4, 2, stage) for stage in (0, 3)], 4, loss_fn=mse_loss).pipeline_order
+        found.append("\n".join(",".join(str(action) for action in order[rank] if action is not None) for rank in range(2)))
+    return found
+
+
+def tied_on_one_rank(texts: list[str], zero_stage: int) -> list[list[str]] | str:
+    """Where a GPT with a tied embedding differs from one process, for each list; or the error."""
+    task, found = TASKS["tied gpt"], []
+    for text in texts:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        options = {"schedule": p101.Schedule.from_csv(text), "zero_stage": zero_stage, "clip_norm": 0.1}
+        try:
+            trainer = p101.HybridTrainer(task.build(), task.loss_fn, OPTIMIZERS["adamw"], mesh=mesh, **options)
+        except ValueError as error:
+            return str(error)
+        found.append(differences(trained(trainer, task, STEPS), one_process(task, "adamw", 0.1, STEPS)))
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_weight_that_is_tied_between_two_stages_of_one_rank(zero_stage):
+    results = p101.launch(tied_on_one_rank, v_shaped(), zero_stage, world_size=4, backend="sim", rules="nccl").results
+    assert results == [[[], []]] * 4
+
+
+def test_such_a_weight_is_refused_by_zero_3_on_all_ranks():
+    for error in p101.launch(tied_on_one_rank, v_shaped(), 3, world_size=4, backend="sim").results:
+        assert "'embedding.token.weight' is tied between two stages on one rank, and zero_stage=3 gathers weights stage by stage" in error
