@@ -55,6 +55,7 @@ PRINTED = {
         "break-leak-run": [r"gathered at once, at most: 34 layers"],
         "break-all-reduce-run": [r"\[6000, 3000\]"],
         "break-optimizer-run": ["Adafactor is not elementwise", "DataParallelTrainer"],
+        "keras-run": [r"'zero_stage': 3}: \[8613, 8613\] parameters, losses ", r"'plan': 'auto'}: \[8645, 8645\] parameters, losses "],
     },
 }
 IN_PICTURES = {  # text in a picture
