@@ -57,6 +57,23 @@ PRINTED = {
         "break-optimizer-run": ["Adafactor is not elementwise", "DataParallelTrainer"],
         "keras-run": [r"'zero_stage': 3}: \[8613, 8613\] parameters, losses ", r"'plan': 'auto'}: \[8645, 8645\] parameters, losses "],
     },
+    "07_pipeline": {
+        "one-batch-run": [r"rank 0 works 24 s of 96 s: 25 %"],
+        "gpipe-check": [r"4 ranks: \de-1[5-7]"],
+        "bubble-run": [r"2 microbatches .*60 s\n4 .*42 s\n8 .*33 s"],
+        "loop-run": [r"GPipe +held: \(8, 8, 8, 8\)", r"1F1B +held: \(4, 3, 2, 1\)"],
+        "interleaved-check": [r"9\.0 and 4\.5 s", r"48 and 112", r"4 and 11 half as large"],
+        "split-count": [r"counted: 4 \+ 7 = 11"],
+        "split-later": [r"counted: 4 \+ 4 = 8"],
+        "published-run": [r"ours: 0\.2431(.|\n)*ours: 0\.1585(.|\n)*ours: 0\.1083"],
+        "tied-run": [r"embedding\.token\.weight: on stages 0, 1"],
+        "break-send-run": [r"GPipe: finishes", r"1F1B: deadlock", "All of them send first"],
+        "break-loss-show": [r"not divided +8\.00 times as long, cosine 1\.000", r"only the last microbatch .*cosine -0\."],
+        "break-w-show": [r"rank 0: 0 of 8 W missing", r"rank 3: 3 of 8 W missing"],
+        "hang-ours": [r"GPipe: finishes", "rank 2's receive from rank 3 waits in the queue behind its send to rank 3"],
+        "hang-lists": [r"gloo: fine", r"rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0"],
+        "hang-run": [r"gloo: \['finished', 'finished'\]", "cycle: rank 0 → rank 1 → rank 0"],
+    },
 }
 IN_PICTURES = {  # text in a picture
     "00_ranks": {
@@ -96,6 +113,16 @@ IN_PICTURES = {  # text in a picture
         "lanes-sim": ["on demand: 32.4 s", "prefetched: 20.4 s"],
         "real-lanes": ["ZeRO-3: "],
         "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
+    },
+    "07_pipeline": {
+        "one-batch-run": ["makespan 96 s · bubble rate 75.0 %"],
+        "bubble-run": ["makespan 60 s", "makespan 42 s", "makespan 33 s · bubble rate 27.3 %"],
+        "loop-run": ["GPipe", "1F1B", "bubble rate 27.3 %"],
+        "interleaved-run": ["makespan 33 · ", "makespan 28.5 · bubble rate 15.8 %"],
+        "split-run": ["ZB-H1", "bubble rate 11.1 %", "ZB-H2", "bubble rate 0.0 %"],
+        "real-run": ["1F1B on two processes"],
+        "break-send-picture": ["Deadlock: who waits for whom"],
+        "hang-run": ["Deadlock: who waits for whom"],
     },
 }
 
