@@ -61,7 +61,7 @@ class Holdings:
         title: which trainer, on how many ranks.
         ranks: their ranks in the world.
         bytes: kind → bytes by position, such as {"weights": [4096, 4096], …}.
-        notes: what else is worth telling, a sentence each: how parameters are placed, and how gradients are synchronised.
+        notes: what else is worth telling, a sentence each: how modules are cut, how parameters are placed, and how gradients are synchronised.
     """
 
     title: str
@@ -97,7 +97,7 @@ def describe(trainer: Any) -> Holdings:
     mine = {kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()} | trainer.gradient_sync.peaks()
     counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, trainer.agree.numbers(*mine.values()))}
     ranks = trainer.agree.ranks
-    notes = [*trainer.layout.describe(), trainer.gradient_sync.describe()]
+    notes = [*trainer.prepared.notes, *trainer.layout.describe(), trainer.gradient_sync.describe()]
     return Holdings(f"{type(trainer).__name__} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}", ranks, counts, notes)
 
 
