@@ -1,0 +1,117 @@
+"""Lesson 06: what is written by hand equals one process on any number of ranks, gradients too. The answers to the exercises are right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import parallel101 as p101
+from tests.lessons.lesson import definitions, read
+
+LESSON = definitions("06_tensor_parallel")
+(ANSWERS,) = (cell.source for cell in read("06_tensor_parallel").cells if cell.id == "exercises")
+RANKS = [1, 3, 4]
+X, W, V, TARGETS = (LESSON["random"](*shape, seed=i) for i, shape in enumerate([(12, 12), (12, 48), (48, 12), (12, 12)]))
+
+
+def on_ranks(n, name, *args):
+    return p101.launch(LESSON[name], *args, world_size=n, backend="sim")
+
+
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_forward_by_hand_equals_one_process(n):
+    for name, args, expected in [
+        ("by_columns", (X, W), X @ W),
+        ("by_rows", (X, W), X @ W),
+        ("lecture", (X, [W, V]), F.gelu(F.gelu(X @ W) @ V)),
+        ("lecture_pair", (X, W, V), F.gelu(X @ W) @ V),
+        ("pair", (X, W, V), F.gelu(X @ W) @ V),
+        ("pair_with_bias", (X, W, V, X[0], False), F.gelu(X @ W) @ V + X[0]),
+        ("rows_then_gelu", (X, W, False), F.gelu(X @ W)),
+    ]:
+        assert all(close(result, expected) for result in on_ranks(n, name, *args).results), name
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_backward_by_hand_equals_one_process_and_needs_its_message(n):
+    right = LESSON["one_gradient"](X, W, V, TARGETS)
+    by_hand, by_autograd, alone = (
+        LESSON["joined"](on_ranks(n, *call).results)
+        for call in [
+            ("pair_by_hand", X, W, V, TARGETS, p101.all_reduce),
+            ("pair_by_autograd", X, W, V, TARGETS),
+            ("pair_by_hand", X, W, V, TARGETS, LESSON["no_message"]),
+        ]
+    )
+    assert all(close(by_hand[name], right[name]) and close(by_autograd[name], right[name]) for name in right)
+    assert [close(alone[name], right[name]) for name in ("dW", "dV", "dX")] == [True, True, n == 1]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["three all-reduces", "one"])
+@pytest.mark.parametrize("n", RANKS)
+def test_attention_by_heads_equals_one_process(n, shared):
+    matrices = [LESSON["random"](12, 12, seed=i) for i in range(4)]
+    x = X.clone().requires_grad_()
+    y = LESSON["attention"](x, *matrices, 12, lambda x: x)
+    y.square().sum().backward()
+    for result, gradient in on_ranks(n, "attention_on_ranks", X, matrices, 12, shared).results:
+        assert close(result, y) and close(gradient, x.grad)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_the_embedding_and_the_loss_cut_by_vocabulary_equal_one_process(n):
+    logits, targets = (8 * LESSON["random"](9, 24)).requires_grad_(), torch.arange(9) * 2
+    F.cross_entropy(logits, targets).backward()
+    for name in ("cut_loss", "whole_loss"):
+        blocks = on_ranks(n, "loss_on_ranks", LESSON[name], logits.detach(), targets).results
+        assert close(torch.cat(blocks, dim=1), logits.grad)
+    assert all(torch.equal(rows, W.T[targets]) for rows in on_ranks(n, "embed", targets, W.T.contiguous()).results)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_activations_cut_along_time_give_the_same_gradients_with_the_same_bytes(n):
+    def cut():
+        return LESSON["blocks_on_ranks"](LESSON["block_cut_along_time"], LESSON["block"](X, 0), W, V)
+
+    whole, parts = on_ranks(n, "blocks_on_ranks", LESSON["block_with_all_reduce"], X, W, V), p101.launch(cut, world_size=n, backend="sim")
+    assert close(torch.cat([gradient for gradient, _ in parts.results]), whole.results[0][0])
+    assert parts.trace.bytes_sent == whole.trace.bytes_sent
+    assert [n * held for _, held in parts.results] == [held for _, held in whole.results]
+
+
+# ── exercises ──
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_exercise_1_the_backward_of_the_lectures_program(n):
+    (answer,) = re.findall(r"```python\n(.*?)```", ANSWERS, re.DOTALL)
+    names = dict(LESSON)
+    exec(compile(answer, "answer", "exec"), names)
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    dy = LESSON["random"](12, 48, seed=7)
+    F.gelu(x @ w).backward(dy)
+    results = p101.launch(names["lecture_backward"], X, W, dy, world_size=n, backend="sim").results
+    assert close(torch.cat([dw for dw, _ in results], dim=1), w.grad)
+    assert all(close(dx, x.grad) for _, dx in results)
+
+
+def test_exercise_2_square_layers_send_the_same_bytes():
+    square = W[:, :12].contiguous()
+    runs = [on_ranks(4, name, X, square, square) for name in ("lecture_pair", "pair")]
+    assert runs[0].trace.bytes_sent == runs[1].trace.bytes_sent == [2 * 3 / 4 * 8 * X.numel()] * 4
+
+
+def test_exercise_4_the_times():
+    compute = 6 * 12 * 8192**2 * 8192
+    sent = 4 * 2 * 7 / 8 * 8192 * 8192 * 2
+    for number in (f"= {compute / 1e12:.1f}$ TFLOP", f"{1e3 * compute / 8 / 500e12:.1f} ms", f"{sent / 1e9:.2f} GB"):
+        assert number in ANSWERS
+    for bandwidth in (450e9, 25e9):
+        assert f"{1e3 * sent / bandwidth:.1f} ms at" in ANSWERS
