@@ -61,7 +61,7 @@ class Holdings:
         title: which trainer, on how many ranks.
         ranks: their ranks in the world.
         bytes: kind → bytes by position, such as {"weights": [4096, 4096], …}.
-        notes: what else is worth telling, a sentence each: how modules are cut, how parameters are placed, and how gradients are synchronised.
+        notes: what else is worth telling, a line each: how modules are cut, parameters placed and gradients synchronised.
     """
 
     title: str
