@@ -67,59 +67,72 @@ def prepare(
     sequence_parallel: bool,
     layers_per_stage: Sequence[int] | None,
 ) -> Prepared:
-    """Cut the model, in place, to what this rank holds. Raises ValueError, on every rank, before anything is changed."""
-    tp, placement = axes.sizes.get("tp", 1), schedule.placement
-    resolved = None if plan is None else resolve(plan, model, loss_fn, tp, sequence_parallel)
-    cuts = cut_points(model, len(placement), layers_per_stage) if len(placement) > 1 else None
-    stage_names = names_by_stage(model, cuts) if cuts else [[name for name, _ in tensors_of(model)]]
-    on_stages = {name: [stage for stage, names in enumerate(stage_names) if name in names] for name in dict.fromkeys(sum(stage_names, []))}
-    on_ranks = {name: sorted({placement[stage] for stage in stages}) for name, stages in on_stages.items()}
-    mine = [stage for stage, rank in placement.items() if rank == axes.here.get("pp", 0)]
-    local = [name for name, ranks in on_ranks.items() if axes.here.get("pp", 0) in ranks]
-
+    """Cut the model, in place, to what this rank holds. Raises ValueError, on every rank, for what can't be cut like that."""
+    resolved = None if plan is None else resolve(plan, model, loss_fn, axes.sizes.get("tp", 1), sequence_parallel)
+    cuts = cut_points(model, len(schedule.placement), layers_per_stage) if len(schedule.placement) > 1 else None
+    where = Where(names_by_stage(model, cuts) if cuts else [list(dict(tensors_of(model)))], schedule.placement, axes.here.get("pp", 0))
     aliases = names_of_aliases(model)
-    summed = resolved.partial if resolved is not None else set()
-    apart = {name: "of a part of each sequence" for name in on_stages if name in summed}
-    apart |= {name: f"tied: {name}" for name, stages in on_stages.items() if len(stages) > 1}
+
     if resolved is not None:
-        modules = None if cuts is None else module_names(model, [number for stage in mine for number in cuts[stage]])
+        modules = None if cuts is None else module_names(model, [number for stage in where.mine for number in cuts[stage]])
         resolved.apply(model, axes.along(["tp"]), modules)
-    SHARDED.update(model.modules() if cuts or resolved else ())
     parts: dict[int, nn.Module] = {0: model}
     if cuts is not None:
         sequence = entries_of(model)
-        parts = {stage: Part({number: sequence[number] for number in cuts[stage]}) for stage in mine}
+        parts = {stage: Part({number: sequence[number] for number in cuts[stage]}) for stage in where.mine}
         keep_only(model, parts.values(), aliases)
+    SHARDED.update(model.modules() if cuts or resolved else ())
 
     here = dict(tensors_of(model))
-    trained = {name: p for name in local if isinstance(p := here[name], nn.Parameter) and p.requires_grad}
-    syncs, home = [], {}
-    problem = None
-    try:
-        for stages in dict.fromkeys(frozenset(on_stages[name]).intersection(mine) for name in trained):
-            of_these = {name: p for name, p in trained.items() if stages == frozenset(on_stages[name]).intersection(mine)}
-            sync = make_sync(parts[min(stages)] if len(stages) == 1 else None, of_these, axes.along(["dp"]), apart)
-            syncs.append((stages, sync))
-            home.update(dict.fromkeys(of_these.values(), sync))
-    except ValueError as error:
-        problem = error
-        if cuts is None:  # all ranks have the same modules, and the same problem
-            raise
-    if cuts is not None and min(agree.numbers(-1 if problem else 0)[0]) < 0:
-        agree.raise_problem(problem, "prepare its part of the model")
+    trained = {name: p for name in where.local if isinstance(p := here[name], nn.Parameter) and p.requires_grad}
+    summed = resolved.partial if resolved is not None else set()
+    apart = dict.fromkeys(summed, "a part on each rank along tp") | {name: f"tied: {name}" for name in where.tied}
+
+    def synchronise() -> list[tuple[frozenset[int], GradientSync]]:
+        by_stages: dict[frozenset[int], dict[str, nn.Parameter]] = {}
+        for name, p in trained.items():
+            by_stages.setdefault(where.mine.intersection(where.stages[name]), {})[name] = p
+        only = {stages: parts[min(stages)] if len(stages) == 1 else None for stages in by_stages}
+        return [(stages, make_sync(only[stages], of_these, axes.along(["dp"]), apart)) for stages, of_these in by_stages.items()]
+
+    #  without stages all ranks have the same modules, and so the same errors
+    syncs = synchronise() if cuts is None else agree.all_or_none("prepare its part of the model", synchronise)
+    home = {trained[name]: sync for stages, sync in syncs for name in trained if where.mine.intersection(where.stages[name]) == stages}
 
     pieces = gather_placements(axes, agree, {name: p for _, sync in syncs for name, p in sync.placements.items()})
     placed: dict[str, Entry] = {}
     for name, entry in entries.items():
-        of_axes: dict[str, Any] = {"pp": Stages(tuple(on_ranks[name]))} if axes.sizes.get("pp", 1) > 1 else {}
+        of_axes: dict[str, Any] = {"pp": Stages(tuple(where.ranks[name]))} if axes.sizes.get("pp", 1) > 1 else {}
         of_axes |= {"tp": resolved.placements[name]} if resolved is not None and name in resolved.placements else {}
         of_axes |= {"dp": pieces[name]} if name in pieces else {}
         placed[name] = entry._replace(placements=of_axes)
     if loss_fn is vocabulary_cross_entropy:
         cut_logits = resolved is not None and resolved.vocabulary
         loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
-    added = list(sums(trained, on_ranks, summed, axes))
-    return Prepared(parts, local, trained, syncs, home, placed, added, loss_fn, list(notes(resolved, cuts, placement)))
+    added = list(sums(trained, where.ranks, summed, axes))
+    return Prepared(parts, where.local, trained, syncs, home, placed, added, loss_fn, list(notes(resolved, cuts, schedule.placement)))
+
+
+class Where:
+    """On which stages, and so on which positions along pp, the parameters and buffers are.
+
+    Args:
+        names: of the parameters and buffers, by stage. placement: stage → position along pp. here: this rank's.
+
+    Attributes:
+        stages, ranks: name → stages, or positions along pp, that have it.
+        mine: this rank's stages. local: the names of what is on them. tied: the names of what is on several stages.
+    """
+
+    def __init__(self, names: Sequence[Sequence[str]], placement: Mapping[int, int], here: int):
+        self.stages: dict[str, list[int]] = {}
+        for stage, of_stage in enumerate(names):
+            for name in of_stage:
+                self.stages.setdefault(name, []).append(stage)
+        self.ranks = {name: sorted({placement[stage] for stage in stages}) for name, stages in self.stages.items()}
+        self.mine = frozenset(stage for stage, rank in placement.items() if rank == here)
+        self.local = [name for name, ranks in self.ranks.items() if here in ranks]
+        self.tied = [name for name, stages in self.stages.items() if len(stages) > 1]
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
