@@ -270,6 +270,7 @@ def refused():
     attempt("regularizer", lambda: parallel(sequential(layers.Dense(4, kernel_regularizer="l2"))))
     attempt("constraint", lambda: parallel(sequential(layers.Dense(4, kernel_constraint="max_norm", name="up"))))
     attempt("dropout", lambda: parallel(sequential(layers.Dense(4), layers.Dropout(0.5, name="drop")), zero_stage=1))
+    attempt("mask", lambda: parallel(sequential(layers.Reshape((3, 2)), layers.Masking(name="mask"), layers.Dense(4)), plan=None))
     attempt("no Dense", lambda: parallel(sequential(layers.LayerNormalization())))
     attempt("zero_stage", lambda: parallel(classifier(keras), zero_stage=4))
     attempt("pipeline", lambda: parallel(classifier(keras), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))))
@@ -292,6 +293,7 @@ WORDS = {
     "regularizer": "the model adds losses",
     "constraint": "'up' has a constraint",
     "dropout": "'drop' (Dropout)",
+    "mask": "'mask' makes a mask",
     "no Dense": "no Dense layer to cut",
     "zero_stage": "zero_stage=4: expected",
     "pipeline": 'has no pipeline ("pp")',

@@ -19,6 +19,8 @@ def check_model(model: Any, samples_are_cut: bool) -> None:
             raise ValueError(f"{layer.name!r} has an activity_regularizer: on several ranks it would count several times; remove it")
         if any(v.constraint is not None for v in layer.trainable_variables):
             raise ValueError(f"{layer.name!r} has a constraint: a rank would apply it to its shard, not to the whole weight; remove it")
+        if samples_are_cut and (isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)):
+            raise ValueError(f"{layer.name!r} makes a mask, which is lost when samples are cut: use a tensor axis, or sample_weight")
         if samples_are_cut and layer.trainable and layer.non_trainable_variables:
             raise ValueError(
                 f"{layer.name!r} ({type(layer).__name__}) keeps numbers that change with each batch, and each rank sees a share of it: "

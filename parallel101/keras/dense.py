@@ -38,6 +38,7 @@ class CutDense(keras.layers.Layer):
 
     def __init__(self, dense: Any, style: str, input_is_cut: bool, group: GroupLike):
         super().__init__(name=dense.name, dtype=dense.dtype_policy, trainable=dense.trainable)
+        self.supports_masking = True
         members = group_of(group)
         assert members.position is not None
         self.style, self.input_is_cut, self.group, self.activation = style, input_is_cut, group, dense.activation
