@@ -20,6 +20,7 @@ PEAK = " (peak)"  # the end of the name of a kind that is held only for a moment
 KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
 OTHER_COLOURS = (4, 6, 2, 7, 5)
 MOST_ROWS = 48
+OVERLAP = 1.05  # parts that are more than the whole together are not drawn side by side: some ranks hold the same
 
 
 class Holdings(Protocol):
@@ -70,8 +71,9 @@ def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "M
         for position, rank in enumerate(of.ranks):
             scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + 15, font_size=12.5, class_="m e")
             for kind, whole in most.items():
-                mine = of.bytes.get(kind, [0] * len(of.ranks))[position]
-                _bar(scene, kind, mine, whole, position / len(of.ranks), lefts[kind], y, scale, colours[kind])
+                by_position = of.bytes.get(kind, [0] * len(of.ranks))
+                place = position / len(of.ranks) if sum(by_position) <= OVERLAP * whole else 0.0
+                _bar(scene, kind, by_position[position], whole, place, lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
             scene.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW

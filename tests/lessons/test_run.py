@@ -93,6 +93,20 @@ PRINTED = {
         "hang-lists": [r"gloo: fine", r"rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0"],
         "hang-run": [r"gloo: \['finished', 'finished'\]", "cycle: rank 0 → rank 1 → rank 0"],
     },
+    "08_three_axes": {
+        "pain-run": [r" 2 +16\.0 +39 +11%\n +4 +16\.0 +116 +27%\n +8 +16\.0 +271 +47%"],
+        "mesh-run": [r"rank 5 = dp 1, pp 0, tp 1: +dp \[1, 5\] +pp \[5, 7\] +tp \[4, 5\]"],
+        "cut-run": [r"rank 5 .* 128\nrank 7 .* 72"],
+        "describe-run": [
+            "embedding.token.weight: on stages 0, 1 over pp and sharded along dim 0 over tp",
+            "7 tensors of the model: on stage 0 over pp\n",
+        ],
+        "clip-run": [r"own +\d\.?\d*e-0[12]", r"all_ranks +\d\.?\d*e-0[12]"],
+        "zero-run": [r"counted: 4\.0\d bytes", r"ZeRO-1 .* 3\.0\d bytes", r"ZeRO-3 .* 2\.0\d bytes"],
+        "train-check": [r"ln V = 4\.\d\d; first step 4\.\d\d\nlast ten steps: [12]\."],
+        "write-run": [r"BEFORE: The (.|\n)*AFTER: The "],
+        "break-order-run": ["src=0 is this rank's own position"],
+    },
 }
 IN_PICTURES = {  # text in a picture
     "00_ranks": {
@@ -149,6 +163,12 @@ IN_PICTURES = {  # text in a picture
         "real-run": ["1F1B on two processes"],
         "break-send-picture": ["Deadlock: who waits for whom"],
         "hang-run": ["Deadlock: who waits for whom"],
+    },
+    "08_three_axes": {
+        "picture-run": ["Which axis communicates when", ">dp<", ">pp<", ">tp<"],
+        "zero-run": ["dp 2 × pp 2 × tp 2, ZeRO-3"],
+        "resume-run": ["one process: 4.", "pp 2 × tp 2: 3.", "dp 4 again: 3."],
+        "train-run": ["8 ranks: 4."],
     },
 }
 

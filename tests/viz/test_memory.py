@@ -45,6 +45,12 @@ def test_uneven_shards_stay_inside_the_bar_and_a_rank_may_hold_nothing():
     assert full[0] + full[1] <= RIGHT
 
 
+def test_parts_that_several_ranks_hold_are_not_drawn_side_by_side():
+    scene = memory_scene({"all": counted(weights=[800] * 4), "2 × 2": counted(weights=[400] * 4)})
+    (left, whole), *_ = bars(scene, "weights")
+    assert {(at, width) for at, width in bars(scene, "weights")[4:]} == {(left, whole / 2)}
+
+
 def test_temporary_memory_is_not_drawn_as_a_shard():
     passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered (peak)": [100, 50], "weights": [200, 200]})
     scene = memory_scene(passing)
