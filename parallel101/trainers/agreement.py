@@ -60,6 +60,16 @@ class Agreement:
             self.raise_problem(problem, doing)
         return done
 
+    def check_on_all(self, check: Callable[[], None]) -> None:
+        """Raises, on every rank, the ValueError of the first rank on which `check()` raises one."""
+        problem = ""
+        try:
+            check()
+        except ValueError as error:
+            problem = str(error)
+        if any(self.numbers(bool(problem))[0]):
+            raise ValueError(next(filter(None, self.texts(problem))))
+
     def raise_problem(self, problem: Exception | None, doing: str) -> None:
         """Raise on every rank, after one of them or several failed: `problem` on those, on the others an error that quotes the first.
 

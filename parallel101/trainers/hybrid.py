@@ -22,6 +22,7 @@ from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.trainers.data_parallel import replicated
 from parallel101.trainers.gradients import Alone, GradientSync, Parameters
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.pipeline.split import cut_points, names_by_stage
 from parallel101.trainers.prepare import MakeSync
 from parallel101.trainers.schedules.schedule import Schedule, schedule_for
 from parallel101.trainers.sharded import sharded
@@ -80,13 +81,16 @@ class HybridTrainer(Trainer):
                 raise ValueError(
                     f"{what}={given!r} is for the axis {axis!r}, and the mesh has {', '.join(axes.sizes)}: add the axis, or leave it out"
                 )
+        chosen = choose_schedule(axes, model, schedule, microbatches, chunks, accumulate)
+        if zero_stage == 3:
+            check_untied(model, chosen, layers_per_stage)
         super().__init__(
             model,
             loss_fn,
             optimizer,
             axes=axes,
             make_sync=synchronise(zero_stage, overlap, bucket_bytes, layers, autocast),
-            schedule=choose_schedule(axes, model, schedule, microbatches, chunks, accumulate),
+            schedule=chosen,
             plan=plan if "tp" in axes.sizes else None,
             sequence_parallel=sequence_parallel,
             layers_per_stage=layers_per_stage,
@@ -206,7 +210,8 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
         )
     names = tuple(mesh.mesh_dim_names or ())
     if not names or not set(names) <= set(AXES):
-        raise ValueError(f"a mesh with the axes {names or 'without names'}: expected names out of {', '.join(AXES)} (mesh_dim_names=…)")
+        have = f"a mesh with the axes {names}" if names else "a mesh whose axes have no names"
+        raise ValueError(f"{have}: expected names out of {', '.join(AXES)} (mesh_dim_names=…)")
     return {"dp": 1} | dict(zip(names, mesh.mesh.shape)) if "dp" not in names else dict(zip(names, mesh.mesh.shape))
 
 
@@ -246,3 +251,20 @@ def choose_schedule(
     batched = comm_of(axes.along(["pp"]), device_of(model), "pipeline").batched
     chosen.check("nccl" if batched else "gloo")
     return chosen
+
+
+def check_untied(model: nn.Module, schedule: Schedule, layers_per_stage: Sequence[int] | None) -> None:
+    """Raises ValueError if a weight is tied between two stages on one rank: ZeRO-3 gathers weights stage by stage."""
+    placement = schedule.placement
+    if len(placement) > 1:
+        names_of_stages = names_by_stage(model, cut_points(model, len(placement), layers_per_stage))
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        on_rank: set[tuple[int, str]] = set()
+        for stage, names in enumerate(names_of_stages):
+            for name in trained.intersection(names):
+                if (placement[stage], name) in on_rank:
+                    raise ValueError(
+                        f"{name!r} is tied between two stages on one rank, and zero_stage=3 gathers weights stage by stage: "
+                        "expected a schedule with such stages on two ranks, an untied model, or zero_stage=2"
+                    )
+                on_rank.add((placement[stage], name))

@@ -12,13 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from parallel101.mesh import Group
 from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.executor import Executor
 from parallel101.trainers.gradients import GradientSync, Parameters
 from parallel101.trainers.layout import Axes, Entry, Pieces, Stages
+from parallel101.trainers.pipeline.messages import Messages
 from parallel101.trainers.pipeline.split import Part, cut_points, entries_of, names_by_stage
+from parallel101.trainers.schedules.messages import has_messages, with_messages
 from parallel101.trainers.schedules.schedule import Schedule
 from parallel101.trainers.support.arguments import SHARDED, LossFn
 from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
@@ -133,6 +137,23 @@ class Where:
         self.mine = frozenset(stage for stage, rank in placement.items() if rank == here)
         self.local = [name for name, ranks in self.ranks.items() if here in ranks]
         self.tied = [name for name, stages in self.stages.items() if len(stages) > 1]
+
+
+def build_executor(prepared: Prepared, axes: Axes, schedule: Schedule, autocast: torch.dtype | None, device: torch.device) -> Executor:
+    """What runs this rank's list of the schedule."""
+    lists = with_messages(schedule.ranks, schedule.placement)
+    messages = Messages(axes, lists, schedule.placement, has_messages(schedule.ranks), device) if len(lists) > 1 else None
+    return Executor(
+        prepared.parts,
+        prepared.loss_fn,
+        lists[axes.here.get("pp", 0)],
+        stages=len(schedule.placement),
+        syncs=prepared.syncs,
+        home=prepared.home,
+        messages=messages,
+        autocast=autocast,
+        goes_on=axes.sizes.get("tp", 1) == 1,
+    )
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

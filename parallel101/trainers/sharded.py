@@ -87,17 +87,13 @@ def sharded(
     if zero_stage not in (1, 2, 3):
         raise ValueError(
             f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too); "
-            "to shard nothing, use DataParallelTrainer"
+            "to shard nothing, use DataParallelTrainer, or HybridTrainer with zero_stage=0"
         )
     check_bucket_bytes(bucket_bytes)
 
     def make_sync(part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]) -> GradientSync:
         if zero_stage == 3:
-            if part is None:
-                raise ValueError(
-                    f"{next(iter(parameters))!r} is tied between two stages on one rank, and zero_stage=3 gathers weights stage by stage: "
-                    "expected a schedule with such stages on two ranks, an untied model, or zero_stage=2"
-                )
+            assert part is not None, "HybridTrainer refuses weights that are tied between two stages on one rank"
             SHARDED.update(part.modules())
             return ZeRO3(part, parameters, group, layers=layers, overlap=overlap, autocast=autocast, apart=apart)
         size = default_bucket_bytes(parameters, 4) if bucket_bytes is None else bucket_bytes

@@ -22,12 +22,10 @@ from parallel101.collectives import all_reduce
 from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.executor import Executor
 from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.pipeline.messages import Messages
-from parallel101.trainers.prepare import MakeSync, Prepared, prepare
-from parallel101.trainers.schedules.messages import has_messages, with_messages
+from parallel101.trainers.prepare import MakeSync, build_executor, prepare
+from parallel101.trainers.replicas import check_alike
 from parallel101.trainers.schedules.schedule import Schedule
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options, shape_number
@@ -109,7 +107,7 @@ class Trainer:
 
         self.trained = list(trained)
         self.reached: list[str] = []  # parameters that some rank's samples reached in the last step
-        self.checked_buffers = False
+        self.checked_replicas = False
         self.steps = 0
         self.history = History()
 
@@ -226,13 +224,14 @@ class Trainer:
         for name in left_out & self.owned.keys():
             self.owned[name].grad = None  # as in one process
         self.reached = [name for name in self.trained if name not in left_out]
-        if not self.checked_buffers:
-            self.checked_buffers = True
-            if next(self.model.buffers(), None) is not None:
-                advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
-                alike = Agreement(self.axes.along([axis for axis in self.axes.sizes if axis != "pp"]), self.device)
-                alike.check_same(self.model.named_buffers(), "the first step changed buffers differently on different ranks", advice)
+        if not self.checked_replicas:
+            self.check_replicas()
         return math.fsum(part for position, part in enumerate(parts) if self.axes.coordinates(position).get("tp", 0) == 0)
+
+    def check_replicas(self) -> None:
+        """After the first step: ranks that have the same parameters and buffers must have the same gradients and values."""
+        self.checked_replicas = True
+        self.agree.check_on_all(lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device))
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The parameters that no rank's samples reached."""
@@ -253,20 +252,3 @@ class Trainer:
     gradients, state_dict = checkpoint.gradients, checkpoint.state_dict
     save, resume = checkpoint.save, checkpoint.resume
     describe = memory.describe
-
-
-def build_executor(prepared: Prepared, axes: Axes, schedule: Schedule, autocast: torch.dtype | None, device: torch.device) -> Executor:
-    """What runs this rank's list of the schedule."""
-    lists = with_messages(schedule.ranks, schedule.placement)
-    messages = Messages(axes, lists, schedule.placement, has_messages(schedule.ranks), device) if len(lists) > 1 else None
-    return Executor(
-        prepared.parts,
-        prepared.loss_fn,
-        lists[axes.here.get("pp", 0)],
-        stages=len(schedule.placement),
-        syncs=prepared.syncs,
-        home=prepared.home,
-        messages=messages,
-        autocast=autocast,
-        goes_on=axes.sizes.get("tp", 1) == 1,
-    )
