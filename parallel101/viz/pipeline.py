@@ -105,7 +105,7 @@ def facts(times: PipelineTimes) -> str:
     """ "4 ranks · 8 stages · 8 microbatches"."""
     stages = len({slot.stage for slot in times.slots})
     parts = [f"{len(times.ranks)} ranks"] + [f"{stages} stages"] * (stages != len(times.ranks)) + [f"{times.microbatches} microbatches"]
-    return " · ".join(part.removesuffix("s") if part.startswith("1 ") else part for part in parts)
+    return " · ".join(part.removesuffix("es" if part.endswith("ches") else "s") if part.startswith("1 ") else part for part in parts)
 
 
 def duration(time: float, recorded: bool) -> str:

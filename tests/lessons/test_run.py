@@ -78,8 +78,8 @@ PRINTED = {
     },
     "07_pipeline": {
         "one-batch-run": [r"rank 0 works 24 s of 96 s: 25 %"],
-        "gpipe-check": [r"4 ranks: \de-1[5-7]"],
-        "bubble-run": [r"2 microbatches .*60 s\n4 .*42 s\n8 .*33 s"],
+        "gpipe-check": [r"P = 4: \de-1[5-7] from one process"],
+        "bubble-run": [r"m = 2 .*60 s\nm = 4 .*42 s\nm = 8 .*33 s"],
         "loop-run": [r"GPipe +held: \(8, 8, 8, 8\)", r"1F1B +held: \(4, 3, 2, 1\)"],
         "interleaved-check": [r"9\.0 and 4\.5 s", r"48 and 112", r"4 and 11 half as large"],
         "split-count": [r"counted: 4 \+ 7 = 11"],

@@ -106,6 +106,10 @@ def test_several_schedules_share_one_time_axis():
     assert (last - LEFT) / (RIGHT - LEFT) == pytest.approx(zb.makespan / gpipe.makespan, abs=0.01)
 
 
+def test_the_facts_of_one_microbatch_are_in_the_singular():
+    assert "2 ranks · 1 microbatch" in texts(pipeline_scene(timed("gpipe", 2, 1, 1)))
+
+
 def test_stages_of_a_rank_differ_in_shade():
     scene = timed("interleaved", 2, 4, 2).timeline()
     shades = {"stage 0": set(), "stage 2": set()}
