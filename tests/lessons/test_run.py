@@ -149,10 +149,10 @@ IN_PICTURES = {  # text in a picture
     },
     "06_tensor_parallel": {
         "overlap-run": ["wait at once: 2.80 s", "overlapped: 2 s"],
-        "real-run": ["step: ", "weight gradient"],
-        "plan-picture": ["How the matrices are cut", "column: 4 × 16 columns", "row: 4 × 64 rows"],
-        "train-run": ["one process: 3.", "2 ranks: 3.", "2 ranks, sequence parallel: 3."],
-        "memory-run": ["Memory per rank", "Tensor parallel"],
+        "real-run": ["step: "],
+        "plan-picture": ["query.weight: 64 × 64, columns cut into 4 × 16 (column)", "down.weight: 256 × 64, rows cut into 4 × 64 (row)"],
+        "train-run": ["one process: 4.", "2 ranks: 4.", "2 ranks, sequence parallel: 4."],
+        "memory-run": ["Memory per rank"],
     },
     "07_pipeline": {
         "one-batch-run": ["makespan 96 s · bubble rate 75.0 %"],

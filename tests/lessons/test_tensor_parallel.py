@@ -86,6 +86,25 @@ def test_activations_cut_along_time_give_the_same_gradients_with_the_same_bytes(
     assert [n * held for _, held in parts.results] == [held for _, held in whole.results]
 
 
+def test_the_gathered_input_is_kept_whole_for_backward():
+    """The lesson says so of sequence parallel by hand."""
+
+    def kept():
+        shapes = []
+
+        def pack(tensor):
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
+        x, w, v = LESSON["block"](X, 0).clone().requires_grad_(), *(t.clone().requires_grad_() for t in (W, V))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            LESSON["block_cut_along_time"](x, w, v)
+        return shapes
+
+    for shapes in p101.launch(kept, world_size=4, backend="sim").results:
+        assert (12, 12) in shapes and (3, 12) in shapes
+
+
 # ── exercises ──
 
 
