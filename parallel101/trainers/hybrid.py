@@ -261,8 +261,8 @@ def check_untied(model: nn.Module, schedule: Schedule, layers_per_stage: Sequenc
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         on_rank: set[tuple[int, str]] = set()
         for stage, names in enumerate(names_of_stages):
-            for name in trained.intersection(names):
-                if (placement[stage], name) in on_rank:
+            for name in names:
+                if name in trained and (placement[stage], name) in on_rank:
                     raise ValueError(
                         f"{name!r} is tied between two stages on one rank, and zero_stage=3 gathers weights stage by stage: "
                         "expected a schedule with such stages on two ranks, an untied model, or zero_stage=2"

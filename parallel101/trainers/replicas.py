@@ -28,7 +28,8 @@ SMALL = 1e-6  # a norm below this part of the largest is rounding noise
 def check_alike(model: nn.Module, prepared: Prepared, owned: Parameters, axes: Axes, device: torch.device) -> None:
     """Collective among the ranks of one stage, all of which raise the same ValueError. `owned`: with the gradients of the whole batch."""
     stage = [axis for axis in axes.sizes if axis != "pp"]
-    line, agree = axes.line(stage), Agreement(axes.along(stage), device)
+    line = axes.line(stage)
+    agree = Agreement(axes.along(stage)._replace(axes=()), device)  # not counted as what an axis sends
     if axes.sizes.get("tp", 1) > 1:
         check_gradients(prepared, owned, agree, [axes.coordinates(position)["tp"] for position in line])
     if next(model.buffers(), None) is not None:
