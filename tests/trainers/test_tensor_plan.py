@@ -137,6 +137,14 @@ def test_auto_finds_the_plan_of_our_gpt(tied):
     assert styles("auto", gpt(tied), next_token_loss) == {name: style for name, style in with_heads.items() if style != "vocabulary"}
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_auto_does_not_take_positions_for_tokens(tied):
+    model = GPT(GPTConfig(vocabulary=8, context=8, layers=1, heads=2, width=8, tied=tied))
+    for sequence_parallel in (False, True):
+        cut = styles("auto", model, CUT_HEAD, sequence_parallel=sequence_parallel)
+        assert [name for name in cut if "embedding" in name] == ["embedding.token"]
+
+
 def test_describe_says_which_modules_have_which_style():
     assert list(resolve("auto", gpt(), CUT_HEAD, 2).describe()) == [
         "embedding.token: vocabulary",

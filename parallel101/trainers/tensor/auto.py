@@ -78,10 +78,12 @@ def feed_forward(name: str, module: nn.Module) -> dict[str, Style]:
 
 
 def vocabulary(chain: Chain) -> dict[str, Style]:
-    """The head, and the embeddings in the first module that have as many rows."""
+    """The head, and the token embedding in the first module: the one tied to the head, else the first with as many rows."""
     (first, embedding), (last, head) = chain[0], chain[-1]
     plan = {last: Style("vocabulary")}
-    for name, module in embedding.named_modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == head.out_features:
-            plan[f"{first}.{name}".strip(".")] = Style("vocabulary")
+    tables = [(name, module) for name, module in embedding.named_modules() if isinstance(module, nn.Embedding)]
+    fitting = [(name, module) for name, module in tables if module.num_embeddings == head.out_features]
+    fitting.sort(key=lambda table: table[1].weight is not head.weight)  # a table of positions may happen to have as many rows
+    for name, _ in fitting[:1]:
+        plan[f"{first}.{name}".strip(".")] = Style("vocabulary")
     return plan
