@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -188,6 +189,31 @@ def test_samples_that_do_not_fit_are_refused_and_the_next_step_is_right(mesh, ax
 
 def one_step_alone():
     return p101.DataParallelTrainer(mlp(), F.mse_loss, sgd).step(*batch(4))
+
+
+def with_a_nan(mesh, options):
+    trainer = p101.HybridTrainer(mlp(), F.mse_loss, sgd, mesh=mesh_of(mesh), **options)
+    inputs, targets = batch(4)
+    targets = targets.clone()
+    targets[-1] = math.nan
+    with pytest.raises(FloatingPointError) as error:
+        trainer.step(*trainer.share((inputs, targets)))
+    return str(error.value), trainer.step(*trainer.share(batch(4)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "words"),
+    [
+        ("pp 2, dp 2", {"microbatches": 2, "zero_stage": 3}, "step 0: the loss is nan on rank 3; no weight was changed"),
+        ("pp 2, tp 2", {"microbatches": 2}, "step 0: the loss is nan on rank 2, nan on rank 3; no weight was changed"),
+    ],
+    ids=["dp", "tp"],
+)
+def test_a_nan_on_the_last_stage_is_the_same_error_on_all_and_the_next_step_is_right(mesh, options, words):
+    found = p101.launch(with_a_nan, mesh, options, world_size=4, backend="sim").results
+    assert len(set(found)) == 1
+    assert found[0][0].startswith(words)
+    assert found[0][1] == pytest.approx(p101.launch(one_step_alone, world_size=1, backend="sim").results[0], rel=1e-10)
 
 
 # ── replicas along tp ──

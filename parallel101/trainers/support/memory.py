@@ -6,6 +6,7 @@ rank 1   weights 4.2 MB   …                                            two vie
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,7 +96,10 @@ def describe(trainer: Any) -> Holdings:
     }
     more = trainer.gradient_sync.held()
     mine = {kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()} | trainer.gradient_sync.peaks()
-    counts = {kind: list(map(int, of_all)) for kind, of_all in zip(mine, trainer.agree.numbers(*mine.values()))}
+    of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]  # a stage without trained weights has fewer kinds
+    counts = {
+        kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
+    }
     ranks = trainer.agree.ranks
     notes = [*trainer.prepared.notes, *trainer.layout.describe(), trainer.gradient_sync.describe()]
     return Holdings(f"{type(trainer).__name__} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}", ranks, counts, notes)
