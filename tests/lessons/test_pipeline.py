@@ -129,3 +129,10 @@ def test_exercise_5_bytes():
     activations, gradients = 8 * 1024 * 768 * 4, 12 * 12 * 768**2 * 4
     assert round(2 * activations / 1e6) == 50 and "= 50 MB" in answers()
     assert round(gradients / 1e6) == 340 and "= 510 MB" in answers()
+
+
+def test_exercise_6_another_order_moves_the_cycle():
+    lists = definitions("07_pipeline", "RANK_0", "RANK_1")
+    swapped = lists["RANK_1"].replace("1SEND_F0 1RECV_F1", "1RECV_F1 1SEND_F0")
+    with pytest.raises(p101.ScheduleError, match="0's 2SEND_F0 waits for 3RECV_F0 of rank 1; rank 1's 1SEND_F1 waits for 2RECV_F1"):
+        p101.Schedule([lists["RANK_0"].split(), swapped.split()]).check("nccl")
