@@ -26,7 +26,7 @@ from parallel101.trainers.pipeline.split import cut_points, names_by_stage
 from parallel101.trainers.prepare import MakeSync
 from parallel101.trainers.schedules.schedule import Schedule, schedule_for
 from parallel101.trainers.sharded import sharded
-from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_accumulate, device_of
+from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_accumulate, check_model
 from parallel101.trainers.tensor.plan import Plan
 from parallel101.trainers.trainer import Trainer
 
@@ -248,7 +248,7 @@ def choose_schedule(
     if check_accumulate(accumulate) != 1:
         raise ValueError(f"accumulate={accumulate}: a pipeline's microbatches are the accumulation; say microbatches={accumulate}")
     chosen = schedule_for(schedule, stages, microbatches, chunks)
-    batched = comm_of(axes.along(["pp"]), device_of(model), "pipeline").batched
+    batched = comm_of(axes.along(["pp"]), check_model(model, axes.members), "pipeline").batched
     chosen.check("nccl" if batched else "gloo")
     return chosen
 

@@ -113,6 +113,11 @@ BUILDS = {
         ValueError,
         "a schedule for 3 ranks",
     ),
+    "a model that is not built": (
+        lambda: {"mesh": mesh_of("dp 2, pp 2"), "model": MLP},
+        TypeError,
+        "expected an nn.Module that has been built",
+    ),
     "models that differ": (
         lambda: {"mesh": mesh_of("dp 2, pp 2"), "model": MLP([4, 8, 3], seed=torch.distributed.get_rank())},
         ValueError,
