@@ -11,7 +11,7 @@ import parallel101 as p101
 from parallel101.models.mlp import MLP
 from tests.lessons.lesson import definitions, read
 
-LESSON = definitions("07_pipeline", "WIDTH", "LAYERS", "SAMPLES", "FREE", "DO", "SPLIT")
+LESSON = definitions("07_pipeline", "WIDTH", "LAYERS", "SAMPLES", "FREE", "DO", "SPLIT", "RANK_0", "RANK_1")
 BY_NAME = {"gpipe": "DO", "1f1b": "DO", "zb-h1": "SPLIT", "zb-h2": "SPLIT"}
 
 
@@ -132,7 +132,6 @@ def test_exercise_5_bytes():
 
 
 def test_exercise_6_another_order_moves_the_cycle():
-    lists = definitions("07_pipeline", "RANK_0", "RANK_1")
-    swapped = lists["RANK_1"].replace("1SEND_F0 1RECV_F1", "1RECV_F1 1SEND_F0")
+    swapped = LESSON["RANK_1"].replace("1SEND_F0 1RECV_F1", "1RECV_F1 1SEND_F0")
     with pytest.raises(p101.ScheduleError, match="0's 2SEND_F0 waits for 3RECV_F0 of rank 1; rank 1's 1SEND_F1 waits for 2RECV_F1"):
-        p101.Schedule([lists["RANK_0"].split(), swapped.split()]).check("nccl")
+        p101.Schedule([LESSON["RANK_0"].split(), swapped.split()]).check("nccl")
