@@ -57,7 +57,7 @@ def go_on(name, mesh, options, path, until):
         trainer = p101.DataParallelTrainer(build(), loss_fn, adamw_by_shape)
     else:
         options = {**options, "sequence_parallel": name == "tied gpt" and options.get("sequence_parallel", False)}
-        trainer = p101.HybridTrainer(build(), loss_fn, adamw_by_shape, mesh=mesh_of(mesh), plan=plan, **options)
+        trainer = p101.HybridTrainer(build(), loss_fn, adamw_by_shape, mesh=mesh_of(mesh), plan=plan if "tp" in mesh else "auto", **options)
     if path.exists():
         trainer.resume(path)
         trainer.optimizer.param_groups[0]["lr"] *= 0.5  # an option that only the checkpoint can tell the next
