@@ -94,7 +94,7 @@ PRINTED = {
         "hang-run": [r"gloo: \['finished', 'finished'\]", "cycle: rank 0 → rank 1 → rank 0"],
     },
     "08_three_axes": {
-        "pain-run": [r" 2 +16\.0 +39 +11%\n +4 +16\.0 +116 +27%\n +8 +16\.0 +27\d +47%"],
+        "pain-run": [r" 2 +16\.0 +3\d +11%\n +4 +16\.0 +10\d +27%\n +8 +16\.0 +25\d +47%"],
         "mesh-run": [r"rank 5 = dp 1, pp 0, tp 1: +dp \[1, 5\] +pp \[5, 7\] +tp \[4, 5\]"],
         "cut-run": [r"rank 5 .* 128\nrank 7 .* 72"],
         "describe-run": [
