@@ -39,7 +39,8 @@ class Trainer:
 
     Args:
         model: the whole model, the same on every rank; it knows nothing of parallelism.
-        loss_fn: (outputs, targets) → the mean loss over the samples, which lie along dim 0.
+        loss_fn: (outputs, targets) → the mean loss over the samples, which lie along dim 0. The losses of shares and microbatches are
+            weighted by their samples, so a sum, or a mean that leaves out some targets (ignore_index), would differ from one process.
         optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
         axes: the ranks that train together, as a mesh; the samples are cut along its axis "dp".
         make_sync: (a stage, its parameters, …) → how the axis "dp" sums their gradients, and who owns what; see prepare.py.
@@ -231,7 +232,8 @@ class Trainer:
     def check_replicas(self) -> None:
         """After the first step: ranks that have the same parameters and buffers must have the same gradients and values."""
         self.checked_replicas = True
-        self.agree.check_on_all(lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device))
+        if self.axes.sizes.get("tp", 1) > 1 or next(self.model.buffers(), None) is not None:
+            self.agree.check_on_all(lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device))
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The parameters that no rank's samples reached."""

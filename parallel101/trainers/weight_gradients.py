@@ -116,7 +116,7 @@ class _Linear(Function):
         ctx.save_for_backward(x, parameters[0])
         ctx.parameters, ctx.later = parameters, later
         ctx.autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
-        return F.linear(x, *parameters)
+        return F.linear(x, *parameters).data  # which is no view, so that an operation in place may follow
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:

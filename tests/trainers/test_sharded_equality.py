@@ -14,7 +14,7 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.trainers.cases import OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, trained
+from tests.trainers.cases import ALL_OPTIMIZERS, OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, trained
 
 SETTINGS = (
     ("sgd", {"clip_norm": None, "accumulate": 2, "overlap": True}),
@@ -91,7 +91,7 @@ def unusual_ways():
     wrong = []
     adamw = ("adamw", OPTIMIZERS["adamw"])
     for task, (way, optimizer) in [(UNUSUAL, adamw), (TINY, adamw), *((TASKS["mlp"], way) for way in WAYS.items())]:
-        OPTIMIZERS[way] = optimizer
+        ALL_OPTIMIZERS[way] = optimizer
         expected = one_process(task, way, 0.05)
         trained_names = [name for name, p in task.build().named_parameters() if p.requires_grad]
         expected = expected._replace(gradients=[{name: of_step[name] for name in trained_names} for of_step in expected.gradients])

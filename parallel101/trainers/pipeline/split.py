@@ -41,11 +41,11 @@ def entries_of(model: nn.Module) -> list[nn.Module]:
     sequence: Any = getattr(model, "sequence", None)
     if callable(sequence):
         return list(sequence())
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return list(model)
     raise ValueError(
-        f"a {type(model).__name__} can't be cut into pipeline stages: expected an nn.Sequential, or a model with a method .sequence() that "
-        "returns the modules whose composition is its forward, in order"
+        f"a {type(model).__name__} can't be cut into pipeline stages: expected an nn.Sequential without a forward of its own, or a model "
+        "with a method .sequence() that returns the modules whose composition is its forward, in order"
     )
 
 

@@ -10,9 +10,12 @@ What it does not recognise stays replicated.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from parallel101.trainers.tensor.chain import ELEMENTWISE, Chain, inner_chains
+from parallel101.trainers.tensor.match import is_plain
 from parallel101.trainers.tensor.styles import Style, column
 
 COLUMN, ROW = Style("column"), Style("row")
@@ -33,7 +36,7 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
         plan |= {name: style for name, style in pairs(inner).items() if style.name != "column_gather"}
     if chain is not None:
         entries = chain
-        if cut_head and isinstance(chain[-1][1], nn.Linear):
+        if cut_head and isinstance(chain[-1][1], nn.Linear) and is_plain(chain[-1][1]):
             plan |= vocabulary(chain)
             entries = chain[:-1]
         if not any(list(module.children()) or isinstance(module, nn.Embedding) for _, module in chain):
@@ -47,16 +50,17 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
 
 
 def pairs(chain: Chain) -> dict[str, Style]:
-    """Two linear layers with nothing but elementwise functions between them are column and row."""
+    """Two linear layers with only elementwise functions between them are column and row. A dropout is none: it would draw a mask a rank."""
     plan: dict[str, Style] = {}
     open_column = None
+    times_used = Counter(id(module) for _, module in chain)
     for name, module in chain:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and is_plain(module) and times_used[id(module)] == 1:
             if open_column is None:
                 plan[name], open_column = Style("column_gather"), name
             else:
                 plan[open_column], plan[name], open_column = COLUMN, ROW, None
-        elif not isinstance(module, ELEMENTWISE):
+        elif not isinstance(module, ELEMENTWISE) or isinstance(module, (nn.Dropout, nn.AlphaDropout)):
             open_column = None
     return plan
 
@@ -64,7 +68,7 @@ def pairs(chain: Chain) -> dict[str, Style]:
 def attention(name: str, module: nn.Module) -> dict[str, Style]:
     parts = [getattr(module, part, None) for part in ("query", "key", "value", "out")]
     width = getattr(module, "head_width", None)
-    if not width or not all(isinstance(part, nn.Linear) for part in parts):
+    if not width or not all(isinstance(part, nn.Linear) and is_plain(part) for part in parts):
         return {}
     cut = {f"{name}.{part}": column(heads=getattr(module, part).out_features // width) for part in ("query", "key", "value")}
     return {**cut, f"{name}.out": ROW}
@@ -72,7 +76,13 @@ def attention(name: str, module: nn.Module) -> dict[str, Style]:
 
 def feed_forward(name: str, module: nn.Module) -> dict[str, Style]:
     up, down = getattr(module, "up", None), getattr(module, "down", None)
-    if isinstance(up, nn.Linear) and isinstance(down, nn.Linear) and up.out_features == down.in_features:
+    if (
+        isinstance(up, nn.Linear)
+        and isinstance(down, nn.Linear)
+        and is_plain(up)
+        and is_plain(down)
+        and up.out_features == down.in_features
+    ):
         return {f"{name}.up": COLUMN, f"{name}.down": ROW}
     return {}
 

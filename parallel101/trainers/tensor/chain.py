@@ -21,7 +21,7 @@ ELEMENTWISE = (
 
 def chain_of(model: nn.Module) -> Chain | None:
     """The modules whose composition is the model's forward, those of an nn.Sequential one by one. None if the model does not tell."""
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         modules = list(model)
     elif callable(sequence := getattr(model, "sequence", None)):
         modules = list(sequence())

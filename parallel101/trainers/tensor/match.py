@@ -65,9 +65,23 @@ def kind_problem(model: nn.Module, name: str, module: nn.Module, style: Style) -
     expected: Any = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
     if type(module).forward is not expected.forward or not isinstance(module._parameters.get("weight"), nn.Parameter):
         return f"its class {type(module).__name__} computes more than {expected.__name__} does, or its weight is not a plain parameter"
+    if has_hooks(module):
+        return "it has hooks, which the layer in its place would not have: register them after the trainer is built"
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "nn.MultiheadAttention reads the weights of this layer itself: expected query, key and value as linear layers"
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def is_plain(module: object) -> bool:
+    """Whether it is a linear layer or an embedding that computes what its class says, and nothing else."""
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or has_hooks(module):
+        return False
+    expected: Any = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+    return type(module).forward is expected.forward and set(module._parameters) <= {"weight", "bias"} and "weight" in module._parameters
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

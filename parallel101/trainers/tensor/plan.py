@@ -52,7 +52,8 @@ class Resolved:
         """A line for each way in which modules are cut: "blocks.*.mlp.up (4 modules): column"."""
         ways: dict[tuple[str, str], int] = {}
         for name, style in self.styles.items():
-            key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), str(style)
+            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            key = name if alike.strip("*.") == "" else alike, str(style)
             ways[key] = ways.get(key, 0) + 1
         for (names, way), count in ways.items():
             yield f"{names}{f' ({count} modules)' if count > 1 else ''}: {way}"
