@@ -42,9 +42,6 @@ ON_EIGHT = [
     Case("tp 2, dp 2, pp 2", {"microbatches": 2, "sequence_parallel": True, "zero_stage": 3}),
     Case("tp 2, dp 4", {"accumulate": 2, "zero_stage": 3}, BY_SHAPE),
     Case("dp 1, tp 2, pp 4", {"microbatches": 4, "sequence_parallel": True}, whole_head=True),
-    Case("dp 4, tp 1, pp 2", {"microbatches": 2, "zero_stage": 3, "overlap": False}, "sgd", None),
-    Case("dp 2, tp 4, pp 1", {"microbatches": 2, "bucket_bytes": 1000}),
-    Case("pp 4, dp 2", {"microbatches": 4, "schedule": "zb-h2", "zero_stage": 3}),
     Case("tp 4, pp 2", {"microbatches": 4, "schedule": "interleaved", "chunks": 2}, "sgd", task="untied"),
     Case("dp 2, tp 2, pp 2", {"microbatches": 4, "schedule": "zb-h1", "zero_stage": 3, "sequence_parallel": True}, BY_SHAPE),
 ]
@@ -63,7 +60,7 @@ def test_one_two_and_three_axes(n):
 
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
 def test_three_axes_on_eight_ranks(rules):
-    cases = ON_EIGHT if rules == "gloo" else [ON_EIGHT[1], ON_EIGHT[4], ON_EIGHT[10]]
+    cases = ON_EIGHT if rules == "gloo" else [ON_EIGHT[1], ON_EIGHT[4], ON_EIGHT[7]]
     assert p101.launch(unlike_one_process, cases, world_size=8, backend="sim", rules=rules).results == [[]] * 8
 
 
