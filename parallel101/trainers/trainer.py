@@ -123,11 +123,11 @@ class Trainer:
         Raises, on every rank: ValueError if a rank has fewer samples than microbatches, FloatingPointError if the loss of some rank is
         not finite, and what the model raised on one rank. In each case no weight has been changed.
         """
-        total = self.count_samples((inputs, targets))
+        total, shape = self.count_samples((inputs, targets))
         self.reached = []
         self.optimizer.zero_grad()
         self.gradient_sync.begin()
-        self.executor.begin(inputs, targets, total, self.shape)
+        self.executor.begin(inputs, targets, total, shape)
         for action in self.executor.actions:
             self.executor.run(action)
         unused = self.finish_gradients()
@@ -165,8 +165,8 @@ class Trainer:
 
     # ── what the ranks agree on ──
 
-    def count_samples(self, batch: Any) -> int:
-        """How many samples the whole batch has. An error on all ranks if one of them has too few."""
+    def count_samples(self, batch: Any) -> tuple[int, int]:
+        """How many samples the whole batch has, and a number for their shape. An error on all ranks if one of them has too few."""
         problem, mine, shape = None, -1, 0
         try:
             inputs, _ = check_batch(batch)
@@ -198,8 +198,7 @@ class Trainer:
                     f"{total:.0f} samples, and {len(self.agree.ranks)} ranks train; "
                     f"expected {wanted}: use a larger batch or fewer {'ranks' if least == 1 else 'microbatches'}"
                 )
-        self.shape = shape
-        return int(total)
+        return int(total), shape
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
         """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""

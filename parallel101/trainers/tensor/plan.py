@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
@@ -77,7 +77,7 @@ class Resolved:
             if parameter is None or first[id(parameter)] not in self.placements:
                 return parameter
             if id(parameter) not in blocks:
-                mine = cut(parameter.detach(), self.placements[first[id(parameter)]], position)
+                mine = self.placements[first[id(parameter)]].cut(parameter.detach(), position).clone(memory_format=torch.contiguous_format)
                 blocks[id(parameter)] = nn.Parameter(mine, parameter.requires_grad)
             return blocks[id(parameter)]
 
@@ -211,13 +211,6 @@ def check_loss(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style
 
 
 # ── this rank's ──
-
-
-def cut(whole: Tensor, shard: Shard, position: int) -> Tensor:
-    """A copy of this position's block."""
-    start, size, parts = sum(shard.sizes[:position]), shard.sizes[position], shard.parts
-    segments = whole.chunk(parts, shard.dim) if parts > 1 else [whole]
-    return torch.cat([segment.narrow(shard.dim, start // parts, size // parts) for segment in segments], shard.dim).contiguous().clone()
 
 
 def layer(
