@@ -30,10 +30,6 @@ WORLDS = [2, 4]
 ROUNDS = 5
 SECONDS = 0.12  # that each side is measured in each round; this sets the number of calls between two barriers
 
-# torch 2.13 has renamed these two
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 class Comparison(NamedTuple):
     """One operation: its input, our call, torch's call, and the factor from algbw to busbw."""
@@ -69,11 +65,11 @@ def _reduce(x: torch.Tensor, rank: int, n: int) -> None:
 
 
 def _all_gather(x: torch.Tensor, rank: int, n: int) -> None:
-    all_gather_single(x.new_empty(n * len(x)), x)
+    dist.all_gather_single(x.new_empty(n * len(x)), x)
 
 
 def _reduce_scatter(x: torch.Tensor, rank: int, n: int) -> None:
-    reduce_scatter_single(x.new_empty(len(x) // n), x)
+    dist.reduce_scatter_single(x.new_empty(len(x) // n), x)
 
 
 def _all_reduce(x: torch.Tensor, rank: int, n: int) -> None:

@@ -78,7 +78,6 @@ def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
         nccl.global_ranks_in_group = options.global_ranks_in_group
         nccl.group_name = options.group_id
         inner = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
-    inner._set_sequence_number_for_group()
     group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     group._set_default_backend(kind)
     group._register_backend(device, kind, inner)

@@ -325,7 +325,7 @@ class RecordedWork(WatchedWork):
             raise tensor_changed(call)
 
 
-class RecordedGroup(dist.ProcessGroup):
+class RecordedGroup(torch_private.PythonGroup):
     """A process group that passes every call on to torch's own backend, and tells the recorder.
 
     Args:
@@ -345,6 +345,7 @@ class RecordedGroup(dist.ProcessGroup):
         self.others = tuple(r for r in ranks if r != recorder.rank)
         self.recorder = recorder
         self.backend = backend
+        self.device_type = "cuda" if backend == "nccl" else "cpu"
         self.torch_name = label
 
     def size(self) -> int:

@@ -2,8 +2,8 @@
 
     allreduce([x], options)  ──▶  kind all_reduce, payload x, shape (4,), dtype float32, reduction sum
 
-`COLLECTIVES` is the only place that knows these signatures. c10d renames methods from time to time (all_gather_single was
-_allgather_base before torch 2.13), so an entry lists all the names that a backend may use. Also here: which tensors can be sent as
+`COLLECTIVES` is the only place that knows these signatures. torch 2.13 renamed some methods (all_gather_single was _allgather_base), and
+ProcessGroup has both names, the gloo of 2.13 the old ones only, so an entry lists all of them. Also here: which tensors can be sent as
 they are, and whether one has changed since.
 """
 
@@ -77,6 +77,7 @@ _SPECS = [
     CollectiveSpec("all_gather", ("allgather_coalesced",), inputs=1, outputs=0, compared=1),
     CollectiveSpec("all_gather", ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), inputs=1, outputs=0, compared=1),
     CollectiveSpec("gather", ("gather",), inputs=1, outputs=0, compared=1),
+    CollectiveSpec("gather", ("gather_single",), inputs=1, outputs=0, compared=1),  # from torch 2.14 on
     CollectiveSpec("scatter", ("scatter",), inputs=1, outputs=0, compared=0),
     CollectiveSpec("reduce_scatter", ("reduce_scatter",), inputs=1, outputs=0, compared=1),
     CollectiveSpec("reduce_scatter", ("reduce_scatter_single", "_reduce_scatter_base"), inputs=1, outputs=0, compared=1),

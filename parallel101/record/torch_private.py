@@ -48,6 +48,34 @@ def describe_group(group: dist.ProcessGroup, description: str | None) -> None:
         group._set_group_desc(description)
 
 
+class PythonGroup(dist.ProcessGroup):
+    """A process group written in Python. It tells torch its one device, and is that device's backend itself.
+
+    So everything goes through its own methods, also what torch sends by the backend of a device. Relies on torch asking for `_device_types`
+    (monitored_barrier, async_save) and `_get_backend(device)` (batch_isend_irecv; torch 2.14's `get_backend`) in Python.
+    """
+
+    device_type = "cpu"
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(self.device_type)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != self.device_type:
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")  # as torch says it
+        return self
+
+    get_backend = _get_backend
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def name(self) -> str:
+        return self.getBackendName()  # type: ignore[attr-defined]  # which each group defines
+
+
 class RunningBatch(NamedTuple):
     """A call of `batch_isend_irecv` that is running."""
 

@@ -58,7 +58,7 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
         return [Buffers([whole(t) for t in args[1]], [whole(t) for t in args[0]])]
     if method in ("all_to_all_single", "alltoall_base"):
         return [Buffers(pieces(args[1], p, args[3]), pieces(args[0], p, args[2]))]
-    if method in ("all_gather_single", "_allgather_base"):
+    if method in ("all_gather_single", "_allgather_base", "gather_single"):
         return [Buffers([whole(args[1])], pieces(args[0], p))]
     if method in ("reduce_scatter_single", "_reduce_scatter_base"):
         return [Buffers(pieces(args[1], p), [whole(args[0])])]

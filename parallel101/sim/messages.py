@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallel101.record import torch_private
 from parallel101.record.calls import Call, collective_terms, disagreement, rank_at, tensor_changed, waited_twice
@@ -244,7 +243,7 @@ class UnmatchedMessages:
         receive.source = send.group.position
 
 
-class PointToPointGroup(dist.ProcessGroup):
+class PointToPointGroup(torch_private.PythonGroup):
     """The half of a process group that sends and receives. `member` is the rank whose view of the group it is."""
 
     def __init__(self, world: World, unmatched: UnmatchedMessages, member: VirtualRank, label: str, ranks: list[int], payload_bytes: int):

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,7 @@ def simulate(
             torch_private.forget_groups()
 
     if not hasattr(dist.Backend, backend.upper()):
-        dist.Backend.register_backend(backend, _sub_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(backend, _no_group, extended_api=True, devices=["cpu"])
     stack, threads, collector = threading.stack_size(STACK_BYTES), torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
     gc.set_threshold(collector[0] * world_size, *collector[1:])  # as rarely as if each rank had its own process and collector
@@ -135,12 +135,9 @@ def simulate(
     return SimResult(results, world.events, unfinished, error, (world.failed_rank or 0) if of_one_rank else None)
 
 
-def _sub_group(options: Any, _: Any = None) -> SimGroup:
-    """What dist.new_group calls in torch versions that do not ask the default group (torch 2.13 does)."""
-    world = dist.group.WORLD
-    if not isinstance(world, SimGroup):
-        raise RuntimeError("backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., backend='sim')")
-    return world.sub_group(options.global_ranks_in_group, options.group_id)
+def _no_group(*_: Any) -> NoReturn:
+    """What init_process_group calls. (dist.new_group asks the default group.)"""
+    raise RuntimeError("backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., backend='sim')")
 
 
 @contextlib.contextmanager

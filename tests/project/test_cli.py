@@ -132,6 +132,13 @@ def test_doctor_reports_an_old_torch_and_a_wrong_sum(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda package: "2.10.0+cpu")
     row = doctor.check_torch()
     assert (row.state, "2.10.0" in row.found, doctor.TESTED_TORCH in row.advice) == ("fails", True, True)
+    for found, note in (
+        (doctor.TESTED_TORCH, "build)"),
+        (doctor.TRIED_TORCH[-1], "all tests have passed with it"),
+        ("99.0", "not with this version"),
+    ):
+        monkeypatch.setattr(torch, "__version__", found)
+        assert doctor.check_torch().state == "works" and note in doctor.check_torch().found
 
     class Wrong:
         results = [1.0, 0.0]  # noqa: RUF012

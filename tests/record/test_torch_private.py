@@ -114,7 +114,7 @@ def test_device_mesh_describes_the_group_of_each_axis():
 
 
 def test_the_new_group_hook():
-    """dist.new_group asks the default group for the new one. (Older torch versions ask the backend: tests/sim/test_ranks.py.)"""
+    """dist.new_group asks the default group for the new one."""
 
     class Group(dist.ProcessGroup):
         def new_group(self, ranks, **options):
@@ -132,11 +132,34 @@ def test_the_new_group_hook():
         torch_private.forget_groups()
 
 
+def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
+    """torch asks for the device types in monitored_barrier and async_save, and for the backend in batch_isend_irecv."""
+
+    def program(folder):
+        import torch.distributed.checkpoint as checkpoint
+
+        world, cpu = dist.group.WORLD, torch.device("cpu")
+        rank, right = dist.get_rank(), 1 - dist.get_rank()
+        received = torch.empty(2)
+        ops = [dist.P2POp(dist.isend, torch.full((2,), float(rank)), right), dist.P2POp(dist.irecv, received, right)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        if dist.get_backend() == "gloo":
+            dist.monitored_barrier()
+            checkpoint.async_save({"x": torch.ones(2)}, checkpoint_id=folder).result()  # from a thread, which sim refuses
+        return received.tolist(), world._device_types == [cpu], world._get_backend(cpu) is world
+
+    for backend in ("gloo", "sim"):
+        results = p101.launch(program, str(tmp_path / backend), world_size=2, backend=backend).results
+        expected = [([1.0, 1.0], True, True), ([0.0, 0.0], True, True)]
+        assert results == expected, moved("how a group's devices and backends are asked for", "batch_isend_irecv")
+
+
 def test_a_running_batch_is_found():
     def program(rank):
         seen = []
 
-        class Seen(dist.ProcessGroup):
+        class Seen(torch_private.PythonGroup):
             def __init__(self):
                 super().__init__(rank, 2)
 

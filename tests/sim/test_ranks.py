@@ -7,13 +7,11 @@ import random
 import threading
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel101.record.events import EventGroup
-from parallel101.sim.group import SimGroup
 
 from .programs import ring_all_gather, run, trace, wait_for
 
@@ -84,11 +82,7 @@ def test_messages_have_a_sequence_number_and_the_place_of_the_call():
     assert len(record.messages()) == 6 and all(type(e.shape) is tuple and e.where.startswith(__file__) for e in record.events)
 
 
-@pytest.mark.parametrize("way", ["by the default group", "by the backend's name"])
-def test_sub_groups_use_ranks_of_the_world(way, monkeypatch):
-    if way == "by the backend's name":  # as in torch versions without the hook
-        monkeypatch.delattr(SimGroup, "new_group")
-
+def test_sub_groups_use_ranks_of_the_world():
     def program(rank):
         odd, swapped = dist.new_group([1, 3]), dist.new_group([3, 0])
         x = torch.full((1,), float(rank))
