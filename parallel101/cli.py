@@ -1,4 +1,4 @@
-"""The command line: `parallel101 doctor | lab | lessons | bench`.
+"""The command line: `parallel101 doctor | lab | lessons | run | bench`.
 
 A command imports what it needs only when it runs, so that `doctor` still works where torch or Jupyter is broken.
 """
@@ -11,10 +11,16 @@ import errno
 import math
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel101 import __version__
+
+if TYPE_CHECKING:
+    from parallel101.record.trace import Trace
+    from parallel101.sim.network import Network
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +88,18 @@ def _parser() -> argparse.ArgumentParser:
     lessons.add_argument("--out", metavar="FOLDER", type=Path, default=Path("site"), help="folder for the pages (default: site)")
     lessons.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="time limit for each cell (default: 600)")
 
+    run = command("run", _script, "Run a script for torchrun on every rank, unchanged, and show who waits for whom.")
+    run.add_argument("--world-size", metavar="N", type=int, help="number of ranks (default: 4)")
+    run.add_argument("--backend", choices=("gloo", "sim", "nccl"), help="where the ranks run (default: gloo)")
+    run.add_argument("--network", metavar="TEXT", type=_network, help="on sim, the links, e.g. latency=1e-6,bandwidth=1e9")
+    run.add_argument("--rules", choices=("gloo", "nccl"), default="gloo", help="on sim, what the program may rely on (default: gloo)")
+    run.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=math.inf, help="time limit (default: none)")
+    run.add_argument("--page", metavar="FILE", type=Path, help="write a web page with the timeline and the traffic")
+    run.add_argument("--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev")
+    run.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
+    run.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
+    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+
     command("bench", _bench, "Measure parallel101 on this machine, and compare it with torch.", takes_extra=True)
     commands.metavar = " | ".join(commands.choices)
     return parser
@@ -136,6 +154,55 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a valid time limit; expected a finite number of seconds greater than 0")
     return seconds
+
+
+def _script(args: argparse.Namespace, extra: list[str]) -> int:
+    """Run a script on ranks. Its output comes as it is printed, then the error if there is one, and then the tables."""
+    from parallel101 import LaunchTimeout, launch
+    from parallel101.ranks.script import Script, free_port, run_script
+
+    script = Script(args.script, tuple(args.arguments), args.as_module, free_port())
+    try:
+        script.check()
+    except (OSError, ImportError) as error:
+        args.parser.error(f"can't run {args.script}: {error}")
+    except SyntaxError as error:
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        return 1
+    options = {name: getattr(args, name) for name in ("world_size", "backend", "network", "rules", "timeout")}
+    options["backend"] = options["backend"] or "gloo"
+    status, trace = 0, None
+    try:
+        trace = launch(run_script, script, trace=True, **options).trace
+    except (ValueError, TypeError) as error:
+        args.parser.error(str(error))
+    except (RuntimeError, LaunchTimeout) as error:
+        status, trace = 1, getattr(error, "trace", None)
+        print(f"parallel101 run: {error}", file=sys.stderr)
+    if trace is not None:
+        _report(trace, script.name, args)
+    return status
+
+
+def _report(trace: Trace, name: str, args: argparse.Namespace) -> None:
+    """Print the tables of a run, and write the files that were asked for."""
+    from parallel101.record.units import human_seconds
+    from parallel101.viz.run_table import as_text, tables
+
+    print(f"\n{name} on {trace.world_size} ranks, {trace.backend}: {human_seconds(trace.makespan)}")
+    for table in tables(trace):
+        print(f"\n{as_text(table)}")
+    if args.chrome is not None:
+        trace.to_chrome(args.chrome)
+
+
+def _network(text: str) -> Network:
+    from parallel101.sim.network_text import parse_network
+
+    try:
+        return parse_network(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _bench(args: argparse.Namespace, extra: list[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallel101.record.errors import MisuseError
-from parallel101.record.events import Event, EventGroup
+from parallel101.record.events import P2P, Event, EventGroup
 from parallel101.record.spans import COLLECTIVE_TAG, Collective
 from parallel101.record.where import caller, shown
 
@@ -66,6 +66,12 @@ class Call(NamedTuple):
             if part
         )
         return f"{what}) at {shown(self.where)}"
+
+    @property
+    def wait_labels(self) -> dict[str, Any]:
+        """The labels of a span in which the rank was blocked in this call. The peer of a collective is None."""
+        peer = self.peers[0] if len(self.peers) == 1 and self.kind in P2P else None
+        return {"peer": peer, "group": self.group}
 
     def event(
         self, group: EventGroup, *, peer: int | None, posted: Any, start: Any, end: Any, seq: int | None = None, payload: list | None = None

@@ -30,6 +30,7 @@ from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller
 
 StatusReport = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
+SHORTEST_WAIT = 50e-6  # seconds
 RECENT = 256  # collectives of a group that are remembered by name
 
 
@@ -46,6 +47,8 @@ class RankRecorder:
     def __init__(self, rank: int, *, recording: bool, payload_bytes: int = 0, on_call: Callable[[Call], None] | None = None):
         self.rank = rank
         self.recording = recording
+        self.record_waits = False  # whether each time in which the program is blocked in a call becomes a span
+        self.newest_wait: PostedCall | None = None  # the call of the newest of these spans
         self.payload_bytes = payload_bytes
         self.on_call = on_call
         self.thread = threading.get_ident()  # the program's own
@@ -74,6 +77,17 @@ class RankRecorder:
         self.recorded.append(
             span_event(rank=self.rank, name=name, start=start, end=end, seq=seq, where=caller(), labels=args, waiting=waiting)
         )
+
+    def add_wait(self, posted: PostedCall, began: Any) -> None:
+        """The program was blocked in a call until now. That is recorded if it took longer than to call torch does."""
+        end = self.now()
+        if isinstance(end, float) and end - began < SHORTEST_WAIT:
+            return
+        if self.newest_wait is posted and self.recorded[-1].waiting:  # of a blocking collective, the call and then its work's wait()
+            self.recorded[-1] = self.recorded[-1]._replace(end=end)
+            return
+        call, self.newest_wait = posted.call(""), posted
+        self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
     def compute(self, seconds: float) -> None:
         """Nothing: real ranks compute in real time."""
@@ -104,10 +118,13 @@ class RankRecorder:
     def blocked_in(self, posted: PostedCall) -> Iterator[None]:
         """The program's own thread may be blocked inside."""
         before, self.waiting = self.waiting, posted
+        began = self.now() if self.record_waits else None
         try:
             yield
         finally:
             self.waiting = before
+            if began is not None:
+                self.add_wait(posted, began)
 
     def report(self) -> StatusReport:
         """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
@@ -194,10 +211,13 @@ class WatchedWork(dist.Work):
         if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
         recorder.waiting = self.posted
+        began = recorder.now() if recorder.record_waits else None
         try:
             answer = self.inner.wait(*timeout)
         finally:
             recorder.waiting = None
+            if began is not None:
+                recorder.add_wait(self.posted, began)
         self.waited = True
         return answer
 
@@ -296,6 +316,8 @@ class RecordedWork(WatchedWork):
         return done
 
     def get_future(self) -> Any:
+        if self.posted.group.recorder.record_waits:
+            torch_private.after_backward(self.wait)  # where DDP's C++ waits for this future, which Python would not see
         return super().get_future().then(self._passed_on)
 
     def _passed_on(self, future: Any) -> Any:

@@ -47,8 +47,8 @@ class VirtualRank:
     """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and what it waits for."""
 
     __slots__ = (
-        *("agreements", "clock", "finished", "finished_futures", "in_flight", "number", "polled_at", "send_order", "spans", "thread"),
-        *("turn", "unfinished_futures", "waiting", "wakes", "world"),
+        *("agreements", "clock", "finished", "finished_futures", "in_flight", "number", "polled_at", "record_waits", "send_order"),
+        *("spans", "thread", "turn", "unfinished_futures", "waiting", "wakes", "world"),
     )
 
     def __init__(self, number: int, world: World):
@@ -64,6 +64,7 @@ class VirtualRank:
         self.in_flight = 0  # messages that it has sent and that have not arrived
         self.send_order = 0  # numbers those messages, from 0 whenever there are none
         self.spans = 0
+        self.record_waits = False  # whether each time in which it is blocked in a call becomes a span
         self.agreements: dict[str, int] = {}  # how many collectives of parallel101's own it has called, by kind and group
         self.polled_at = -1.0  # when it last asked whether a work is done, and it was not
         self.unfinished_futures: list[Any] = []  # works that have a torch future and have not ended
@@ -222,9 +223,13 @@ class World:
         if self.failure is not None:
             raise RankCancelled
         outer, rank.waiting = rank.waiting, work  # a future's callback may wait while its rank waits for something else
+        began = rank.now()
         while not work.done:
             self.block(rank)
         rank.waiting = outer
+        if rank.record_waits and self.now > began:
+            call = work.call()
+            rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
 
     def poll(self, rank: VirtualRank, work: Waitable) -> None:
         """A rank asked whether a work is done, and it is not. If it asks twice at the same time, time passes: a loop that asks must end."""

@@ -30,7 +30,8 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "viz.explore": {"analysis", "record", "autograd", "sim"},  # the same, at each move of a slider
     "publish": set(),
     "doctor": set(),
-    "cli": {"doctor", "publish", "bench", "__init__"},
+    "cli": {"doctor", "publish", "bench", "record", "sim", "__init__"},
+    "__main__": {"cli"},
 }
 FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from outside
 
@@ -40,7 +41,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
-    "cli": {"ranks"},
+    "cli": {"ranks", "viz"},
     "publish": {"__init__"},
 }
 

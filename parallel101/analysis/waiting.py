@@ -1,0 +1,182 @@
+"""Who waits for whom: how long each rank computed and waited, on which rank it waited, and in which lines of the program.
+
+    rank 0  ▇▇▇▇▇░░░░░░░▇▇▇     waits in all_reduce ─┬─ until rank 1, the last one, calls it: rank 0 waits for rank 1
+    rank 1  ▇▇▇▇▇▇▇▇▇▇▇░▇▇▇     calls it last        └─ from then on, for the data
+
+It needs a record in which each wait is a span, as `parallel101 run` makes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallel101.analysis.overlap import seconds, union
+from parallel101.record.events import P2P, Event
+from parallel101.record.trace import Trace
+
+FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
+
+
+class Wait(NamedTuple):
+    """A time in which a rank was blocked in a call."""
+
+    rank: int
+    kind: str  # "recv", "all_reduce", …
+    where: str  # "file:line"
+    start: float
+    end: float
+    nbytes: int
+    last: int | None  # the last other rank that made its part of the call; None if it is not known
+    late: float  # seconds until that rank made it; the rest of the time was spent on the data
+
+
+class RankTimes(NamedTuple):
+    """One rank's share of a run. Times are in seconds."""
+
+    rank: int
+    messages: int  # sent
+    nbytes: int
+    collectives: int
+    collective_bytes: int
+    computing: float  # all the time in which it was not blocked: computing, reading data, posting calls
+    waiting: float
+    waited_for: dict[int, float]  # of the waiting: until the rank that came last made its part of the call
+
+
+class LinkTimes(NamedTuple):
+    """The messages from one rank to another."""
+
+    src: int
+    dst: int
+    messages: int
+    nbytes: int
+    seconds: float  # from when both sides were ready until the receiver had the data, summed
+    slowest: float  # the longest of these
+
+
+class CallTimes(NamedTuple):
+    """All waits at one line, in calls of one kind."""
+
+    where: str
+    kind: str
+    waits: int
+    nbytes: int
+    seconds: float  # summed over the ranks
+    longest: float
+    longest_on: int  # the rank of the longest wait
+    last: dict[int, int]  # how often each rank was the last one, for which the others waited
+
+
+def waits(trace: Trace) -> list[Wait]:
+    """The waits of a run, in order of their start. The newest call of a rank that never ended counts as a wait until the end of the run."""
+    ended, parts = _by_call(trace)
+    found = []
+    for span in trace.spans():
+        if span.waiting and "group" in (span.args or {}):
+            event = _event_of(span, ended)
+            found.append(_wait(span, span.name or "", event, parts))
+    newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
+    found += [_wait(event, event.kind, event, parts) for event in newest.values()]
+    return sorted(found, key=lambda wait: (wait.start, wait.rank))
+
+
+def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
+    """How each rank spent the run, and what it sent."""
+    mine: dict[int, list[Event]] = defaultdict(list)
+    for event in [*trace.events, *trace.unfinished]:
+        mine[event.rank].append(event)
+    rows = []
+    for rank in range(trace.world_size):
+        events = mine[rank]
+        collectives = [e for e in events if e.kind not in P2P and e.kind != "span"]
+        elapsed = max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+        waiting = seconds(union((wait.start, wait.end) for wait in waited if wait.rank == rank))
+        waited_for: dict[int, float] = defaultdict(float)
+        for wait in waited:
+            if wait.rank == rank and wait.last is not None and wait.late > 0:
+                waited_for[wait.last] += wait.late
+        sent = [e.nbytes for e in events if e.kind == "send"]
+        nbytes = sum(e.nbytes for e in collectives)
+        rows.append(RankTimes(rank, len(sent), sum(sent), len(collectives), nbytes, elapsed - waiting, waiting, dict(waited_for)))
+    return rows
+
+
+def slowest_links(trace: Trace) -> list[LinkTimes]:
+    """The links between ranks that sent messages, the one that took most time first."""
+    links: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+    for message in trace.messages():
+        if message.src != message.dst:
+            links[message.src, message.dst].append((message.end - message.start, message.nbytes))
+    rows = [
+        LinkTimes(src, dst, len(sent), sum(n for _, n in sent), sum(t for t, _ in sent), max(t for t, _ in sent))
+        for (src, dst), sent in links.items()
+    ]
+    return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
+
+
+def slowest_calls(waited: Sequence[Wait]) -> list[CallTimes]:
+    """The lines at which ranks waited, the one that took most time first."""
+    lines: dict[tuple[str, str], list[Wait]] = defaultdict(list)
+    for wait in waited:
+        lines[wait.where, wait.kind].append(wait)
+    rows = []
+    for (where, kind), here in lines.items():
+        longest = max(here, key=lambda wait: wait.end - wait.start)
+        took = sum(wait.end - wait.start for wait in here)
+        last = Counter(wait.last for wait in here if wait.last is not None and wait.late > 0)
+        nbytes = sum(wait.nbytes for wait in here)
+        rows.append(CallTimes(where, kind, len(here), nbytes, took, longest.end - longest.start, longest.rank, dict(last)))
+    return sorted(rows, key=lambda call: (-call.seconds, call.where, call.kind))
+
+
+# ── Which call a wait was for, and when the other ranks made their part of it
+
+Ended = dict[tuple[int, str, str], tuple[list[float], list[Event]]]  # (rank, kind, group) → the ends of its events, in order, and these
+Parts = dict[tuple, dict[int, float]]  # a call, as all its ranks name it → when each rank posted its part
+
+
+def _by_call(trace: Trace) -> tuple[Ended, Parts]:
+    events: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
+    parts: Parts = defaultdict(dict)
+    for event in [*trace.events, *trace.unfinished]:
+        if event.kind != "span":
+            events[event.rank, event.kind, event.group.name].append(event)
+            parts[_call(event)][event.rank] = event.posted
+    ended = {}
+    for key, of in events.items():
+        of.sort(key=lambda event: event.end)
+        ended[key] = [event.end for event in of], of
+    return ended, parts
+
+
+def _call(event: Event) -> tuple:
+    """A name for a call that is the same on all ranks that take part."""
+    if event.kind not in P2P:
+        return event.group.name, event.group.ranks, event.kind, event.seq
+    src, dst = (event.rank, event.peer) if event.kind == "send" else (event.peer, event.rank)
+    return event.group.name, src, dst, event.tag, event.seq
+
+
+def _event_of(span: Event, ended: Ended) -> Event | None:
+    """The event of the call in which a rank waited: the first one of this kind and peer that ended when the wait did, or just after."""
+    assert span.args is not None
+    times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
+    peer = span.args["peer"]
+    for event in events[bisect_left(times, span.end) :]:
+        if peer is None or event.peer == peer:
+            return event
+    return None
+
+
+def _wait(span: Event, kind: str, event: Event | None, parts: Parts) -> Wait:
+    if event is None:
+        return Wait(span.rank, kind, span.where, span.start, span.end, 0, None, 0.0)
+    needed = [event.peer] if kind in P2P or kind in FROM_ROOT else event.group.ranks
+    posted = parts[_call(event)]
+    others = [(posted.get(rank, span.end), rank) for rank in needed if rank is not None and rank != span.rank]
+    when, last = max(others, default=(0.0, None))
+    late = min(max(when - span.start, 0.0), span.end - span.start)
+    return Wait(span.rank, kind, span.where, span.start, span.end, event.nbytes, last, late)

@@ -1,0 +1,140 @@
+"""The tables at the end of `parallel101 run`, as rows of text: the time of each rank, the slowest links, the slowest calls by line.
+
+    rank  messages      sent  collectives  their data  computing      waiting  of that, for late ranks
+       0         6     24 B            3       96 B      1.2 s       0.3 s 20%  rank 1 0.2 s
+
+`tables` gives the rows, which the page (run_page.py) shows as HTML; `as_text` lines them up for a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from parallel101.analysis.waiting import CallTimes, RankTimes, Wait, rank_times, slowest_calls, slowest_links, waits
+from parallel101.record.trace import Trace
+from parallel101.record.units import human_bytes, human_seconds
+from parallel101.record.where import shown
+
+MOST_RANKS, MOST_LINKS, MOST_CALLS = 64, 8, 10
+
+
+class Table(NamedTuple):
+    """A table of text. `numbers`: how many of its first columns stand right-aligned; the others are words."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    numbers: int
+    note: str = ""
+
+
+def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[Table]:
+    """What a run did, by rank, by link and by line. Tables that would be empty are left out.
+
+    Args:
+        trace: a record that has waits (see analysis/waiting.py).
+        waited: what `waits(trace)` returned, if that is known already.
+    """
+    waited = waits(trace) if waited is None else waited
+    return [table for table in (_ranks(trace, waited), _links(trace), _calls(trace, waited)) if table.rows]
+
+
+def as_text(table: Table) -> str:
+    """The table as lines of text, with its title above them."""
+    columns = list(zip(table.head, *table.rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(c.rjust(w) if k < table.numbers else c.ljust(w) for k, (c, w) in enumerate(zip(cells, widths))).rstrip()
+
+    note = [table.note] if table.note else []
+    return "\n".join([table.title, *("  " + line(cells) for cells in (table.head, *table.rows)), *("  " + text for text in note)])
+
+
+def _ranks(trace: Trace, waited: Sequence[Wait]) -> Table:
+    every = rank_times(trace, waited)
+    shown_rows = every if len(every) <= MOST_RANKS else sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
+    has = [True, *(any(pick(row) for row in every) for pick in _COUNTS), True, True, any(row.waited_for for row in every)]
+    head = ["rank", "messages", "sent", "collectives", "their data", "computing", "waiting", "of that, until others called"]
+    rows = [[cell for cell, keep in zip(_rank_cells(row), has) if keep] for row in shown_rows]
+    title = "Time of each rank" if len(rows) == len(every) else f"Time of the {MOST_RANKS} ranks that waited longest"
+    head = [cell for cell, keep in zip(head, has) if keep]
+    return Table(title, head, rows, len(head) - has[-1])
+
+
+_COUNTS: tuple[Callable[[RankTimes], int], ...] = (
+    lambda row: row.messages,
+    lambda row: row.messages,
+    lambda row: row.collectives,
+    lambda row: row.collectives,
+)
+
+
+def _rank_cells(row: RankTimes) -> list[str]:
+    total = (row.computing + row.waiting) or 1.0
+    longest = sorted(row.waited_for.items(), key=lambda entry: -entry[1])[:3]
+    return [
+        str(row.rank),
+        str(row.messages),
+        human_bytes(row.nbytes),
+        str(row.collectives),
+        human_bytes(row.collective_bytes),
+        f"{human_seconds(row.computing)} {row.computing / total:4.0%}",
+        f"{human_seconds(row.waiting)} {row.waiting / total:4.0%}",
+        ", ".join(f"{human_seconds(late)} for rank {rank}" for rank, late in longest),
+    ]
+
+
+def _links(trace: Trace) -> Table:
+    links = slowest_links(trace)
+    rows = [
+        [
+            f"{link.src} → {link.dst}",
+            str(link.messages),
+            human_bytes(link.nbytes),
+            human_seconds(link.seconds),
+            human_seconds(link.slowest),
+            f"{human_bytes(link.nbytes / link.seconds)}/s" if link.seconds else "–",
+        ]
+        for link in links[:MOST_LINKS]
+    ]
+    return Table(
+        "Slowest links", ["link", "messages", "bytes", "in flight", "longest", "rate"], rows, 6, _more(len(links), MOST_LINKS, "link")
+    )
+
+
+def _calls(trace: Trace, waited: Sequence[Wait]) -> Table:
+    calls = slowest_calls(waited)
+    rows = [
+        [
+            human_seconds(call.seconds),
+            str(call.waits),
+            f"{human_seconds(call.longest)} on rank {call.longest_on}",
+            _last(call),
+            call.kind,
+            _place(call.where),
+        ]
+        for call in calls[:MOST_CALLS]
+    ]
+    head = ["waited", "times", "longest", "called last", "call", "line"]
+    return Table("Slowest calls, all ranks together", head, rows, 2, _more(len(calls), MOST_CALLS, "line"))
+
+
+def _last(call: CallTimes) -> str:
+    """The rank that was most often the last one to call, and how often: "rank 3, 38 of 40"."""
+    if not call.last:
+        return "–"
+    rank, times = max(call.last.items(), key=lambda entry: (entry[1], -entry[0]))
+    return f"rank {rank}, {times / sum(call.last.values()):.0%}"
+
+
+def _place(where: str) -> str:
+    """The line of source, with a path relative to the working directory if it lies below it."""
+    relative = os.path.relpath(where) if os.path.isabs(where) else where
+    return shown(where).replace(where, relative) if not relative.startswith("..") else shown(where)
+
+
+def _more(count: int, most: int, what: str) -> str:
+    return f"and {count - most} more {what}{'s' * (count - most > 1)}" if count > most else ""

@@ -1,0 +1,86 @@
+"""Who waits for whom, by rank and by line, adds up to the run's time: on the virtual clock exactly, on gloo within what was slept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.analysis.waiting import rank_times, slowest_calls, slowest_links, waits
+from parallel101.record.spans import recorder, span
+
+NETWORK = p101.Network(latency=1.0, bandwidth=float("inf"))
+
+
+def recorded(program, size, network=NETWORK):
+    def with_waits():
+        recorder().record_waits = True
+        with span("program"):
+            program()
+
+    return p101.launch(with_waits, world_size=size, backend="sim", network=network).trace
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_rank_that_computes_longest_is_waited_for(size, slow):
+    def program():
+        p101.compute(7.0 if dist.get_rank() == slow else 2.0)
+        dist.all_reduce(torch.ones(4))
+
+    trace = recorded(program, size)
+    rows = rank_times(trace, waits(trace))
+    for row in rows:
+        assert row.computing + row.waiting == pytest.approx(trace.makespan)
+        assert row.computing == (7.0 if row.rank == slow else 2.0)
+        assert row.waited_for == ({} if row.rank == slow else {slow: 5.0})
+    (call,) = slowest_calls(waits(trace))
+    assert call.kind == "all_reduce" and call.waits == size and call.last == {slow: size - 1}
+    assert call.seconds == pytest.approx(sum(row.waiting for row in rows))
+    assert call.where.startswith(f"{__file__}:")
+
+
+def test_a_receive_waits_for_its_sender_and_then_for_the_data():
+    def program():
+        if dist.get_rank() == 0:
+            p101.compute(3.0)
+            dist.send(torch.ones(2), 1)
+        elif dist.get_rank() == 1:
+            dist.recv(torch.empty(2), 0)
+            dist.isend(torch.ones(3), 2).wait()
+        else:
+            work = dist.irecv(torch.empty(3), 1)
+            p101.compute(1.0)
+            work.wait()
+
+    trace = recorded(program, 3)
+    found = {(wait.rank, wait.kind): (wait.end - wait.start, wait.last, wait.late) for wait in waits(trace)}
+    assert found[1, "recv"] == (4.0, 0, 3.0)
+    assert found[2, "recv"] == (4.0, 1, 3.0)  # from 1.0, when it began to wait, to 4.0, when rank 1 sent, and on to 5.0
+    assert found[0, "send"] == (1.0, 1, 0.0)
+    links = slowest_links(trace)
+    assert [(link.src, link.dst, link.messages, link.nbytes, link.seconds) for link in links] == [(0, 1, 1, 8, 1.0), (1, 2, 1, 12, 1.0)]
+
+
+def test_only_the_root_of_a_broadcast_is_waited_for():
+    def program():
+        p101.compute(float(dist.get_rank()))
+        dist.broadcast(torch.ones(1), 0)
+
+    trace = recorded(program, 3)
+    assert all(wait.last in (0, None) and wait.late == 0.0 for wait in waits(trace))
+
+
+def test_a_call_that_never_ended_is_a_wait():
+    def program():
+        if dist.get_rank() == 0:
+            p101.compute(1.0)
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(1))
+        dist.recv(torch.ones(1), 0)
+
+    with pytest.raises(p101.DeadlockError) as failed:
+        recorded(program, 3)
+    kinds = {wait.rank: wait.kind for wait in waits(failed.value.trace)}
+    assert kinds.get(1) == "all_reduce"

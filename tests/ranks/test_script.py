@@ -1,0 +1,116 @@
+"""`parallel101 run` starts a script for torchrun on every rank as torchrun does, shows who waited for whom, and reports what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from parallel101 import cli
+
+SCRIPT = """
+    import argparse, atexit, json, os, sys, time
+    import torch, torch.distributed as dist
+    from torch.utils.data import DataLoader
+    import neighbour
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", default="fine")
+    case = parser.parse_args().case
+
+    def see():
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
+        return {name: os.environ[name] for name in names}
+
+    class Doubled:
+        def __len__(self): return 4
+        def __getitem__(self, i): return torch.tensor(2.0 * i)
+
+    if __name__ == "__main__":
+        dist.init_process_group("nccl" if case == "fine" else "gloo")
+        rank = dist.get_rank()
+        if case == "deadlock":
+            dist.recv(torch.ones(1), 1 - rank)
+        if case == "crash" and rank == 1:
+            raise ValueError("the loss is NaN")
+        if case == "cuda":
+            torch.ones(1).cuda()
+        if case == "exit":
+            sys.exit(3)
+        if case == "slow":
+            time.sleep(60)
+        log = open(f"log{rank}", "w")
+        batches = [batch.tolist() for batch in DataLoader(Doubled(), batch_size=2, num_workers=1)]
+        if rank == 1:
+            time.sleep(0.2)
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        log.write(json.dumps([sys.argv, __name__, __file__, sys.modules["__main__"].see(), batches, neighbour.NAME, x[0].item()]))
+        atexit.register(print, f"bye from {rank}")
+        dist.destroy_process_group()
+        sys.exit(0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "lib" / "neighbour.py").write_text("NAME = 'next to the script'")
+    monkeypatch.chdir(tmp_path)
+    return os.path.join("lib", "train.py")
+
+
+def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
+    assert cli.main(["run", "--world-size", "2", script, "--case", "fine"]) == 0
+    out, err = capsys.readouterr()
+    for rank in (0, 1):
+        argv, name, file, environment, batches, neighbour, total = json.loads((tmp_path / f"log{rank}").read_text())
+        assert argv == [script, "--case", "fine"] and (name, file) == ("__main__", script)
+        assert environment == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none",
+        }  # fmt: skip
+        assert (batches, neighbour, total) == ([[0.0, 2.0], [4.0, 6.0]], "next to the script", 2.0)
+        assert f"[rank {rank}] bye from {rank}" in out
+    assert "[rank 0] parallel101 run: the script asks for the backend 'nccl'; this run uses 'gloo' instead (--backend)" in err
+    assert "[rank 1] parallel101 run" not in err
+    waiting = next(line for line in out.splitlines() if line.split()[:1] == ["0"])
+    assert "ms for rank 1" in waiting
+    (slowest,) = [line for line in out.splitlines() if "dist.all_reduce(x)" in line]
+    assert "on rank 0" in slowest and f"{script}:" in slowest
+
+
+def test_what_goes_wrong_is_reported_as_launch_reports_it(script, capsys):
+    wrong = {
+        "deadlock": ["deadlock: no rank can go on", "rank 0 waits in recv from rank 1, at", "dist.recv(torch.ones(1), 1 - rank)"],
+        "crash": ["rank 1 raised ValueError: the loss is NaN", 'raise ValueError("the loss is NaN")'],
+        "cuda": ["rank 0 raised AssertionError: Torch not compiled with CUDA enabled"],
+        "exit": ["raised SystemExit: 3"],
+    }
+    for case, words in wrong.items():
+        assert cli.main(["run", "--world-size", "2", script, "--case", case]) == 1, case
+        err = capsys.readouterr().err
+        assert all(word in err for word in words), (case, err)
+        assert "parallel101/" not in err, "a traceback shows the script's frames only"
+
+
+def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
+    Path("broken.py").write_text("x = (")
+    refused = {
+        ("nothing.py",): "can't run nothing.py",
+        ("-m", "no_such_module"): "there is no module 'no_such_module'",
+        ("--network", "fast", script): "neither a topology in front nor name=value",
+        ("--network", "ring", script): "network works with backend='sim' only",
+        ("--world-size", "0", script): "there must be at least 1 rank",
+    }
+    for argv, words in refused.items():
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["run", *argv])
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err
+    assert cli.main(["run", "broken.py"]) == 1
+    assert "SyntaxError" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""A network written as text is the one that Python would make, and a mistake in it is named with what was expected."""
+
+import pytest
+
+from parallel101.sim.network import Network
+from parallel101.sim.network_text import parse_network
+
+GOOD = {
+    "latency=1e-6,bandwidth=1e9": Network(1e-6, 1e9),
+    "bandwidth=inf, eager=4096": Network(bandwidth=float("inf"), eager=4096),
+    "ring": Network.ring(),
+    "torus=4x2,bidirectional=no": Network.torus((4, 2), bidirectional=False),
+    "two_level=8,inside_bandwidth=1e12": Network.two_level(8, inside_bandwidth=1e12),
+}
+BAD = {
+    "fast": "has 'fast', which is neither a topology in front nor name=value; expected, for example, latency=1e-6",
+    "speed=1": "has no 'speed'; a switch takes latency, bandwidth, eager",
+    "latency=quick": "has latency=quick; expected a number, such as latency=1e-6",
+    "latency=-1": "latency must be a finite number of seconds, 0 or more; got -1.0",
+    "ring=4": "needs ring without a value",
+    "torus": "needs torus=4x4",
+    "torus=4xa": "has torus=4xa; expected whole numbers, as in torus=4x4",
+    "two_level=2x2": "expected the number of ranks on a node",
+    "ring,bidirectional=maybe": "expected yes or no",
+    "latency=1,ring": "has 'ring', which is neither a topology in front nor name=value",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_text_gives_the_network(text):
+    assert parse_network(text) == GOOD[text]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_mistake_is_named(text):
+    with pytest.raises(ValueError) as error:
+        parse_network(text)
+    assert BAD[text] in str(error.value)
