@@ -1,6 +1,7 @@
 """The fork server: a process that has imported torch, has run nothing, and forks a rank for each request.
 
     request (the rank's ends of its channels) ──▶ fork ──▶ worker.main      its exit code ──▶ the rank's status pipe
+                                                           grade.rank.main
 
 processes.py starts it and sends it the requests.
 """
@@ -25,8 +26,7 @@ PIECE = 8 << 20  # bytes put into large pages at a time: 10 ms, for which a requ
 
 def serve(fd: int) -> None:
     """Fork a rank for each request, report each rank's exit code, and end with the launching process."""
-    import parallel101.ranks.worker as worker  # with everything that a rank needs, so that each fork has it at once
-
+    importlib.import_module("parallel101.ranks.worker")  # with everything that a rank needs, so that each fork has it at once
     importlib.import_module("parallel101.autograd")  # and the collectives, which most programs call
 
     server = socket.socket(fileno=fd)
@@ -58,6 +58,7 @@ def serve(fd: int) -> None:
                         importlib.import_module(name)
                 pieces = written_memory()
                 continue
+            module = importlib.import_module(names[0])  # here, so that it is imported once
             try:
                 pid = os.fork()
             except OSError as refused:  # too many processes, or no memory
@@ -68,7 +69,7 @@ def serve(fd: int) -> None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                worker.main(**_take_channels(*fds))
+                module.main(**_take_channels(*fds))
             with contextlib.suppress(OSError):  # it has ended already
                 os.setpgid(pid, pid)  # a group of its own, which the launching process can kill as soon as it knows the pid
             *theirs, statuses[pid] = fds

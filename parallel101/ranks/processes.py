@@ -50,8 +50,8 @@ class RankProcess:
                 channel.close()
 
 
-def start_ranks(count: int) -> list[RankProcess]:
-    """Start `count` processes. Each runs `worker.main` with its own control socket, output pipes and exit status.
+def start_ranks(count: int, module: str = "parallel101.ranks.worker") -> list[RankProcess]:
+    """Start `count` processes. Each runs `main` of `module` with its own control socket, output pipes and exit status.
 
     Raises OSError, with nothing left running, when the system allows too few files or processes.
     """
@@ -59,7 +59,7 @@ def start_ranks(count: int) -> list[RankProcess]:
     start_one = _fork_one if start_method() == "fork server" else _spawn_one
     try:
         for _ in range(count):
-            ranks.append(start_one())
+            ranks.append(start_one(module))
     except BaseException as error:
         for rank in ranks:
             kill(rank)
@@ -118,8 +118,8 @@ class _Server:
         self.process: subprocess.Popen | None = None
         self.requests = 0
 
-    def fork(self, fds: list[int]) -> int:
-        """The pid of a new rank, to which the server has passed the file descriptors."""
+    def fork(self, fds: list[int], module: str) -> int:
+        """The pid of a new process, to which the server has passed the file descriptors. It runs `main` of `module`."""
         with self.lock:
             for _attempt in (1, 2):
                 if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
@@ -127,7 +127,7 @@ class _Server:
                 assert self.sock is not None
                 try:
                     self.requests += 1
-                    socket.send_fds(self.sock, [b"fork %d" % self.requests], fds)
+                    socket.send_fds(self.sock, [f"fork {self.requests} {module}".encode()], fds)
                     answer = self._answer()
                 except OSError:
                     self.stop()
@@ -183,13 +183,13 @@ _server = _Server()
 atexit.register(lambda: _server.stop())
 
 
-def _fork_one() -> RankProcess:
+def _fork_one(module: str) -> RankProcess:
     control, their_control = socket.socketpair()
     (out, their_out), (err, their_err), (status, their_status), (calls, their_calls) = _pipe(), _pipe(), _pipe(), _calls_pipe()
     rank = RankProcess(0, control, out, err, status, calls)
     theirs = (their_control, their_out, their_err, their_calls, their_status)
     try:
-        rank.pid = _server.fork([end.fileno() for end in theirs])
+        rank.pid = _server.fork([end.fileno() for end in theirs], module)
     except BaseException:
         rank.close()
         raise
@@ -222,7 +222,7 @@ def _calls_pipe() -> tuple[io.FileIO, io.FileIO]:
 # ---- a fresh interpreter for each rank ----
 
 
-def _spawn_one() -> RankProcess:
+def _spawn_one(module: str) -> RankProcess:
     control, their_control = socket.socketpair()
     status, their_status = socket.socketpair()
     posix = os.name == "posix"
@@ -230,7 +230,7 @@ def _spawn_one() -> RankProcess:
     inherited = [end.fileno() for end in (their_control, their_calls, their_status) if end is not None]
     channels = ",".join(map(str, inherited)) if posix else "stdin"
     process = subprocess.Popen(
-        [sys.executable, "-c", _python_code(f"from parallel101.ranks.worker import main; main({channels!r})")],
+        [sys.executable, "-c", _python_code(f"from {module} import main; main({channels!r})")],
         stdin=subprocess.DEVNULL if posix else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -48,11 +48,11 @@ from parallel101.record.spans import record_into
 def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
     """Serve one job, and exit. A forked rank is given its file descriptors, a spawned one a text that says where they are."""
     if channels:
-        control, calls, status = _inherited(channels)
+        control, calls, status = inherited(channels)
     wire = Wire(socket.socket(fileno=control))
     if status >= 0:
         faulthandler.enable(status)  # if C code kills this process, it writes there where the program was
-    _open_streams()
+    open_streams()
     _keep_freed_memory()
     gc.freeze()  # what torch's import left is no garbage, and to scan it again and again takes longer than a message
     code = 0
@@ -139,7 +139,7 @@ def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
 # ---- a new process prepares itself ----
 
 
-def _inherited(channels: str) -> tuple[int, int, int]:
+def inherited(channels: str) -> tuple[int, int, int]:
     """A spawned rank's control, calls and status. On Windows there is only a socket, which comes by stdin."""
     if channels != "stdin":
         control, calls, status = (int(fd) for fd in channels.split(","))
@@ -148,7 +148,7 @@ def _inherited(channels: str) -> tuple[int, int, int]:
     return socket.fromshare(shared).detach(), -1, -1  # type: ignore[attr-defined]
 
 
-def _open_streams() -> None:
+def open_streams() -> None:
     """Let Python and C write whole lines at once: into a pipe both would write block by block."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         libc = ctypes.CDLL(None)

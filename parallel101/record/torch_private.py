@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.utils.deterministic
 
 from parallel101.record.spans import axis_described
 
@@ -74,6 +75,15 @@ class PythonGroup(dist.ProcessGroup):
 
     def name(self) -> str:
         return self.getBackendName()  # type: ignore[attr-defined]  # which each group defines
+
+
+def fill_new_tensors() -> None:
+    """From now on, torch.empty returns NaN, or the largest integer, so that memory which was never written can be recognised.
+
+    Relies on `_set_deterministic_algorithms`. (The public function imports torch's compiler as well, which takes 2 seconds.)
+    """
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # an operation without a deterministic version only warns
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 class RunningBatch(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 
 import torch
@@ -21,6 +22,7 @@ _PLUMBING = {sys.modules[name].__file__ for name in ("contextlib", "functools", 
 _seen: list[CodeType] = []  # keeps them alive, so that no other object gets the same id
 _inside: set[int] = set()
 _places: dict[int, dict[int, str]] = {}  # of code that is not inside, "file:line" by instruction
+_standing: set[int] = set()  # code objects of functions that act for a line elsewhere
 
 
 def caller() -> str:
@@ -40,6 +42,8 @@ def where(frame: FrameType | None) -> str:
             continue
         places = _places.get(id(code))
         if places is None:
+            if id(code) in _standing:
+                return frame.f_locals["place"]
             _seen.append(code)
             if is_inside(code.co_filename):
                 _inside.add(id(code))
@@ -50,6 +54,12 @@ def where(frame: FrameType | None) -> str:
             place = places[frame.f_lasti] = f"{code.co_filename}:{frame.f_lineno}"
         return place
     return "?"
+
+
+def stands_for_a_place(function: Callable[..., object]) -> None:
+    """Let what `function` calls count as called at its argument `place`, a "file:line". The grader repeats a rank's calls that way."""
+    _seen.append(function.__code__)
+    _standing.add(id(function.__code__))
 
 
 def shown(place: str) -> str:

@@ -28,6 +28,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
     "viz.explore": {"analysis", "record", "autograd", "sim"},  # the same, at each move of a slider
+    "grade": {"analysis", "record", "ranks", "sim"},
     "publish": set(),
     "doctor": set(),
     "cli": {"doctor", "publish", "bench", "record", "sim", "__init__"},

@@ -1,0 +1,162 @@
+"""What the grader and a rank that runs a learner's code send each other: frames that hold JSON and the bytes of tensors.
+
+    kind (1 byte) · length of the JSON · length of the bytes │ JSON: what it is, where in the code │ bytes of the tensors
+
+Nothing is pickled on the way from a rank: unpickling would run code that the learner chose. A tensor travels as its dtype, its shape and
+its bytes, and everything has a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+from typing import Any, NamedTuple
+
+import torch
+
+HEAD = struct.Struct("<cIQ")
+MOST_TEXT = 4 << 20  # bytes of JSON in one frame
+MOST_BYTES = 1 << 28  # bytes of tensors in one frame
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+        *(torch.bool, torch.complex64, torch.complex128),
+    )
+}
+
+# From the grader to a rank
+JOB, CASE, REPLY, REFUSED = b"J", b"C", b"D", b"X"
+# From a rank to the grader
+READY, SEND, RECV, COLLECTIVE, NEW_GROUP, WAIT, TEST = b"K", b"S", b"R", b"A", b"G", b"W", b"T"
+BEGIN, END, COMPUTE, FORBIDDEN, RESULT, FAILED = b"(", b")", b"c", b"F", b"Y", b"E"
+
+
+class Frame(NamedTuple):
+    """One frame: its kind, its JSON, and the bytes of its tensors."""
+
+    kind: bytes
+    text: dict[str, Any]
+    data: bytes | bytearray = b""
+
+
+class BrokenFrame(Exception):
+    """What came from a rank is not a frame, or is larger than allowed."""
+
+
+def send(sock: socket.socket, kind: bytes, text: dict[str, Any], data: bytes | bytearray = b"") -> None:
+    """Write one frame. Raises OSError if the other side is gone."""
+    encoded = json.dumps(text).encode()
+    sock.sendall(HEAD.pack(kind, len(encoded), len(data)) + encoded + data)
+
+
+def receive(sock: socket.socket) -> Frame:
+    """Read one frame. Raises EOFError at the end of the connection, and BrokenFrame for anything that is not a frame."""
+    kind, texts, datas = HEAD.unpack(_read(sock, HEAD.size))
+    if texts > MOST_TEXT or datas > MOST_BYTES:
+        raise BrokenFrame(f"a frame of {texts} + {datas} bytes; at most {MOST_TEXT} + {MOST_BYTES} are allowed")
+    try:
+        text = json.loads(_read(sock, texts))
+    except (ValueError, RecursionError) as error:
+        raise BrokenFrame(f"a frame whose text is not JSON: {error}") from None
+    if not isinstance(text, dict):
+        raise BrokenFrame(f"a frame whose text is a {type(text).__name__}")
+    return Frame(kind, text, _read(sock, datas))
+
+
+def _read(sock: socket.socket, size: int) -> bytearray:
+    found = bytearray(size)
+    rest = memoryview(found)
+    while rest:
+        count = sock.recv_into(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return found
+
+
+# ---- tensors, and containers of them ----
+
+
+def tensor_text(tensor: torch.Tensor) -> dict[str, Any]:
+    """The dtype and shape of a tensor, as JSON."""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, in the order of its elements."""
+    if not tensor.numel():
+        return b""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def empty_tensor(text: Any) -> torch.Tensor:
+    """A tensor of this dtype and shape, all zeros. Raises BrokenFrame if that is no tensor, or a tensor above the limit."""
+    shape = text.get("shape") if isinstance(text.get("shape"), list) else []
+    size = math.prod(n for n in shape if type(n) is int) * getattr(DTYPES.get(text.get("dtype", "")), "itemsize", 0)
+    if size > MOST_BYTES:
+        raise BrokenFrame(f"a tensor of {size} bytes; at most {MOST_BYTES} are allowed")
+    return tensor_from(text, bytes(size))
+
+
+def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor:
+    """The tensor with this dtype and shape. Raises BrokenFrame unless the bytes are exactly its own."""
+    dtype, shape = DTYPES.get(text.get("dtype", "")), text.get("shape")
+    if dtype is None or not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= MOST_BYTES for n in shape):
+        raise BrokenFrame(f"a tensor described as {str(text)[:200]}")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise BrokenFrame(f"a {dtype} tensor of shape {shape} with {len(data)} bytes")
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def encode(value: Any) -> tuple[Any, bytes]:
+    """A value as JSON and the bytes of its tensors: tensors, numbers, text, None, and lists, tuples and dicts of them.
+
+    Raises TypeError that names the type of anything else.
+    """
+    parts: list[bytes] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            parts.append(tensor_bytes(value.to_dense() if value.is_sparse else value))
+            return {"tensor": tensor_text(value), "size": len(parts[-1])}
+        if value is None or isinstance(value, bool | int | float | str):
+            return {"value": value}
+        if isinstance(value, list | tuple):
+            return {"tuple" if isinstance(value, tuple) else "list": [plain(item) for item in value]}
+        if isinstance(value, dict):
+            return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
+        raise TypeError(f"a {type(value).__name__}; return tensors, numbers, text, or lists, tuples and dicts of them")
+
+    return plain(value), b"".join(parts)
+
+
+def decode(text: Any, data: bytes | bytearray) -> Any:
+    """The value that `encode` was given. Raises BrokenFrame if the JSON and the bytes are not what `encode` writes."""
+    rest = memoryview(data)
+
+    def value(text: Any) -> Any:
+        nonlocal rest
+        if not isinstance(text, dict):
+            raise BrokenFrame(f"a value described as {str(text)[:200]}")
+        if "tensor" in text:
+            size = text.get("size")
+            if type(size) is not int or not 0 <= size <= len(rest):
+                raise BrokenFrame(f"a tensor of {size} bytes where {len(rest)} are left")
+            own, rest = rest[:size], rest[size:]
+            return tensor_from(text["tensor"], own)
+        if "list" in text:
+            return [value(item) for item in text["list"]]
+        if "tuple" in text:
+            return tuple(value(item) for item in text["tuple"])
+        if "dict" in text:
+            return {value(key): value(item) for key, item in text["dict"]}
+        return text.get("value")
+
+    try:
+        return value(text)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BrokenFrame(f"a value that can't be read: {error}") from None

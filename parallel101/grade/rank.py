@@ -1,0 +1,356 @@
+"""A rank of a graded run: a process that runs the learner's code. Every call of torch.distributed becomes a frame to the grader.
+
+    dist.isend(x, 1)      ──▶ SEND: peer, tag, where in the code, the bytes of x
+    dist.irecv(y, 3)      ──▶ RECV          y is written when wait() returns, not before
+    work.wait()           ──▶ WAIT ──▶ the grader answers when the message has arrived: ◀── REPLY, the bytes
+
+The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's program and the learner's code, and
+nothing else: it is forked from a process that has only imported torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib.abc
+import linecache
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from parallel101.grade import frames
+from parallel101.grade.exercise import NotWritten, exercises_in, find
+from parallel101.grade.frames import Frame
+from parallel101.ranks.watcher import exit_process
+from parallel101.ranks.worker import inherited, open_streams
+from parallel101.record import torch_private
+from parallel101.record.signatures import COLLECTIVES, flat, op_name
+from parallel101.record.spans import record_into
+from parallel101.record.where import caller, is_inside
+
+OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
+
+
+def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
+    """Serve one grader: a job, then one case after the other until the connection ends. The arguments are those of worker.main."""
+    if channels:
+        control, _, status = inherited(channels)
+    sock = socket.socket(fileno=control)
+    if status >= 0 and hasattr(faulthandler, "register"):
+        faulthandler.enable(status)
+        faulthandler.register(signal.SIGUSR1, status, all_threads=False)  # the grader asks where an endless loop is
+    open_streams()
+    gc.freeze()
+    code = 0
+    try:
+        _serve(sock, frames.receive(sock).text)
+    except (EOFError, OSError):
+        pass  # the grader is gone, or needs no more
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    exit_process(code)
+
+
+def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
+    _isolate(job)
+    connection = Connection(sock, job["rank"], job["world_size"], job["allowed"])
+    record_into(connection)  # so that the spans of the exercise's program reach the grader
+    join(connection)
+    exercise = find(exercises_in(_run_source(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
+    connection.send(frames.READY, {})
+    submission: types.ModuleType | None = None
+    while True:
+        case = frames.receive(sock)
+        try:
+            if submission is None:
+                _hide_parallel101()
+                submission = _run_source(job["path"], job["source"], job["module"])
+            function = getattr(submission, job["function"], None)
+            if not callable(function):
+                raise NameError(f"{os.path.basename(job['path'])} has no function {job['function']}")
+            arguments = frames.decode(case.text["arguments"], case.data)
+            random.seed(case.text["seed"])
+            torch.manual_seed(case.text["seed"])
+            text, data = frames.encode(exercise.program(function, *arguments))
+            connection.send(frames.RESULT, {"result": text}, data)
+        except (EOFError, OSError) as error:
+            if isinstance(error, EOFError) or connection.closed:
+                raise
+            connection.fail(error)
+        except BaseException as error:
+            connection.fail(error)
+
+
+def _run_source(path: str, source: str, name: str) -> types.ModuleType:
+    """The module that a source text defines. Its tracebacks show `path`, which this process need not be able to read."""
+    module = types.ModuleType(name)
+    module.__file__ = path
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    sys.modules[name] = module
+    exec(compile(source, path, "exec"), module.__dict__)
+    return module
+
+
+# ---- torch.distributed, as frames ----
+
+
+class Connection:
+    """This rank's connection to the grader. It is also the rank's recorder: see record/spans.py."""
+
+    def __init__(self, sock: socket.socket, rank: int, world_size: int, allowed: Sequence[str]):
+        self.sock, self.rank, self.world_size, self.allowed = sock, rank, world_size, frozenset(allowed)
+        self.calls = 0
+        self.spans = 0
+        self.replies: dict[int, Frame] = {}
+        self.closed = False
+
+    def send(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
+        try:
+            frames.send(self.sock, kind, text, data)
+        except OSError:
+            self.closed = True
+            raise
+
+    def post(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> int:
+        """Tell the grader of a call. Returns the call's number."""
+        self.calls += 1
+        self.send(kind, {"call": self.calls, "where": caller(), **text}, data)
+        return self.calls
+
+    def ask(self, kind: bytes, call: int) -> Frame:
+        """Ask about a call, and wait for the answer. Raises RuntimeError if the grader refuses the call."""
+        self.send(kind, {"call": call, "where": caller()})
+        reply = frames.receive(self.sock)
+        if reply.kind == frames.REFUSED:
+            raise RuntimeError(reply.text["why"])
+        return reply
+
+    def check_allowed(self, operation: str) -> None:
+        """Raises RuntimeError for a call that the exercise does not allow, after telling the grader."""
+        if operation not in self.allowed:
+            self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
+            raise RuntimeError(f"this exercise does not allow {operation}; it allows {', '.join(sorted(self.allowed))}")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the grader of an exception that the learner's code raised."""
+        inner = error.__traceback__
+        while inner is not None and is_inside(inner.tb_frame.f_code.co_filename):
+            inner = inner.tb_next
+        own = [frame for frame, _ in traceback.walk_tb(inner) if not is_inside(frame.f_code.co_filename)]
+        lines = "".join(traceback.format_exception(type(error), error, inner))
+        place = f"{own[-1].f_code.co_filename}:{_line(inner, own[-1])}" if own else "?"
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f"{error.filename}:{error.lineno}"
+        text: dict[str, Any] = {"type": type(error).__name__, "message": str(error)[:2000], "where": place, "traceback": lines[-6000:]}
+        text["not_written"] = isinstance(error, NotImplementedError | NotWritten)
+        self.send(frames.FAILED, text)
+
+    # ---- the recorder's part ----
+
+    def now(self) -> int:
+        """Begin a span. The grader's clock is the one that counts, so this is only the span's number."""
+        self.spans += 1
+        self.send(frames.BEGIN, {"span": self.spans, "where": caller()})
+        return self.spans
+
+    def add_span(self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False) -> None:
+        self.send(frames.END, {"span": start, "end": end, "name": name, "labels": args, "waiting": waiting, "where": caller()})
+
+    def compute(self, seconds: float) -> None:
+        self.send(frames.COMPUTE, {"seconds": float(seconds)})
+
+    def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Any) -> int:
+        return 0
+
+
+class RelayWork(dist.Work):
+    """What isend, irecv and the collectives return. What a call writes is written in wait(), not before."""
+
+    def __init__(self, connection: Connection, call: int, outputs: list[torch.Tensor]):
+        super().__init__()
+        self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
+        self.future: torch.futures.Future | None = None
+
+    def wait(self, timeout: object = None) -> bool:
+        if not self.done:
+            self._take(self.connection.ask(frames.WAIT, self.call))
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            reply = self.connection.ask(frames.TEST, self.call)
+            if reply.text["done"]:
+                self._take(reply)
+        return self.done
+
+    def _take(self, reply: Frame) -> None:
+        rest = memoryview(reply.data)
+        for output in self.outputs:
+            own, rest = rest[: output.nbytes], rest[output.nbytes :]
+            with torch.no_grad():
+                output.copy_(frames.tensor_from(frames.tensor_text(output), own))
+        self.done = True
+        if self.future is not None:
+            self.future.set_result(self.outputs)
+
+    def is_success(self) -> bool:
+        return self.done
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that is set when the work is waited for. C++ can't wait for it, so the work is waited for at once."""
+        if self.future is None:
+            self.future = torch.futures.Future()
+            self.wait()
+            if not self.future.done():
+                self.future.set_result(self.outputs)
+        return self.future
+
+
+class RelayGroup(torch_private.PythonGroup):
+    """A process group whose messages pass through the grader."""
+
+    def __init__(self, connection: Connection, name: str, ranks: Sequence[int]):
+        super().__init__(list(ranks).index(connection.rank), len(ranks))  # type: ignore[call-arg]
+        self.connection, self.label, self.ranks = connection, name, list(ranks)
+        self.torch_name = name
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def getBackendName(self) -> str:
+        return "relay"
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.torch_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.torch_name = name
+
+    def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any) -> RelayGroup | None:
+        """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
+        self.connection.send(frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()})
+        return RelayGroup(self.connection, group_name, ranks) if self.connection.rank in ranks else None
+
+    def shutdown(self) -> None:
+        """There is nothing to close."""
+
+    def abort(self) -> None:
+        """There is nothing to close."""
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> RelayWork:
+        return self._message(frames.SEND, tensors[0], dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RelayWork:
+        return self._message(frames.RECV, tensors[0], src, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> RelayWork:
+        return self._message(frames.RECV, tensors[0], None, tag)
+
+    def _message(self, kind: bytes, tensor: torch.Tensor, peer: int | None, tag: int) -> RelayWork:
+        sends = kind == frames.SEND
+        self.connection.check_allowed("send" if sends else "recv")
+        text = {"group": self.label, "peer": peer, "tag": tag, "strides": list(tensor.stride()), **frames.tensor_text(tensor)}
+        call = self.connection.post(kind, text, frames.tensor_bytes(tensor) if sends else b"")
+        return RelayWork(self.connection, call, [] if sends else [tensor])
+
+    def _collective(self, method: str, *args: Any) -> dist.Work:
+        spec = COLLECTIVES[method]
+        self.connection.check_allowed(spec.kind)
+        *given, options = args
+        text, data = frames.encode(given)
+        chosen: dict[str, Any] = {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
+        if "reduceOp" in chosen:
+            chosen["reduceOp"] = op_name(chosen["reduceOp"])
+        call = self.connection.post(frames.COLLECTIVE, {"group": self.label, "method": method, "given": text, "options": chosen}, data)
+        outputs = [] if spec.kind == "barrier" or not given else flat(given[0])  # the outputs are always the first argument
+        return RelayWork(self.connection, call, outputs)
+
+
+def _collective_method(method: str) -> Any:
+    def call(self: RelayGroup, *args: Any, **options: Any) -> dist.Work:
+        return self._collective(method, *args, *options.values())
+
+    call.__name__ = method
+    return call
+
+
+for _method in COLLECTIVES:
+    if _method != "monitored_barrier":
+        setattr(RelayGroup, _method, _collective_method(_method))
+
+
+def join(connection: Connection) -> None:
+    """Make torch.distributed use the grader's messages, as if init_process_group had been called."""
+    if not hasattr(dist.Backend, "RELAY"):
+        dist.Backend.register_backend("relay", lambda *_: dist.group.WORLD, extended_api=True, devices=["cpu"])
+    world = torch_private.RankWorld()
+    group = RelayGroup(connection, "0", range(connection.world_size))
+    torch_private.use_world(world)
+    world.add_default(group, "0", "relay", dist.HashStore(), connection.world_size)
+    torch_private.name_backend("gloo")  # programs choose their device by it
+    rank, size = str(connection.rank), str(connection.world_size)
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+
+
+# ---- what the learner's code must not reach, and must not do to this machine by accident ----
+
+
+def _isolate(job: dict[str, Any]) -> None:
+    """Limits for this process, and as root a user of its own, who can read neither the cases nor other ranks."""
+    torch.set_num_threads(1)
+    torch_private.fill_new_tensors()
+    sys.path[:0] = [job["folder"]] if job.get("folder") else []
+    with contextlib.suppress(OSError):
+        os.chdir(job["scratch"])
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        with open("/proc/self/statm") as statm:
+            now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (now + job["memory"], now + job["memory"]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if job.get("user") is not None:
+        os.setgroups([])
+        os.setgid(job["user"])
+        os.setuid(job["user"])
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of another rank can read this one's memory
+
+
+class _NoParallel101(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "parallel101":
+            raise ImportError("the homework is written with torch.distributed alone: parallel101 can't be imported in it")
+
+
+def _hide_parallel101() -> None:
+    """From now on, `import parallel101` raises ImportError: the learner writes what it would offer."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "parallel101"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _NoParallel101())
+
+
+def _line(tb: types.TracebackType | None, frame: types.FrameType) -> int:
+    return next((line for found, line in traceback.walk_tb(tb) if found is frame), frame.f_lineno)

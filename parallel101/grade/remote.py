@@ -1,0 +1,375 @@
+"""The grader's side of a run: the learner's ranks are processes, and their messages are sent here, on the simulator.
+
+    rank 2's process ──SEND, RECV, WAIT──▶ virtual rank 2: isend, irecv, wait on the virtual clock ──▶ the record of the run
+                     ◀──the bytes, when the message has arrived
+
+Each virtual rank does what the frames of its process say, and nothing else. So what the simulator recorded is what was sent; a deadlock is
+found at once, and the same run gives the same record every time. This process runs no line of the learner's code, and unpickles nothing
+that comes from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel101.grade import frames
+from parallel101.grade.exercise import Case, Exercise, Trial, Unwaited
+from parallel101.grade.frames import Frame
+from parallel101.ranks.processes import RankProcess, kill, start_ranks
+from parallel101.record import where
+from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.signatures import COLLECTIVES, flat
+from parallel101.record.spans import Recorder, compute, recorder
+from parallel101.record.trace import Trace
+from parallel101.sim.simulate import simulate
+
+MOST_PRINTED = 1 << 20  # bytes that a rank may print
+KEPT_PRINTED = 20_000  # bytes of it that are kept
+MEMORY = 2 << 30  # bytes that a rank may allocate
+FIRST_USER = 20_000  # as root, each rank becomes a user of its own: this one and those after it
+PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
+PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
+
+
+class GradedRunFailed(Exception):
+    """A run of the learner's code ended early. `rank` is the rank it was, or None."""
+
+    def __init__(self, message: str, rank: int | None = None, where: str = "?"):
+        super().__init__(message)
+        self.rank, self.where = rank, where
+
+
+class LearnerError(GradedRunFailed):
+    """The learner's code raised an exception: `kind` is its type, `traceback` its text."""
+
+    def __init__(self, message: str, rank: int, where: str, kind: str, traceback: str, not_written: bool):
+        super().__init__(message, rank, where)
+        self.kind, self.traceback, self.not_written = kind, traceback, not_written
+
+
+class ForbiddenCall(GradedRunFailed):
+    """The learner's code called an operation that the exercise does not allow."""
+
+
+class TimeOver(GradedRunFailed):
+    """A rank was still running at the time limit."""
+
+
+class RankDied(GradedRunFailed):
+    """A rank's process ended without a result."""
+
+
+class PrintedTooMuch(GradedRunFailed):
+    """A rank printed more than MOST_PRINTED bytes."""
+
+
+@dataclass
+class Submission:
+    """The file that a learner handed in."""
+
+    path: Path
+    source: str
+    folder: Path | None = None  # other files that it imports
+
+    @property
+    def module(self) -> str:
+        return self.path.stem
+
+
+@dataclass
+class RemoteRank:
+    """A process that runs the learner's code as one rank, as the grader holds it."""
+
+    number: int
+    process: RankProcess
+    printed: dict[str, bytearray] = field(default_factory=lambda: {"out": bytearray(), "err": bytearray()})
+    amount: int = 0
+    status: bytes = b""
+
+    def receive(self, until: float) -> Frame:
+        """The next frame. Meanwhile, what the rank prints is kept."""
+        control = self.process.control
+        streams: dict[Any, str] = {self.process.out: "out", self.process.err: "err"}
+        while True:
+            ready, _, _ = select.select([control, *streams], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise TimeOver("", self.number, self._where())
+            for stream in ready:
+                if stream is not control and not self._read_output(stream, streams[stream]):
+                    del streams[stream]
+            if control in ready:
+                control.settimeout(max(0.01, until - time.monotonic()))
+                try:
+                    return frames.receive(control)
+                except TimeoutError:
+                    raise TimeOver("", self.number, self._where()) from None
+                except (EOFError, OSError, frames.BrokenFrame) as error:
+                    self.read_rest()
+                    raise RankDied(str(error), self.number) from None
+
+    def _read_output(self, stream: Any, name: str) -> bool:
+        data = os.read(stream.fileno(), 1 << 16) if not isinstance(stream, socket.socket) else stream.recv(1 << 16)
+        self.amount += len(data)
+        kept = self.printed[name]
+        kept += data[: max(0, KEPT_PRINTED - len(kept))]
+        if self.amount > MOST_PRINTED:
+            raise PrintedTooMuch("", self.number)
+        return bool(data)
+
+    def read_rest(self) -> None:
+        """Read what the rank has printed and not been asked for yet."""
+        streams = {self.process.out: "out", self.process.err: "err"}
+        with contextlib.suppress(OSError, PrintedTooMuch):
+            while ready := select.select(list(streams), [], [], 0)[0]:
+                for stream in ready:
+                    if not self._read_output(stream, streams[stream]):
+                        del streams[stream]
+
+    def _where(self) -> str:
+        """Where in the code the rank is: it is asked by a signal, and answers on its status pipe."""
+        with contextlib.suppress(OSError, AttributeError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            if select.select([self.process.status], [], [], 1.0)[0]:
+                text = os.read(self.process.status.fileno(), 1 << 16).decode(errors="replace")
+                places = re.findall(r'File "([^"]+)", line (\d+)', text)
+                return next((f"{file}:{line}" for file, line in places if not where.is_inside(file)), "?")
+        return "?"
+
+
+class Ranks:
+    """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left."""
+
+    def __init__(self, exercise: Exercise, submission: Submission, world_size: int, memory: int = MEMORY):
+        self.exercise, self.submission, self.world_size, self.memory = exercise, submission, world_size, memory
+        self.ranks: list[RemoteRank] = []
+        self.scratch: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the processes, and wait until each is ready to call the learner's function."""
+        self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        self.ranks = [RemoteRank(n, process) for n, process in enumerate(start_ranks(self.world_size, "parallel101.grade.rank"))]
+        for rank in self.ranks:
+            user = FIRST_USER + os.getpid() % 500 * 64 + rank.number if root else None
+            folder = Path(self.scratch.name) / str(rank.number)
+            folder.mkdir()
+            if user is not None:
+                os.chmod(self.scratch.name, 0o711)
+                os.chown(folder, user, user)
+            with contextlib.suppress(OSError):  # it has died: the first receive says so
+                frames.send(rank.process.control, frames.JOB, self._job(rank.number, user, str(folder)))
+        until = time.monotonic() + 30
+        for rank in self.ranks:
+            rank.receive(until)
+
+    def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
+        exercise, submission = self.exercise, self.submission
+        return {
+            "rank": rank, "world_size": self.world_size, "user": user, "scratch": scratch, "memory": self.memory,
+            "allowed": sorted(exercise.allowed), "function": exercise.function,
+            "exercise_path": exercise.path, "exercise_source": exercise.source,
+            "path": str(submission.path), "source": submission.source, "module": submission.module,
+            "folder": str(submission.folder) if submission.folder else None,
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            kill(rank.process)
+        for rank in self.ranks:
+            rank.process.close()
+        self.ranks = []
+        if self.scratch is not None:
+            self.scratch.cleanup()
+            self.scratch = None
+
+    def run(self, case: Case) -> Trial:
+        """Run one case. After a run that failed, the next one starts new processes."""
+        if not self.ranks:
+            self.start()
+        for rank in self.ranks:
+            rank.printed, rank.amount = {"out": bytearray(), "err": bytearray()}, 0
+        until = time.monotonic() + case.seconds
+        virtual = [VirtualEnd(rank, case, until) for rank in self.ranks]
+        for end in virtual:
+            end.begin()
+        outcome = simulate(lambda number: virtual[number].serve(), self.world_size, case.network, payload_bytes=PAYLOAD_BYTES)
+        for rank in self.ranks:
+            rank.read_rest()
+        trial = Trial(
+            case=case,
+            results=[end.result for end in virtual],
+            trace=Trace.from_rows(outcome.events, self.world_size, "sim", outcome.unfinished),
+            error=outcome.error,
+            unwaited=[call for end in virtual for call in end.unwaited()],
+            printed=["".join(part.decode(errors="replace") for part in rank.printed.values()) for rank in self.ranks],
+        )
+        if outcome.error is not None:
+            self.stop()
+        if outcome.error is not None and not isinstance(outcome.error, GradedRunFailed | DeadlockError | MisuseError):
+            raise outcome.error
+        return trial
+
+
+@dataclass
+class PostedCall:
+    """A call that a rank has posted, and what is needed to answer its wait."""
+
+    work: Any
+    outputs: list[torch.Tensor]
+    about: Unwaited
+    waited: bool = False
+
+
+class VirtualEnd:
+    """The virtual rank that does what one process says."""
+
+    def __init__(self, rank: RemoteRank, case: Case, until: float):
+        self.rank, self.case, self.until = rank, case, until
+        self.calls: dict[int, PostedCall] = {}
+        self.groups: dict[str, Any] = {}
+        self.spans: dict[int, Any] = {}
+        self.result: Any = None
+
+    def begin(self) -> None:
+        """Let the process begin: the processes compute at the same time, though their messages are repeated one after the other."""
+        text, data = frames.encode(self.case.arguments[self.rank.number])
+        with contextlib.suppress(OSError):  # it has died: the first receive says so
+            frames.send(self.rank.process.control, frames.CASE, {"arguments": text, "seed": self.case.seed}, data)
+
+    def serve(self) -> None:
+        """Do what the process says until it returns. Raises what ended the run early."""
+        self.groups = {"0": dist.group.WORLD}
+        while True:
+            frame = self.rank.receive(self.until)
+            place = frame.text.get("where", "?")
+            if not isinstance(place, str) or not PLACE.fullmatch(place):
+                place = "?"
+            try:
+                if frame.kind == frames.RESULT:
+                    self.result = frames.decode(frame.text.get("result"), frame.data)
+                    return
+                at_place(place, partial(ACTIONS[frame.kind], self, frame, place))
+            except (KeyError, TypeError, AttributeError, frames.BrokenFrame) as error:
+                raise RankDied(f"sent what the grader can't read: {error!r}", self.rank.number) from error
+
+    def _tensor(self, frame: Frame) -> torch.Tensor:
+        return frames.tensor_from(frame.text, frame.data)
+
+    def _send(self, frame: Frame, place: str) -> None:
+        text, tensor = frame.text, self._tensor(frame)
+        work = dist.isend(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
+        self._keep(text["call"], work, [], "send", text["peer"], place)
+
+    def _recv(self, frame: Frame, place: str) -> None:
+        text = frame.text
+        tensor = frames.empty_tensor(text)
+        work = dist.irecv(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
+        self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
+
+    def _peer(self, frame: Frame) -> int | None:
+        """The peer as torch.distributed numbers it: in the world."""
+        peer, group = frame.text["peer"], self.groups[frame.text["group"]]
+        return None if peer is None else dist.get_global_rank(group, peer)
+
+    def _collective(self, frame: Frame, place: str) -> None:
+        text = frame.text
+        given = frames.decode(text["given"], frame.data)
+        options = dict(text["options"])
+        if "reduceOp" in options:
+            options["reduceOp"] = getattr(dist.ReduceOp, str(options["reduceOp"]).upper())
+        method = text["method"]
+        if method not in COLLECTIVES:
+            raise KeyError(method)
+        work = getattr(self.groups[text["group"]], method)(*given, SimpleNamespace(**options))
+        outputs = flat(given[0]) if given and "barrier" not in method else []
+        self._keep(text["call"], work, outputs, method, None, place)
+
+    def _keep(self, call: int, work: Any, outputs: list[torch.Tensor], kind: str, peer: int | None, place: str) -> None:
+        self.calls[call] = PostedCall(work, outputs, Unwaited(self.rank.number, kind, peer, place))
+
+    def _wait(self, frame: Frame, place: str) -> None:
+        call = self.calls[frame.text["call"]]
+        call.work.wait()
+        self._answer(call, True)
+
+    def _test(self, frame: Frame, place: str) -> None:
+        call = self.calls[frame.text["call"]]
+        self._answer(call, call.work.is_completed())
+
+    def _answer(self, call: PostedCall, done: bool) -> None:
+        call.waited = call.waited or done
+        data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
+        with contextlib.suppress(OSError):  # it has died: the next receive says so
+            frames.send(self.rank.process.control, frames.REPLY, {"done": done}, data)
+
+    def _new_group(self, frame: Frame, place: str) -> None:
+        group = dist.new_group(frame.text["ranks"])
+        if isinstance(group, dist.ProcessGroup):
+            self.groups[frame.text["group"]] = group
+
+    def _begin(self, frame: Frame, place: str) -> None:
+        self.spans[frame.text["span"]] = clock().now()
+
+    def _end(self, frame: Frame, place: str) -> None:
+        text = frame.text
+        labels = text["labels"] if isinstance(text["labels"], dict) else {}
+        clock().add_span(str(text["name"])[:200], self.spans[text["span"]], clock().now(), labels, bool(text["waiting"]))
+
+    def _compute(self, frame: Frame, place: str) -> None:
+        compute(float(frame.text["seconds"]))
+
+    def _forbidden(self, frame: Frame, place: str) -> None:
+        raise ForbiddenCall(str(frame.text["operation"])[:100], self.rank.number, place)
+
+    def _failed(self, frame: Frame, place: str) -> None:
+        text = {key: str(frame.text[key])[:6000] for key in ("type", "message", "traceback")}
+        not_written = frame.text["not_written"] is True
+        raise LearnerError(text["message"], self.rank.number, place, text["type"], text["traceback"], not_written)
+
+    def unwaited(self) -> Sequence[Unwaited]:
+        """The calls that the rank posted and never waited for."""
+        return [call.about for call in self.calls.values() if not call.waited]
+
+
+def clock() -> Recorder:
+    """The recorder of the virtual rank whose thread this is."""
+    found = recorder()
+    assert found is not None
+    return found
+
+
+def at_place(place: str, act: Callable[[], None]) -> None:
+    """Call `act`. What it posts is recorded as called at `place`, a line of the learner's code."""
+    act()
+
+
+where.stands_for_a_place(at_place)
+
+ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
+    frames.SEND: VirtualEnd._send, frames.RECV: VirtualEnd._recv, frames.COLLECTIVE: VirtualEnd._collective,
+    frames.WAIT: VirtualEnd._wait, frames.TEST: VirtualEnd._test, frames.NEW_GROUP: VirtualEnd._new_group,
+    frames.BEGIN: VirtualEnd._begin, frames.END: VirtualEnd._end, frames.COMPUTE: VirtualEnd._compute,
+    frames.FORBIDDEN: VirtualEnd._forbidden, frames.FAILED: VirtualEnd._failed,
+}  # fmt: skip

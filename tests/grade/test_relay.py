@@ -1,0 +1,100 @@
+"""A learner's ranks are processes whose messages pass through the grader: what was not waited for has not arrived, and nothing hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Exercise
+from parallel101.grade.remote import ForbiddenCall, LearnerError, PrintedTooMuch, RankDied, Ranks, Submission, TimeOver
+from parallel101.record.errors import DeadlockError
+
+HEAD = "import os, torch, torch.distributed as dist\ndef rank(): return dist.get_rank()\ndef size(): return dist.get_world_size()\n"
+DECLARATION = """
+from parallel101.grade.exercise import COLLECTIVES, P2P, Exercise
+EXERCISES = [Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [0] * case.world_size, allowed=P2P{more})]
+"""
+
+
+def run(body: str, *arguments: tuple, allowed=P2P, **case):
+    """The trial of a function `f` with this body, on one rank for each tuple of arguments."""
+    declared = DECLARATION.format(more=" | COLLECTIVES" if allowed != P2P else "")
+    exercise = Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [], allowed=allowed, path="declared.py", source=declared)
+    code = HEAD + "def f(x):\n" + "\n".join("    " + line for line in body.strip("\n").splitlines())
+    submission = Submission(Path("hw.py"), code)
+    with Ranks(exercise, submission, len(arguments)) as ranks:
+        return ranks.run(Case(arguments, [None] * len(arguments), **case))
+
+
+SHIFT = """
+y = torch.empty_like(x)
+s = dist.isend(x, (rank() + 1) % size())
+r = dist.irecv(y, (rank() - 1) % size())
+{wait}
+return y
+"""
+
+
+def tensors(n: int) -> list[tuple]:
+    return [(torch.arange(3.0) + 10 * rank,) for rank in range(n)]
+
+
+def test_a_ring_shift_gives_its_values_bytes_and_step():
+    trial = run(SHIFT.format(wait="r.wait(); s.wait()"), *tensors(3))
+    assert trial.error is None and not trial.unwaited
+    assert [result.tolist() for result in trial.results] == [[20, 21, 22], [0, 1, 2], [10, 11, 12]]
+    assert trial.trace.bytes_sent == [12, 12, 12] and trial.trace.makespan == 1.0
+    assert {event.where for event in trial.trace.events} == {"hw.py:6", "hw.py:7"}
+
+
+def test_what_was_not_waited_for_has_not_arrived():
+    trial = run(SHIFT.format(wait="s.wait()"), *tensors(2))
+    assert all(result.isnan().all() for result in trial.results)
+    assert [(call.rank, call.kind, call.where) for call in trial.unwaited] == [(0, "recv", "hw.py:7"), (1, "recv", "hw.py:7")]
+
+
+def test_is_completed_counts_as_a_wait():
+    trial = run(SHIFT.format(wait="while not r.is_completed(): pass\ns.wait()"), *tensors(2))
+    assert [result.tolist() for result in trial.results] == [[10, 11, 12], [0, 1, 2]] and not trial.unwaited
+
+
+def test_torchs_collectives_and_groups():
+    body = """
+dist.all_reduce(x)
+some = dist.new_group([0, 2])
+whole = [torch.empty_like(x) for _ in range(2)]
+if rank() != 1:
+    dist.all_gather(whole, x + rank(), group=some)
+best = x.clone(); dist.all_reduce(best.mul_(rank()), op=dist.ReduceOp.MAX)
+return [x, whole[1], best] if rank() == 0 else x
+"""
+    trial = run(body, *tensors(3), allowed=P2P | COLLECTIVES)
+    assert trial.error is None
+    total = torch.arange(3.0) * 3 + 30
+    for found, expected in zip(trial.results[0], (total, total + 2, total * 2), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(trial.results[1], total)
+
+
+ENDINGS = {
+    "deadlock": ("dist.send(x, (rank() + 1) % size()); dist.recv(x, (rank() - 1) % size())", DeadlockError, "hw.py:5"),
+    "exception": ("return x[99]", LearnerError, "out of bounds"),
+    "exit": ("os._exit(0)", RankDied, ""),
+    "endless loop": ("while True: pass", TimeOver, ""),
+    "a collective that is not allowed": ("dist.all_reduce(x)", ForbiddenCall, "all_reduce"),
+    "an operator of torch": ("torch.ops.c10d.allreduce_([x], dist.group.WORLD, 0, None)", Exception, ""),
+    "prints without end": ("while True: print('x' * 10000)", PrintedTooMuch, ""),
+    "memory": ("torch.ones(1 << 33)", LearnerError, "memory"),
+    "returns an object": ("return object()", LearnerError, "a object"),
+    "syntax": ("return (", LearnerError, "never closed"),
+    "imports parallel101": ("import parallel101", LearnerError, "can't be imported"),
+}
+
+
+@pytest.mark.parametrize(("body", "error", "text"), ENDINGS.values(), ids=ENDINGS)
+def test_every_end_is_named(body, error, text):
+    trial = run(body, *tensors(2), seconds=1.0 if error is TimeOver else 10.0)
+    assert isinstance(trial.error, error)
+    assert text in str(trial.error)
