@@ -157,6 +157,8 @@ def launch(
                 pass  # the process has died already: the monitor reports it
         monitor.watch()
         results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
+        if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
+            results = [unpack(*packed) for packed in results[0]]
         monitor.let_exit()
         preload(monitor.imported)
     except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
@@ -175,7 +177,7 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    return Run(results[0] if backend == "sim" else results, _trace(monitor.records(), size, backend) if recording else None, backend, size)
+    return Run(results, _trace(monitor.records(), size, backend) if recording else None, backend, size)
 
 
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:

@@ -37,6 +37,19 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
         raise TypeError(f"the function or an argument was pickled, but the ranks can't unpickle it: {one_line(error)}. {advice}") from error
 
 
+def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
+    """The variables by which torchrun tells a rank who it is. All ranks are on one machine.
+
+    MASTER_ADDR and MASTER_PORT are there for programs that read them. Nobody listens at that port, as the ranks have met already.
+    """
+    position, size = str(rank), str(world_size)
+    one_machine = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_RANK": position, "ROLE_WORLD_SIZE": size}
+    restarts = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    meeting = {name: os.environ.get(name, value) for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"))}
+    ranks = {"RANK": position, "LOCAL_RANK": position, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "PARALLEL101_RANK": position}
+    return {**ranks, **one_machine, **restarts, **meeting}
+
+
 @contextlib.contextmanager
 def own_init_accepted() -> Iterator[None]:
     """Inside, a program may call init_process_group and destroy_process_group itself, as a whole script does. Both then do nothing.
@@ -103,15 +116,19 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     return Failure(rank, error, one_line(error), program_traceback(error), broken_connection(error) or reports_another(error, rank))
 
 
-def send_failure(wire: Wire, failure: Failure) -> None:
-    """Send it. An exception that can't be pickled is sent as its text."""
+def pack_failure(failure: Failure) -> tuple[bytes, list]:
+    """Pickle a failure. An exception that can't be pickled is sent as its text."""
     failure.error.__traceback__ = None  # its frames hold tensors, works and groups
     try:
         packed = pack(failure)
         unpack(*packed)
     except Exception:
         packed = pack(failure._replace(error=RuntimeError(failure.headline)))
-    wire.send_packed(FAILURE, *packed)
+    return packed
+
+
+def send_failure(wire: Wire, failure: Failure) -> None:
+    wire.send_packed(FAILURE, *pack_failure(failure))
 
 
 def program_traceback(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
     control ◀── job, program        ──▶ simulate(): a thread a rank ──▶ record, results or failure
 
-Each virtual rank unpickles its own copy of the program, as a process would. Only modules are shared between them.
+Each virtual rank unpickles its own copy of the program, imports its own copies of the program's modules, and pickles what it returns, as a
+process would. What ranks share is listed in sim/process_state.py.
 """
 
 from __future__ import annotations
@@ -12,11 +13,23 @@ import io
 import os
 import sys
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from parallel101.ranks.program import failure_of, own_init_accepted, pack_result, send_failure, slow_imports, unpack_program
+import cloudpickle
+
+from parallel101.ranks.program import (
+    failure_of,
+    own_init_accepted,
+    pack_failure,
+    pack_result,
+    slow_imports,
+    torchrun_environment,
+    unpack_program,
+)
 from parallel101.ranks.watcher import ControlThread
-from parallel101.ranks.wire import IMPORTED, RECORD, RESULT, Job, RankRecord, VirtualExit, Wire
+from parallel101.ranks.wire import FAILURE, IMPORTED, RECORD, RESULT, Job, RankRecord, VirtualExit, Wire, pack
 from parallel101.record.events import Row
 from parallel101.record.recorder import StatusReport
 from parallel101.record.where import where
@@ -30,17 +43,23 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     """Run the program on all ranks of a job, on the virtual clock."""
     _, body, buffers = wire.receive_packed()
     threads: dict[int, int] = {}
+    failures: dict[int, tuple[bytes, list]] = {}  # pickled, by rank
     watcher = SimWatcher(threads, wire)
     watcher.start()
     sys.stdout, sys.stderr = _PrefixedStream(sys.stdout), _PrefixedStream(sys.stderr)
     _make_exits_virtual()
 
-    def rank_main(rank: int) -> Any:
+    def rank_main(rank: int) -> tuple[bytes, list]:
         threads[rank] = threading.get_ident()
         _this_thread.rank = rank
-        function, args, kwargs = unpack_program(body, [bytearray(buffer) for buffer in buffers])
+        os.environ.update(torchrun_environment(rank, job.world_size))
         try:
-            return function(*args, **kwargs)
+            with own_classes():
+                function, args, kwargs = unpack_program(body, [bytearray(buffer) for buffer in buffers])
+            return pack_result(function(*args, **kwargs), rank)
+        except Exception as error:
+            failures[rank] = pack_failure(failure_of(rank, error))  # now, while the rank's modules are loaded
+            raise
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.end_line()  # type: ignore[union-attr]
@@ -50,21 +69,26 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
     _this_thread.rank = None
     wire.send(IMPORTED, slow_imports(loaded))
     wire.send(RECORD, (RankRecord(run.events, run.unfinished), NO_REPORT))
-    failure = None
-    if run.error is not None:
-        failure = failure_of(run.failed_rank or 0, run.error)
+    if run.error is None:
+        wire.send_packed(RESULT, *pack(run.results), release=True)
     else:
-        try:
-            for rank, value in enumerate(run.results):
-                pack_result(value, rank)
-            packed = pack_result(run.results, 0)
-        except TypeError as error:
-            failure = failure_of(rank, error)
-    if failure is None:
-        wire.send_packed(RESULT, *packed, release=True)
-    else:
-        send_failure(wire, failure)
+        rank = run.failed_rank
+        failure = failures.get(rank) if rank is not None else None
+        wire.send_packed(FAILURE, *(failure or pack_failure(failure_of(rank or 0, run.error))))
     watcher.may_exit.wait()
+
+
+@contextlib.contextmanager
+def own_classes() -> Iterator[None]:
+    """Inside, a class that was pickled by value is made anew. (cloudpickle makes it once per process, and all ranks would share it.)"""
+    made, cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = (
+        cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID,
+        weakref.WeakValueDictionary(),
+    )
+    try:
+        yield
+    finally:
+        cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = made
 
 
 class SimWatcher(ControlThread):

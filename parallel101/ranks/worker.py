@@ -34,6 +34,7 @@ from parallel101.ranks.program import (
     pack_result,
     send_failure,
     slow_imports,
+    torchrun_environment,
     unpack_program,
 )
 from parallel101.ranks.rendezvous import connect
@@ -185,10 +186,8 @@ def _prepare(job: Job) -> None:
     if job.backend == "gloo":
         _use_batch_scheduling()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    if job.backend != "sim":
-        rank, size = str(job.rank), str(job.world_size)
-        os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
-    os.environ["PARALLEL101_RANK"] = str(job.rank)
+    if job.backend != "sim":  # there, each virtual rank has its own: see simworker.py
+        os.environ.update(torchrun_environment(job.rank, job.world_size))
     torch.set_num_threads(1)
 
 

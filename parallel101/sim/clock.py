@@ -99,10 +99,9 @@ class World:
     Args:
         size: how many ranks.
         network: what lies between them.
-        switch: called as switch(rank, next_rank) whenever one rank stops running and another starts.
     """
 
-    def __init__(self, size: int, network: Network, switch: Callable[[int, int], None]):
+    def __init__(self, size: int, network: Network):
         self.size = size
         self.network = network
         self.route = network.router(size)
@@ -117,7 +116,7 @@ class World:
         self.find_misuse: Callable[[], Exception | None] = lambda: None  # a better explanation than a deadlock, when nothing goes on
         self.deadlock_notes: Callable[[], list[tuple[str, str]]] = list  # what else to say about a deadlock: (sentence, "file:line")
         self._report: tuple[BaseException, VirtualRank] | None = None  # the first exception that reports another rank's failure
-        self._switch = switch
+        self._switch: Callable[[int, int], None] = lambda old, new: None
         self._current = 0
         self._ready: list[int] = []  # the ranks that still run at this time, the next one last
         self._woken: list[int] = []
@@ -132,8 +131,12 @@ class World:
 
     # ---- a run, from the thread that starts it ----
 
-    def run(self, rank_main: Callable[[int], Any]) -> list[Any]:
-        """Run `rank_main(rank)` on every rank, and return what they returned. What went wrong is in `failure`."""
+    def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
+        """Run `rank_main(rank)` on every rank, and return what they returned. What went wrong is in `failure`.
+
+        `switch(rank, next_rank)` is called whenever one rank stops running and another starts.
+        """
+        self._switch = switch
         results: list[Any] = [None] * self.size
         self._main.acquire()
         self._job_done.acquire()

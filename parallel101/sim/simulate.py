@@ -7,7 +7,7 @@
     group.py            the process group that torch.distributed uses, and how ranks wait for each other in its collectives
     collectives.py      which bytes torch's own collectives move, and how long they take
     queues.py           rules="nccl": in which order a rank's operations start on NCCL
-    random_states.py    the random numbers of each rank
+    process_state.py    what each rank has to itself, as if it were a process, and what all share; with modules.py and random_states.py
 
 A message starts when its send and its receive are both posted and its links are free. It occupies them for latency + bytes / bandwidth.
 This file sets up the process for virtual ranks, and restores it afterwards. The process itself, and what ranks print, is in
@@ -37,9 +37,9 @@ from parallel101.record.events import Row
 from parallel101.sim.clock import World
 from parallel101.sim.group import SharedState, SimGroup
 from parallel101.sim.network import Network
+from parallel101.sim.process_state import ProcessStates
 from parallel101.sim.queue_notes import queue_notes
 from parallel101.sim.queues import QueuedGroup, QueuedState
-from parallel101.sim.random_states import RandomStates
 from parallel101.sim.work import poll_future, wait_for_future
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
@@ -69,28 +69,20 @@ def simulate(
 
     Args:
         rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors. All ranks are threads of this process
-            (one runs at a time), so what they share through Python objects is shared.
+            (one runs at a time). process_state.py says what each has to itself, and what they share.
         world_size: how many virtual ranks.
         network: what lies between them; None: `Network()`.
         rules: what the program may rely on: "gloo" or "nccl" (see queues.py).
         payload_bytes: events keep the values of messages of up to this many bytes.
         on_start: called with the run's state before it begins, so that another thread can look at it during the run.
 
-    During the run, torch.distributed, the random generators and the default dtype of this process belong to the ranks; they are restored
-    at the end. Other settings that torch keeps per process (such as use_deterministic_algorithms) are common to all ranks.
+    At the end, this process is as it was before.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be a number of ranks, 1 or more; got {world_size!r}")
     network = Network() if network is None else network
     torch_worlds = [torch_private.RankWorld() for _ in range(world_size)]
-    random_states: RandomStates | None = None
-
-    def switch(old: int, new: int) -> None:
-        torch_private.use_world(torch_worlds[new])
-        assert random_states is not None
-        random_states.switch(old, new)
-
-    world = World(world_size, network, switch)
+    world = World(world_size, network)
     shared: SharedState
     new_group: Callable[..., SimGroup]
     if rules == "nccl":
@@ -116,16 +108,14 @@ def simulate(
     stack, threads, collector = threading.stack_size(STACK_BYTES), torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
     gc.set_threshold(collector[0] * world_size, *collector[1:])  # as rarely as if each rank had its own process and collector
-    random_states = RandomStates(world_size)
-    before = torch_private.use_world(torch_worlds[0])
+    states = ProcessStates(torch_worlds)
     torch_private.name_groups_by_thread(True)
     try:
         with on_one_core(), torch_private.ahead_of_futures(wait_for_future, poll_future):
-            results = world.run(main)
+            results = world.run(main, states.switcher())
     finally:
         torch_private.name_groups_by_thread(False)
-        torch_private.use_world(before)
-        random_states.restore()
+        states.restore()
         gc.set_threshold(*collector)
         torch.set_num_threads(threads)
         threading.stack_size(stack)

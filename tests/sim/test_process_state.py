@@ -1,0 +1,166 @@
+"""A virtual rank looks like a process to the program: its modules, environment and output are its own. (Its random numbers: test_ranks.)"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import parallel101 as p101
+
+from .programs import run
+
+SCRIPTS = str(Path(__file__).parent / "scripts")
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The scripts can be imported, by this process and by ranks. This process has not imported them before, and forgets them."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(SCRIPTS):
+            del sys.modules[name]
+
+
+def on_gloo_and_sim(program, world_size: int = 4) -> list:
+    """What it returns on gloo, by rank, after a check that it returns the same on sim."""
+    gloo, sim = (p101.launch(program, world_size=world_size, backend=backend).results for backend in ("gloo", "sim"))
+    assert gloo == sim
+    return gloo
+
+
+def megatron_style():
+    import parallel_state
+    import torch
+
+    parallel_state.initialize_model_parallel(2)
+    dist.barrier()  # all ranks have set their globals
+    sums = [torch.tensor([2.0 ** dist.get_rank()]) for _ in range(2)]
+    dist.all_reduce(sums[0], group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(sums[1], group=parallel_state.get_data_parallel_group())
+    parallel_state.set_tensor_model_parallel_rank(100 + dist.get_rank())
+    dist.barrier()
+    return sums[0].item(), sums[1].item(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def test_megatrons_parallel_state(scripts):
+    assert on_gloo_and_sim(megatron_style) == [(3.0, 5.0, 100), (3.0, 10.0, 101), (12.0, 5.0, 102), (12.0, 10.0, 103)]
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 1), (1, 2, 2)], ids=["tp 2, pp 2", "pp 2, dp 2"])
+def test_picotrons_process_group_manager(scripts, grid):
+    def program():
+        import picotron_style
+
+        return picotron_style.train(*grid)
+
+    results = on_gloo_and_sim(program)
+    assert sum(loss is not None for loss, _, _ in results) == 2  # the last stage's ranks
+    assert all(messages == 4 for _, _, messages in results)
+
+
+def environment():
+    from os import environ
+
+    rank = dist.get_rank()
+    environ["MINE"] = str(rank)
+    os.environ["SETTING"] += f" {rank}"
+    if rank:
+        del os.environ["DELETED"]
+    dist.barrier()
+    torchrun = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+    return torchrun, environ["MINE"], os.getenv("SETTING"), "DELETED" in os.environ, dict(os.environ)["MINE"]
+
+
+def test_each_rank_has_its_own_environment(monkeypatch):
+    monkeypatch.setenv("SETTING", "mine")
+    monkeypatch.setenv("DELETED", "")
+    expected = [([str(r), str(r), "4", "4", "0"], str(r), f"mine {r}", r == 0, str(r)) for r in range(4)]
+    assert on_gloo_and_sim(environment) == expected
+    assert os.environ["SETTING"] == "mine" and "RANK" not in os.environ
+
+
+def test_classes_that_are_pickled_by_value_and_print_are_each_ranks_own(capfd):
+    namespace: dict = {"dist": dist}
+    exec(
+        "class Registry:\n    members = []\n"
+        "def program():\n"
+        "    import builtins\n"
+        "    Registry.members.append(dist.get_rank())\n"
+        "    if dist.get_rank() != 2:\n        builtins.print = lambda *args: None\n"  # as many programs silence other ranks
+        "    dist.barrier()\n"
+        "    print('a line of rank', dist.get_rank())\n"
+        "    return Registry.members, Registry()\n",
+        namespace,
+    )
+    results = p101.launch(namespace["program"], backend="sim").results
+    assert [members for members, _ in results] == [[0], [1], [2], [3]]
+    assert all(type(made) is namespace["Registry"] for _, made in results)
+    assert capfd.readouterr().out == "[rank 2] a line of rank 2\n"
+
+
+def test_results_and_exceptions_of_the_programs_own_classes_come_back(scripts, tmp_path, monkeypatch):
+    (tmp_path / "own_classes_of_a_program.py").write_text("class Own(Exception):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def program(fail):
+        from own_classes_of_a_program import Own
+
+        dist.barrier()
+        if fail and dist.get_rank() == 1:
+            raise Own("it failed")
+        return Own(dist.get_rank())
+
+    import own_classes_of_a_program as here
+
+    results = p101.launch(program, False, backend="sim").results
+    assert [(type(x), x.args) for x in results] == [(here.Own, (rank,)) for rank in range(4)]
+    with pytest.raises(p101.RankFailed, match="rank 1 raised Own: it failed") as failed:
+        p101.launch(program, True, backend="sim")
+    assert type(failed.value.__cause__) is here.Own
+
+
+def test_modules_that_were_loaded_before_a_simulation_are_shared_and_libraries_too(tmp_path, monkeypatch):
+    for name in ("before_the_run", "during_the_run"):
+        (tmp_path / f"{name}.py").write_text("import dataclasses, graphlib\nranks = []\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import before_the_run
+
+    def program(rank):
+        import during_the_run
+
+        for module in (before_the_run, during_the_run):
+            module.ranks.append(rank)
+        sys.modules["__main__"] = during_the_run
+        dist.barrier()
+        import during_the_run as again
+
+        assert again is during_the_run is sys.modules["__main__"]
+        return again.ranks, id(again.graphlib)
+
+    main = sys.modules["__main__"]
+    results = run(program, 3).results
+    assert [ranks for ranks, _ in results] == [[0], [1], [2]] and len({library for _, library in results}) == 1
+    assert before_the_run.ranks == [0, 1, 2]
+    assert "during_the_run" not in sys.modules and sys.modules["__main__"] is main
+
+
+def test_ranks_may_communicate_while_they_import_a_module(tmp_path, monkeypatch):
+    (tmp_path / "a_script.py").write_text(
+        "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nimport a_part\ny = a_part.x + x\n"
+    )
+    (tmp_path / "a_part.py").write_text("import a_script, torch.distributed as dist\ndist.barrier()\nx = a_script.x * dist.get_rank()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def program(rank):
+        import a_script
+
+        return a_script.y.item()
+
+    assert run(program, 3).results == [3.0, 6.0, 9.0]
