@@ -7,6 +7,7 @@ Exercise("ring_shift", cases=…, checks=(value(), bytes_sent(…), steps(…)),
 from __future__ import annotations
 
 import hashlib
+import linecache
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -247,7 +248,14 @@ def find(exercises: Sequence[Exercise], function: str) -> Exercise:
 def load_exercises(path: Path) -> list[Exercise]:
     """The exercises that a file homework/hwN_topic/test_hwN.py declares."""
     source = path.read_text(encoding="utf-8")
-    module = types.ModuleType("parallel101_exercises")
-    module.__file__ = str(path)
-    exec(compile(source, str(path), "exec"), module.__dict__)
+    module = module_of(str(path), source, "parallel101_exercises")
     return [replace(exercise, path=str(path), source=source) for exercise in exercises_in(module)]
+
+
+def module_of(path: str, source: str, name: str) -> types.ModuleType:
+    """The module that a source text defines. Its tracebacks show lines of `path`, which need not be readable here."""
+    module = types.ModuleType(name)
+    module.__file__ = path
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    exec(compile(source, path, "exec"), module.__dict__)
+    return module

@@ -7,7 +7,7 @@ cases ──▶ trials ──▶ a Finding for each check: passed, or the senten
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from parallel101.grade.checks import everywhere, too_few_bytes
@@ -97,13 +97,15 @@ def run_cases(exercise: Exercise, submission: Submission, cases: Sequence[Case],
     return trials
 
 
-def judge(exercise: Exercise, trials: Sequence[Trial]) -> Verdict:
-    """The verdict on trials that have run, whatever they ran on."""
+def judge(exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None) -> Verdict:
+    """The verdict on trials that have run, whatever they ran on. With `kinds`, only checks of these kinds are judged."""
     ended = next((trial for trial in trials if trial.error is not None), None)
     not_written = ended is not None and isinstance(ended.error, LearnerError) and ended.error.not_written
     findings, shown = [], ended
     value_is_right = False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
+        if kinds is not None and check.kind not in kinds:
+            continue
         out_of = exercise.points * share(exercise, check.kind)
         message, trial = everywhere(check, trials)
         if check.kind == "value" and not message:

@@ -15,7 +15,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib.abc
-import linecache
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.grade import frames
-from parallel101.grade.exercise import NotWritten, exercises_in, find
+from parallel101.grade.exercise import NotWritten, exercises_in, find, module_of
 from parallel101.grade.frames import Frame
 from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.worker import inherited, open_streams
@@ -68,7 +67,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     connection = Connection(sock, job["rank"], job["world_size"], job["allowed"])
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     join(connection)
-    exercise = find(exercises_in(_run_source(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
+    exercise = find(exercises_in(module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
     while True:
@@ -76,7 +75,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
         try:
             if submission is None:
                 _hide_parallel101()
-                submission = _run_source(job["path"], job["source"], job["module"])
+                submission = module_of(job["path"], job["source"], job["module"])
             function = getattr(submission, job["function"], None)
             if not callable(function):
                 raise NameError(f"{os.path.basename(job['path'])} has no function {job['function']}")
@@ -91,16 +90,6 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             connection.fail(error)
         except BaseException as error:
             connection.fail(error)
-
-
-def _run_source(path: str, source: str, name: str) -> types.ModuleType:
-    """The module that a source text defines. Its tracebacks show `path`, which this process need not be able to read."""
-    module = types.ModuleType(name)
-    module.__file__ = path
-    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    sys.modules[name] = module
-    exec(compile(source, path, "exec"), module.__dict__)
-    return module
 
 
 # ---- torch.distributed, as frames ----

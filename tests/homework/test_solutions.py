@@ -1,0 +1,109 @@
+"""Every reference solution gets full points, and so does every odd but correct one. Every wrong solution loses points and gets its name.
+
+The solutions are in hwN/reference.py, unusual.py and wrong.py. A function `ring_shift__sends_first` there is a solution of `ring_shift`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel101.grade.exercise import Draw, load_exercises
+from parallel101.grade.grading import PUBLIC_SEED, grade, judge
+from parallel101.grade.launched import run_launched
+from parallel101.grade.remote import Submission
+
+HERE = Path(__file__).parent
+HOMEWORK = HERE.parents[1] / "homework"
+EXERCISES = {exercise.function: exercise for path in sorted(HOMEWORK.glob("hw*/test_hw*.py")) for exercise in load_exercises(path)}
+FOLDER = {function: HERE / Path(exercise.path).parent.name.partition("_")[0] for function, exercise in EXERCISES.items()}
+
+
+def solutions(file: str) -> list[str]:
+    """The names of all solutions in hwN/<file>, in a fixed order."""
+    names = []
+    for folder in sorted(set(FOLDER.values())):
+        tree = ast.parse((folder / file).read_text())
+        names += [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and "__" in node.name.strip("_")]
+    return names
+
+
+def submission(name: str, file: str) -> Submission:
+    function = name.partition("__")[0]
+    path = FOLDER[function] / file
+    source = path.read_text()
+    return Submission(path, source if name == function else f"{source}\n{function} = {name}\n")
+
+
+def expected_names() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for folder in sorted(set(FOLDER.values())):
+        namespace = {}
+        tree = ast.parse((folder / "wrong.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECTED":
+                namespace = ast.literal_eval(node.value)
+        found |= namespace
+    return found
+
+
+EXPECTED = expected_names()
+
+
+def complaint(verdict) -> str:
+    """What to read if a solution should have passed."""
+    wrong = [f"{finding.kind}: {finding.message}" for finding in verdict.findings if not finding.passed]
+    return "\n".join([f"{verdict.points} of {verdict.out_of} points", verdict.problem, *wrong])
+
+
+@pytest.mark.parametrize("function", list(EXERCISES))
+def test_the_reference_gets_full_points(function):
+    verdict = grade(EXERCISES[function], submission(function, "reference.py"))
+    assert verdict.points == verdict.out_of, complaint(verdict)
+    assert verdict.misconception is None
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("function", list(EXERCISES))
+def test_the_reference_is_right_on_other_ranks(function, backend):
+    """On gloo, the clock is real: what only the virtual clock can tell is not judged there."""
+    exercise = EXERCISES[function]
+    cases = list({case.world_size: case for case in exercise.cases(Draw(PUBLIC_SEED, function)) if case.world_size > 1}.values())
+    if backend == "gloo":
+        cases = cases[-1:]
+    kinds = {"value", "bytes", "steps"} if backend == "gloo" else None
+    trials = [run_launched(exercise, submission(function, "reference.py"), case, backend) for case in cases]
+    verdict = judge(exercise, trials, kinds)
+    assert verdict.passed, complaint(verdict)
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one GPU per rank")
+@pytest.mark.parametrize("function", list(EXERCISES))
+def test_the_reference_is_right_on_nccl(function):
+    exercise = EXERCISES[function]
+    case = next(case for case in exercise.cases(Draw(PUBLIC_SEED, function)) if case.world_size == 2)
+    verdict = judge(exercise, [run_launched(exercise, submission(function, "reference.py"), case, "nccl")], {"value", "bytes"})
+    assert verdict.passed, complaint(verdict)
+
+
+@pytest.mark.parametrize("name", solutions("unusual.py"))
+def test_an_unusual_solution_keeps_full_points(name):
+    verdict = grade(EXERCISES[name.partition("__")[0]], submission(name, "unusual.py"))
+    assert verdict.points == verdict.out_of, complaint(verdict)
+
+
+@pytest.mark.parametrize("name", solutions("wrong.py"))
+def test_a_wrong_solution_loses_points_and_gets_its_name(name):
+    verdict = grade(EXERCISES[name.partition("__")[0]], submission(name, "wrong.py"))
+    assert verdict.points < verdict.out_of, "a wrong solution passes"
+    found = verdict.misconception.name if verdict.misconception else None
+    assert found == EXPECTED[name], f"named {found!r}, expected {EXPECTED[name]!r}\n{complaint(verdict)}"
+
+
+def test_every_exercise_has_an_unusual_solution_and_every_wrong_one_a_name():
+    assert {name.partition("__")[0] for name in solutions("unusual.py")} == set(EXERCISES)
+    assert set(solutions("wrong.py")) == set(EXPECTED)
