@@ -40,6 +40,7 @@ class Call(NamedTuple):
     gives: dict[int, int] | None = None  # of an all-to-all: the bytes for each rank of the group …
     takes: dict[int, int] | None = None  # … and those expected from each rank; here the shapes need not agree
     within: CollectiveTerms | None = None  # of a message of parallel101's collectives: the collective it belongs to
+    layout: str = ""  # how a collective's tensor lies in memory, if it isn't contiguous (see signatures.py)
 
     @property
     def operation(self) -> str:
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     @property
     def terms(self) -> tuple:
         """What all ranks of a collective must agree on."""
-        return self.kind, self.root, self.op, self.dtype, () if self.gives else tuple(self.shape), self.alike
+        return self.kind, self.root, self.op, self.dtype, () if self.gives else long_dims(self.shape), self.layout, self.alike
 
     @property
     def brief(self) -> str:
@@ -58,6 +59,7 @@ class Call(NamedTuple):
             part
             for part in (
                 self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.gives else self.dtype),
+                self.layout,
                 ", ".join(f"{name} {value}" for name, value in self.alike if name != "group"),
                 self.op and f"op {self.op}",
                 self.within and _collective_text(self.within),
@@ -110,6 +112,11 @@ def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
     return ranks[position]
 
 
+def long_dims(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape without dims of size 1: they don't change where a value lies. So what is sent as () may be received as (1,)."""
+    return tuple(n for n in shape if n != 1)
+
+
 def call_to_compare(rank: int, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
     """A rank's call of one of parallel101's collectives, which it posts before the messages, to be compared with the other ranks' calls.
 
@@ -147,7 +154,7 @@ def _difference(ours: Call, theirs: Call) -> str | None:
             return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected"
         if send.dtype != recv.dtype:
             return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected"
-        if tuple(send.shape) != tuple(recv.shape):
+        if long_dims(send.shape) != long_dims(recv.shape):
             return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected"
         return None
     if ours.kind != theirs.kind:
@@ -163,8 +170,11 @@ def _difference(ours: Call, theirs: Call) -> str | None:
             sent, expected = (giver.gives or {})[taker.rank], (taker.takes or {})[giver.rank]
             if sent != expected:
                 return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {expected}"
-    elif tuple(ours.shape) != tuple(theirs.shape):
+    elif long_dims(ours.shape) != long_dims(theirs.shape):
         return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}"
+    if ours.layout != theirs.layout:
+        layouts = f"{ours.layout or 'contiguous'} and {theirs.layout or 'contiguous'}"
+        return f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same way on all ranks"
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:
             return f"{name} is not the same on all ranks: {our_value} and {their_value}"

@@ -25,7 +25,7 @@ from parallel101.record.calls import Call, Key, call_to_compare, collective_term
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, Row, span_event
-from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, snapshot, unchanged, unfit
+from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, snapshot, unchanged, unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller
 
@@ -420,10 +420,10 @@ class RecordedGroup(torch_private.PythonGroup):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         collective = current_collective()
         call = Call(
-            rank=self.recorder.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=tensor.nbytes, shape=shape,
+            rank=self.recorder.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=size(tensor), shape=shape,
             dtype=dtype, op=None, root=None, where=where, within=collective_terms(collective),
         )  # fmt: skip
-        self._check(call, tensors)
+        self._check(call, unfit(tensor, call.brief))
         small = tensor.nbytes <= self.recorder.payload_bytes
         inputs = Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
         began = self.recorder.now()
@@ -456,13 +456,14 @@ class RecordedGroup(torch_private.PythonGroup):
         root = None if arguments.root is None else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
         call = Call(
             rank=self.recorder.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=arguments.nbytes,
-            shape=arguments.shape, dtype=arguments.dtype, op=arguments.op, root=root, where=caller(),
+            shape=arguments.shape, dtype=arguments.dtype, op=arguments.op, root=root, where=caller(), layout=arguments.layout,
         )  # fmt: skip
         if spec.kind == "all_to_all":
             gives, takes = bytes_by_rank(args, self.ranks)
             call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes)
-        self._check(call, tensors)
-        payload = values(arguments.tensors) if arguments.nbytes <= self.recorder.payload_bytes else None
+        self._check(call, spec.unfit(args, call.brief))
+        small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
+        payload = values(arguments.tensors) if small else None
         inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)
         began = self.recorder.now()
         with self.recorder.blocked_in(posted):
@@ -472,12 +473,12 @@ class RecordedGroup(torch_private.PythonGroup):
     def _event_group(self, collective: Collective | None) -> EventGroup:
         return self.recorder.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
 
-    def _check(self, call: Call, tensors: list[torch.Tensor]) -> None:
+    def _check(self, call: Call, problem: str | None) -> None:
+        """`problem`: why its tensors must not be passed, if they must not."""
         if self.recorder.on_call is not None:
             self.recorder.on_call(call)
-        for tensor in tensors:
-            if problem := unfit(tensor, call.brief):
-                raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
+        if problem is not None:
+            raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         work = self._collective("monitored_barrier", *args, **kwargs)

@@ -27,6 +27,7 @@ class CollectiveArguments(NamedTuple):
     nbytes: int
     shape: tuple[int, ...]  # that must be the same on all ranks
     dtype: str
+    layout: str  # of their memory, which must be the same on all ranks: see `layout` below
     op: str | None
     root: int | None  # position in the group
 
@@ -49,9 +50,10 @@ class CollectiveSpec(NamedTuple):
         some = next(iter(compared or inputs or outputs), None)
         return CollectiveArguments(
             tensors=inputs or outputs,
-            nbytes=max(sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)),
+            nbytes=max(sum(map(size, inputs)), sum(map(size, outputs))),
             shape=tuple(compared[0].shape) if compared else (),
             dtype="" if some is None else str(some.dtype).removeprefix("torch."),
+            layout="" if some is None else layout(some) or "",
             op=None if op is None else op_name(op),
             root=getattr(options, "rootRank", None) if self.kind in ROOTED else None,
         )
@@ -65,6 +67,19 @@ class CollectiveSpec(NamedTuple):
             return flat(args[self.inputs]) if self.kind == "broadcast" and at_root else []
         written = {tensor.untyped_storage().data_ptr() for tensor in flat(args[self.outputs])}
         return [tensor for tensor in flat(args[self.inputs]) if tensor.untyped_storage().data_ptr() not in written]
+
+    def unfit(self, args: tuple, what: str) -> str | None:
+        """Why these arguments must not be passed to a collective. None if they may be passed."""
+        sums = self.kind == "all_reduce" and op_name(args[-1].reduceOp) == "sum"
+        tensors = flat(args)
+        problem = next((text for t in tensors if (text := unfit(t, what, permuted=True, sparse=sums))), None)
+        if problem is None and self.outputs is not None and len({layout(tensor) for tensor in tensors}) > 1:
+            strides = " and ".join(sorted({f"{t.stride()} for shape {tuple(t.shape)}" for t in tensors}))
+            return (
+                f"tensors whose dims lie in different orders in memory to {what}: their strides are {strides}, and values are copied in "
+                "the order of the memory. Pass x.contiguous(), and receive into contiguous tensors"
+            )
+        return problem
 
 
 _SPECS = [
@@ -125,9 +140,47 @@ def flat(tensors: Any) -> list[torch.Tensor]:
     return []
 
 
-def unfit(tensor: torch.Tensor, what: str) -> str | None:
-    """Why a tensor must not be passed to `what`, which reads and writes its memory as it lies. None if it may be passed."""
-    if not tensor.is_contiguous():
+def size(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, dense or sparse."""
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
+
+
+def layout(tensor: torch.Tensor) -> str | None:
+    """How a tensor lies in memory. None: with gaps, or in a way that torch cannot send.
+
+    "" contiguous; "sparse"; or its elements fill its memory with the dims in another order, as `Tensor.dim_order` gives it (but without
+    dims of size 1): "dim order (0, 2, 3, 1)" of a batch of images is channels last.
+    """
+    if tensor.is_sparse:
+        return "sparse"
+    if tensor.layout is not torch.strided:
+        return None
+    if tensor.is_contiguous():
+        return ""
+    dims = sorted((dim for dim, n in enumerate(tensor.shape) if n > 1), key=tensor.stride)
+    filled = 1
+    for dim in dims:
+        if tensor.stride(dim) != filled:
+            return None
+        filled *= tensor.shape[dim]
+    return f"dim order {tuple(reversed(dims))}"
+
+
+def unfit(tensor: torch.Tensor, what: str, permuted: bool = False, sparse: bool = False) -> str | None:
+    """Why a tensor must not be passed to `what`, which reads and writes its memory as it lies. None if it may be passed.
+
+    Args:
+        permuted: whether it may be dense with its dims in another order (if it lies so on all ranks).
+        sparse: whether it may be sparse.
+    """
+    if tensor.layout is not torch.strided:
+        if tensor.is_sparse and sparse:
+            return None
+        return (
+            f"a sparse tensor to {what}: gloo has only all_reduce with a sum for sparse tensors, and only for torch.sparse_coo. "
+            "Pass x.to_dense()"
+        )
+    if not tensor.is_contiguous() and not (permuted and layout(tensor)):
         return (
             f"a strided tensor to {what}: its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}, and gloo reads and writes "
             "its memory as if it were contiguous. Send x.contiguous(), and receive into a contiguous tensor"

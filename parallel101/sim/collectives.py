@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallel101.record.signatures import layout
 from parallel101.sim.network import Router
 
 
@@ -85,6 +86,8 @@ def whole(tensor: torch.Tensor) -> Buffer:
 
 def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
     """The tensor split along dim 0 into p pieces, with the given numbers of rows or of equal size."""
+    if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
+        raise ValueError("Tensors must be contiguous, as they are split along dim 0")
     if not rows:
         if tensor.numel() % p:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal pieces, one for each rank")
@@ -164,6 +167,15 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
+
+
+def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+    """The all-reduce of sparse tensors: each rank's becomes the sum, coalesced, as on gloo."""
+    for tensors in zip(*ranks, strict=True):
+        first, *others = (tensor.detach().coalesce() for tensor in tensors)
+        total = sum(others, start=first).coalesce()
+        for tensor in tensors:
+            tensor.copy_(total)
 
 
 def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -22,8 +22,8 @@ from parallel101.record.events import Row
 from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
-from parallel101.sim.collectives import Buffers, buffers_of, check_reduction, duration, execute, moves_of
-from parallel101.sim.messages import PointToPointGroup, SendWork, UnmatchedMessages, refuse, snapshot
+from parallel101.sim.collectives import Buffers, buffers_of, check_reduction, duration, execute, moves_of, sum_sparse
+from parallel101.sim.messages import PointToPointGroup, SendWork, UnmatchedMessages, not_on_cpu, refuse, snapshot
 from parallel101.sim.work import SimWork
 
 
@@ -114,15 +114,17 @@ class SimGroup(PointToPointGroup):
         world.enter(member)
         where = caller()
         spec = COLLECTIVES[method]
-        for tensor in flat(args):
-            if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
-                refuse(tensor, spec.kind, member, where)
+        elsewhere = next((tensor for tensor in flat(args) if not tensor.is_cpu), None)
+        if elsewhere is not None:
+            refuse(not_on_cpu(elsewhere, spec.kind), member, where)
+        if problem := spec.unfit(args, spec.kind):
+            refuse(problem, member, where)
         arguments = spec.arguments(args)
         if arguments.op is not None:
             check_reduction(arguments.op, arguments.tensors)
         if arguments.root is not None:
             rank_at(member.number, spec.kind, arguments.root, self.ranks)
-        buffers = buffers_of(method, args, len(self.ranks))
+        buffers = buffers_of(method, args, len(self.ranks)) if arguments.layout != "sparse" else []
         self.posted += 1
         return self._begin(spec.kind, arguments, buffers, args, where)
 
@@ -210,9 +212,11 @@ class CollectiveWork(SimWork, dist.Work):
         self.posted = self.world.now
         self.seq = group.posted
         self.payload: list | None = None
-        if arguments.nbytes <= group.payload_bytes:
-            self.payload = [value for tensor in arguments.tensors for value in tensor.detach().reshape(-1).tolist()]
-        self.snapshots = [(tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors]
+        self.snapshots: list[tuple[torch.Tensor, bytes]] = []
+        if arguments.layout != "sparse":
+            if arguments.nbytes <= group.payload_bytes:
+                self.payload = [value for tensor in arguments.tensors for value in tensor.detach().reshape(-1).tolist()]
+            self.snapshots = [(tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors]
 
     def result(self) -> list[torch.Tensor]:
         return [] if self.kind == "barrier" or not self.args else flat(self.args[0])  # the outputs are always the first argument
@@ -226,7 +230,7 @@ class CollectiveWork(SimWork, dist.Work):
         others = tuple(r for r in group.ranks if r != me)
         return Call(
             rank=me, kind=self.kind, peers=others, tag=0, group=group.label, seq=self.seq, nbytes=arguments.nbytes, shape=arguments.shape,
-            dtype=arguments.dtype, op=arguments.op, root=self.root, where=self.where,
+            dtype=arguments.dtype, op=arguments.op, root=self.root, where=self.where, layout=arguments.layout,
         )  # fmt: skip
 
     def missing(self) -> set[int]:
@@ -303,6 +307,8 @@ class RunningCollective:
                 world.fail(tensor_changed(work.call()))
                 return
         first = works[0]
+        if first.arguments.layout == "sparse":
+            sum_sparse([work.arguments.tensors for work in works])
         for buffers in zip(*(work.buffers for work in works), strict=True):
             moves = moves_of(first.kind, buffers, first.arguments.root)
             for position, output, inputs in moves:

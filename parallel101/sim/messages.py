@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from parallel101.record import torch_private
-from parallel101.record.calls import Call, collective_terms, disagreement, rank_at, tensor_changed, waited_twice
+from parallel101.record.calls import Call, collective_terms, disagreement, long_dims, rank_at, tensor_changed, waited_twice
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup, Row
 from parallel101.record.signatures import unfit
@@ -232,7 +232,8 @@ class UnmatchedMessages:
 
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
-        fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype and send.shape == receive.shape
+        fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
+        fit = fit and (send.shape == receive.shape or long_dims(send.shape) == long_dims(receive.shape))
         if not fit or (send.within != receive.within and send.within and receive.within):
             # if the ranks' calls of a collective differ, that is the cause
             error = send.world.call_checker.error() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
@@ -278,7 +279,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.done = work.ended = work.waited = False
         work.where = where_from(sys._getframe(1))
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
-            refuse(tensor, "send", rank, work.where)
+            refuse(not_on_cpu(tensor, "send") or unfit(tensor, "send"), rank, work.where)
         work.group = self
         work.tensor = tensor
         work.peer = peer = self.ranks[dst]
@@ -344,7 +345,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.done = work.waited = False
         work.where = where_from(sys._getframe(2))
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():  # torch passes complex tensors as pairs of real numbers
-            refuse(tensor, "recv", rank, work.where)
+            refuse(not_on_cpu(tensor, "recv") or unfit(tensor, "recv"), rank, work.where)
         work.group = self
         work.tensor = tensor
         work.peer = peer
@@ -389,12 +390,14 @@ class PointToPointGroup(torch_private.PythonGroup):
         return min(waiting, key=lambda channel: channel[1].number, default=None)
 
 
-def refuse(tensor: torch.Tensor, kind: str, rank: VirtualRank, where: str) -> None:
-    """Raise the MisuseError for a tensor that cannot be sent or received."""
+def not_on_cpu(tensor: torch.Tensor, kind: str) -> str | None:
     if tensor.is_cpu:
-        problem = unfit(tensor, kind)
-    else:
-        problem = f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave out the device, or use backend='nccl'"
+        return None
+    return f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave out the device, or use backend='nccl'"
+
+
+def refuse(problem: str | None, rank: VirtualRank, where: str) -> None:
+    """Raise the MisuseError for what a rank cannot send or receive."""
     error = MisuseError(f"rank {rank.number} passes {problem}. At {where}", rank.number)
     rank.world.fail(error, rank)
     raise error

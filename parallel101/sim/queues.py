@@ -41,6 +41,7 @@ import torch.distributed as dist
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
 from parallel101.record.events import Row
+from parallel101.record.signatures import CollectiveArguments
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.sim.messages import MessageWork, RecvWork, SendWork
@@ -335,9 +336,14 @@ class QueuedGroup(SimGroup):
             self._end_batch()
         return operation
 
-    def _begin(self, kind: str, *call: Any) -> CollectiveWork:
+    def _begin(self, kind: str, arguments: CollectiveArguments, *call: Any) -> CollectiveWork:
+        if arguments.layout == "sparse":
+            raise RuntimeError(
+                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does not support that (NCCL.cpp, allreduce_sparse: "
+                "only in its experimental branch): pass x.to_dense()"
+            )
         self.called[kind] += 1
-        work = QueuedCollective(self, self._collective_with((self.label, self.called[kind], kind)), kind, *call)
+        work = QueuedCollective(self, self._collective_with((self.label, self.called[kind], kind)), kind, arguments, *call)
         coalescing = self.batch is not None and self.batch_call is None
         work.operation = self.batch if self.batch is not None and coalescing else Operation(self)
         work.operation.add_collective(work)

@@ -28,6 +28,14 @@ MISUSES = {
     "message shape": (lambda r: dist.send(torch.ones(6), 1) if r == 0 else dist.recv(torch.ones(2, 3), 0), "different shapes"),
     "strided collective": (lambda r: dist.all_reduce(torch.ones(4, 4)[:, r]), "strided"),
     "strided message": (lambda r: dist.send(torch.ones(4, 4)[:, 0], 1) if r == 0 else dist.recv(torch.ones(4), 0), "strided"),
+    "two layouts in one call": (lambda r: dist.all_gather([torch.ones(2, 3)] * 2, torch.ones(3, 2).t()), "different orders in memory"),
+    "two layouts on two ranks": (
+        lambda r: dist.all_reduce(torch.ones(2, 3) if r else torch.ones(3, 2).t()),
+        r"dim order \(1, 0\) and contiguous",
+    ),
+    "sparse and dense": (lambda r: dist.all_reduce(torch.eye(2).to_sparse() if r else torch.eye(2)), "contiguous and sparse"),
+    "sparse, not a sum": (lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX), "passes a sparse tensor"),
+    "sparse message": (lambda r: dist.isend(torch.eye(2).to_sparse(), 1 - r), "passes a sparse tensor"),
     "negated collective": (lambda r: dist.all_reduce(negative(torch.ones(2)) if r else torch.ones(2)), "lazily conjugated or negated"),
     "negated message": (
         lambda r: dist.send(negative(torch.ones(2)), 1) if r == 0 else dist.recv(torch.ones(2), 0),
@@ -70,6 +78,56 @@ def test_an_uneven_all_to_all_is_no_misuse():
         return out.sum().item()
 
     assert p101.launch(program, world_size=3, trace=True).results == [2 * sum(o * (r + o) for o in range(3)) for r in range(3)]
+
+
+def permuted(call):
+    """`call(x, like)` with tensors that lie in memory channels first and channels last: the same values, as nested lists."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.arange(24.0).reshape(2, 3, 2, 2).add(100 * rank).to(memory_format=layout)
+        outputs = call(x, [torch.empty_like(x) for _ in range(n)])
+        found.append([t.tolist() for t in outputs])
+    return found
+
+
+PERMUTED = {
+    "all_reduce": lambda x, like: dist.all_reduce(x) or [x],
+    "broadcast": lambda x, like: dist.broadcast(x, 1) or [x],
+    "reduce": lambda x, like: dist.reduce(x, 0) or [x][dist.get_rank() :],
+    "all_gather": lambda x, like: dist.all_gather(like, x) or like,
+    "gather": lambda x, like: dist.gather(x, None if dist.get_rank() else like) or like[2 * dist.get_rank() :],
+    "scatter": lambda x, like: dist.scatter(like[0], None if dist.get_rank() else [x, x + 1]) or like[:1],
+    "reduce_scatter": lambda x, like: dist.reduce_scatter(like[0], [x, x + 1]) or like[:1],
+    "all_to_all": lambda x, like: dist.all_to_all(like, [x, x + 1]) or like,
+    "all_to_all_single": lambda x, like: dist.all_to_all_single(like[0], x) or like[:1],
+}
+
+
+def harmless():
+    """What has been taken for misuse: dims of size 1, dense tensors with dims in another order on all ranks, sums of sparse tensors."""
+    rank = dist.get_rank()
+    one, total = torch.zeros(1), torch.ones(()) if rank else torch.ones(1)
+    dist.recv(one, 0) if rank else dist.send(torch.tensor(3.0), 1)
+    dist.all_reduce(total)
+    both = {name: permuted(call) for name, call in PERMUTED.items()}
+    sparse = torch.sparse_coo_tensor([[0, rank + 1, rank + 1]], torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), (4, 2))
+    work = dist.all_reduce(sparse, async_op=True)
+    work.wait()
+    rows = sparse._indices().tolist(), sparse._values().tolist()
+    return one.tolist() == [3.0 * rank], total.tolist(), [name for name, (first, last) in both.items() if first != last], rows
+
+
+@pytest.mark.parametrize("where", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"])
+def test_what_is_no_misuse(where):
+    for received, total, differ, rows in p101.launch(harmless, world_size=2, **where).results:
+        assert received and total in (2.0, [2.0]) and differ == []
+        assert rows == ([[0, 1, 2]], [[2.0, 4.0], [8.0, 10.0], [8.0, 10.0]])
+
+
+def test_nccl_has_no_sums_of_sparse_tensors():
+    with pytest.raises(p101.RankFailed, match="sparse tensor to all_reduce, and NCCL does not support that"):
+        p101.launch(lambda: dist.all_reduce(torch.eye(2).to_sparse()), world_size=2, backend="sim", rules="nccl")
 
 
 def double(x: torch.Tensor, how: str) -> None:
