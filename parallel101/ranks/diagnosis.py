@@ -19,7 +19,7 @@ import psutil
 
 from parallel101.ranks.output import GLOO_ABORT
 from parallel101.ranks.wire import Failure
-from parallel101.record.calls import Call
+from parallel101.record.calls import Call, places_of
 from parallel101.record.errors import LaunchTimeout, RankFailed
 from parallel101.record.units import ranks_text
 from parallel101.record.where import is_inside, shown
@@ -28,9 +28,13 @@ TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  #
 LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def rank_raised(failure: Failure) -> RankFailed:
-    """The error for a rank whose program raised. The exception is its cause."""
-    error = RankFailed(f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}".rstrip(), failure.rank)
+def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
+    """The error for a rank whose program raised. The exception is its cause. `unwaited`: messages that it posted and did not wait for."""
+    message = f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}".rstrip()
+    if receives := [call for call in unwaited if call.kind == "recv" and call.rank == failure.rank]:
+        before = "Before that, it received without a wait(), so the data may not have arrived:"
+        message = "\n  ".join([f"{message}\n\n{before}", *places_of(receives)])
+    error = RankFailed(message, failure.rank)
     error.__cause__ = failure.error
     return error
 

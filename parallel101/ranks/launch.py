@@ -10,6 +10,7 @@ import linecache
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from parallel101.ranks.processes import preload, start_ranks
 from parallel101.ranks.rendezvous import Rendezvous
 from parallel101.ranks.torchrun import in_a_job, join_job
 from parallel101.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
+from parallel101.record.calls import never_waited, sends_never_waited
 from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
 from parallel101.record.trace import Trace
 from parallel101.record.where import shown
@@ -116,7 +118,9 @@ def launch(
         results, records = join_job(
             fn, args, kwargs, world_size=world_size, backend=backend, recording=recording, timeout=timeout, payload_bytes=payload_bytes
         )
-        return Run(results, _trace(records, len(results), backend) if recording else None, backend, len(results))
+        run = Run(results, _trace(records, len(results), backend) if recording else None, backend, len(results))
+        _check_waits(records)
+        return run
     if "PARALLEL101_RANK" in os.environ:
         raise RuntimeError(
             f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch. A rank can't launch ranks: "
@@ -156,6 +160,7 @@ def launch(
             except OSError:
                 pass  # the process has died already: the monitor reports it
         monitor.watch()
+        _check_waits(monitor.records())
         results = [unpack(*rank.result) for rank in monitor.ranks if rank.result is not None]
         if backend == "sim":  # one process sends what all ranks returned, each pickled by itself
             results = [unpack(*packed) for packed in results[0]]
@@ -178,6 +183,15 @@ def launch(
         if rendezvous is not None:
             rendezvous.close()
     return Run(results, _trace(monitor.records(), size, backend) if recording else None, backend, size)
+
+
+def _check_waits(records: Sequence[RankRecord]) -> None:
+    """Of a checked run that has returned: raise MisuseError for receives for which it never waited, and warn of such sends."""
+    calls = [call for record in records for call in record.unwaited]
+    if receives := [call for call in calls if call.kind == "recv"]:
+        raise never_waited(receives)
+    if calls:
+        warnings.warn(sends_never_waited(calls), RuntimeWarning, stacklevel=3)
 
 
 def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:

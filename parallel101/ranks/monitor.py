@@ -246,7 +246,7 @@ class Monitor:
             return failure.error
         if isinstance(failure.error, VirtualExit):
             return rank_died(failure.rank, failure.error.code)
-        return rank_raised(failure)
+        return rank_raised(failure, [call for record in self.records() for call in record.unwaited])
 
     def _timed_out(self) -> LaunchTimeout:
         self.ask_places()

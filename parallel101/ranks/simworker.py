@@ -68,7 +68,7 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
         run = simulate(rank_main, job.world_size, job.network, rules=job.rules, payload_bytes=job.payload_bytes, on_start=watcher.watch)
     _this_thread.rank = None
     wire.send(IMPORTED, slow_imports(loaded))
-    wire.send(RECORD, (RankRecord(run.events, run.unfinished), NO_REPORT))
+    wire.send(RECORD, (RankRecord(run.events, run.unfinished, run.unwaited), NO_REPORT))
     if run.error is None:
         wire.send_packed(RESULT, *pack(run.results), release=True)
     else:

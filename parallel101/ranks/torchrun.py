@@ -89,13 +89,13 @@ def join_job(
             if isinstance(error, DeadlockError | MisuseError):
                 watcher.announce(error)
                 raise
-            failed = rank_raised(failure)
+            failed = rank_raised(failure, recorder.unwaited)
             watcher.announce(failed)
             raise failed from error
         recorder.close()
         watcher.returned()
         gathered: list[Any] = [None] * size
-        record = RankRecord(recorder.events, recorder.unfinished)
+        record = RankRecord(recorder.events, recorder.unfinished, recorder.unwaited)
         dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers], pickle.dumps((calls, record))))
     finally:
         record_into(None)

@@ -91,7 +91,7 @@ class Watcher(ControlThread):
 
     def send_record(self) -> None:
         recorder = self.recorder
-        self.wire.send(RECORD, (RankRecord(recorder.events, recorder.unfinished), recorder.report()))
+        self.wire.send(RECORD, (RankRecord(recorder.events, recorder.unfinished, recorder.unwaited), recorder.report()))
 
     def places(self) -> list[tuple[int, str]]:
         return [(self.recorder.rank, self.outside or self._place())]

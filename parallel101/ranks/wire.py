@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import cloudpickle
 import torch
 
 from parallel101.ranks.rendezvous import Address
+from parallel101.record.calls import Call
 from parallel101.record.events import Row
 from parallel101.record.trace import collector_paused
 
@@ -67,6 +69,7 @@ class RankRecord(NamedTuple):
 
     events: list[Row]
     unfinished: list[Row]  # posted, and not ended
+    unwaited: Sequence[Call] = ()  # of a checked run: sends and receives that the program never waited for
 
 
 class Failure(NamedTuple):

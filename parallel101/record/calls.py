@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import P2P, Event, EventGroup
 from parallel101.record.spans import COLLECTIVE_TAG, Collective
+from parallel101.record.units import ranks_text
 from parallel101.record.where import caller, shown
 
 Key = tuple[str, "int | None", int, str]  # kind, peer, tag, group: the calls of a rank with the same key are numbered
@@ -195,6 +196,36 @@ def waited_twice(rank: int, kind: str) -> MisuseError:
         "message. Call wait() once on each message.",
         rank,
     )
+
+
+def never_waited(calls: Sequence[Call]) -> MisuseError:
+    """The error for receives for which the program never waited."""
+    advice = "Before wait() returns, the data may not have arrived. Keep the work that irecv returns, and wait() for it."
+    return MisuseError("\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice]), calls[0].rank)
+
+
+def sends_never_waited(calls: Sequence[Call]) -> str:
+    """The warning for sends for which the program never waited."""
+    advice = (
+        "A tensor must not change before wait() returns, and gloo may cancel a send whose work is dropped. Keep the work that isend "
+        "returns, and wait() for it."
+    )
+    return "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice])
+
+
+def _who_does_not_wait(calls: Sequence[Call]) -> str:
+    ranks, noun = {call.rank for call in calls}, "receive" if calls[0].kind == "recv" else "send"
+    what = f"a {noun}" if len(calls) == 1 else f"{noun}s"
+    return f"{ranks_text(ranks)} do{'es' * (len(ranks) == 1)} not wait for {what}"
+
+
+def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
+    """A line for each message, with rank and place. Of more than eight different ones, the first eight."""
+    lines: dict[str, None] = {}  # in order, each once
+    for call in sorted(calls, key=lambda call: call.rank):
+        peer = f"rank {call.peers[0]}" if len(call.peers) == 1 else "any rank"
+        lines[f"rank {call.rank}: {call.kind} {'from' if call.kind == 'recv' else 'to'} {peer}, at {shown(call.where)}"] = None
+    return [*list(lines)[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def _collective_text(terms: CollectiveTerms) -> str:

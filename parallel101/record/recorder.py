@@ -65,6 +65,7 @@ class RankRecorder:
         self.recorded: list[Event] = []
         self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
         self.dropped_works: list[tuple[dist.Work | None, Event]] = []  # torch's own work, if it is a collective, and the event
+        self.unwaited: list[Call] = []  # sends and receives for which the program never waited
         self.event_groups = EventGroups()
 
     # ---- what spans.Recorder asks for ----
@@ -150,6 +151,7 @@ class RankRecorder:
     def close(self) -> None:
         """The run is over: what was never waited for has ended now, as far as is known."""
         for work in list(self.unfinished_works):
+            work.note_unwaited()
             work.ended()
         self._end_dropped(run_is_over=True)
         if self.recording:
@@ -198,6 +200,7 @@ class WatchedWork(dist.Work):
         self.posted = posted
         self.kept = posted.key[0] not in P2P  # gloo cancels a message whose work is dropped; a collective goes on
         self.waited = False
+        self.batch: Sequence[WatchedWork] = ()  # on NCCL, the works of its batch: whoever waits for one has waited for all
 
     def __del__(self) -> None:
         if not self.kept:
@@ -207,6 +210,8 @@ class WatchedWork(dist.Work):
         if self.waited and self.posted.once:
             raise waited_twice(self.posted.group.recorder.rank, self.posted.key[0])
         self.kept = True
+        for work in self.batch:
+            work.kept = True
         recorder = self.posted.group.recorder
         if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
@@ -244,6 +249,7 @@ class WatchedWork(dist.Work):
     source_rank = _source_rank
 
     def get_future(self) -> Any:
+        self.kept = True
         self.posted.group.recorder.futures.append((self.inner, self.posted))
         return self.inner.get_future()
 
@@ -295,8 +301,14 @@ class RecordedWork(WatchedWork):
 
     def __del__(self) -> None:
         if not self.done:
+            self.note_unwaited()
             self._note_dropped()
         super().__del__()
+
+    def note_unwaited(self) -> None:
+        """Its rank has dropped it, or returned. A message that the program has not waited for may not have arrived."""
+        if self.call.kind in P2P and not self.kept:
+            self.posted.group.recorder.unwaited.append(self.call)
 
     def _note_dropped(self) -> None:
         """Nobody will see this work end. A collective ends all the same; of a message it is not known."""
@@ -306,7 +318,8 @@ class RecordedWork(WatchedWork):
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)
-        self.ended(checked=True)
+        for work in self.batch or (self,):
+            work.ended(checked=True)  # type: ignore[attr-defined]
         return answer
 
     def is_completed(self) -> bool:
@@ -439,7 +452,7 @@ class RecordedGroup(torch_private.PythonGroup):
         finally:
             whole = self.inner._end_coalescing()
             for work in works:
-                work.inner = whole  # type: ignore[attr-defined]
+                work.inner, work.batch = whole, works  # type: ignore[attr-defined]
 
     # ---- collectives: the same for all, after the table in signatures.py ----
 

@@ -48,7 +48,7 @@ class VirtualRank:
 
     __slots__ = (
         *("agreements", "clock", "finished", "finished_futures", "in_flight", "number", "polled_at", "record_waits", "send_order"),
-        *("spans", "thread", "turn", "unfinished_futures", "waiting", "wakes", "world"),
+        *("spans", "thread", "turn", "unfinished_futures", "unwaited", "waiting", "wakes", "world"),
     )
 
     def __init__(self, number: int, world: World):
@@ -68,6 +68,7 @@ class VirtualRank:
         self.agreements: dict[str, int] = {}  # how many collectives of parallel101's own it has called, by kind and group
         self.polled_at = -1.0  # when it last asked whether a work is done, and it was not
         self.unfinished_futures: list[Any] = []  # works that have a torch future and have not ended
+        self.unwaited: set[Any] = set()  # sends and receives that have ended and for which it has not waited
         self.finished_futures: list[Any] = []  # works that have ended, and whose future is to be set on the rank's own thread
 
     def fire(self) -> None:

@@ -9,6 +9,7 @@ Which bytes a collective moves, and how long it takes, is in collectives.py. Wha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.collectives import Buffers, buffers_of, check_reduction, duration, execute, moves_of, sum_sparse
-from parallel101.sim.messages import PointToPointGroup, SendWork, UnmatchedMessages, not_on_cpu, refuse, snapshot
+from parallel101.sim.messages import MessageWork, PointToPointGroup, SendWork, UnmatchedMessages, not_on_cpu, refuse, snapshot
 from parallel101.sim.work import SimWork
 
 
@@ -60,6 +61,20 @@ class SharedState:
         collectives = [*self.incomplete.values(), *(item for item in in_flight if isinstance(item, RunningCollective))]
         works = [work for collective in collectives for work in collective.works.values()]
         return self.unmatched.rows() + messages + [work.row(work.posted) for work in works]
+
+    def unwaited(self) -> list[MessageWork]:
+        """The sends and receives for which no rank has waited, in the order in which they were posted. Ask when all have returned."""
+        works = {work for rank in self.world.ranks for work in rank.unwaited}.union(self.unmatched.unwaited())
+        return sorted(works, key=lambda work: work.number)
+
+    def dropped(self) -> list[Call]:
+        """Those whose works the program has dropped. To be asked last, because it forgets them all."""
+        known = [(weakref.ref(work), work.call()) for work in self.unwaited()]
+        for rank in self.world.ranks:
+            rank.unwaited.clear()
+        self.unmatched.channels.clear()
+        self.unmatched.from_anyone.clear()
+        return [call for work, call in known if work() is None]
 
 
 class SimGroup(PointToPointGroup):

@@ -4,8 +4,9 @@
                  ├─▶ matched ─▶ asks for its links ─▶ starts ─▶ ends: the bytes are in the receiver's tensor, the event is recorded
     recv posted ─┘
 
-The bytes are copied from the sender's tensor when the send is posted or starts, and into the receiver's tensor when the message ends, not
-before. A sender that changes its tensor before its wait() gets a MisuseError.
+The bytes are copied from the sender's tensor when the send is posted or starts, and into the receiver's tensor when the message has ended
+and the receiver waits for it, not before. A sender that changes its tensor before its wait() gets a MisuseError. So does a rank that never
+waits for a receive.
 
 A run has millions of messages. The code that each message passes through is therefore written out, with as few calls as possible.
 How long a message takes, and which one gets a link first, is in network.py.
@@ -29,7 +30,7 @@ from parallel101.record.signatures import unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import where as where_from
 from parallel101.sim.clock import VirtualRank, World
-from parallel101.sim.work import SimWork
+from parallel101.sim.work import SimFuture, SimWork
 
 WHOLE = 1 << 20  # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
 SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
@@ -95,7 +96,25 @@ class MessageWork(SimWork):
         self.waited = True
         if not self.done:
             self.world.wait(self.rank, self)
+        if self.tensor is not None:
+            self.settle()
         return True
+
+    def is_completed(self) -> bool:
+        done = SimWork.is_completed(self)
+        if done and self.tensor is not None:
+            self.settle()
+        return done
+
+    def get_future(self) -> SimFuture:
+        future = SimWork.get_future(self)
+        if self.done and self.tensor is not None:
+            self.settle()
+        return future
+
+    def settle(self) -> None:
+        """The program has seen that the message has ended: from now on the tensor is its own again."""
+        raise NotImplementedError
 
     def result(self) -> list[torch.Tensor]:
         return [] if self.tensor is None else [self.tensor]
@@ -121,9 +140,19 @@ class MessageWork(SimWork):
 class RecvWork(MessageWork):
     """A receive. `source` is the sender's position in the group."""
 
-    __slots__ = ("source",)
+    __slots__ = ("data", "source")
     kind = "recv"
     source: int
+    data: bytes | None  # what has arrived and is not in the tensor yet, because the rank has not waited for it
+
+    def settle(self) -> None:
+        """Copy what has arrived into the tensor."""
+        data, self.data = self.data, None
+        if data is not None:
+            memory(self.nbytes).from_address(self.pointer).raw = data
+            self.rank.unwaited.discard(self)
+        if self.future is None:
+            self.tensor = None
 
     def _source_rank(self) -> int:
         return self.source
@@ -147,20 +176,9 @@ class SendWork(MessageWork):
     data: bytes | None  # the bytes in flight
     payload: list | None
 
-    def wait(self, timeout: object = None) -> bool:
-        MessageWork.wait(self)
-        if self.tensor is not None:
-            self.release_tensor()
-        return True
-
-    def is_completed(self) -> bool:
-        done = SimWork.is_completed(self)
-        if done and self.tensor is not None:
-            self.release_tensor()
-        return done
-
-    def release_tensor(self) -> None:
+    def settle(self) -> None:
         """From now on the sender may change its tensor. Raises MisuseError if it has changed it before."""
+        self.rank.unwaited.discard(self)
         before, self.snapshot = self.snapshot, None
         if before is not None and snapshot(self.pointer, self.nbytes) != before:
             raise self.changed()
@@ -191,11 +209,15 @@ class SendWork(MessageWork):
             self.finish()
         elif rank.waiting is self:
             self.world.wake(rank)
+        else:
+            rank.unwaited.add(self)
 
     def deliver(self, receive: RecvWork) -> None:
-        """Copy the bytes into the receiver's tensor and record the message, both sides in one row (see record/events.py)."""
-        memory(self.nbytes).from_address(receive.pointer).raw = self.data  # type: ignore[assignment]
-        self.data = None
+        """Give the bytes to the receive and record the message, both sides in one row (see record/events.py).
+
+        They lie in the receiver's tensor once it waits for them, as on gloo: whoever forgets the wait() must not get them.
+        """
+        receive.data, self.data = self.data, None
         world = self.world
         shape, dtype = _shapes.get(self.shape) or plain_shape(self.shape), _dtypes.get(self.dtype) or dtype_name(self.dtype)
         world.events.append((  # the fields of a MessageRow
@@ -204,11 +226,12 @@ class SendWork(MessageWork):
         ))  # fmt: skip
         receive.done = True
         if receive.future is not None:
+            receive.settle()
             receive.finish()
-            return
-        receive.tensor = None
-        if receive.rank.waiting is receive:
+        elif receive.rank.waiting is receive:
             world.wake(receive.rank)
+        else:
+            receive.rank.unwaited.add(receive)
 
 
 # ── Matching sends with receives: by channel, in the order in which they were posted
@@ -229,6 +252,12 @@ class UnmatchedMessages:
         channels = [channel for group in self.channels.values() for channel in group.values()]
         rows = [work.row(channel[0] + i) for channel in channels for i, work in enumerate(channel[1:], start=1)]
         return rows + [work.row(i) for works in self.from_anyone.values() for i, work in enumerate(works, start=1)]
+
+    def unwaited(self) -> list[MessageWork]:
+        """Those for which nobody has waited."""
+        channels = [channel[1:] for group in self.channels.values() for channel in group.values()]
+        works = [work for channel in (*channels, *self.from_anyone.values()) for work in channel]
+        return [work for work in works if work.tensor is not None and work.future is None]
 
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
@@ -343,6 +372,7 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.rank = rank
         work.future = None
         work.done = work.waited = False
+        work.data = None
         work.where = where_from(sys._getframe(2))
         if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():  # torch passes complex tensors as pairs of real numbers
             refuse(not_on_cpu(tensor, "recv") or unfit(tensor, "recv"), rank, work.where)

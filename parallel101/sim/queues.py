@@ -45,7 +45,7 @@ from parallel101.record.signatures import CollectiveArguments
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, SharedState, SimGroup
 from parallel101.sim.messages import MessageWork, RecvWork, SendWork
-from parallel101.sim.work import SimWork
+from parallel101.sim.work import SimFuture, SimWork
 
 
 class Operation(SimWork):
@@ -89,20 +89,31 @@ class Operation(SimWork):
         """Block this rank until all of it has ended. Within torch's coalescing manager this does nothing: the batch starts at its end."""
         if self.in_queue:
             SimWork.wait(self)
-            self.release_tensors()
+            self.settle()
         return True
 
     def is_completed(self) -> bool:
         done = SimWork.is_completed(self)
         if done:
-            self.release_tensors()
+            self.settle()
         return done
 
-    def release_tensors(self) -> None:
-        """From now on the rank may change the tensors that it has sent. Raises MisuseError if it has changed one before."""
+    def get_future(self) -> SimFuture:
+        future = SimWork.get_future(self)
+        if self.done:
+            self.settle()
+        return future
+
+    def finish(self) -> None:
+        if self.future is not None:
+            self.settle()
+        SimWork.finish(self)
+
+    def settle(self) -> None:
+        """From now on the tensors of its messages are the program's own. Raises MisuseError if it has changed one that it sent."""
         for message in self.messages:
-            if isinstance(message, SendWork) and message.tensor is not None:
-                message.release_tensor()
+            if message.tensor is not None:
+                message.settle()
 
     def result(self) -> list[torch.Tensor]:
         return self.tensors
@@ -236,6 +247,11 @@ class QueuedState(SharedState):
 
     def unfinished(self) -> list[Row]:
         return super().unfinished() + self.queues.unfinished()
+
+    def unwaited(self) -> list[MessageWork]:
+        queued = [operation for queue in self.queues.of.values() for operation in queue.operations]
+        behind = [message for operation in queued if not operation.started and operation.future is None for message in operation.messages]
+        return super().unwaited() + behind
 
 
 class Transfer:

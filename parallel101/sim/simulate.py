@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # now: its functions take the default group at import as their default; a rank's group would suit no other rank
 
 from parallel101.record import torch_private
+from parallel101.record.calls import Call
 from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.events import Row
 from parallel101.sim.clock import World
@@ -52,6 +53,7 @@ class SimResult:
     results: list[Any]  # what each rank returned; None if it did not return
     events: list[Row]
     unfinished: list[Row]  # of a failed run: the events of what was posted and had not ended
+    unwaited: list[Call]  # sends and receives that the program never waited for; of a failed run, those whose works it has dropped
     error: BaseException | None  # a DeadlockError, a MisuseError, or the exception of the rank that failed first in virtual time
     failed_rank: int | None  # the rank that raised `error`; None for a DeadlockError or a MisuseError
 
@@ -121,8 +123,9 @@ def simulate(
         threading.stack_size(stack)
     error = world.failure
     unfinished = [] if error is None else shared.unfinished()
+    unwaited = [work.call() for work in shared.unwaited()] if error is None else shared.dropped()
     of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
-    return SimResult(results, world.events, unfinished, error, (world.failed_rank or 0) if of_one_rank else None)
+    return SimResult(results, world.events, unfinished, unwaited, error, (world.failed_rank or 0) if of_one_rank else None)
 
 
 def _no_group(*_: Any) -> NoReturn:

@@ -169,12 +169,14 @@ def test_a_collective_that_nobody_waits_for_is_recorded(backend):
 
 
 def test_a_message_that_nobody_waits_for_is_unfinished():
-    trace = p101.launch(unwaited, "message", world_size=2, trace=True).trace
-    assert sorted((e.kind, e.rank) for e in trace.unfinished) == [("recv", 1), ("send", 0)]
+    with pytest.raises(p101.MisuseError, match="rank 1 does not wait for a receive") as raised:
+        p101.launch(unwaited, "message", world_size=2, trace=True)
+    assert sorted((e.kind, e.rank) for e in raised.value.trace.unfinished) == [("recv", 1), ("send", 0)]
 
 
 def test_a_send_that_nobody_waits_for_has_ended_if_its_receive_has():
-    trace = p101.launch(unwaited, "send", world_size=2, trace=True).trace
+    with pytest.warns(RuntimeWarning, match="rank 0 does not wait for a send"):
+        trace = p101.launch(unwaited, "send", world_size=2, trace=True).trace
     assert not trace.unfinished and trace.messages_sent == [1, 0]
     (message,) = trace.messages()
     assert message.send.start <= message.send.end <= message.recv.end
