@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import traceback
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.wire import FAILURE, Failure, Wire, pack, unpack
+from parallel101.record import torch_private
 from parallel101.record.errors import broken_connection, one_line, reports_another
 from parallel101.record.process_groups import batches_on_nccl
 from parallel101.record.where import is_inside
@@ -40,44 +43,53 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
 def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
     """The variables by which torchrun tells a rank who it is. All ranks are on one machine.
 
-    MASTER_ADDR and MASTER_PORT are there for programs that read them. Nobody listens at that port, as the ranks have met already.
+    MASTER_ADDR and MASTER_PORT are for programs that read them: the ranks have met already, and nobody listens at that port.
+    (Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.)
     """
-    position, size = str(rank), str(world_size)
-    one_machine = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_RANK": position, "ROLE_WORLD_SIZE": size}
-    restarts = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-    meeting = {name: os.environ.get(name, value) for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"))}
-    ranks = {"RANK": position, "LOCAL_RANK": position, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "PARALLEL101_RANK": position}
-    return {**ranks, **one_machine, **restarts, **meeting}
+    given, me, size = os.environ.get, str(rank), str(world_size)
+    return {
+        "RANK": me, "LOCAL_RANK": me, "GROUP_RANK": "0", "ROLE_RANK": me, "ROLE_NAME": "default", "PARALLEL101_RANK": me,
+        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": given("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": given("MASTER_PORT", "29500"),
+        "OMP_NUM_THREADS": given("OMP_NUM_THREADS", "1"), "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
 def own_init_accepted() -> Iterator[None]:
     """Inside, a program may call init_process_group and destroy_process_group itself, as a whole script does. Both then do nothing.
 
-    A rank or world_size that is not the launch's raises ValueError.
+    A rank or world_size that is not the launch's raises ValueError. How the program imports the two functions makes no difference.
     """
-    init, destroy = dist.init_process_group, dist.destroy_process_group
 
-    @functools.wraps(init)
-    def init_process_group(*args: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> None:
-        for name, given, actual in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
-            if given not in (-1, actual):
-                raise ValueError(
-                    f"init_process_group({name}={given}) on rank {dist.get_rank()} of a launch, where {name} is {actual}. "
-                    "Pass dist.get_rank() and dist.get_world_size(), or neither."
-                )
+    def accept(init: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(init)
 
-    @functools.wraps(destroy)
-    def destroy_process_group(group: Any = None) -> None:
-        if group not in (None, dist.group.WORLD):
-            destroy(group)
+        @functools.wraps(init)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            call = signature.bind(*args, **kwargs).arguments
+            for name, actual in (("rank", dist.get_rank()), ("world_size", dist.get_world_size())):
+                given = call.get(name, -1)
+                if given not in (-1, actual):
+                    raise ValueError(
+                        f"init_process_group({name}={given}) on rank {dist.get_rank()} of a launch, where {name} is {actual}. "
+                        "Pass dist.get_rank() and dist.get_world_size(), or neither."
+                    )
 
-    dist.init_process_group, dist.destroy_process_group = init_process_group, destroy_process_group
-    try:
-        with batches_on_nccl():
-            yield
-    finally:
-        dist.init_process_group, dist.destroy_process_group = init, destroy
+        return init_process_group
+
+    def keep_world(destroy: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(destroy)
+        def destroy_process_group(group: Any = None) -> None:
+            if group not in (None, dist.group.WORLD):
+                destroy(group)
+
+        return destroy_process_group
+
+    instead = torch_private.called_instead
+    with instead(c10d.init_process_group, accept), instead(c10d.destroy_process_group, keep_world), batches_on_nccl():
+        yield
 
 
 @contextlib.contextmanager

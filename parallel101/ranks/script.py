@@ -62,7 +62,8 @@ def run_script(script: Script) -> None:
     """Run a script on this rank, inside a launch. Time in which it is blocked in a call of torch.distributed is recorded as a wait."""
     if (target := recorder()) is not None:
         target.record_waits = True  # type: ignore[attr-defined]
-    os.environ.update(torchrun_environment(script.port))
+    if script.port is not None:
+        os.environ["MASTER_PORT"] = str(script.port)
     _tell_other_backends()
     torch.set_default_device(None)  # launch's default on NCCL is the rank's GPU; a script for torchrun does not expect that
     main = ModuleType("__main__")
@@ -92,20 +93,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def torchrun_environment(port: int | None) -> dict[str, str]:
-    """The variables that torchrun sets, for this rank. (torch/distributed/elastic/agent/server/local_elastic_agent.py)"""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    if port is None:
-        return {}
-    return {
-        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "ROLE_RANK": rank, "ROLE_NAME": "default",
-        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }  # fmt: skip
 
 
 def _file_code(path: str) -> CodeType:

@@ -8,7 +8,7 @@ Only the ranks of `launch` need this file. What it needs of torch's private part
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -87,27 +87,29 @@ def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
 @contextmanager
 def batches_on_nccl() -> Iterator[None]:
     """Inside, torch's batch_isend_irecv makes real batches on our NCCL groups. By itself it does so only on torch's own groups."""
-    original = dist.batch_isend_irecv
-
-    @wraps(original)
-    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-        group = p2p_op_list[0].group if p2p_op_list else None
-        group = group or dist.group.WORLD
-        if not isinstance(group, RecordedGroup) or group.backend != "nccl":
-            return original(p2p_op_list)
-        works: list[dist.Work] = []
-        with group.batched(works):
-            for op in p2p_op_list:
-                work = op.op(op.tensor, op.peer, op.group, op.tag)
-                if work is not None:
-                    works.append(work)
-        return works
-
-    dist.batch_isend_irecv = batch_isend_irecv
-    try:
+    if not isinstance(dist.group.WORLD, RecordedGroup):  # on sim
         yield
-    finally:
-        dist.batch_isend_irecv = original
+        return
+
+    def in_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+            groups = {getattr(op, "group", None) for op in p2p_op_list} if isinstance(p2p_op_list, list) else set()
+            group = groups.pop() if len(groups) == 1 else None
+            if not isinstance(group, RecordedGroup) or group.backend != "nccl":
+                return original(p2p_op_list)  # which also says what is wrong with the list
+            works: list[dist.Work] = []
+            with group.batched(works):
+                for op in p2p_op_list:
+                    work = op.op(op.tensor, op.peer, op.group, op.tag)
+                    if work is not None:
+                        works.append(work)
+            return works
+
+        return batch_isend_irecv
+
+    with torch_private.called_instead(dist.batch_isend_irecv, in_batches):
+        yield
 
 
 def start_together() -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from ctypes import string_at
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,34 @@ def fill_new_tensors() -> None:
     """
     torch._C._set_deterministic_algorithms(True, warn_only=True)  # an operation without a deterministic version only warns
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def called_instead(function: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, whoever calls torch's `function` calls `make(original)`, also if it was imported by name, before or inside.
+
+    So the function itself is changed, not the attributes of modules that refer to it. Relies on its being a Python function, decorated by
+    a closure over the function alone (as `_exception_logger` does) or not at all.
+    """
+    if function.__closure__ is not None:
+        (cell,) = function.__closure__
+        original, cell.cell_contents = cell.cell_contents, make(cell.cell_contents)
+        try:
+            yield
+        finally:
+            cell.cell_contents = original
+        return
+    code, instead = function.__code__, f"_instead_of_{function.__name__}"
+    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    function.__globals__[instead] = make(functools.update_wrapper(original, function))
+    defined: dict[str, Any] = {}
+    exec(f"def {function.__name__}(*args, **kwargs): return {instead}(*args, **kwargs)", defined)
+    function.__code__ = defined[function.__name__].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        del function.__globals__[instead]
 
 
 class RunningBatch(NamedTuple):

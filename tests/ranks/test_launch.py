@@ -232,6 +232,49 @@ def test_a_whole_script_with_its_own_init_process_group_runs_unchanged(backend):
         p101.launch(main, 3, world_size=2, backend=backend)
 
 
+SPELLINGS = """
+import functools, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+from torch.distributed import destroy_process_group, init_process_group as init, get_rank, get_world_size, group, new_group
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
+
+start = functools.partial(init, "gloo")
+
+def program():
+    from torch.distributed import init_process_group
+    start()
+    init_process_group("gloo", None, None, -1, get_rank())
+    c10d.init_process_group(backend="gloo", world_size=get_world_size())
+    x = torch.ones(1)
+    pair = new_group([0, 1])
+    dist.all_reduce(x, group=group.WORLD)
+    box = torch.zeros(1)
+    for work in batch_isend_irecv([P2POp(isend, x, 1 - get_rank(), pair), P2POp(irecv, box, 1 - get_rank(), pair)]):
+        work.wait()
+    destroy_process_group(pair)
+    destroy_process_group()
+    refused = []
+    for call in (lambda: init("gloo", None, None, 7), lambda: batch_isend_irecv([1, 2]), lambda: batch_isend_irecv(None)):
+        try:
+            call()
+        except ValueError as error:
+            refused.append(str(error))
+    return box.item(), refused
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_functions_imported_by_name_are_the_launchs_own(backend, tmp_path, monkeypatch):
+    (tmp_path / "spelled_by_name.py").write_text(SPELLINGS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import spelled_by_name  # before the launch, and on each rank again
+
+    for program in (spelled_by_name.program, lambda: __import__("spelled_by_name").program()):
+        for received, refused in p101.launch(program, world_size=2, backend=backend).results:
+            assert received == 2.0
+            assert "init_process_group(world_size=7)" in refused[0] and "P2POp" in refused[1] and len(refused) == 3
+    del sys.modules["spelled_by_name"]
+
+
 def test_spawned_ranks_do_the_same(monkeypatch):
     monkeypatch.setenv("PARALLEL101_START", "spawn")
 

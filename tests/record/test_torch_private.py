@@ -155,6 +155,17 @@ def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
         assert results == expected, moved("how a group's devices and backends are asked for", "batch_isend_irecv")
 
 
+def test_torchs_functions_can_be_replaced_wherever_they_are_known():
+    functions = {f: (f.__code__, f.__closure__) for f in (dist.init_process_group, dist.destroy_process_group, dist.batch_isend_irecv)}
+    for function, own in functions.items():
+        with torch_private.called_instead(function, lambda original: lambda *args, **kwargs: (original.__name__, args, kwargs)):
+            called = function(1, b=2)
+        assert called == (function.__name__, (1,), {"b": 2}), moved(
+            f"{function.__name__} or its decorator", "init_process_group in a launch"
+        )
+        assert (function.__code__, function.__closure__) == own
+
+
 def test_a_running_batch_is_found():
     def program(rank):
         seen = []

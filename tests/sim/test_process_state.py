@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import parallel101 as p101
@@ -36,7 +37,6 @@ def on_gloo_and_sim(program, world_size: int = 4) -> list:
 
 def megatron_style():
     import parallel_state
-    import torch
 
     parallel_state.initialize_model_parallel(2)
     dist.barrier()  # all ranks have set their globals
@@ -62,6 +62,21 @@ def test_picotrons_process_group_manager(scripts, grid):
     results = on_gloo_and_sim(program)
     assert sum(loss is not None for loss, _, _ in results) == 2  # the last stage's ranks
     assert all(messages == 4 for _, _, messages in results)
+
+
+def nanogpt_style():
+    import nanogpt_style
+
+    return nanogpt_style.ddp, nanogpt_style.losses, nanogpt_style.weights, nanogpt_style.master_process
+
+
+def test_nanogpts_script_trains_one_model_on_all_ranks(scripts):
+    results = on_gloo_and_sim(nanogpt_style, 2)
+    assert [ddp for ddp, _, _, _ in results] == [True, True]
+    assert results[0][2] == results[1][2] and results[0][1] != results[1][1]
+    assert [master for _, _, _, master in results] == [True, False]
+    _, _, alone, _ = nanogpt_style()
+    torch.testing.assert_close(results[0][2], alone, rtol=1e-12, atol=1e-12)
 
 
 def environment():
