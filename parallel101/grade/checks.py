@@ -15,6 +15,7 @@ from parallel101.analysis.steps import steps_of
 from parallel101.grade.exercise import ANYTHING, Case, Check, Exercise, Misconception, Trial
 from parallel101.record.errors import DeadlockError
 from parallel101.record.units import ranks_text
+from parallel101.record.where import shown
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}  # relative to the largest value
 
@@ -80,6 +81,32 @@ def factor(found: Any, expected: Any) -> float | None:
     return k if abs(k - 1) > 1e-6 and close(mine, k * theirs, 1e-4) else None
 
 
+def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
+    """The c_r for which `found` is Σ c_r·parts[r], e.g. [1, 2, 1] for a sum in which rank 1 was counted twice. None if there are none.
+
+    It takes more elements than parts: with fewer, everything is such a sum.
+    """
+    if not isinstance(found, torch.Tensor) or any(found.shape != part.shape for part in parts) or found.numel() <= len(parts):
+        return None
+    mine, matrix = found.double().flatten(), torch.stack([part.double().flatten() for part in parts], 1)
+    if not bool(torch.isfinite(mine).all()):
+        return None
+    solved = torch.linalg.lstsq(matrix, mine[:, None]).solution.flatten()
+    return [round(c, 3) for c in solved.tolist()] if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any()) else None
+
+
+def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
+    """Cut `found` along dim 0 into as many blocks as there are parts, all of one shape: which part each block is, None where it is none.
+
+    None if `found` does not consist of that many blocks of that shape.
+    """
+    shape = parts[0].shape
+    if not isinstance(found, torch.Tensor) or found.shape != (len(parts) * shape[0], *shape[1:]):
+        return None
+    blocks = found.split(shape[0]) if shape[0] else []
+    return [next((r for r, part in enumerate(parts) if same(block, part)), None) for block in blocks]
+
+
 def _kind(value: Any) -> str:
     if value is None:
         return "None"
@@ -108,13 +135,16 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
 # ---- checks ----
 
 
-def value(says: str = "every rank returns the right values") -> Check:
-    """Every rank's result is the expected one."""
+def value(says: str = "every rank returns the right values", keeps: str = "") -> Check:
+    """Every rank's result is the expected one. `keeps`: the name of the function's first argument, if it must not change that tensor."""
 
     def wrong(trial: Trial) -> str | None:
         for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected, strict=True)):
             if (what := difference(found, expected)) is not None:
                 return f"rank {rank} returned {what}"
+        for rank, places in enumerate(trial.changed):
+            if keeps and 0 in places:
+                return f"rank {rank} changed its {keeps}, which must stay as it is"
         return None
 
     return Check("value", says, wrong)
@@ -205,6 +235,15 @@ def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Tri
     return "", None
 
 
+def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
+    """What was started and never waited for. Right values are luck then: a message may still be on its way when the function returns."""
+    for trial in trials:
+        for call in trial.unwaited:
+            kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
+            return f"{trial.case.label}: rank {call.rank} never waits for the {kind} at {shown(call.where)}", trial
+    return "", None
+
+
 # ---- misconceptions that many exercises share ----
 
 
@@ -253,7 +292,30 @@ WAIT_FORGOTTEN = Misconception(
     "A receive is used before anybody has waited for it: until wait() returns, its tensor does not hold the data.",
     lambda trials: bool(unwaited(trials, "recv")),
 )
-MESSAGES = (SENDS_FIRST, RECEIVES_FIRST, WORKS_THROWN_AWAY, WAIT_FORGOTTEN)  # wherever isend or irecv is used
+SEND_WAIT_FORGOTTEN = Misconception(
+    "send's wait forgotten",
+    "Nobody waits for a send. Until its wait() returns, the message may still be read from the tensor, so the tensor must not change.",
+    lambda trials: bool(unwaited(trials, "send")),
+)
+CHANGED_WHILE_SENT = Misconception(
+    "changed while it is sent",
+    "A tensor is written to between isend and the send's wait(). The message may still be read from it: the receiver may get new values.",
+    lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
+)
+MESSAGES = (
+    SENDS_FIRST,
+    RECEIVES_FIRST,
+    WORKS_THROWN_AWAY,
+    WAIT_FORGOTTEN,
+    SEND_WAIT_FORGOTTEN,
+    CHANGED_WHILE_SENT,
+)  # wherever isend or irecv is used
+
+CHANGES_ITS_INPUT = Misconception(
+    "clobbers its input",
+    "The function writes into the tensor that it is given. The caller still needs it, for example as its own gradient.",
+    lambda trials: any(0 in places for trial in trials for places in trial.changed),
+)
 
 
 def on_ranks(ranks: Sequence[int], world_size: int) -> str:

@@ -45,7 +45,8 @@ class Case:
     """One run of the learner's function.
 
     Attributes:
-        arguments: what each rank's function is called with, by rank: tuples of tensors, numbers, text, lists, tuples, dicts.
+        arguments: what each rank's function is called with, by rank: tuples of tensors, numbers, text, lists, tuples, dicts. A tensor
+            keeps its strides, so a transposed one arrives transposed.
         expected: what each rank must return, by rank, or ANYTHING.
         note: what is special about this case, for the report, e.g. "7 elements of int64, root 2".
         facts: what the checks need to know of the case.
@@ -91,7 +92,8 @@ class Trial:
         results: what each rank returned; None for a rank that did not return.
         trace: the record. On `case.network`, `trace.makespan` is the number of steps, or whatever time the network gives.
         error: what ended the run early: a DeadlockError, a MisuseError, or one of remote.py's errors. None if all ranks returned.
-        unwaited: the calls that nobody waited for.
+        unwaited: the calls of ranks that returned, which they never waited for.
+        changed: by rank, the places of the arguments that its function changed, which must be tensors.
         printed: what each rank printed, by rank.
         world: on which ranks it ran: "relay" (the processes whose messages pass through the grader), "gloo", "sim" or "nccl".
     """
@@ -101,6 +103,7 @@ class Trial:
     trace: Trace
     error: BaseException | None = None
     unwaited: list[Unwaited] = field(default_factory=list)
+    changed: list[list[int]] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
     world: str = "relay"
 

@@ -81,8 +81,11 @@ def _read(sock: socket.socket, size: int) -> bytearray:
 
 
 def tensor_text(tensor: torch.Tensor) -> dict[str, Any]:
-    """The dtype and shape of a tensor, as JSON."""
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    """The dtype and shape of a tensor, as JSON; its strides if it isn't contiguous."""
+    text = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    if not tensor.is_sparse and not tensor.is_contiguous():
+        text["strides"] = list(tensor.stride())
+    return text
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -134,8 +137,11 @@ def encode(value: Any) -> tuple[Any, bytes]:
     return plain(value), b"".join(parts)
 
 
-def decode(text: Any, data: bytes | bytearray) -> Any:
-    """The value that `encode` was given. Raises BrokenFrame if the JSON and the bytes are not what `encode` writes."""
+def decode(text: Any, data: bytes | bytearray, strided: bool = False) -> Any:
+    """The value that `encode` was given. Raises BrokenFrame if the JSON and the bytes are not what `encode` writes.
+
+    Its tensors are contiguous. If `strided`, they have the strides that they had: only a rank does that, with its arguments.
+    """
     rest = memoryview(data)
 
     def value(text: Any) -> Any:
@@ -147,7 +153,8 @@ def decode(text: Any, data: bytes | bytearray) -> Any:
             if type(size) is not int or not 0 <= size <= len(rest):
                 raise BrokenFrame(f"a tensor of {size} bytes where {len(rest)} are left")
             own, rest = rest[:size], rest[size:]
-            return tensor_from(text["tensor"], own)
+            tensor, strides = tensor_from(text["tensor"], own), text["tensor"].get("strides")
+            return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor) if strided and strides else tensor
         if "list" in text:
             return [value(item) for item in text["list"]]
         if "tuple" in text:

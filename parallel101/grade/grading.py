@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.grade.checks import everywhere, too_few_bytes
+from parallel101.grade.checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
 from parallel101.grade.explain import explain_error
 from parallel101.grade.remote import ForbiddenCall, LearnerError, PrintedTooMuch, Ranks, Submission, TimeOver
@@ -110,6 +110,8 @@ def judge(exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | 
         message, trial = everywhere(check, trials)
         if check.kind == "value" and not message:
             message, trial = too_few_bytes(exercise, trials)
+            if not message:
+                message, trial = never_waited(trials)
         if check.kind != "value" and not message and not value_is_right:
             message = "counts only with the right value"
         value_is_right = value_is_right or (check.kind == "value" and not message)

@@ -79,11 +79,13 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             function = getattr(submission, job["function"], None)
             if not callable(function):
                 raise NameError(f"{os.path.basename(job['path'])} has no function {job['function']}")
-            arguments = frames.decode(case.text["arguments"], case.data)
+            arguments = frames.decode(case.text["arguments"], case.data, strided=True)
+            before = [frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None for part in arguments]
             random.seed(case.text["seed"])
             torch.manual_seed(case.text["seed"])
             text, data = frames.encode(exercise.program(function, *arguments))
-            connection.send(frames.RESULT, {"result": text}, data)
+            changed = [i for i, was in enumerate(before) if was is not None and frames.tensor_bytes(arguments[i]) != was]
+            connection.send(frames.RESULT, {"result": text, "changed": changed}, data)
         except (EOFError, OSError) as error:
             if isinstance(error, EOFError) or connection.closed:
                 raise
@@ -164,17 +166,30 @@ class Connection:
         return 0
 
 
+class ChangedWhileSent(RuntimeError):
+    """A tensor was changed between isend and the send's wait(): the receiver may get old values or new ones."""
+
+
 class RelayWork(dist.Work):
     """What isend, irecv and the collectives return. What a call writes is written in wait(), not before."""
 
-    def __init__(self, connection: Connection, call: int, outputs: list[torch.Tensor]):
+    def __init__(self, connection: Connection, call: int, outputs: list[torch.Tensor], sent: tuple[torch.Tensor, bytes] | None = None):
         super().__init__()
+        self.sent = sent  # the tensor of a send, and its bytes when it was posted
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
         self.future: torch.futures.Future | None = None
+        self.source: int | None = None  # of a receive from any rank: the rank that sent, in the group
+
+    def _source_rank(self) -> int:
+        assert self.source is not None, "the source of a receive is known when it has been waited for"
+        return self.source
 
     def wait(self, timeout: object = None) -> bool:
         if not self.done:
             self._take(self.connection.ask(frames.WAIT, self.call))
+        if self.sent is not None and frames.tensor_bytes(self.sent[0]) != self.sent[1]:
+            raise ChangedWhileSent("the tensor was changed after isend, before the send's wait(): the receiver may get old or new values")
+        self.sent = None
         return True
 
     def is_completed(self) -> bool:
@@ -185,6 +200,7 @@ class RelayWork(dist.Work):
         return self.done
 
     def _take(self, reply: Frame) -> None:
+        self.source = reply.text.get("source")
         rest = memoryview(reply.data)
         for output in self.outputs:
             own, rest = rest[: output.nbytes], rest[output.nbytes :]
@@ -260,9 +276,15 @@ class RelayGroup(torch_private.PythonGroup):
     def _message(self, kind: bytes, tensor: torch.Tensor, peer: int | None, tag: int) -> RelayWork:
         sends = kind == frames.SEND
         self.connection.check_allowed("send" if sends else "recv")
-        text = {"group": self.label, "peer": peer, "tag": tag, "strides": list(tensor.stride()), **frames.tensor_text(tensor)}
-        call = self.connection.post(kind, text, frames.tensor_bytes(tensor) if sends else b"")
-        return RelayWork(self.connection, call, [] if sends else [tensor])
+        if not tensor.is_contiguous():
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be {'sent' if sends else 'received into'}: "
+                "a message's tensor must be contiguous. Call x.contiguous(), or make a new tensor with torch.empty"
+            )
+        text = {"group": self.label, "peer": peer, "tag": tag, **frames.tensor_text(tensor)}
+        data = frames.tensor_bytes(tensor) if sends else b""
+        call = self.connection.post(kind, text, data)
+        return RelayWork(self.connection, call, [] if sends else [tensor], (tensor, data) if sends else None)
 
     def _collective(self, method: str, *args: Any) -> dist.Work:
         spec = COLLECTIVES[method]

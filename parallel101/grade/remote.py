@@ -223,6 +223,7 @@ class Ranks:
             trace=Trace.from_rows(outcome.events, self.world_size, "sim", outcome.unfinished),
             error=outcome.error,
             unwaited=[call for end in virtual for call in end.unwaited()],
+            changed=[end.changed for end in virtual],
             printed=["".join(part.decode(errors="replace") for part in rank.printed.values()) for rank in self.ranks],
         )
         if outcome.error is not None:
@@ -251,6 +252,8 @@ class VirtualEnd:
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
         self.result: Any = None
+        self.changed: list[int] = []
+        self.returned = False
 
     def begin(self) -> None:
         """Let the process begin: the processes compute at the same time, though their messages are repeated one after the other."""
@@ -269,6 +272,8 @@ class VirtualEnd:
             try:
                 if frame.kind == frames.RESULT:
                     self.result = frames.decode(frame.text.get("result"), frame.data)
+                    self.changed = [place for place in frame.text["changed"] if type(place) is int]
+                    self.returned = True
                     return
                 at_place(place, partial(ACTIONS[frame.kind], self, frame, place))
             except (KeyError, TypeError, AttributeError, frames.BrokenFrame) as error:
@@ -322,7 +327,8 @@ class VirtualEnd:
         call.waited = call.waited or done
         data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
         with contextlib.suppress(OSError):  # it has died: the next receive says so
-            frames.send(self.rank.process.control, frames.REPLY, {"done": done}, data)
+            source = call.work._source_rank() if done and call.about.kind == "recv" else None
+            frames.send(self.rank.process.control, frames.REPLY, {"done": done, "source": source}, data)
 
     def _new_group(self, frame: Frame, place: str) -> None:
         group = dist.new_group(frame.text["ranks"])
@@ -349,8 +355,8 @@ class VirtualEnd:
         raise LearnerError(text["message"], self.rank.number, place, text["type"], text["traceback"], not_written)
 
     def unwaited(self) -> Sequence[Unwaited]:
-        """The calls that the rank posted and never waited for."""
-        return [call.about for call in self.calls.values() if not call.waited]
+        """The calls that the rank posted and never waited for. A rank that did not return might still have waited."""
+        return [call.about for call in self.calls.values() if not call.waited] if self.returned else []
 
 
 def clock() -> Recorder:

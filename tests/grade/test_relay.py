@@ -78,10 +78,28 @@ return [x, whole[1], best] if rank() == 0 else x
     assert torch.equal(trial.results[1], total)
 
 
+def test_arguments_keep_their_strides_and_a_changed_one_is_told():
+    trial = run("assert x.stride() == (1, 2)\nx[0] += 1\nreturn x", (torch.arange(6.0).reshape(3, 2).t(),), (torch.zeros(3, 2).t(),))
+    assert trial.error is None and trial.changed == [[0], [0]]
+    assert trial.results[0].tolist() == [[1, 3, 5], [1, 3, 5]]
+
+
+def test_a_receive_from_any_rank_tells_the_source():
+    body = """
+if rank() > 0:
+    dist.send(x, 0)
+    return None
+return [dist.recv(x) for _ in range(2)]
+"""
+    assert sorted(run(body, *tensors(3)).results[0]) == [1, 2]
+
+
 ENDINGS = {
     "deadlock": ("dist.send(x, (rank() + 1) % size()); dist.recv(x, (rank() - 1) % size())", DeadlockError, "hw.py:5"),
     "exception": ("return x[99]", LearnerError, "out of bounds"),
     "exit": ("os._exit(0)", RankDied, ""),
+    "a transposed tensor": ("dist.isend(torch.ones(2, 3).t(), 1)", LearnerError, "must be contiguous"),
+    "a send changed": ("w = dist.isend(x, 1 - rank()); x += 1; dist.recv(x.clone(), 1 - rank()); w.wait()", LearnerError, "after isend"),
     "endless loop": ("while True: pass", TimeOver, ""),
     "a collective that is not allowed": ("dist.all_reduce(x)", ForbiddenCall, "all_reduce"),
     "an operator of torch": ("torch.ops.c10d.allreduce_([x], dist.group.WORLD, 0, None)", Exception, ""),
