@@ -135,11 +135,19 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
 # ---- checks ----
 
 
-def value(says: str = "every rank returns the right values", keeps: str = "") -> Check:
-    """Every rank's result is the expected one. `keeps`: the name of the function's first argument, if it must not change that tensor."""
+def value(says: str = "every rank returns the right values", keeps: str = "", parts: Sequence[str] = ()) -> Check:
+    """Every rank's result is the expected one.
+
+    Args:
+        keeps: the name of the function's first argument, if it must not change that tensor.
+        parts: names for the parts of a result that the exercise's program puts together, e.g. ("the loss", "the gradients").
+    """
 
     def wrong(trial: Trial) -> str | None:
         for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected, strict=True)):
+            for part, mine, theirs in zip(parts, found if parts else (), expected if parts else ()):
+                if (what := difference(mine, theirs)) is not None:
+                    return f"on rank {rank}, {part}: {what}"
             if (what := difference(found, expected)) is not None:
                 return f"rank {rank} returned {what}"
         for rank, places in enumerate(trial.changed):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 P2P = frozenset({"send", "recv"})  # what a learner may call: isend and irecv, in batches too, are meant by these names
 COLLECTIVES = frozenset({"broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "barrier"})
+AUTOGRAD = ("torch.fx.experimental.symbolic_shapes",)  # torch imports it at the first backward(gradient) or autograd.grad
+OPTIM = (*AUTOGRAD, "torch._dynamo")  # and this at the first optimizer
 STEPS = Network(latency=1.0, bandwidth=math.inf)  # each message takes one second, so a run takes as many seconds as it has steps
 
 
@@ -183,6 +185,7 @@ class Exercise:
         questions: the predictions that the notebook asks for.
         program: what each rank runs: program(function, *arguments). Spans and compute() in it reach the record.
         allowed: the operations that the learner may call: P2P, or more.
+        imports: modules that take long to import and that the ranks need: AUTOGRAD for backward(gradient), OPTIM for optimizers.
         watch: a case whose inputs carry their origin (see analysis/provenance.py), for the animation; None: the failing case is shown.
         picture: "collective", "lanes" or "pipeline": how a run is drawn.
         path, source: the file that declares it; set when it is loaded.
@@ -200,6 +203,7 @@ class Exercise:
     questions: Sequence[Question] = ()
     program: Callable[..., Any] = call
     allowed: frozenset[str] = P2P
+    imports: tuple[str, ...] = ()
     watch: Callable[[], Case] | None = None
     picture: str = "collective"
     path: str = ""

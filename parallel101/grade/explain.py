@@ -13,7 +13,8 @@ def explain_error(exercise: Exercise, trial: Trial) -> str:
     if isinstance(error, LearnerError):
         if error.not_written:
             return f"{exercise.function} is not written yet"
-        return f"rank {error.rank} raised {error.kind}, {where}, at {shown(error.where)}\n  {error.kind}: {error.args[0]}"
+        line = f", at {shown(error.where)}" if error.where != "?" else ""
+        return f"rank {error.rank} raised {error.kind}, {where}{line}\n  {error.kind}: {error.args[0]}"
     if isinstance(error, ForbiddenCall):
         return (
             f"rank {error.rank} called {error.args[0]}, at {shown(error.where)}. "

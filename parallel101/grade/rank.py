@@ -64,7 +64,7 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
 def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     _isolate(job)
-    connection = Connection(sock, job["rank"], job["world_size"], job["allowed"])
+    connection = Connection(sock, job["rank"], job["world_size"], job["allowed"], job["path"])
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     join(connection)
     exercise = find(exercises_in(module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
@@ -100,8 +100,9 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
 class Connection:
     """This rank's connection to the grader. It is also the rank's recorder: see record/spans.py."""
 
-    def __init__(self, sock: socket.socket, rank: int, world_size: int, allowed: Sequence[str]):
+    def __init__(self, sock: socket.socket, rank: int, world_size: int, allowed: Sequence[str], path: str):
         self.sock, self.rank, self.world_size, self.allowed = sock, rank, world_size, frozenset(allowed)
+        self.path = path  # the learner's file
         self.calls = 0
         self.spans = 0
         self.replies: dict[int, Frame] = {}
@@ -139,7 +140,7 @@ class Connection:
         inner = error.__traceback__
         while inner is not None and is_inside(inner.tb_frame.f_code.co_filename):
             inner = inner.tb_next
-        own = [frame for frame, _ in traceback.walk_tb(inner) if not is_inside(frame.f_code.co_filename)]
+        own = [frame for frame, _ in traceback.walk_tb(inner) if frame.f_code.co_filename == self.path]
         lines = "".join(traceback.format_exception(type(error), error, inner))
         place = f"{own[-1].f_code.co_filename}:{_line(inner, own[-1])}" if own else "?"
         if isinstance(error, SyntaxError) and error.filename:

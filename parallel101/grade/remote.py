@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from parallel101.grade import frames
 from parallel101.grade.exercise import Case, Exercise, Trial, Unwaited
 from parallel101.grade.frames import Frame
-from parallel101.ranks.processes import RankProcess, kill, start_ranks
+from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
 from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.signatures import COLLECTIVES, flat
@@ -152,6 +152,15 @@ class RemoteRank:
         return "?"
 
 
+@cache
+def users_can_be_separate() -> bool:
+    """Whether each rank can become a user of its own: this process is root, and other users can read Python and torch."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return False
+    needed = [Path(os.__file__).resolve().parent, Path(torch.__file__).resolve().parent]
+    return all(folder.stat().st_mode & 0o005 == 0o005 for path in needed for folder in (path, *path.parents))
+
+
 class Ranks:
     """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left."""
 
@@ -169,10 +178,11 @@ class Ranks:
     def start(self) -> None:
         """Start the processes, and wait until each is ready to call the learner's function."""
         self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
-        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        preload(self.exercise.imports)
+        separate = users_can_be_separate()
         self.ranks = [RemoteRank(n, process) for n, process in enumerate(start_ranks(self.world_size, "parallel101.grade.rank"))]
         for rank in self.ranks:
-            user = FIRST_USER + os.getpid() % 500 * 64 + rank.number if root else None
+            user = FIRST_USER + os.getpid() % 500 * 64 + rank.number if separate else None
             folder = Path(self.scratch.name) / str(rank.number)
             folder.mkdir()
             if user is not None:
@@ -222,7 +232,7 @@ class Ranks:
             results=[end.result for end in virtual],
             trace=Trace.from_rows(outcome.events, self.world_size, "sim", outcome.unfinished),
             error=outcome.error,
-            unwaited=[call for end in virtual for call in end.unwaited()],
+            unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
             changed=[end.changed for end in virtual],
             printed=["".join(part.decode(errors="replace") for part in rank.printed.values()) for rank in self.ranks],
         )

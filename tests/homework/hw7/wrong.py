@@ -1,0 +1,269 @@
+"""Wrong solutions of homework 7. EXPECTED: the misconception that the grader must name for each."""
+
+import torch
+import torch.distributed as dist
+
+EXPECTED = {
+    "gpipe_step__no_average": "no 1/M",
+    "gpipe_step__no_average_2": "no 1/M",
+    "gpipe_step__no_average_3": "no 1/M",
+    "gpipe_step__last_only": "only the last microbatch's gradient",
+    "gpipe_step__last_only_2": "only the last microbatch's gradient",
+    "gpipe_step__detached": "graph detached",
+    "gpipe_step__detached_2": "graph detached",
+    "gpipe_step__wait_forgotten": "receive's wait forgotten",
+    "one_f_one_b_step__gpipe": "GPipe with a new name",
+    "one_f_one_b_step__gpipe_2": "GPipe with a new name",
+    "one_f_one_b_step__one_more": "warm-up off by one",
+    "one_f_one_b_step__one_less": "warm-up off by one",
+    "interleaved_schedule__neighbouring_stages": "wrong chunk map",
+    "interleaved_schedule__neighbouring_stages_2": "wrong chunk map",
+    "interleaved_schedule__all_forwards": "GPipe with a new name",
+    "interleaved_schedule__short_warm_up": "warm-up of one chunk",
+    "zero_bubble_step__step_before_w": "optimizer steps before W is done",
+    "zero_bubble_step__step_before_w_2": "optimizer steps before W is done",
+    "zero_bubble_step__w_right_after_b": "W right after B",
+}
+
+
+class Run:
+    """A stage with its messages. Each wrong solution changes one thing."""
+
+    def __init__(self, stage, inputs, targets, loss_fn, shape, microbatches, scale=None):
+        self.stage, self.inputs, self.targets, self.loss_fn, self.shape = stage, inputs, targets, loss_fn, shape
+        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        self.scale = 1 / microbatches if scale is None else scale
+        self.held, self.sends, self.losses = {}, [], []
+
+    def receive(self, peer):
+        tensor = torch.zeros(self.shape, dtype=torch.float64)
+        dist.recv(tensor, peer)
+        return tensor
+
+    def send(self, tensor, peer):
+        self.sends.append((dist.isend(tensor, peer), tensor))
+
+    def forward(self, i):
+        x = self.inputs[i] if self.rank == 0 else self.receive(self.rank - 1).requires_grad_()
+        y = self.stage(x)
+        if self.rank == self.last:
+            y = self.loss_fn(y, self.targets[i]) * self.scale
+            self.losses.append(y.detach())
+        else:
+            self.send(y.detach(), self.rank + 1)
+        self.held[i] = x, y
+
+    def backward(self, i):
+        x, y = self.held.pop(i)
+        y.backward(None if self.rank == self.last else self.receive(self.rank + 1))
+        if self.rank:
+            self.send(x.grad, self.rank - 1)
+
+    def end(self):
+        for work, _ in self.sends:
+            work.wait()
+        return sum(self.losses) if self.losses else None
+
+
+def all_then_all(run, microbatches):
+    for i in range(microbatches):
+        run.forward(i)
+    for i in range(microbatches):
+        run.backward(i)
+    return run.end()
+
+
+def alternating(run, microbatches, warm_up):
+    warm_up = min(microbatches, max(1, warm_up))
+    for i in range(warm_up):
+        run.forward(i)
+    for i in range(microbatches):
+        run.backward(i)
+        if i + warm_up < microbatches:
+            run.forward(i + warm_up)
+    return run.end()
+
+
+def gpipe_step__no_average(*arguments):
+    return all_then_all(Run(*arguments, scale=1.0), arguments[-1])
+
+
+def gpipe_step__no_average_2(*arguments):
+    """The loss that is returned is the mean; the gradients are not those of the mean."""
+    loss = all_then_all(Run(*arguments, scale=1.0), arguments[-1])
+    return None if loss is None else loss / arguments[-1]
+
+
+def gpipe_step__no_average_3(stage, inputs, targets, loss_fn, shape, microbatches):
+    """Blocking messages, and gradients scaled up once more at the end."""
+    result = all_then_all(Run(stage, inputs, targets, loss_fn, shape, microbatches), microbatches)
+    for parameter in stage.parameters():
+        parameter.grad *= microbatches
+    return result
+
+
+def gpipe_step__last_only(stage, *rest):
+    run, microbatches = Run(stage, *rest), rest[-1]
+    for i in range(microbatches):
+        run.forward(i)
+    for i in range(microbatches):
+        stage.zero_grad()
+        run.backward(i)
+    return run.end()
+
+
+def gpipe_step__last_only_2(stage, *rest):
+    """Only the last microbatch is given a backward; the others' gradients are never sent."""
+    run, microbatches = Run(stage, *rest), rest[-1]
+    for i in range(microbatches):
+        run.forward(i)
+    run.backward(microbatches - 1)
+    return run.end()
+
+
+def gpipe_step__detached(*arguments):
+    """Every rank calls backward only if it has a loss."""
+    run, microbatches = Run(*arguments), arguments[-1]
+    for i in range(microbatches):
+        run.forward(i)
+    for i in range(microbatches):
+        _, y = run.held[i]
+        if run.rank == run.last:
+            y.backward()
+    return run.end()
+
+
+def gpipe_step__detached_2(*arguments):
+    """The received activation is detached once more, so that it has no .grad: zeros go back."""
+    run, microbatches = Run(*arguments), arguments[-1]
+    for i in range(microbatches):
+        run.forward(i)
+    for i in range(microbatches):
+        x, y = run.held[i]
+        y.backward(None if run.rank == run.last else run.receive(run.rank + 1))
+        if run.rank:
+            run.send(torch.zeros_like(x), run.rank - 1)
+    return run.end()
+
+
+def gpipe_step__wait_forgotten(*arguments):
+    class Hasty(Run):
+        def receive(self, peer):
+            tensor = torch.zeros(self.shape, dtype=torch.float64)
+            dist.irecv(tensor, peer)
+            return tensor
+
+    return all_then_all(Hasty(*arguments), arguments[-1])
+
+
+def one_f_one_b_step__gpipe(*arguments):
+    return all_then_all(Run(*arguments), arguments[-1])
+
+
+def one_f_one_b_step__gpipe_2(*arguments):
+    """All forwards, then the backwards from the last microbatch to the first."""
+    run, microbatches = Run(*arguments), arguments[-1]
+    for i in range(microbatches):
+        run.forward(i)
+    for i in reversed(range(microbatches)):
+        run.backward(i)
+    return run.end()
+
+
+def one_f_one_b_step__one_more(*arguments):
+    run = Run(*arguments)
+    return alternating(run, arguments[-1], run.last + 2 - run.rank)
+
+
+def one_f_one_b_step__one_less(*arguments):
+    run = Run(*arguments)
+    return alternating(run, arguments[-1], run.last - run.rank)
+
+
+def interleaved(rank, ranks, microbatches, chunks, stage, warm_up=None):
+    total = microbatches * chunks
+
+    def action(k, kind):
+        group, inside = divmod(k, ranks * chunks)
+        chunk, i = divmod(inside, ranks)
+        return f"{stage(chunk if kind == 'F' else chunks - 1 - chunk)}{kind}{group * ranks + i}"
+
+    usual = (chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1 if chunks > 1 else ranks - rank
+    warm_up = min(total, usual if warm_up is None else warm_up)
+    order = [action(k, "F") for k in range(warm_up)]
+    for k in range(total):
+        order += [action(k, "B")] + ([action(k + warm_up, "F")] if k + warm_up < total else [])
+    return order
+
+
+def interleaved_schedule__neighbouring_stages(rank, ranks, microbatches, chunks):
+    return interleaved(rank, ranks, microbatches, chunks, lambda chunk: rank * chunks + chunk)
+
+
+def interleaved_schedule__neighbouring_stages_2(rank, ranks, microbatches, chunks):
+    """Neighbouring stages, and all forwards before all backwards."""
+    mine = range(rank * chunks, (rank + 1) * chunks)
+    forwards = [f"{stage}F{i}" for stage in mine for i in range(microbatches)]
+    return forwards + [f"{stage}B{i}" for stage in reversed(mine) for i in range(microbatches)]
+
+
+def interleaved_schedule__all_forwards(rank, ranks, microbatches, chunks):
+    mine = range(rank, ranks * chunks, ranks)
+    forwards = [f"{stage}F{i}" for stage in mine for i in range(microbatches)]
+    return forwards + [f"{stage}B{i}" for stage in reversed(mine) for i in range(microbatches)]
+
+
+def interleaved_schedule__short_warm_up(rank, ranks, microbatches, chunks):
+    return interleaved(rank, ranks, microbatches, chunks, lambda chunk: chunk * ranks + rank, warm_up=ranks - rank)
+
+
+def split_step(stage, inputs, targets, loss_fn, shape, microbatches, delay, before_the_last_weights=None):
+    run = Run(stage, inputs, targets, loss_fn, shape, microbatches)
+    outputs = {}
+
+    def forward(i):
+        outputs[i] = stage.forward(i, inputs[i] if run.rank == 0 else run.receive(run.rank - 1))
+        if run.rank < run.last:
+            run.send(outputs[i], run.rank + 1)
+
+    def input_gradient(i):
+        if run.rank == run.last:
+            y = outputs[i].clone().requires_grad_()
+            loss = loss_fn(y, targets[i]) / microbatches
+            run.losses.append(loss.detach())
+            (dy,) = torch.autograd.grad(loss, y)
+        else:
+            dy = run.receive(run.rank + 1)
+        dx = stage.input_gradient(i, dy)
+        if run.rank:
+            run.send(dx, run.rank - 1)
+
+    warm_up = min(microbatches, run.last + 1 - run.rank)
+    for i in range(warm_up):
+        forward(i)
+    for i in range(microbatches):
+        input_gradient(i)
+        if i >= delay:
+            stage.weight_gradient(i - delay)
+        if i + warm_up < microbatches:
+            forward(i + warm_up)
+    if before_the_last_weights is not None:
+        before_the_last_weights()
+    for i in range(max(0, microbatches - delay), microbatches):
+        stage.weight_gradient(i)
+    return run.end()
+
+
+def zero_bubble_step__step_before_w(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
+    return split_step(stage, inputs, targets, loss_fn, shape, microbatches, dist.get_rank(), optimizer.step)
+
+
+def zero_bubble_step__step_before_w_2(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
+    """All weight gradients are left for the end, after the step."""
+    return split_step(stage, inputs, targets, loss_fn, shape, microbatches, microbatches, optimizer.step)
+
+
+def zero_bubble_step__w_right_after_b(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
+    loss = split_step(stage, inputs, targets, loss_fn, shape, microbatches, 0)
+    optimizer.step()
+    return loss
