@@ -25,6 +25,7 @@ from parallel101.record.calls import Call, Key, call_to_compare, collective_term
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, Row, span_event
+from parallel101.record.overloads import as_torch_calls_it
 from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, snapshot, unchanged, unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller
@@ -501,7 +502,7 @@ class RecordedGroup(torch_private.PythonGroup):
 
 def _passing(method: str) -> Callable[..., dist.Work]:
     def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._collective(method, *args, **kwargs)
+        return self._collective(method, *as_torch_calls_it(method, args, kwargs))
 
     call.__name__ = method
     return call

@@ -20,6 +20,7 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallChecker, disagreement, rank_at, tensor_changed
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import Row
+from parallel101.record.overloads import as_torch_calls_it
 from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
@@ -120,10 +121,13 @@ class SimGroup(PointToPointGroup):
     def abort(self) -> None:
         """There is nothing to close."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.posted
+
     def set_timeout(self, timeout: Any) -> None:
         """Timeouts are in wall time, which virtual ranks do not have."""
 
-    def _collective(self, method: str, *args: Any) -> dist.Work:
+    def _collective(self, method: str, args: tuple) -> dist.Work:
         """One path for all collectives."""
         world, member = self.world, self.member
         world.enter(member)
@@ -154,8 +158,8 @@ class SimGroup(PointToPointGroup):
 
 
 def _collective_method(method: str) -> Callable[..., dist.Work]:
-    def call(self: SimGroup, *args: Any, **options: Any) -> dist.Work:
-        return self._collective(method, *args, *options.values())
+    def call(self: SimGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._collective(method, as_torch_calls_it(method, args, kwargs))
 
     call.__name__ = method
     return call
