@@ -1,4 +1,4 @@
-"""The command line: `parallel101 doctor | lab | lessons | run | bench`.
+"""The command line: `parallel101 doctor | lab | lessons | run | merge | bench`.
 
 A command imports what it needs only when it runs, so that `doctor` still works where torch or Jupyter is broken.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from parallel101 import __version__
 
 if TYPE_CHECKING:
+    from parallel101.ranks.script import Script
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
 
@@ -94,11 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--network", metavar="TEXT", type=_network, help="on sim, the links, e.g. latency=1e-6,bandwidth=1e9")
     run.add_argument("--rules", choices=("gloo", "nccl"), default="gloo", help="on sim, what the program may rely on (default: gloo)")
     run.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=math.inf, help="time limit (default: none)")
-    run.add_argument("--page", metavar="FILE", type=Path, help="write a web page with the timeline and the traffic")
-    run.add_argument("--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev")
+    run.add_argument("--record", metavar="DIR", type=Path, help="under torchrun: the folder to which each rank writes what it recorded")
     run.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     run.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+    merge = command("merge", _merge, "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.")
+    merge.add_argument("directory", metavar="DIR", type=Path, help="the folder with the ranks' files")
+    for sub in (run, merge):
+        sub.add_argument("--page", metavar="FILE", type=Path, help="write a web page with the timeline and the traffic")
+        sub.add_argument("--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev")
 
     command("bench", _bench, "Measure parallel101 on this machine, and compare it with torch.", takes_extra=True)
     commands.metavar = " | ".join(commands.choices)
@@ -158,42 +164,117 @@ def _seconds(text: str) -> float:
 
 def _script(args: argparse.Namespace, extra: list[str]) -> int:
     """Run a script on ranks. Its output comes as it is printed, then the error if there is one, and then the tables."""
-    from parallel101 import LaunchTimeout, launch
-    from parallel101.ranks.script import Script, free_port, run_script
+    from parallel101 import LaunchTimeout
+    from parallel101.ranks.script import Script
+    from parallel101.ranks.torchrun import in_a_job
 
-    script = Script(args.script, tuple(args.arguments), args.as_module, free_port())
+    script = Script(args.script, tuple(args.arguments), args.as_module)
+    sys.path.insert(0, script.directory)  # the ranks get this path
     try:
-        script.check()
+        script.load()
     except (OSError, ImportError) as error:
         args.parser.error(f"can't run {args.script}: {error}")
     except SyntaxError as error:
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         return 1
-    options = {name: getattr(args, name) for name in ("world_size", "backend", "network", "rules", "timeout")}
-    options["backend"] = options["backend"] or "gloo"
-    status, trace = 0, None
+    run = _run_in_job if in_a_job() and args.backend != "sim" else _run_here
     try:
-        trace = launch(run_script, script, trace=True, **options).trace
+        return run(args, script)
     except (ValueError, TypeError) as error:
-        args.parser.error(str(error))
+        return args.parser.error(str(error))
     except (RuntimeError, LaunchTimeout) as error:
-        status, trace = 1, getattr(error, "trace", None)
         print(f"parallel101 run: {error}", file=sys.stderr)
-    if trace is not None:
-        _report(trace, script.name, args)
-    return status
+        return 1
 
 
-def _report(trace: Trace, name: str, args: argparse.Namespace) -> None:
+def _run_here(args: argparse.Namespace, script: Script) -> int:
+    """Start the ranks, and show the record of the run, also if it failed or was stopped with Ctrl-C."""
+    from parallel101 import launch
+    from parallel101.ranks.script import free_port, run_script
+
+    os.environ["MASTER_PORT"] = str(free_port())
+    options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
+    try:
+        trace = launch(run_script, script, trace=True, backend=args.backend or "gloo", **options).trace
+    except BaseException as error:
+        if (trace := getattr(error, "trace", None)) is None:
+            raise
+        if isinstance(error, Exception):
+            print(f"parallel101 run: {error}", file=sys.stderr)
+        _report(trace, script.name, args, error)
+        return 1 if isinstance(error, Exception) else 130
+    assert trace is not None
+    _report(trace, script.name, args)
+    return 0
+
+
+def _run_in_job(args: argparse.Namespace, script: Script) -> int:
+    """Run the script in this process, a rank of torchrun's job, and write what it recorded."""
+    from parallel101.ranks.script import record_script
+    from parallel101.record.rank_files import rank_file, write_rank_file
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    wrong = next((f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None), None)
+    if args.record is None or wrong:
+        what = f"{wrong} can't be used" if wrong else "--record DIR is needed"
+        raise ValueError(f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 merge DIR` makes the page of all")
+    args.record.mkdir(parents=True, exist_ok=True)
+    rank_file(args.record, rank).unlink(missing_ok=True)  # of an earlier run
+    backend = args.backend or "gloo"
+    try:
+        record_script(
+            script,
+            backend=backend,
+            world_size=args.world_size,
+            timeout=min(args.timeout, 1e9),
+            keep=lambda record: write_rank_file(args.record, rank, size, backend, record.events, record.unfinished),
+        )
+    except RuntimeError as error:
+        if getattr(error, "rank", 0) == rank:  # it is raised on every rank
+            raise
+        return 1
+    if rank == 0:
+        print(
+            f"Each rank wrote its record to {args.record}. To join them: parallel101 merge {args.record} --page trace.html", file=sys.stderr
+        )
+    return 0
+
+
+def _merge(args: argparse.Namespace, extra: list[str]) -> int:
+    """Join the files of a torchrun job's ranks into one trace, and show it."""
+    from parallel101.record.rank_files import join_rank_files
+    from parallel101.record.units import ranks_text
+    from parallel101.viz.run_table import script_name
+
+    try:
+        trace, missing = join_rank_files(args.directory)
+    except ValueError as error:
+        return args.parser.error(str(error))
+    if missing:
+        print(f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what was done there", file=sys.stderr)
+    trace.save(args.directory / "trace.json.gz")
+    _report(trace, script_name(trace), args)
+    print(f"Wrote {args.directory / 'trace.json.gz'}. parallel101.Trace.load reads it.")
+    return 0
+
+
+def _report(trace: Trace, name: str, args: argparse.Namespace, failed: BaseException | None = None) -> None:
     """Print the tables of a run, and write the files that were asked for."""
-    from parallel101.record.units import human_seconds
-    from parallel101.viz.run_table import as_text, tables
+    from parallel101.analysis.waiting import with_compute
+    from parallel101.viz.run_table import as_text, heading, tables
 
-    print(f"\n{name} on {trace.world_size} ranks, {trace.backend}: {human_seconds(trace.makespan)}")
+    print(f"\n{name}: {heading(trace)}")
     for table in tables(trace):
         print(f"\n{as_text(table)}")
+    print()
+    if args.page is not None:
+        from parallel101.publish.run_page import run_page
+
+        args.page.write_text(run_page(trace, name, failed), encoding="utf-8")
+        print(f"Wrote {args.page}. It opens in a browser, also offline.")
     if args.chrome is not None:
-        trace.to_chrome(args.chrome)
+        with_compute(trace).to_chrome(args.chrome)
+        print(f"Wrote {args.chrome}. Open it at ui.perfetto.dev.")
 
 
 def _network(text: str) -> Network:

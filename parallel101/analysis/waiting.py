@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallel101.analysis.overlap import seconds, union
-from parallel101.record.events import P2P, Event
+from parallel101.record.events import P2P, Event, span_event
 from parallel101.record.trace import Trace
 
 FROM_ROOT = ("broadcast", "scatter")  # collectives in which a rank needs the root only
@@ -57,6 +57,16 @@ class LinkTimes(NamedTuple):
     slowest: float  # the longest of these
 
 
+class CollectiveTotals(NamedTuple):
+    """All calls of one of torch's collectives among the same ranks."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    axis: str | None
+    calls: int  # on each rank
+    nbytes: int  # of each rank's payload, summed over its calls
+
+
 class CallTimes(NamedTuple):
     """All waits at one line, in calls of one kind."""
 
@@ -79,7 +89,10 @@ def waits(trace: Trace) -> list[Wait]:
             event = _event_of(span, ended)
             found.append(_wait(span, span.name or "", event, parts))
     newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
-    found += [_wait(event, event.kind, event, parts) for event in newest.values()]
+    for rank, event in newest.items():
+        free = max((wait.end for wait in found if wait.rank == rank), default=event.start)
+        if free <= event.start:  # else the wait for it is there: it ended with an error
+            found.append(_wait(event, event.kind, event, parts))
     return sorted(found, key=lambda wait: (wait.start, wait.rank))
 
 
@@ -104,6 +117,20 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     return rows
 
 
+def traffic(trace: Trace) -> list[list[int]]:
+    """Bytes of point-to-point messages from each rank (a row) to each other rank (a column)."""
+    sent = [[0] * trace.world_size for _ in range(trace.world_size)]
+    for event in trace.events:
+        if event.kind == "send" and event.peer is not None:
+            sent[event.rank][event.peer] += event.nbytes
+    return sent
+
+
+def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
+    """Seconds that each rank (a row) waited until each other rank (a column) made its part of a call."""
+    return [[row.waited_for.get(rank, 0.0) for rank in range(len(rows))] for row in rows]
+
+
 def slowest_links(trace: Trace) -> list[LinkTimes]:
     """The links between ranks that sent messages, the one that took most time first."""
     links: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
@@ -115,6 +142,58 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
         for (src, dst), sent in links.items()
     ]
     return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
+
+
+def collective_totals(trace: Trace) -> list[CollectiveTotals]:
+    """torch's own collectives by operation and ranks, the one with most bytes first. Of each call, the largest payload of a rank counts."""
+    payloads: dict[tuple, int] = defaultdict(int)
+    for event in trace.events:
+        if event.kind not in P2P and event.kind != "span":
+            call = event.kind, event.group, event.seq
+            payloads[call] = max(payloads[call], event.nbytes)
+    totals: dict[tuple, list[int]] = defaultdict(list)
+    for (kind, group, _), nbytes in payloads.items():
+        totals[kind, group.ranks, group.axis].append(nbytes)
+    rows = [CollectiveTotals(kind, ranks, axis, len(of), sum(of)) for (kind, ranks, axis), of in totals.items()]
+    return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
+
+
+def with_compute(trace: Trace) -> Trace:
+    """The same record for pictures: a span "compute" for each time in which a rank was not blocked, in place of the script's two marks.
+
+    If the program has spans of its own, they say more, and nothing is added.
+    """
+    marks = {id(span) for span in script_marks(trace)}
+    events = [event for event in trace.events if id(event) not in marks]
+    if not any(event.kind == "span" and not event.waiting for event in events):
+        for rank in range(trace.world_size):
+            events += _compute_spans([event for event in trace.events if event.rank == rank])
+    return Trace(events, trace.world_size, trace.backend, trace.unfinished)
+
+
+def _compute_spans(events: Sequence[Event]) -> list[Event]:
+    """The times of one rank between its waits, from its first event to its last."""
+    if not events:
+        return []
+    waits = union((event.start, event.end) for event in events if event.waiting)
+    starts = [min(event.start for event in events), *(end for _, end in waits)]
+    ends = [*(start for start, _ in waits), max(event.end for event in events)]
+    return [
+        span_event(rank=events[0].rank, name="compute", start=start, end=end, seq=0, where="", labels={})
+        for start, end in zip(starts, ends)
+        if end > start
+    ]
+
+
+def script_marks(trace: Trace) -> list[Event]:
+    """The spans without length with which `parallel101 run` marks the start and the end of the script on each rank."""
+    return [span for span in trace.spans() if "script" in (span.args or {})]
+
+
+def window(trace: Trace, begin: float, end: float) -> Trace:
+    """The part of a record between two times, with events cut at its ends."""
+    inside = [e._replace(start=max(e.start, begin), end=min(e.end, end)) for e in trace.events if e.end > begin and e.start < end]
+    return Trace(inside, trace.world_size, trace.backend)
 
 
 def slowest_calls(waited: Sequence[Wait]) -> list[CallTimes]:

@@ -110,7 +110,7 @@ def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Les
     after = [f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]]
     links = '<nav><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
     ran = f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with {_machine()}.</footer>"
-    return _html(lesson.title, f"{links}\n<main>\n{body}\n</main>\n{ran}\n{links}")
+    return offline_html(lesson.title, f"{links}\n<main>\n{body}\n</main>\n{ran}\n{links}")
 
 
 def index_page(lessons: Sequence[Lesson]) -> str:
@@ -123,7 +123,7 @@ def index_page(lessons: Sequence[Lesson]) -> str:
         "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from programs that ran in the lessons.</p>"
     )
     listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
-    return _html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}</main>")
+    return offline_html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}</main>")
 
 
 def external_addresses(html: str) -> Iterator[str]:
@@ -149,7 +149,8 @@ def _without_kernel(notebook: NotebookNode) -> NotebookNode:
     return notebook
 
 
-def _html(title: str, body: str) -> str:
+def offline_html(title: str, body: str) -> str:
+    """Return a whole page that needs no other file and no network. It is light or dark, as the reader's system is."""
     light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("friendly", "github-dark"))
     css = files("parallel101.publish").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>

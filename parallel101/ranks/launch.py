@@ -33,6 +33,7 @@ BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
 PAYLOAD_BYTES = 4096  # with trace="payload", messages up to this size are recorded with their values
 DEFAULT_WORLD_SIZE = 4
+TO_SEND_A_RECORD = 5.0  # seconds for a rank of a failed run; a record may have millions of events
 MAX_TIMEOUT = 1e9  # seconds: the most that C++ and select() take
 
 
@@ -168,7 +169,7 @@ def launch(
         preload(monitor.imported)
     except (DeadlockError, MisuseError, RankFailed, LaunchTimeout) as error:
         if recording:
-            monitor.ask_records()
+            monitor.ask_records(TO_SEND_A_RECORD)
         error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
         explained = __tracebackhide__ = True  # IPython and pytest then leave out this frame, which explains nothing
         raise error.with_traceback(None) from error.__cause__
@@ -176,6 +177,9 @@ def launch(
         monitor.ask_places(0.3)
         for number, place in (pair for rank in monitor.ranks for pair in rank.places or []):
             print(f"interrupted: rank {number} was at {shown(place)}", file=sys.stderr)
+        if recording:
+            monitor.ask_records(TO_SEND_A_RECORD)
+            interrupt.trace = _trace(monitor.records(), size, backend)  # type: ignore[attr-defined]
         __tracebackhide__ = True
         raise interrupt.with_traceback(None) from None
     finally:

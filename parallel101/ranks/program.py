@@ -69,6 +69,7 @@ def own_init_accepted() -> Iterator[None]:
         @functools.wraps(init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             call = signature.bind(*args, **kwargs).arguments
+            _tell_other_backend(call.get("backend"))
             for name, actual in (("rank", dist.get_rank()), ("world_size", dist.get_world_size())):
                 given = call.get(name, -1)
                 if given not in (-1, actual):
@@ -90,6 +91,13 @@ def own_init_accepted() -> Iterator[None]:
     instead = torch_private.called_instead
     with instead(c10d.init_process_group, accept), instead(c10d.destroy_process_group, keep_world), batches_on_nccl():
         yield
+
+
+def _tell_other_backend(asked: Any) -> None:
+    """Say on rank 0 that the program's own backend is not the one on which it runs."""
+    actual = dist.get_backend()
+    if asked is not None and dist.get_rank() == 0 and actual not in str(asked).replace(":", ",").split(","):
+        sys.stderr.write(f"parallel101: the program asks for backend {str(asked)!r}, and this run uses {actual!r} instead\n")
 
 
 @contextlib.contextmanager

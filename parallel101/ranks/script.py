@@ -1,8 +1,9 @@
-"""One rank of `parallel101 run`: an unmodified script, run as torchrun runs it: as `__main__`, with torchrun's environment.
+"""One rank of `parallel101 run`: an unmodified script, started as torchrun starts it: as `__main__`, with torchrun's environment.
 
-    parallel101 run train.py --lr 0.1 ──▶ launch(run_script, script) ──▶ each rank: sys.argv, sys.path, os.environ, then train.py's code
+    parallel101 run train.py --lr 0.1 ──▶ launch(run_script, script) ──▶ each rank: sys.argv, sys.path, __main__, then train.py's code
+    torchrun … -m parallel101 run --record DIR train.py ──▶ record_script: the same in a rank of torchrun's job
 
-The process group exists before the script starts. Its own init_process_group then does nothing, but it is told if the backend differs.
+The process group exists before the script starts. Its own init_process_group only says so if it names another backend (program.py).
 On sim, functions that the script registers with `atexit` are not called, because all ranks are one process.
 """
 
@@ -11,14 +12,14 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import functools
 import gc
 import importlib.util
 import os
+import shlex
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel101.ranks.torchrun import in_a_job, join_job
+from parallel101.ranks.wire import RankRecord
 from parallel101.record.spans import recorder, span
 
 
@@ -37,55 +40,37 @@ class Script:
     Attributes:
         target: a file, or with `as_module` the name of a module, as after `python -m`.
         arguments: what the script finds in sys.argv[1:].
-        port: of MASTER_PORT, free when the run started. None: the environment has it already.
     """
 
     target: str
     arguments: tuple[str, ...] = ()
     as_module: bool = False
-    port: int | None = None
 
     @property
     def name(self) -> str:
-        return self.target if self.as_module else os.path.basename(self.target)
+        """The script and its arguments, as they are typed."""
+        return shlex.join([self.target if self.as_module else os.path.basename(self.target), *self.arguments])
 
-    def check(self) -> None:
-        """Raise FileNotFoundError, ImportError or SyntaxError, before any rank is started, if the script can't be run."""
-        if self.as_module:
-            with _first_on_path(os.getcwd()):
-                _module_code(self.target)
-        else:
-            _file_code(self.target)
+    @property
+    def directory(self) -> str:
+        """What Python puts first in sys.path."""
+        return os.getcwd() if self.as_module else os.path.dirname(os.path.abspath(self.target))
 
-
-def run_script(script: Script) -> None:
-    """Run a script on this rank, inside a launch. Time in which it is blocked in a call of torch.distributed is recorded as a wait."""
-    if (target := recorder()) is not None:
-        target.record_waits = True  # type: ignore[attr-defined]
-    if script.port is not None:
-        os.environ["MASTER_PORT"] = str(script.port)
-    _tell_other_backends()
-    torch.set_default_device(None)  # launch's default on NCCL is the rank's GPU; a script for torchrun does not expect that
-    main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.path.insert(0, os.getcwd() if script.as_module else os.path.dirname(os.path.abspath(script.target)))
-    if script.as_module:
-        code, spec = _module_code(script.target)
-        main.__spec__, main.__loader__, main.__file__ = spec, spec.loader, spec.origin
-        main.__package__ = spec.parent
-    else:
-        code = _file_code(script.target)
-        main.__file__, main.__package__ = script.target, None
-    sys.modules["__main__"] = main
-    sys.argv = [main.__file__ or script.target, *script.arguments]
-    with span(script.name, host=socket.gethostname()), _end_of_process():
-        try:
-            exec(code, main.__dict__)
-        except SystemExit as stopped:
-            if stopped.code not in (None, 0):
-                raise
-    main.__dict__.clear()  # as Python does at its end: files are written and workers stopped
-    gc.collect()
+    def load(self) -> tuple[CodeType, ModuleType]:
+        """Its code, and a new `__main__` to run it in. Raises OSError, ImportError or SyntaxError if it can't be run."""
+        main = ModuleType("__main__")
+        main.__dict__["__builtins__"] = builtins
+        if not self.as_module:
+            main.__file__, main.__package__ = self.target, None
+            return compile(Path(self.target).read_bytes(), self.target, "exec", dont_inherit=True), main
+        spec = importlib.util.find_spec(self.target)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{self.target}.__main__")
+        code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+        if spec is None or code is None:
+            raise ImportError(f"there is no module {self.target!r} that can be run")
+        main.__spec__, main.__loader__, main.__file__, main.__package__ = spec, spec.loader, spec.origin or self.target, spec.parent
+        return code, main
 
 
 def free_port() -> int:
@@ -95,58 +80,62 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _file_code(path: str) -> CodeType:
-    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+def run_script(script: Script) -> None:
+    """Run a script on this rank, inside a launch. Each time in which it is blocked in a call of torch.distributed is recorded as a wait."""
+    if (target := recorder()) is not None:
+        target.record_waits = True  # type: ignore[attr-defined]
+    torch.set_default_device(None)  # launch's default on NCCL is the rank's GPU; a script for torchrun does not expect that
+    code, main = script.load()
+    sys.modules["__main__"] = main
+    sys.argv = [main.__file__ or script.target, *script.arguments]
+    _mark("start", script)
+    try:
+        with _end_of_process(), _success_accepted():
+            exec(code, main.__dict__)
+        main.__dict__.clear()  # as Python does at its end: files are written, and workers stopped
+        gc.collect()
+    finally:
+        _mark("end", script)
 
 
-def _module_code(name: str) -> tuple[CodeType, Any]:
-    """The code and the spec of a module, or of a package's `__main__`."""
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
-    if code is None:
-        raise ImportError(f"there is no module {name!r} that can be run")
-    return code, spec
+def record_script(script: Script, *, backend: str, world_size: int | None, timeout: float, keep: Callable[[RankRecord], None]) -> None:
+    """Run a script as this process's rank of torchrun's job. `keep` gets what the rank recorded, also if the script fails.
+
+    Raises what `launch` raises.
+    """
+    options: dict[str, Any] = {"world_size": world_size, "backend": backend, "timeout": timeout, "keep_record": keep}
+    join_job(run_script, (script,), {}, recording=True, **options)
+
+
+def _mark(moment: str, script: Script) -> None:
+    """Record when the script starts and ends on this rank: before its first call, and after its last one."""
+    with span(f"{moment} of the script", script=script.name, host=socket.gethostname()):
+        pass
 
 
 @contextlib.contextmanager
-def _first_on_path(directory: str) -> Iterator[None]:
-    sys.path.insert(0, directory)
+def _success_accepted() -> Iterator[None]:
+    """Inside, `sys.exit()` and `sys.exit(0)` end the script without an error."""
     try:
         yield
-    finally:
-        sys.path.remove(directory)
+    except SystemExit as stopped:
+        if stopped.code not in (None, 0):
+            raise
 
 
 @contextlib.contextmanager
 def _end_of_process() -> Iterator[None]:
-    """Do after the script what Python does before a process ends: wait for threads, and call what was registered with atexit."""
-    if dist.get_backend().startswith("sim"):
+    """Do after the script what Python does before a process ends: wait for threads, and call what was registered with atexit.
+
+    In torchrun's job Python does this itself. On sim, nobody does: the process is that of all ranks.
+    """
+    if in_a_job() or dist.get_backend().startswith("sim"):
         yield
         return
     before = set(threading.enumerate())
-    atexit._clear()  # what was registered before belongs to the launch; a rank's process ends without it
+    atexit._clear()  # what was registered before is the launch's, and a rank's process ends without it
     yield
     for thread in set(threading.enumerate()) - before:
         if not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-
-
-def _tell_other_backends() -> None:
-    """Let init_process_group say on rank 0, once, that the run's backend replaces the one that the script names."""
-    accepted = dist.init_process_group
-    if hasattr(accepted, "told"):
-        return  # on sim, another rank was here
-
-    @functools.wraps(accepted)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        actual = dist.get_backend()
-        if backend is not None and dist.get_rank() == 0 and actual not in str(backend).replace(":", ",").split(","):
-            note = f"parallel101 run: the script asks for the backend {str(backend)!r}; this run uses {actual!r} instead (--backend)"
-            print(note, file=sys.stderr, flush=True)
-        accepted(backend, *args, **kwargs)
-
-    init_process_group.told = True  # type: ignore[attr-defined]
-    dist.init_process_group = init_process_group

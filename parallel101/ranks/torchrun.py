@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -44,9 +45,20 @@ def in_a_job() -> bool:
 
 
 def join_job(
-    fn: Callable, args: tuple, kwargs: dict, *, world_size: int | None, backend: str, recording: bool, timeout: float, payload_bytes: int
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    world_size: int | None,
+    backend: str,
+    recording: bool,
+    timeout: float,
+    payload_bytes: int = 0,
+    keep_record: Callable[[RankRecord], None] | None = None,
 ) -> tuple[list[Any], list[RankRecord]]:
     """Run fn as this process's rank of the job; see `launch`. Returns what every rank returned, and what every rank recorded.
+
+    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program has ended, also if it has failed.
 
     Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
     """
@@ -67,7 +79,7 @@ def join_job(
     calls: list[Call] = []
     recorder = RankRecorder(rank, recording=recording, payload_bytes=payload_bytes, on_call=calls.append if recording else None)
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # a call blocks its connection, so the watcher needs its own
-    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls)
+    watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, keep_record)
     watcher.start()
     if recording:
         record_into(recorder)
@@ -83,6 +95,7 @@ def join_job(
                 value = fn(*args, **kwargs)
             body, buffers = pack_result(value, rank)
         except BaseException as error:
+            watcher.keep_record()
             failure = failure_of(rank, error)
             if failure.consequence and (cause := watcher.announced(within=GRACE)) is not None:
                 raise cause from None
@@ -95,7 +108,8 @@ def join_job(
         recorder.close()
         watcher.returned()
         gathered: list[Any] = [None] * size
-        record = RankRecord(recorder.events, recorder.unfinished, recorder.unwaited)
+        watcher.keep_record()
+        record = RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
         dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers], pickle.dumps((calls, record))))
     finally:
         record_into(None)
@@ -167,11 +181,22 @@ class JobWatcher(threading.Thread):
         size: ranks of the job.
         timeout: seconds the launch may take.
         calls: the list to which a checked run appends what this rank posts.
+        on_record: takes this rank's record, once, when its program has ended or is about to be stopped.
     """
 
-    def __init__(self, recorder: RankRecorder, store: dist.Store, size: int, timeout: float, calls: list[Call]):
+    def __init__(
+        self,
+        recorder: RankRecorder,
+        store: dist.Store,
+        size: int,
+        timeout: float,
+        calls: list[Call],
+        on_record: Callable[[RankRecord], None] | None = None,
+    ):
         super().__init__(daemon=True, name="parallel101 job watcher")
         self.recorder, self.store, self.size, self.timeout, self.calls = recorder, store, size, timeout, calls
+        self.on_record = on_record
+        self.termination = None if on_record is None else TerminationSignal()
         self.detector = BlockedDetector(recorder)
         # Every rank keeps the time, because rank 0 may not have reached this launch at all.
         self.deadline = time.monotonic() + timeout + (0.0 if recorder.rank == 0 else GRACE)
@@ -198,6 +223,9 @@ class JobWatcher(threading.Thread):
                 self._publish_calls()
                 if self.recorder.rank == 0:
                     self._check_all_ranks()
+                if self.termination is not None and self.termination.arrived():
+                    self.keep_record()
+                    os._exit(128 + signal.SIGTERM)
                 if time.monotonic() > self.deadline:
                     self.announce(self._timed_out())
                 if (failure := self.announced(within=0.0)) is not None:
@@ -209,6 +237,16 @@ class JobWatcher(threading.Thread):
         """The launch is over. (If Python ended while the thread is in the store, it would crash.)"""
         self.over.set()
         self.join(GRACE)
+
+    def keep_record(self) -> None:
+        """Pass on what this rank has recorded, unless that has been done."""
+        keep, self.on_record = self.on_record, None
+        if keep is not None:
+            keep(self.record())
+
+    def record(self) -> RankRecord:
+        """What this rank has recorded so far."""
+        return RankRecord(self.recorder.events, self.recorder.unfinished, self.recorder.unwaited)
 
     def announce(self, error: BaseException) -> None:
         """Tell all ranks that the run has failed, unless a rank has done so already."""
@@ -276,6 +314,7 @@ class JobWatcher(threading.Thread):
         """The run has failed. If this rank's own thread does not raise within GRACE, because it is blocked, the process exits."""
         if self.over.wait(GRACE):
             return
+        self.keep_record()
         rank = self.recorder.rank
         if self.announced_here:
             sys.stderr.write(f"[rank {rank}] {one_line(error)}\n")
@@ -286,3 +325,35 @@ class JobWatcher(threading.Thread):
 
     def _place(self) -> str:
         return where(sys._current_frames().get(self.recorder.thread))
+
+
+class TerminationSignal:
+    """Whether this process has got SIGTERM, by which torchrun stops the other ranks when one has failed.
+
+    Python calls a handler on the program's thread only, and that may be blocked in C++. So the watcher's thread learns it from a pipe.
+    """
+
+    def __init__(self) -> None:
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(writer, False)
+        signal.signal(signal.SIGTERM, self._noted)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._restore)
+
+    def arrived(self) -> bool:
+        """True once it has arrived, unless the program has a handler of its own."""
+        try:
+            signals = os.read(self.reader, 1024)
+        except BlockingIOError:
+            return False
+        return signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) == self._noted
+
+    def _noted(self, *_: object) -> None:
+        """The handler does nothing: the signal's number is in the pipe."""
+
+    def _restore(self) -> None:
+        """In a forked child, such as a DataLoader's worker, the signal ends the process again."""
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._noted:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,9 +12,20 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parallel101.analysis.waiting import CallTimes, RankTimes, Wait, rank_times, slowest_calls, slowest_links, waits
+from parallel101.analysis.waiting import (
+    CallTimes,
+    CollectiveTotals,
+    RankTimes,
+    Wait,
+    collective_totals,
+    rank_times,
+    script_marks,
+    slowest_calls,
+    slowest_links,
+    waits,
+)
 from parallel101.record.trace import Trace
-from parallel101.record.units import human_bytes, human_seconds
+from parallel101.record.units import human_bytes, human_seconds, ranks_text
 from parallel101.record.where import shown
 
 MOST_RANKS, MOST_LINKS, MOST_CALLS = 64, 8, 10
@@ -38,7 +49,20 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[Table]:
         waited: what `waits(trace)` returned, if that is known already.
     """
     waited = waits(trace) if waited is None else waited
-    return [table for table in (_ranks(trace, waited), _links(trace), _calls(trace, waited)) if table.rows]
+    every = (_ranks(trace, waited), _links(trace), _collectives(trace), _calls(trace, waited))
+    return [table for table in every if table.rows]
+
+
+def heading(trace: Trace) -> str:
+    """The run in one line: how many ranks, where, and how long."""
+    clock = " of virtual time, in which only communication and p101.compute take time" if trace.backend == "sim" else ""
+    ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
+    return f"{ranks} on {trace.backend}, {human_seconds(trace.makespan)}{clock}"
+
+
+def script_name(trace: Trace) -> str:
+    """The script that `parallel101 run` ran, with its arguments."""
+    return next((str(mark.args["script"]) for mark in script_marks(trace) if mark.args), "a run")
 
 
 def as_text(table: Table) -> str:
@@ -103,6 +127,21 @@ def _links(trace: Trace) -> Table:
     return Table(
         "Slowest links", ["link", "messages", "bytes", "in flight", "longest", "rate"], rows, 6, _more(len(links), MOST_LINKS, "link")
     )
+
+
+def _collectives(trace: Trace) -> Table:
+    totals, everyone = collective_totals(trace), range(trace.world_size)
+    rows = [
+        [str(row.calls), human_bytes(row.nbytes), human_bytes(row.nbytes / row.calls), row.kind, _among(row, everyone)]
+        for row in totals[:MOST_CALLS]
+    ]
+    note = _more(len(totals), MOST_CALLS, "row")
+    return Table("Collectives, as each rank called them", ["calls", "data", "per call", "operation", "among"], rows, 3, note)
+
+
+def _among(row: CollectiveTotals, everyone: range) -> str:
+    ranks = ranks_text(row.ranks, everyone)
+    return ranks if row.axis is None else f"{ranks}, axis {row.axis}"
 
 
 def _calls(trace: Trace, waited: Sequence[Wait]) -> Table:

@@ -30,6 +30,7 @@ SPAN_COLOURS = {
     "weight gradient": 2,
     "gradient ready": 3,
     "optimizer": 5,
+    "compute": 4,
 }
 STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
@@ -46,11 +47,12 @@ class Bar:
         self.event, self.start, self.end, self.count = event, event.start, event.end, 1
 
 
-def timeline_scene(trace: Trace) -> Scene:
+def timeline_scene(trace: Trace, title: str = "Timeline") -> Scene:
     """Draw a run's record over time.
 
     Args:
         trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
+        title: stands above the picture.
 
     Returns:
         A still Scene. A bar's tooltip gives its details and the line of source that made the call.
@@ -71,7 +73,7 @@ def timeline_scene(trace: Trace) -> Scene:
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
     thin = 10.0 if n <= 16 else 6.0 if n <= 40 else 4.0
     row = depth * tall + thin + (10 if n <= 16 else 4 if n <= 40 else 1)
-    scene = Scene(960, math.ceil(TOP + n * row + 44), "Timeline", f"{n} ranks on {trace.backend}, {human_seconds(span)}")
+    scene = Scene(960, math.ceil(TOP + n * row + 44), title, f"{n} ranks on {trace.backend}, {human_seconds(span)}")
     scene.style += STYLE
     scene.definitions.append(HATCHING)
 
@@ -101,7 +103,7 @@ def timeline_scene(trace: Trace) -> Scene:
 
 
 def _head(scene: Scene, trace: Trace, span: float) -> None:
-    scene.add("text", "Timeline", x=28, y=40, class_="h")
+    scene.add("text", scene.title, x=28, y=40, class_="h")
     scene.add("text", f"{trace_facts(trace)} · {human_seconds(span)}", x=932, y=40, font_size=13, class_="m e")
     messages = sum(trace.messages_sent)
     collectives = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")

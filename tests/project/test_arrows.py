@@ -29,9 +29,9 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
     "viz.explore": {"analysis", "record", "autograd", "sim"},  # the same, at each move of a slider
     "grade": {"analysis", "record", "ranks", "sim"},
-    "publish": set(),
+    "publish": {"viz", "analysis", "record"},
     "doctor": set(),
-    "cli": {"doctor", "publish", "bench", "record", "sim", "__init__"},
+    "cli": {"doctor", "publish", "bench", "ranks", "record", "sim", "__init__"},
     "__main__": {"cli"},
 }
 FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from outside
@@ -42,7 +42,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
-    "cli": {"ranks", "viz"},
+    "cli": {"viz", "analysis"},
     "publish": {"__init__"},
 }
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import parallel101 as p101
 from parallel101 import cli
+from parallel101.publish.page import external_addresses
 
 SCRIPT = """
     import argparse, atexit, json, os, sys, time
@@ -40,8 +44,11 @@ SCRIPT = """
             torch.ones(1).cuda()
         if case == "exit":
             sys.exit(3)
-        if case == "slow":
-            time.sleep(60)
+        if case == "killed":  # rank 0 is blocked when rank 1 dies
+            dist.all_reduce(torch.ones(1000))
+            if rank == 1:
+                os._exit(7)
+            dist.recv(torch.ones(1), 1)
         log = open(f"log{rank}", "w")
         batches = [batch.tolist() for batch in DataLoader(Doubled(), batch_size=2, num_workers=1)]
         if rank == 1:
@@ -76,8 +83,8 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
         }  # fmt: skip
         assert (batches, neighbour, total) == ([[0.0, 2.0], [4.0, 6.0]], "next to the script", 2.0)
         assert f"[rank {rank}] bye from {rank}" in out
-    assert "[rank 0] parallel101 run: the script asks for the backend 'nccl'; this run uses 'gloo' instead (--backend)" in err
-    assert "[rank 1] parallel101 run" not in err
+    assert "[rank 0] parallel101: the program asks for backend 'nccl', and this run uses 'gloo' instead" in err
+    assert "[rank 1] parallel101" not in err
     waiting = next(line for line in out.splitlines() if line.split()[:1] == ["0"])
     assert "ms for rank 1" in waiting
     (slowest,) = [line for line in out.splitlines() if "dist.all_reduce(x)" in line]
@@ -114,3 +121,22 @@ def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
         assert words in capsys.readouterr().err
     assert cli.main(["run", "broken.py"]) == 1
     assert "SyntaxError" in capsys.readouterr().err
+
+
+def test_under_torchrun_each_rank_writes_its_record_also_if_another_one_dies(script, tmp_path, capsys):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "parallel101"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(
+        [*command, "run", "--record", "kept", script, "--case", "killed"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1 and "exitcode  : 7" in ended.stderr, ended.stderr
+    assert os.listdir("kept") == ["rank-0.json.gz"]
+    assert cli.main(["merge", "kept", "--page", "trace.html", "--chrome", "trace.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "parallel101 merge: rank 1 wrote no file" in err
+    assert "train.py --case killed: 2 ranks on gloo" in out and "all_reduce" in out
+    assert "dist.recv(torch.ones(1), 1)" in out
+    page = Path("trace.html").read_text()
+    assert list(external_addresses(page)) == [] and "train.py --case killed" in page
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert p101.Trace.load("kept/trace.json.gz").world_size == 2

@@ -1,0 +1,77 @@
+"""The page of a run: its timeline, who waited for whom, its traffic and its tables, in one HTML file that works offline.
+
+parallel101 run --page trace.html train.py          parallel101 merge DIR --page trace.html
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from parallel101.analysis.waiting import Wait, late_for, rank_times, traffic, waits, window, with_compute
+from parallel101.publish.page import offline_html
+from parallel101.record.errors import DeadlockError
+from parallel101.record.trace import Trace
+from parallel101.record.units import human_bytes, human_seconds
+from parallel101.viz import between_ranks, timeline
+from parallel101.viz.between_ranks import Square, between_ranks_scene
+from parallel101.viz.run_table import Table, heading, tables
+from parallel101.viz.scene import Scene
+from parallel101.viz.timeline import timeline_scene
+
+ZOOM = 8  # the second timeline is so many times as long as the longest wait
+
+
+def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str:
+    """The page as HTML.
+
+    Args:
+        trace: the record of `parallel101 run`, or of one of a failed run.
+        name: of the script.
+        error: what the run failed with.
+    """
+    waited = waits(trace)
+    parts = [f"<h1>{escape(name)}</h1>", f"<p>{escape(heading(trace))}</p>"]
+    if error is not None:
+        parts.append(f'<div class="output_area output_error"><pre>{escape(str(error))}</pre></div>')
+    if isinstance(error, DeadlockError):
+        parts.append(error.picture().html())
+    parts += [scene.html() for scene in _timelines(trace, waited)]
+    squares = _squares(trace, waited)
+    if squares and trace.world_size <= between_ranks.MOST_RANKS:
+        parts.append(between_ranks_scene("Between the ranks", squares).html())
+    parts += [_html(table) for table in tables(trace, waited)]
+    return offline_html(name, f'<main class="run">{"".join(parts)}</main>')
+
+
+def _timelines(trace: Trace, waited: list[Wait]) -> list[Scene]:
+    """The whole run, and the time around the longest wait if it is too short to be seen there."""
+    if trace.world_size > timeline.MOST_RANKS or not trace.events:
+        return []
+    drawn = with_compute(trace)
+    scenes = [timeline_scene(drawn)]
+    longest = max(waited, key=lambda wait: wait.end - wait.start, default=None)
+    if longest is not None and (took := (longest.end - longest.start) * ZOOM) < drawn.makespan / 2:
+        middle = (longest.start + longest.end) / 2
+        begin = max(0.0, middle - took / 2)
+        title = f"Around the longest wait: {human_seconds(took)} from {human_seconds(begin)} on"
+        scenes.append(timeline_scene(window(drawn, begin, begin + took), title=title))
+    return scenes
+
+
+def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
+    late, sent = late_for(rank_times(trace, waited)), traffic(trace)
+    squares = [
+        Square("Waiting until others call", "rank \\ for", late, human_seconds),
+        Square("Messages, in bytes", "from \\ to", sent, human_bytes),
+    ]
+    return [square for square in squares if any(map(any, square.values))]
+
+
+def _html(table: Table) -> str:
+    def row(cells: list[str], tag: str) -> str:
+        kinds = [' class="number"' if k < table.numbers else "" for k in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds)) + "</tr>"
+
+    note = f"<p>{escape(table.note)}</p>" if table.note else ""
+    body = "".join(row(cells, "td") for cells in table.rows)
+    return f"<h2>{escape(table.title)}</h2><table><thead>{row(table.head, 'th')}</thead><tbody>{body}</tbody></table>{note}"
