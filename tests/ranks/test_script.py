@@ -68,6 +68,8 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "lib" / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "lib" / "neighbour.py").write_text("NAME = 'next to the script'")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the command changes both, as its process ends after the run
+    monkeypatch.setenv("MASTER_PORT", "0")
     return os.path.join("lib", "train.py")
 
 
