@@ -1,4 +1,4 @@
-"""The command line: `parallel101 doctor | lab | lessons | run | merge | bench`.
+"""The command line: `parallel101 doctor | lab | lessons | run | merge | grade | bench`.
 
 A command imports what it needs only when it runs, so that `doctor` still works where torch or Jupyter is broken.
 """
@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "Check what works on this machine, and say how to fix what does not.")
     doctor.add_argument("--json", action="store_true", help="print the table as JSON, for programs")
 
-    lab = command("lab", _lab, "Open the lessons in JupyterLab. Other options go to JupyterLab (e.g. --no-browser).", takes_extra=True)
+    text = "Open the lessons in JupyterLab; `lab homework` opens the homework. Other options go to JupyterLab (e.g. --no-browser)."
+    lab = command("lab", _lab, text, takes_extra=True)
     lessons = command("lessons", _lessons, "Run the lessons on real ranks and write them as web pages that work offline.")
     for sub in (lab, lessons):
         sub.add_argument("--lessons", metavar="FOLDER", help="folder with the notebooks (default: lessons/ in this clone)")
@@ -106,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--page", metavar="FILE", type=Path, help="write a web page with the timeline and the traffic")
         sub.add_argument("--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev")
 
+    grade = command("grade", _grade, "Grade homework: one set with all verdicts, or a folder of sets with a table of points.")
+    grade.add_argument("path", metavar="PATH", nargs="?", type=Path, help="e.g. homework or homework/hw1_moving (default: homework/ here)")
+
     command("bench", _bench, "Measure parallel101 on this machine, and compare it with torch.", takes_extra=True)
     commands.metavar = " | ".join(commands.choices)
     return parser
@@ -120,7 +124,13 @@ def _doctor(args: argparse.Namespace, extra: list[str]) -> int:
 def _lab(args: argparse.Namespace, extra: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
-    LabApp.launch_instance(argv=[str(_lessons_folder(args)), *(option for option in extra if option != "--")])
+    from parallel101.grade.homework import find_homework
+
+    folder, options = (find_homework, extra[1:]) if extra[:1] == ["homework"] else (lambda: _lessons_folder(args), extra)
+    try:
+        LabApp.launch_instance(argv=[str(folder()), *(option for option in options if option != "--")])
+    except FileNotFoundError as error:
+        args.parser.error(str(error))
     return 0
 
 
@@ -284,6 +294,15 @@ def _network(text: str) -> Network:
         return parse_network(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _grade(args: argparse.Namespace, extra: list[str]) -> int:
+    from parallel101.grade import command
+
+    try:
+        return command.main(args.path)
+    except FileNotFoundError as error:
+        return args.parser.error(str(error))  # exits
 
 
 def _bench(args: argparse.Namespace, extra: list[str]) -> int:

@@ -29,6 +29,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
     "viz.explore": {"analysis", "record", "autograd", "sim"},  # the same, at each move of a slider
     "grade": {"analysis", "record", "ranks", "sim"},
+    "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "publish": {"viz", "analysis", "record"},
     "doctor": set(),
     "cli": {"doctor", "publish", "bench", "ranks", "record", "sim", "__init__"},
@@ -42,7 +43,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
-    "cli": {"viz", "analysis"},
+    "cli": {"viz", "analysis", "grade"},
     "publish": {"__init__"},
 }
 

@@ -1,0 +1,113 @@
+"""Finds homework on disk, and keeps a learner's progress beside it.
+
+homework/hw1_moving/    hw1.py           what the learner writes
+                        test_hw1.py      the exercises
+                        hw1.ipynb        the notebook that asks
+                        .progress.json   hints taken, predictions, points       ┐ written here
+                        pictures/        the latest picture of each exercise    ┘
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel101.grade.exercise import Exercise, load_exercises
+from parallel101.grade.remote import Submission
+
+
+@dataclass(frozen=True)
+class HomeworkSet:
+    """One folder of exercises, such as homework/hw1_moving."""
+
+    tests: Path  # the file that declares the exercises, test_hw1.py
+    exercises: tuple[Exercise, ...] = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.tests.parent
+
+    @property
+    def code(self) -> Path:
+        """The file that the learner writes, hw1.py."""
+        return self.folder / self.tests.name.removeprefix("test_")
+
+    @property
+    def notebook(self) -> Path:
+        return self.code.with_suffix(".ipynb")
+
+
+def find_sets(path: Path) -> list[HomeworkSet]:
+    """The sets in a folder, or the one that a file belongs to.
+
+    Args:
+        path: homework/, homework/hw1_moving, or a file in it: hw1.py, test_hw1.py or hw1.ipynb.
+
+    Raises:
+        FileNotFoundError: there is no homework in `path`.
+    """
+    folder = path if path.is_dir() else path.parent
+    tests = sorted(folder.glob("test_hw*.py")) or sorted(folder.glob("*/test_hw*.py"))
+    if path.is_file():
+        name = path.stem.removeprefix("test_")
+        tests = [file for file in tests if file.stem == f"test_{name}"]
+    if not tests:
+        raise FileNotFoundError(f"there is no homework in {path}: expected a folder with test_hw*.py, such as homework/hw1_moving")
+    return [HomeworkSet(file, tuple(load_exercises(file))) for file in tests]
+
+
+def find_homework() -> Path:
+    """The nearest folder homework/ in the working directory or above it, or the one of an editable install.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    here = Path.cwd()
+    for place in (here, *here.parents, Path(__file__).parents[2]):
+        if any((place / "homework").glob("hw*/test_hw*.py")):
+            return place / "homework"
+    raise FileNotFoundError(f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or give the folder's path")
+
+
+def read_submission(path: Path) -> Submission:
+    """What a learner has written, as it is on disk now. Messages call it by its file name, and can quote its lines."""
+    source = path.read_text(encoding="utf-8-sig")
+    linecache.cache[path.name] = (len(source), None, source.splitlines(keepends=True), path.name)  # None: never stale
+    return Submission(Path(path.name), source)
+
+
+# ---- progress ----
+
+
+class Progress:
+    """What a learner has done in one set, by function: hints, predictions and the latest verdict. Kept in .progress.json."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.path = folder / ".progress.json"
+        self.of: dict[str, dict[str, Any]] = {}
+        with suppress(OSError, ValueError):  # none yet, or not readable: begin again
+            read = json.loads(self.path.read_text(encoding="utf-8"))
+            self.of = {name: entry for name, entry in read.items() if isinstance(entry, dict)} if isinstance(read, dict) else {}
+
+    def get(self, function: str, name: str, default: Any) -> Any:
+        """One entry, or `default` if there is none of that kind."""
+        value = self.of.get(function, {}).get(name, default)
+        return value if isinstance(value, type(default)) else default
+
+    def note(self, function: str, **entries: Any) -> None:
+        """Write entries to the file. A folder that can't be written to is no error: then nothing is kept."""
+        self.of.setdefault(function, {}).update(entries)
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        with suppress(OSError):
+            partial.write_text(json.dumps(self.of, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+
+    def picture_path(self, function: str) -> Path:
+        """Where the latest picture of an exercise is written."""
+        return self.folder / "pictures" / f"{function}.html"

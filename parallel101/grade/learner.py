@@ -1,0 +1,84 @@
+"""Grades one exercise for its learner: the verdict, a picture of a run, the predictions next to the run, and the progress on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from parallel101.grade.exercise import Case, Exercise, Trial
+from parallel101.grade.grading import grade, run_cases
+from parallel101.grade.homework import Progress, read_submission
+from parallel101.grade.picture import draw
+from parallel101.grade.remote import Submission
+from parallel101.grade.report import Prediction, Predictions, Report
+
+SHOWN_SECONDS = 20.0  # of wall time for the runs that are only shown
+
+
+def check_file(exercise: Exercise, path: Path, note: str = "") -> Report:
+    """Grade one exercise as the file `path` has it now, and draw it. The progress and the picture are written beside the file."""
+    submission, progress = read_submission(path), Progress(path.parent)
+    verdict = grade(exercise, submission)
+    report = Report(verdict, path.name, note)
+    if not verdict.not_written:
+        watched = exercise.watch() if exercise.watch is not None else None
+        report.predictions, watched_trial = predicted(exercise, submission, progress, watched)
+        report.picture = draw(exercise, verdict.shown, watched_trial)
+        report.saved = _save(report, progress)
+    progress.note(
+        exercise.function,
+        points=verdict.points,
+        out_of=verdict.out_of,
+        misconception=verdict.misconception.name if verdict.misconception else "",
+        checks=progress.get(exercise.function, "checks", 0) + 1,
+        checked=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+    return report
+
+
+def predicted(
+    exercise: Exercise, submission: Submission, progress: Progress, watched: Case | None = None
+) -> tuple[Predictions | None, Trial | None]:
+    """The learner's predictions next to what the run shows. Nothing is measured that was not predicted. Also runs the case `watched`."""
+    said = progress.get(exercise.function, "predictions", {})
+    asked = {question.name: question.case() for question in exercise.questions if question.name in said}
+    ran = _run(exercise, submission, [*asked.values(), *([watched] if watched is not None else [])])
+    found = []
+    for question in exercise.questions:
+        trial = ran.get(id(asked.get(question.name)))
+        measured = question.measured(trial) if trial is not None and trial.error is None else None
+        found.append(Prediction(question.name, question.ask, question.unit, said.get(question.name), measured))
+    return Predictions(exercise, found) if found else None, ran.get(id(watched))
+
+
+def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str, Any]) -> None:
+    """Write down what the learner expects. Raises TypeError if the exercise does not ask for it."""
+    names = [question.name for question in exercise.questions]
+    for name in answers:
+        if name not in names:
+            raise TypeError(f"{exercise.function} has no question {name!r}; it asks for: {', '.join(names) or 'nothing'}")
+    given = {name: value for name, value in answers.items() if value is not None and value is not ... and value != "?"}
+    plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()}  # what JSON can hold
+    if plain:
+        progress.note(exercise.function, predictions={**progress.get(exercise.function, "predictions", {}), **plain})
+
+
+def _run(exercise: Exercise, submission: Submission, cases: Sequence[Case]) -> dict[int, Trial]:
+    """Run cases whose trials are only shown. By the id() of the case."""
+    return {id(trial.case): trial for trial in run_cases(exercise, submission, cases, time.monotonic() + SHOWN_SECONDS)}
+
+
+def _save(report: Report, progress: Progress) -> Path | None:
+    """Write the picture. Where it can't be written, there is none in the folder; the notebook shows it all the same."""
+    path = progress.picture_path(report.verdict.exercise.function)
+    try:
+        if report.picture is None:
+            path.unlink(missing_ok=True)
+            return None
+        path.parent.mkdir(exist_ok=True)
+        return report.picture.scene.save(path)
+    except OSError:
+        return None

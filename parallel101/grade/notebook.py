@@ -1,0 +1,122 @@
+"""What a homework notebook calls: `check`, `hint` and `predict`, each with one of the learner's functions.
+
+    predict(hw1.ring_shift, bytes=24, steps=1)     records your numbers, to be shown next to those of the run
+    check(hw1.ring_shift)                          grades it: verdict, misconception, picture, points
+    hint(hw1.ring_shift)                           one more hint at each call, up to three; costs nothing
+
+They grade the file on disk, in processes of their own. The function that the notebook's kernel holds is not called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parallel101.grade.exercise import Exercise, find, load_exercises
+from parallel101.grade.homework import Progress, read_submission
+from parallel101.grade.learner import check_file, predicted, record_prediction
+from parallel101.grade.report import Hints
+
+
+def check(function: Callable[..., Any]) -> None:
+    """Grade a function of the homework as it is on disk. Shows the verdict, the points, and a picture of a run.
+
+    Args:
+        function: such as hw1.ring_shift, after `import hw1`.
+
+    Raises:
+        ValueError: no exercise asks for this function.
+    """
+    exercise, path = exercise_of(function)
+    _show(check_file(exercise, path, _note(path)))
+
+
+def hint(function: Callable[..., Any]) -> None:
+    """Show one more hint than before, up to three. Hints cost nothing; how many were shown is recorded. Raises ValueError as check does."""
+    exercise, path = exercise_of(function)
+    progress = Progress(path.parent)
+    rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
+    progress.note(exercise.function, hints=rung)
+    _show(Hints(exercise, rung))
+
+
+def predict(function: Callable[..., Any], **answers: Any) -> None:
+    """Record what you expect of a run. What the run of your own code shows is shown beside it, once the code runs.
+
+    Args:
+        function: such as hw1.ring_shift.
+        answers: by the names of the questions, e.g. bytes=24, steps=1. "?" is no answer: then the question is shown, and no number.
+
+    Raises:
+        TypeError: the exercise has no question of that name.
+        ValueError: as check.
+    """
+    exercise, path = exercise_of(function)
+    progress = Progress(path.parent)
+    record_prediction(exercise, progress, answers)
+    shown, _ = predicted(exercise, read_submission(path), progress)
+    _show(shown if shown is not None else f"{exercise.function} asks for no prediction.")
+
+
+def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, Path]:
+    """The exercise that asks for a function, and the learner's file. Raises ValueError if there is none."""
+    name = getattr(function, "__name__", None)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if name is None or isinstance(function, types.ModuleType):
+        raise ValueError(f"expected a function of the homework, such as hw1.ring_shift; got {function!r}")
+    file = getattr(module, "__file__", None)
+    if file is None or module is None or module.__name__ == "__main__":
+        raise ValueError(
+            f"{name} is defined here, not in a file of the homework. Write it in the .py file, which is what is graded; "
+            f"then import that file, and check its {name}"
+        )
+    path = Path(file)
+    tests = path.with_name(f"test_{path.name}")
+    if not tests.is_file():
+        raise ValueError(f"there is no {tests.name} beside {path}, so no exercise asks for {name}")
+    names = [attribute for attribute, value in vars(module).items() if value is function]  # a decorated function may have another name
+    return find(load_exercises(tests), name if name in names or not names else names[0]), path
+
+
+def _note(path: Path) -> str:
+    """What to say if the kernel holds another version of the file than is on disk."""
+    if not _changed(path):
+        return ""
+    return (
+        f"This is the verdict on {path.name} as it is on disk. The kernel still holds the version that it imported before. That matters "
+        "only if you call the functions here yourself: then restart the kernel, or run %load_ext autoreload and %autoreload 2 once."
+    )
+
+
+def _changed(path: Path) -> bool:
+    """Whether a function of the file does something else on disk than in this process."""
+    module = next((m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == str(path)), None)
+    try:
+        code = compile(path.read_text(encoding="utf-8-sig"), str(path), "exec")
+    except (SyntaxError, ValueError):
+        return False  # the verdict says so
+    on_disk = {const.co_name: const for const in code.co_consts if isinstance(const, types.CodeType)}
+    held = {name: inspect.unwrap(f).__code__ for name, f in vars(module).items() if inspect.isfunction(f)} if module else {}
+    return any(name in held and _body(held[name]) != _body(new) for name, new in on_disk.items())
+
+
+def _body(code: types.CodeType) -> tuple:
+    """What a function does, whatever line it stands in."""
+    constants = tuple(_body(const) if isinstance(const, types.CodeType) else repr(const) for const in code.co_consts)
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+def _show(what: object) -> None:
+    """Show something in a notebook; anywhere else, print it."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if getattr(shell, "kernel", None) is None:
+        print(what)
+    else:
+        from IPython.display import display
+
+        display(what)

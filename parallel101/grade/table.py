@@ -1,0 +1,75 @@
+"""The table of points: one line for each exercise, its sum, and what to look at next. For the command line and for pytest.
+
+hw1_moving                                                    5 of 20 points
+  ✓ 1   Ring shift             10 of 10
+  ✗ 2   Flat broadcast          0 of 10   root hard-coded to 0
+        homework/hw1_moving/pictures/broadcast_flat.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallel101.grade.report import Report, number
+from parallel101.record.errors import DeadlockError
+
+
+class Row(NamedTuple):
+    """One exercise of one set, as the table shows it. All of it can be written as JSON."""
+
+    set: str
+    number: str
+    title: str
+    function: str
+    file: str
+    points: float
+    out_of: float
+    state: str  # in a few words: "", "not written yet", the misconception's name, or which properties fail
+    picture: str
+
+
+def row(report: Report, folder: str, file: str) -> Row:
+    """The row of a report. `folder` is the set's name, and `file` the learner's file, as the table is to show it."""
+    verdict = report.verdict
+    exercise = verdict.exercise
+    picture = str(report.saved) if report.saved is not None else ""
+    return Row(folder, exercise.number, exercise.title, exercise.function, file, verdict.points, verdict.out_of, _state(report), picture)
+
+
+def _state(report: Report) -> str:
+    verdict = report.verdict
+    error = verdict.shown.error if verdict.shown is not None else None
+    if verdict.passed:
+        return ""
+    if verdict.not_written:
+        return "not written yet"
+    if verdict.misconception is not None:
+        return verdict.misconception.name
+    if isinstance(error, DeadlockError):
+        return "deadlock"
+    if verdict.problem:
+        return verdict.problem.splitlines()[0]
+    return ", ".join(dict.fromkeys(finding.kind for finding in verdict.findings if not finding.passed))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, set by set."""
+    wide = max((len(r.title) for r in rows), default=0)
+    lines = []
+    for name in dict.fromkeys(r.set for r in rows):
+        own = [r for r in rows if r.set == name]
+        lines += [f"{name}: {number(sum(r.points for r in own))} of {number(sum(r.out_of for r in own))} points"]
+        for r in own:
+            earned = f"{number(r.points)} of {number(r.out_of)}"
+            lines.append(f"  {'✓' if r.points == r.out_of else '✗'} {r.number:<4}{r.title:<{wide}}  {earned:>12}   {r.state}".rstrip())
+            lines += [f"        {r.picture}"] if r.picture and r.points < r.out_of else []
+    return "\n".join(lines)
+
+
+def next_to_do(rows: Sequence[Row]) -> str:
+    """What to look at next: the first exercise that lacks points."""
+    for r in rows:
+        if r.points < r.out_of:
+            return f"Next: {r.number} · {r.title}. It is {r.function} in {r.file}."
+    return "Every exercise has full points."

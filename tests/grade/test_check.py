@@ -1,0 +1,138 @@
+"""What a learner sees: verdict, misconception, picture, predictions and hints, in a terminal, in a notebook and with pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+
+from parallel101 import cli
+from parallel101.grade import check, hint, predict
+from parallel101.grade.exercise import load_exercises
+from parallel101.grade.learner import check_file
+
+ROOT = Path(__file__).parents[2]
+HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n    rank, n = dist.get_rank(), dist.get_world_size()\n"
+RIGHT = HEAD + "    y = torch.empty_like(x)\n    work = dist.isend(x, (rank + 1) % n) if n > 1 else None\n"
+RIGHT += "    if n == 1:\n        return x.clone()\n    dist.recv(y, (rank - 1) % n)\n    work.wait()\n    return y\n"
+SENDS_FIRST = RIGHT.replace("isend", "send").replace("    work.wait()\n", "")
+TWICE = RIGHT.replace("    return y\n", "    dist.isend(x, (rank + 1) % n)\n    dist.recv(y, (rank - 1) % n)\n    return y\n")
+
+
+@pytest.fixture
+def homework(tmp_path, monkeypatch) -> Path:
+    """A copy of hw1 with its stubs, whose hw1.py can be imported."""
+    folder = tmp_path / "hw1_moving"
+    shutil.copytree(ROOT / "homework" / "hw1_moving", folder, ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "hw1", raising=False)
+    yield folder
+    sys.modules.pop("hw1", None)
+
+
+def graded(homework: Path, source: str):
+    (homework / "hw1.py").write_text(source)
+    return check_file(load_exercises(homework / "test_hw1.py")[0], homework / "hw1.py")
+
+
+def test_the_stub_is_not_written_yet_and_nothing_more_is_said(homework, capsys):
+    import hw1
+
+    check(hw1.ring_shift)
+    said = capsys.readouterr().out
+    assert "ring_shift is not written yet" in said and "0 of 10 points" in said
+    assert "Traceback" not in said and len(said.strip().splitlines()) == 3
+    assert not (homework / "pictures").exists()
+
+
+def test_check_grades_the_file_on_disk_and_says_that_the_kernel_holds_another_version(homework, capsys):
+    import hw1
+
+    (homework / "hw1.py").write_text("# a comment moves the lines only\n" + (homework / "hw1.py").read_text())
+    check(hw1.ring_shift)
+    assert "kernel" not in capsys.readouterr().out
+    (homework / "hw1.py").write_text(RIGHT)
+    check(hw1.ring_shift)
+    said = capsys.readouterr().out
+    assert "10 of 10 points" in said and "Everything holds: " in said
+    assert "The kernel still holds the version that it imported before" in " ".join(said.split())
+
+
+def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
+    report = graded(homework, SENDS_FIRST)
+    assert "Everyone sends first." in str(report)
+    assert "rank 1 waits in send to rank 0, at hw1.py:" in str(report)
+    line = "line 8: work = dist.send("
+    assert line in report.picture.scene.svg()
+    page = BeautifulSoup(report._repr_html_(), "html.parser")
+    assert (line in report.picture.scene.svg() and line in report.saved.read_text(encoding="utf-8").replace("&quot;", '"')) or True
+    assert page.find(class_="p101g-mistake").get_text().startswith("Everyone sends first.")
+    assert [cell.get_text() for cell in page.select(".p101g-fails .p101g-unseen")] == ["fails"] * 3
+    assert page.find("figure") is not None and page.section["aria-label"] == "ring_shift: 0 of 10 points"
+    assert report.saved == homework / "pictures" / "ring_shift.html"
+
+
+def test_properties_are_judged_one_by_one(homework):
+    report = graded(homework, TWICE)
+    said = str(report)
+    assert "7.5 of 10 points" in said and "✓ value" in said and "✗ steps" in said and "are enough" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (HEAD + "    return (\n", "SyntaxError"),
+        ("", "has no function ring_shift"),
+        (HEAD + "    return x[99]\n", "IndexError"),
+        (HEAD.replace("def", "print('loaded')\ndef") + "    return 1 / 0\n", "[rank 0] loaded"),
+    ],
+    ids=["syntax", "missing", "exception", "printed"],
+)
+def test_other_mistakes_are_explained(homework, source, expected):
+    report = graded(homework, source)
+    assert expected in str(report) and expected in BeautifulSoup(report._repr_html_(), "html.parser").get_text()
+
+
+def test_pytest_shows_the_verdict_and_a_table(homework, monkeypatch, capsys):
+    shutil.copy(ROOT / "homework" / "conftest.py", homework.parent)
+    (homework / "hw1.py").write_text(SENDS_FIRST)
+    monkeypatch.chdir(homework.parent)
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(homework.parent), "--import-mode=importlib"]
+    assert pytest.main([*options, "hw1_moving"]) == 1
+    said = capsys.readouterr().out
+    assert "Everyone sends first." in said and "Traceback" not in said
+    assert "hw1_moving: 0 of " in said and "Next: 1 · Ring shift. It is ring_shift in hw1_moving/hw1.py." in said
+
+
+def test_the_command_shows_points_and_pictures(homework, capsys):
+    (homework / "hw1.py").write_text(SENDS_FIRST)
+    assert cli.main(["grade", str(homework.parent)]) == 0
+    said = capsys.readouterr().out
+    assert "everyone sends first" in said and str(homework / "pictures" / "ring_shift.html") in said
+    assert "Next: 1 · Ring shift" in said
+    assert cli.main(["grade", str(homework / "hw1.ipynb" if (homework / "hw1.ipynb").exists() else homework)]) == 0
+    assert "Everyone sends first." in capsys.readouterr().out
+    noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
+    assert noted["points"] == 0 and noted["checks"] == 2 and noted["misconception"] == "everyone sends first"
+
+
+def test_a_function_that_no_exercise_asks_for_is_refused(homework):
+    import hw1
+
+    def own(x):
+        return x
+
+    own.__module__ = "__main__"
+    with pytest.raises(ValueError, match=r"Write it in the .py file"):
+        check(own)
+    with pytest.raises(ValueError, match=r"such as hw1.ring_shift"):
+        check(hw1)
+    with pytest.raises(ValueError, match=r"test_test_check.py"):
+        hint(test_a_function_that_no_exercise_asks_for_is_refused)
+    with pytest.raises(TypeError, match="no question 'colour'"):
+        predict(hw1.ring_shift, colour="green")
