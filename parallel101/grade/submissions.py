@@ -1,0 +1,264 @@
+"""Grades what learners have handed in: one submission, or a folder of them, each in turn or several at a time.
+
+    submissions/alice/hw1.py ──▶ a result for each exercise ──▶ results/alice.json      written after each exercise
+    submissions/bob/hw1.ipynb                                   results.csv, the table: points, and which misconceptions the class has
+
+A run that was interrupted goes on where it was: a submission whose result is on disk is not graded again, unless its file has changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+import json
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from parallel101.grade.exercise import Exercise
+from parallel101.grade.grading import Verdict, grade
+from parallel101.grade.homework import HomeworkSet, find_sets
+from parallel101.grade.remote import Submission
+
+Result = dict[str, Any]  # of one submission, as JSON: student, file, hash, exercises, points, out_of, complete
+MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
+KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)  # of a notebook's cells
+
+
+class NoSubmission(Exception):
+    """What was handed in has no file that can be graded. The message says what was expected."""
+
+
+# ---- one submission ----
+
+
+def read(path: Path, homework: HomeworkSet) -> Submission:
+    """What was handed in: hw1.py, a notebook hw1.ipynb, or a folder with one of them. Raises NoSubmission, with what was expected."""
+    file = _file_in(path, homework.code.name)
+    try:
+        if file.stat().st_size > MOST_SOURCE and file.suffix == ".py":
+            raise NoSubmission(f"{file.name} has {file.stat().st_size:,} bytes; expected a program of at most {MOST_SOURCE:,}")
+        text = file.read_text(encoding="utf-8-sig")  # line endings of Windows become \n
+    except UnicodeDecodeError as error:
+        raise NoSubmission(f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+    if file.suffix == ".ipynb":
+        text = _functions_in_notebook(file.name, text, [exercise.function for exercise in homework.exercises])
+    return Submission(Path(file.name), text, dict(_neighbours(file)))
+
+
+def _file_in(path: Path, name: str) -> Path:
+    if not path.exists():
+        raise NoSubmission(f"{path} does not exist; expected {name}, or a folder with it")
+    if path.is_file():
+        if path.suffix not in (".py", ".ipynb"):
+            raise NoSubmission(f"{path.name} is not a Python file; expected {name}")
+        return path
+    stem = Path(name).stem
+    for pattern in (name, f"{stem}*.py", f"{stem}*.ipynb"):
+        found = sorted((file for file in path.rglob(pattern) if file.is_file()), key=lambda file: (len(file.parts), file))
+        if found:
+            return found[0]
+    python = sorted(path.rglob("*.py"))
+    if len(python) == 1:
+        return python[0]
+    there = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+    raise NoSubmission(f"there is no {name} in what was handed in; there is {there}")
+
+
+def _neighbours(file: Path) -> Iterator[tuple[str, str]]:
+    """Other Python files beside it, which it may import: (module, source)."""
+    for other in sorted(file.parent.glob("*.py"))[:50]:
+        if other != file and not other.name.startswith(("test_", "conftest")) and other.stat().st_size <= MOST_SOURCE:
+            try:
+                yield other.stem, other.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError:
+                continue
+
+
+def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
+    """The imports, functions and constants of a notebook's cells. Cells that call something, such as check(…), are left out."""
+    try:
+        cells = json.loads(text)["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NoSubmission(f"{name} is not a notebook that can be read: {error!r}") from None
+    parts: list[str] = []
+    found: set[str] = set()
+    for source in sources:
+        plain = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n"))
+        try:
+            nodes = [node for node in ast.parse(plain).body if isinstance(node, KEPT)]
+        except SyntaxError:
+            parts.append(plain)  # so that the learner is shown where it is
+            continue
+        for node in nodes:
+            kept = ast.get_source_segment(plain, node)
+            if kept and "parallel101" not in kept.split("\n", 1)[0]:
+                parts.append(kept)
+                found |= {node.name} if isinstance(node, ast.FunctionDef) else set()
+    if not found & set(wanted):
+        raise NoSubmission(
+            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside the notebook: hand in that file"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def grade_submission(path: Path, homework: HomeworkSet, seed: str, written: Callable[[Result], object] = lambda result: None) -> Result:
+    """Grade all exercises of a submission. `written` is called with the result so far after each exercise."""
+    result = empty_result(path, homework)
+    try:
+        submission = read(path, homework)
+    except NoSubmission as error:
+        for entry in result["exercises"]:
+            entry["problem"] = str(error)
+        submission = None
+    for place, exercise in enumerate(homework.exercises):
+        if submission is not None:
+            result["exercises"][place] = exercise_result(grade(exercise, submission, seed))
+        result["points"] = round(sum(entry["points"] for entry in result["exercises"]), 2)
+        written(result)
+    result["complete"] = True
+    written(result)
+    return result
+
+
+def empty_result(path: Path, homework: HomeworkSet) -> Result:
+    """The result of a submission before any exercise is graded: no points."""
+    exercises = [_entry(exercise) for exercise in homework.exercises]
+    out_of = sum(exercise.points for exercise in homework.exercises)
+    return {
+        "student": path.stem if path.is_file() else path.name, "set": homework.folder.name, "hash": content_hash(path, homework),
+        "points": 0.0, "out_of": out_of, "complete": False, "exercises": exercises,
+    }  # fmt: skip
+
+
+def _entry(exercise: Exercise) -> dict[str, Any]:
+    return {
+        "number": exercise.number, "function": exercise.function, "title": exercise.title, "points": 0.0, "out_of": exercise.points,
+        "graded": False, "not_written": False, "misconception": None, "problem": "", "findings": [], "seconds": 0.0,
+    }  # fmt: skip
+
+
+def exercise_result(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as JSON."""
+    mistake = verdict.misconception
+    findings = [
+        {"kind": f.kind, "says": f.says, "passed": f.passed, "points": round(f.points, 2), "out_of": round(f.out_of, 2), "message": f.message}
+        for f in verdict.findings
+    ]
+    return _entry(verdict.exercise) | {
+        "points": verdict.points, "graded": True, "not_written": verdict.not_written, "problem": verdict.problem,
+        "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
+        "findings": findings, "seconds": round(verdict.seconds, 2),
+    }  # fmt: skip
+
+
+def content_hash(path: Path, homework: HomeworkSet) -> str:
+    """Changes if the submission or the exercises change."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in (".py", ".ipynb") and file.is_file())
+    total = hashlib.sha256(homework.tests.read_bytes())
+    for file in files:
+        total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()
+
+
+# ---- a class ----
+
+
+def grade_class(
+    submissions: Sequence[Path], homework: HomeworkSet, results: Path, *, seed: str, jobs: int = 1, progress: bool = True
+) -> list[Result]:
+    """Grade many submissions into `results`, one JSON file each. Those whose result is there already are not graded again.
+
+    Args:
+        submissions: a file or a folder for each learner.
+        results: the folder for the results; it is made.
+        jobs: how many are graded at a time, each in a process of its own.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    done = {path: found for path in submissions if (found := _finished(path, homework, results)) is not None}
+    left = [path for path in submissions if path not in done]
+    with tqdm(total=len(submissions), initial=len(done), desc="submissions", disable=not progress) as bar:
+        if jobs == 1:
+            for path in left:
+                done[path] = _grade_into(path, homework.tests, results, seed)
+                bar.update()
+        else:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+                running = {pool.submit(_grade_into, path, homework.tests, results, seed): path for path in left}
+                for future in as_completed(running):
+                    done[running[future]] = future.result()
+                    bar.update()
+    return [done[path] for path in submissions]
+
+
+def _grade_into(path: Path, tests: Path, results: Path, seed: str) -> Result:
+    (homework,) = find_sets(tests)
+    return grade_submission(path, homework, seed, lambda result: write_json(_result_file(path, results), result))
+
+
+def _finished(path: Path, homework: HomeworkSet, results: Path) -> Result | None:
+    """The complete result of this very submission, if it is on disk."""
+    try:
+        found = json.loads(_result_file(path, results).read_text(encoding="utf-8"))
+        return found if found["complete"] and found["hash"] == content_hash(path, homework) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _result_file(path: Path, results: Path) -> Path:
+    return results / f"{path.stem if path.is_file() else path.name}.json"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file whole: a reader sees the old content or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """One line for each learner: the points of each exercise and the misconception that was named."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        numbers = [entry["number"] for entry in results[0]["exercises"]] if results else []
+        writer.writerow(["student", "points", "out_of", *(column for n in numbers for column in (f"{n} points", f"{n} misconception"))])
+        for result in results:
+            cells = [cell for entry in result["exercises"] for cell in (entry["points"], (entry["misconception"] or {}).get("name", ""))]
+            writer.writerow([result["student"], result["points"], result["out_of"], *cells])
+
+
+def class_table(results: Sequence[Result]) -> str:
+    """The class as text: each learner's points by exercise, and how often each misconception was named."""
+    if not results:
+        return "no submissions"
+    numbers = [entry["number"] for entry in results[0]["exercises"]]
+    width = max(len(result["student"]) for result in results)
+    lines = [" ".join([f"{'':<{width}}", *(f"{n:>6}" for n in numbers), "  total"])]
+    for result in sorted(results, key=lambda result: (-result["points"], result["student"])):
+        points = " ".join(f"{entry['points']:>6g}" for entry in result["exercises"])
+        lines.append(f"{result['student']:<{width}} {points} {result['points']:>7g}")
+    mean = sum(result["points"] for result in results) / len(results)
+    lines.append(f"{len(results)} submissions, {mean:.1f} of {results[0]['out_of']:g} points on average")
+    seen = Counter(
+        (entry["number"], entry["misconception"]["name"]) for result in results for entry in result["exercises"] if entry["misconception"]
+    )
+    if seen:
+        lines += ["", "Misconceptions:"] + [f"{count:>6} × {number}: {name}" for (number, name), count in seen.most_common()]
+    return "\n".join(lines)
+
+
+def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
+    """The submissions in a folder: each entry that is a Python file, a notebook or a folder. None if `path` is one submission itself."""
+    if path.is_file() or not path.is_dir() or (path / homework.code.name).is_file():
+        return None
+    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    return [entry for entry in entries if entry.is_dir() or entry.suffix in (".py", ".ipynb")]
