@@ -1,6 +1,6 @@
 """A result as Gradescope reads it, and as GitHub Classroom does.
 
-    result ──▶ results.json: a test for each exercise, with its points and what the learner is told
+result ──▶ results.json: a test for each exercise, with its points and what the learner is told
 """
 
 from __future__ import annotations

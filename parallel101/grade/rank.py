@@ -15,6 +15,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib.abc
+import importlib.machinery
 import os
 import random
 import signal
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from parallel101.grade import frames
 from parallel101.grade.exercise import NotWritten, exercises_in, find, module_of
 from parallel101.grade.frames import Frame
+from parallel101.grade.users import use_library_copy
 from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.worker import inherited, open_streams
 from parallel101.record import torch_private
@@ -75,6 +77,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
         try:
             if submission is None:
                 _hide_parallel101()
+                sys.meta_path.append(_Neighbours(job["files"]))
                 submission = module_of(job["path"], job["source"], job["module"])
             function = getattr(submission, job["function"], None)
             if not callable(function):
@@ -333,7 +336,8 @@ def _isolate(job: dict[str, Any]) -> None:
     """Limits for this process, and as root a user of its own, who can read neither the cases nor other ranks."""
     torch.set_num_threads(1)
     torch_private.fill_new_tensors()
-    sys.path[:0] = [job["folder"]] if job.get("folder") else []
+    if job["library"]:
+        use_library_copy(*job["library"])
     with contextlib.suppress(OSError):
         os.chdir(job["scratch"])
     with contextlib.suppress(ImportError, OSError, ValueError):
@@ -355,6 +359,20 @@ class _NoParallel101(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "parallel101":
             raise ImportError("the homework is written with torch.distributed alone: parallel101 can't be imported in it")
+
+
+class _Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the files that were handed in beside the learner's file. They come with the job, so no folder need be readable here."""
+
+    def __init__(self, files: dict[str, str]):
+        self.files = files
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py") if name in self.files else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        path = f"{module.__name__}.py"
+        module.__dict__.update(module_of(path, self.files[module.__name__], module.__name__).__dict__)
 
 
 def _hide_parallel101() -> None:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from parallel101.grade import frames
 from parallel101.grade.exercise import Case, Exercise, Trial, Unwaited
 from parallel101.grade.frames import Frame
+from parallel101.grade.users import end_processes_of, library_copy, user_of
 from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
 from parallel101.record.errors import DeadlockError, MisuseError
@@ -42,7 +43,6 @@ from parallel101.sim.simulate import simulate
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 MEMORY = 2 << 30  # bytes that a rank may allocate
-FIRST_USER = 20_000  # as root, each rank becomes a user of its own: this one and those after it
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
@@ -85,7 +85,7 @@ class Submission:
 
     path: Path
     source: str
-    folder: Path | None = None  # other files that it imports
+    files: dict[str, str] = field(default_factory=dict)  # the Python files beside it, which it may import: module -> source
 
     @property
     def module(self) -> str:
@@ -152,15 +152,6 @@ class RemoteRank:
         return "?"
 
 
-@cache
-def users_can_be_separate() -> bool:
-    """Whether each rank can become a user of its own: this process is root, and other users can read Python and torch."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return False
-    needed = [Path(os.__file__).resolve().parent, Path(torch.__file__).resolve().parent]
-    return all(folder.stat().st_mode & 0o005 == 0o005 for path in needed for folder in (path, *path.parents))
-
-
 class Ranks:
     """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left."""
 
@@ -179,10 +170,9 @@ class Ranks:
         """Start the processes, and wait until each is ready to call the learner's function."""
         self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
         preload(self.exercise.imports)
-        separate = users_can_be_separate()
         self.ranks = [RemoteRank(n, process) for n, process in enumerate(start_ranks(self.world_size, "parallel101.grade.rank"))]
         for rank in self.ranks:
-            user = FIRST_USER + os.getpid() % 500 * 64 + rank.number if separate else None
+            user = user_of(rank.number)
             folder = Path(self.scratch.name) / str(rank.number)
             folder.mkdir()
             if user is not None:
@@ -201,7 +191,7 @@ class Ranks:
             "allowed": sorted(exercise.allowed), "function": exercise.function,
             "exercise_path": exercise.path, "exercise_source": exercise.source,
             "path": str(submission.path), "source": submission.source, "module": submission.module,
-            "folder": str(submission.folder) if submission.folder else None,
+            "files": submission.files, "library": library_copy(),
         }  # fmt: skip
 
     def stop(self) -> None:
@@ -209,6 +199,8 @@ class Ranks:
             kill(rank.process)
         for rank in self.ranks:
             rank.process.close()
+            if (user := user_of(rank.number)) is not None:
+                end_processes_of(user)
         self.ranks = []
         if self.scratch is not None:
             self.scratch.cleanup()

@@ -150,7 +150,14 @@ def exercise_result(verdict: Verdict) -> dict[str, Any]:
     """A verdict as JSON."""
     mistake = verdict.misconception
     findings = [
-        {"kind": f.kind, "says": f.says, "passed": f.passed, "points": round(f.points, 2), "out_of": round(f.out_of, 2), "message": f.message}
+        {
+            "kind": f.kind,
+            "says": f.says,
+            "passed": f.passed,
+            "points": round(f.points, 2),
+            "out_of": round(f.out_of, 2),
+            "message": f.message,
+        }
         for f in verdict.findings
     ]
     return _entry(verdict.exercise) | {

@@ -1,0 +1,93 @@
+"""As root, each graded rank becomes a user of its own, who can read neither the grader's files nor another rank's.
+
+    grader (root): cases, seed, results        rank 0: user 20064   rank 1: user 20065   …        each with a scratch folder of its own
+
+Such a user must be able to read Python and torch. If Python's standard library lies where only root can read it (as with pyenv in /root),
+the ranks use a copy of it. What is and is not defended against is said here, and nowhere else:
+
+    as root       what a rank can read, and signals to other processes: the system's rules for users hold
+    otherwise     accidents only: a rank is this user's process, and could read this user's files
+    never         a rank that lies about its own memory or its own spans, which are measured inside it; data that goes around
+                  torch.distributed earns nothing without the bytes that the result takes, but bytes without meaning could be sent along;
+                  two learners who hand in the same code
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import psutil
+import torch
+
+FIRST_USER = 20_000
+RANKS = 64  # users of one grader
+LEFT_OUT = ("test", "tests", "site-packages", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__phello__")
+
+
+def user_of(rank: int) -> int | None:
+    """The user that a rank of this process becomes: another one for each grader that runs at the same time. None: this user."""
+    return FIRST_USER + os.getpid() % 500 * RANKS + rank if separate_users() else None
+
+
+@cache
+def separate_users() -> bool:
+    """Whether ranks can become users of their own: this process is root, and other users can read torch and parallel101."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return False
+    return all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
+
+
+def end_processes_of(user: int) -> None:
+    """Kill whatever runs as this user: what a rank has started, however it was started."""
+    for process in psutil.process_iter(["uids"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real == user:
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def library_copy() -> tuple[str, str] | None:
+    """(folder of Python's standard library, copy of it that every user can read), if a rank needs the copy."""
+    library = sysconfig.get_path("stdlib")
+    return None if not separate_users() or _readable(Path(library)) else (library, _copied_library(library))
+
+
+def use_library_copy(library: str, copy: str) -> None:
+    """In a rank: import what is not imported yet from the copy."""
+    paths = [sys.path, *(module.__path__ for module in list(sys.modules.values()) if isinstance(getattr(module, "__path__", None), list))]
+    for path in paths:
+        path[:] = [
+            entry.replace(library, copy, 1) if entry.startswith(library) and "site-packages" not in entry else entry for entry in path
+        ]
+
+
+@cache
+def _copied_library(library: str) -> str:
+    folder = tempfile.mkdtemp(prefix="parallel101_python_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.chmod(folder, 0o755)
+    copy = os.path.join(folder, os.path.basename(library))
+    shutil.copytree(library, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), copy_function=_link)
+    return copy
+
+
+def _link(source: str, target: str) -> None:
+    """A second name for a file, which takes no time, or a copy of it on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _readable(folder: Path) -> bool:
+    """Whether every user can read a folder and reach it."""
+    folder = folder.resolve()
+    return folder.stat().st_mode & 0o005 == 0o005 and all(parent.stat().st_mode & 0o001 for parent in folder.parents)
