@@ -109,6 +109,19 @@ def _parser() -> argparse.ArgumentParser:
 
     grade = command("grade", _grade, "Grade homework: one set with all verdicts, or a folder of sets with a table of points.")
     grade.add_argument("path", metavar="PATH", nargs="?", type=Path, help="e.g. homework or homework/hw1_moving (default: homework/ here)")
+    grade.add_argument("--submission", metavar="PATH", type=Path, help="what was handed in: a file, a folder, or a folder for each learner")
+    grade.add_argument("--gradescope", metavar="FILE", type=Path, help="write results.json as Gradescope reads it, after each exercise")
+    grade.add_argument("--json", metavar="PATH", type=Path, help="write the result to this file; of a class, to a file each in this folder")
+    grade.add_argument("--csv", metavar="FILE", type=Path, help="write the points as a table")
+    grade.add_argument(
+        "--jobs", metavar="N", type=int, default=1, help="of a class, how many submissions are graded at a time (default: 1)"
+    )
+
+    release = command("release", _release, "Write what a teacher needs: the learners' bundle, and autograders with secret cases.")
+    release.add_argument("path", metavar="PATH", type=Path, help="the homework set, e.g. homework/hw1_moving")
+    release.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder for the bundles")
+    for sub in (grade, release):
+        sub.add_argument("--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed")
 
     command("bench", _bench, "Measure parallel101 on this machine, and compare it with torch.", takes_extra=True)
     commands.metavar = " | ".join(commands.choices)
@@ -299,9 +312,23 @@ def _network(text: str) -> Network:
 def _grade(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.grade import command
 
+    files = {name: getattr(args, name) for name in ("gradescope", "json", "csv", "seed_file")}
     try:
-        return command.main(args.path)
-    except FileNotFoundError as error:
+        if args.submission is None and not any(files.values()):
+            return command.main(args.path)
+        if args.path is None:
+            raise ValueError("name the homework set, e.g. parallel101 grade homework/hw1_moving --submission submissions")
+        return command.handed_in(args.path, args.submission, jobs=max(1, args.jobs), **files)
+    except (FileNotFoundError, ValueError) as error:
+        return args.parser.error(str(error))  # exits
+
+
+def _release(args: argparse.Namespace, extra: list[str]) -> int:
+    from parallel101.grade import command
+
+    try:
+        return command.release_set(args.path, args.out, args.seed_file)
+    except (FileNotFoundError, ValueError) as error:
         return args.parser.error(str(error))  # exits
 
 

@@ -1,6 +1,8 @@
-"""`parallel101 grade PATH`: grades what the learner has written, and shows the verdicts and the table of points.
+"""`parallel101 grade PATH`: grades what the learner has written, or what learners handed in. `release`: what a teacher needs.
 
-homework/hw1_moving    every verdict, as check() shows it       homework    one line for each exercise, and what to look at next
+homework/hw1_moving                      every verdict, as check() shows it
+homework                                 one line for each exercise, and what to look at next
+homework/hw1_moving --submission DIR     one submission, or a class: a table, JSON, CSV, Gradescope's results
 """
 
 from __future__ import annotations
@@ -8,8 +10,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from parallel101.grade.homework import find_homework, find_sets
+from parallel101.grade.gradescope import exercise_text, write_gradescope
+from parallel101.grade.grading import PUBLIC_SEED
+from parallel101.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.grade.learner import check_file
+from parallel101.grade.release import release
+from parallel101.grade.submissions import class_table, grade_class, grade_submission, submissions_in, write_csv, write_json
 from parallel101.grade.table import Row, next_to_do, row, table
 
 
@@ -30,3 +36,67 @@ def main(path: Path | None = None) -> int:
                 print(f"\n{report}\n", flush=True)
     print(f"\n{table(rows)}\n\n{next_to_do(rows)}")
     return 0
+
+
+def handed_in(
+    path: Path,
+    submission: Path | None,
+    *,
+    gradescope: Path | None = None,
+    json: Path | None = None,
+    csv: Path | None = None,
+    jobs: int = 1,
+    seed_file: Path | None = None,
+) -> int:
+    """Grade what was handed in for the set in `path`. Returns 0, whatever the points are.
+
+    Args:
+        submission: a file, a folder with one, or a folder with a file or folder for each learner; None: the set's own file.
+        gradescope: the file for Gradescope's results, of one submission.
+        json: of one submission the file, of a class the folder for its results (default: results/ and the set's name).
+        csv: the file for the table.
+        jobs: how many submissions are graded at a time.
+        seed_file: the file with the secret seed; None: the public cases.
+
+    Raises ValueError for what can't be graded.
+    """
+    homework = one_set(path)
+    seed = PUBLIC_SEED if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
+    if submission is not None and not submission.exists():
+        raise ValueError(f"{submission} does not exist; expected what was handed in: a file, or a folder")
+    entries = None if submission is None else submissions_in(submission, homework)
+    if entries is not None and len(entries) != 1:
+        if gradescope is not None:
+            raise ValueError(f"--gradescope is for one submission, and {submission} has {len(entries)}")
+        results = grade_class(entries, homework, json or Path("results") / homework.folder.name, seed=seed, jobs=jobs)
+        print(class_table(results))
+    else:
+        one = homework.code if submission is None else submission if entries is None else entries[0]
+        write = (lambda result: write_gradescope(gradescope, result)) if gradescope is not None else (lambda result: None)
+        results = [grade_submission(one, homework, seed, write)]
+        for entry in results[0]["exercises"]:
+            print(f"{entry['number']} {entry['title']}: {entry['points']:g} of {entry['out_of']:g} points")
+            print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
+        print(f"{results[0]['points']:g} of {results[0]['out_of']:g} points")
+        if json is not None:
+            write_json(json, results[0])
+    if csv is not None:
+        write_csv(csv, results)
+    return 0
+
+
+def release_set(path: Path, out: Path, seed_file: Path | None = None) -> int:
+    """Write the learners' bundle, the autograder for Gradescope and the folder for GitHub Classroom."""
+    seed = None if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
+    for written in release(one_set(path), out, seed):
+        print(f"  {written}")
+    print("seed.txt draws the cases of the Gradescope autograder. Keep it to yourself.")
+    return 0
+
+
+def one_set(path: Path) -> HomeworkSet:
+    """The homework set in `path`. Raises ValueError if there are several."""
+    sets = find_sets(path)
+    if len(sets) > 1:
+        raise ValueError(f"{path} has {len(sets)} sets; name one of them, such as {sets[0].folder}")
+    return sets[0]

@@ -47,7 +47,7 @@ exec "${{GRADER:-/opt/grader/bin/parallel101}}" grade "$source/{name}" --submiss
   --gradescope "$results/results.json" --seed-file "$source/seed.txt"
 """
 
-WORKFLOW = """# GitHub Classroom: grades each push, on the public cases. Points and verdicts are in the log and in the artifact results.json.
+WORKFLOW = """# GitHub Classroom: grades each push, on the public cases. Points and verdicts are in the log and in results.json.
 name: grade
 on: [push, workflow_dispatch]
 jobs:
