@@ -88,12 +88,17 @@ def waits(trace: Trace) -> list[Wait]:
         if span.waiting and "group" in (span.args or {}):
             event = _event_of(span, ended)
             found.append(_wait(span, span.name or "", event, parts))
-    newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
-    for rank, event in newest.items():
-        free = max((wait.end for wait in found if wait.rank == rank), default=event.start)
-        if free <= event.start:  # else the wait for it is there: it ended with an error
-            found.append(_wait(event, event.kind, event, parts))
+    found += [_wait(event, event.kind, event, parts) for event in _never_ended(trace)]
     return sorted(found, key=lambda wait: (wait.start, wait.rank))
+
+
+def _never_ended(trace: Trace) -> list[Event]:
+    """For each rank of a failed run, the newest call that did not end, unless the wait for it is recorded: it ended with an error."""
+    newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
+    for span in trace.spans():
+        if span.waiting and span.rank in newest and span.end > newest[span.rank].start:
+            del newest[span.rank]
+    return list(newest.values())
 
 
 def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
@@ -161,20 +166,23 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
 def with_compute(trace: Trace) -> Trace:
     """The same record for pictures: a span "compute" for each time in which a rank was not blocked, in place of the script's two marks.
 
-    If the program has spans of its own, they say more, and nothing is added.
+    A call that never ended becomes a wait. If the program has spans of its own, they say more, and nothing is added.
     """
     marks = {id(span) for span in script_marks(trace)}
     events = [event for event in trace.events if id(event) not in marks]
+    for e in _never_ended(trace):
+        name = f"{e.kind}, never ended"
+        events.append(span_event(rank=e.rank, name=name, start=e.start, end=e.end, seq=0, where=e.where, labels={}, waiting=True))
     if not any(event.kind == "span" and not event.waiting for event in events):
-        for rank in range(trace.world_size):
-            events += _compute_spans([event for event in trace.events if event.rank == rank])
+        of_rank: dict[int, list[Event]] = defaultdict(list)
+        for event in [*events, *script_marks(trace)]:
+            of_rank[event.rank].append(event)
+        events += [piece for of in of_rank.values() for piece in _compute_spans(of)]
     return Trace(events, trace.world_size, trace.backend, trace.unfinished)
 
 
 def _compute_spans(events: Sequence[Event]) -> list[Event]:
     """The times of one rank between its waits, from its first event to its last."""
-    if not events:
-        return []
     waits = union((event.start, event.end) for event in events if event.waiting)
     starts = [min(event.start for event in events), *(end for _, end in waits)]
     ends = [*(start for start, _ in waits), max(event.end for event in events)]

@@ -44,16 +44,16 @@ def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str
 
 
 def _timelines(trace: Trace, waited: list[Wait]) -> list[Scene]:
-    """The whole run, and the time around the longest wait if it is too short to be seen there."""
+    """The whole run, and the time around its longest wait, unless that can be seen there already. (Not one while the script starts.)"""
     if trace.world_size > timeline.MOST_RANKS or not trace.events:
         return []
     drawn = with_compute(trace)
     scenes = [timeline_scene(drawn)]
-    longest = max(waited, key=lambda wait: wait.end - wait.start, default=None)
+    longest = max(waited[len(waited) // 2 :], key=lambda wait: wait.end - wait.start, default=None)
     if longest is not None and (took := (longest.end - longest.start) * ZOOM) < drawn.makespan / 2:
         middle = (longest.start + longest.end) / 2
         begin = max(0.0, middle - took / 2)
-        title = f"Around the longest wait: {human_seconds(took)} from {human_seconds(begin)} on"
+        title = f"The longest wait of the later half: {human_seconds(took)} from {human_seconds(begin)} on"
         scenes.append(timeline_scene(window(drawn, begin, begin + took), title=title))
     return scenes
 

@@ -61,8 +61,14 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
     operation = operation_name("new_group", members)
     label = operation if members_only else "new_group"  # torch numbers the groups that all ranks make, and names others by their members
     others = tuple(rank for rank in members if rank != recorder.rank)
-    with recorder.blocked_in(PostedCall(world, ("new_group", None, 0, label), recorder.count_collective(label, operation), others=others)):
+    posted, began = (
+        PostedCall(world, ("new_group", None, 0, label), recorder.count_collective(label, operation), others=others),
+        recorder.now(),
+    )
+    with recorder.blocked_in(posted):
         yield
+    if recorder.record_waits:
+        recorder.add_wait(posted, began)
 
 
 def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:

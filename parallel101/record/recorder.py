@@ -49,7 +49,6 @@ class RankRecorder:
         self.rank = rank
         self.recording = recording
         self.record_waits = False  # whether each time in which the program is blocked in a call becomes a span
-        self.newest_wait: PostedCall | None = None  # the call of the newest of these spans
         self.payload_bytes = payload_bytes
         self.on_call = on_call
         self.thread = threading.get_ident()  # the program's own
@@ -85,10 +84,7 @@ class RankRecorder:
         end = self.now()
         if isinstance(end, float) and end - began < SHORTEST_WAIT:
             return
-        if self.newest_wait is posted and self.recorded[-1].waiting:  # of a blocking collective, the call and then its work's wait()
-            self.recorded[-1] = self.recorded[-1]._replace(end=end)
-            return
-        call, self.newest_wait = posted.call(""), posted
+        call = posted.call("")
         self.add_span(call.kind, began, end, call.wait_labels, waiting=True)
 
     def compute(self, seconds: float) -> None:
@@ -120,13 +116,10 @@ class RankRecorder:
     def blocked_in(self, posted: PostedCall) -> Iterator[None]:
         """The program's own thread may be blocked inside."""
         before, self.waiting = self.waiting, posted
-        began = self.now() if self.record_waits else None
         try:
             yield
         finally:
             self.waiting = before
-            if began is not None:
-                self.add_wait(posted, began)
 
     def report(self) -> StatusReport:
         """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
@@ -497,6 +490,8 @@ class RecordedGroup(torch_private.PythonGroup):
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         work = self._collective("monitored_barrier", *args, **kwargs)
         if isinstance(work, RecordedWork):  # it has no work of torch's own: when it returns, it is over
+            if self.recorder.record_waits:
+                self.recorder.add_wait(work.posted, work.start)
             work.ended()
 
 

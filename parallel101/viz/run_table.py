@@ -57,7 +57,8 @@ def heading(trace: Trace) -> str:
     """The run in one line: how many ranks, where, and how long."""
     clock = " of virtual time, in which only communication and p101.compute take time" if trace.backend == "sim" else ""
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
-    return f"{ranks} on {trace.backend}, {human_seconds(trace.makespan)}{clock}"
+    times = [moment for event in [*trace.events, *trace.unfinished] for moment in (event.start, event.end)] or [0.0]
+    return f"{ranks} on {trace.backend}, {human_seconds(max(times) - min(times))}{clock}"
 
 
 def script_name(trace: Trace) -> str:

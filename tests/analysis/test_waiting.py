@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101.analysis.waiting import rank_times, slowest_calls, slowest_links, waits
 from parallel101.record.spans import recorder, span
+from parallel101.record.where import shown
 
 NETWORK = p101.Network(latency=1.0, bandwidth=float("inf"))
 
@@ -84,3 +87,37 @@ def test_a_call_that_never_ended_is_a_wait():
         recorded(program, 3)
     kinds = {wait.rank: wait.kind for wait in waits(failed.value.trace)}
     assert kinds.get(1) == "all_reduce"
+
+
+def test_on_gloo_waits_are_seen_where_the_program_is_blocked():
+    def program():
+        recorder().record_waits = True
+        rank = dist.get_rank()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        dist.barrier()
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            time.sleep(0.3)
+        loss.backward()  # DDP waits at its end, in C++
+        if rank == 0:
+            time.sleep(0.3)
+        dist.monitored_barrier()
+        if rank == 1:
+            time.sleep(0.3)
+        dist.new_group([0, 1])
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        time.sleep(0.3)  # the work is done by then, and nobody waits
+        work.wait()
+
+    trace = p101.launch(program, world_size=2, trace=True).trace
+    waited = waits(trace)
+    slept = {(rank, kind): sum(w.end - w.start for w in waited if (w.rank, w.kind) == (rank, kind)) for rank in (0, 1) for kind in KINDS}
+    assert slept[0, "all_reduce"] > 0.25 > slept[1, "all_reduce"]
+    assert slept[1, "barrier"] > 0.25
+    assert slept[0, "new_group"] > 0.25
+    assert "loss.backward()" in shown(next(w.where for w in waited if w.kind == "all_reduce" and w.end - w.start > 0.25))
+    late = [row.waited_for for row in rank_times(trace, waited)]
+    assert late[0][1] > 0.25 and late[1][0] > 0.25
+
+
+KINDS = ("all_reduce", "barrier", "new_group")
