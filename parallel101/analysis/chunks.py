@@ -9,13 +9,13 @@ of one rank's tensor, unless every rank cut its tensor into parts for all ranks:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from parallel101.analysis.provenance import Term
+from parallel101.analysis.provenance import Mark, Term
 
 Counts = tuple[int, ...]  # how often each rank's data is in something, by rank
-ElementKey = tuple[int | None, int | None]  # (origin, or None for all; position, or None for a mixture of positions)
+Element = tuple[int | None, int | None]  # (origin, or None for all; position, or None for a mixture of positions)
 
 
 class Chunk(NamedTuple):
@@ -34,24 +34,34 @@ class Chunks(NamedTuple):
     sums: bool  # data was added up somewhere, not only moved
     in_messages: list[dict[int, Counts]]  # by the chunk's number
     in_results: list[dict[int, Counts] | None]  # None for a rank whose result is not known
+    number: Callable[[Term], int]  # the chunk of an element that holds data
 
 
-def chunks_of(messages: Sequence[list[Term]], results: Sequence[list[Term] | None], ranks: Sequence[int]) -> Chunks:
+def chunks_of(
+    messages: Sequence[list[Term]],
+    results: Sequence[list[Term] | None],
+    ranks: Sequence[int],
+    meant_for: Mapping[Mark, Element] | None = None,
+) -> Chunks:
     """Group the terms of messages and results into chunks.
 
     Args:
         messages: the decoded payload of each message.
         results: the decoded result of each rank, None if it is not known.
         ranks: those that took part.
+        meant_for: of memory that was never written: the element that belongs there, if that is known.
     """
-    tensors = [*messages, *(result or [] for result in results)]
-    terms = {term for tensor in tensors for term in tensor if any(term.counts)}
-    sums = any(sum(term.counts) > 1 for term in terms)
-    origins = sorted({rank for term in terms for rank, count in enumerate(term.counts) if count})
+    tensors = [_placed(tensor, meant_for or {}) for tensor in (*messages, *(result or [] for result in results))]
+    terms = {(element, counts) for tensor in tensors for element, counts in tensor}
+    sums = any(sum(counts) > 1 for _, counts in terms)
+    origins = sorted({origin for (origin, _), counts in terms if sum(counts) <= 1 and origin is not None} | {
+        rank for _, counts in terms for rank, count in enumerate(counts) if count
+    })  # fmt: skip
     by_position = _group(tensors, by_origin=False)
     if sums or len(origins) <= 1 or len(set(by_position.values())) >= len(origins):
         chunk_of, by_origin = by_position, False
     else:
+        tensors = [[(element, counts) for element, counts in tensor if element[0] is not None] for tensor in tensors]
         chunk_of, by_origin = _group(tensors, by_origin=True), True
     sizes: dict[int, int] = defaultdict(int)
     owner: dict[int, int | None] = {}
@@ -65,15 +75,16 @@ def chunks_of(messages: Sequence[list[Term]], results: Sequence[list[Term] | Non
         for c in range(len(sizes))
     ]
 
-    def content(tensor: Sequence[Term]) -> dict[int, Counts]:
+    def content(tensor: Sequence[tuple[Element, Counts]]) -> dict[int, Counts]:
         held: dict[int, Counts] = {}
-        for term in tensor:
-            if any(term.counts):
-                chunk = chunk_of[_key(term, by_origin)]
-                held[chunk] = tuple(map(max, held.get(chunk, term.counts), term.counts))
+        for element, counts in tensor:
+            chunk = chunk_of[_key(element, by_origin)]
+            held[chunk] = tuple(map(max, held.get(chunk, counts), counts))
         return held
 
-    return Chunks(chunks, sums, [content(m) for m in messages], [None if r is None else content(r) for r in results])
+    contents = [content(tensor) for tensor in tensors]
+    in_results = [None if result is None else held for result, held in zip(results, contents[len(messages) :], strict=True)]
+    return Chunks(chunks, sums, contents[: len(messages)], in_results, lambda term: chunk_of[_key(_placed([term], {})[0][0], by_origin)])
 
 
 def letter(chunk: int) -> str:
@@ -86,17 +97,27 @@ def letter(chunk: int) -> str:
     return name
 
 
-def _key(term: Term, by_origin: bool) -> ElementKey:
-    return (next(rank for rank, count in enumerate(term.counts) if count) if by_origin else None, term.position)
+def _placed(tensor: Sequence[Term], meant_for: Mapping[Mark, Element]) -> list[tuple[Element, Counts]]:
+    """The elements of a tensor that hold data or are meant for it, each with whose data is in it."""
+    found: list[tuple[Element, Counts]] = []
+    for term in tensor:
+        if any(term.counts):
+            found.append(((next(rank for rank, count in enumerate(term.counts) if count), term.position), term.counts))
+        elif term.mark is not None and term.mark in meant_for:
+            found.append((meant_for[term.mark], term.counts))
+    return found
 
 
-def _group(tensors: Sequence[Sequence[Term]], by_origin: bool) -> dict[ElementKey, int]:
+def _key(element: Element, by_origin: bool) -> Element:
+    return element if by_origin else (None, element[1])
+
+
+def _group(tensors: Sequence[Sequence[tuple[Element, Counts]]], by_origin: bool) -> dict[Element, int]:
     """The chunk of each element, in order of origin and position. Mixtures come last."""
-    appearances: dict[ElementKey, list] = defaultdict(list)
+    appearances: dict[Element, list] = defaultdict(list)
     for index, tensor in enumerate(tensors):
-        for term in tensor:
-            if any(term.counts):
-                appearances[_key(term, by_origin)].append((index, () if term.position is None else term.counts))
+        for element, counts in tensor:
+            appearances[_key(element, by_origin)].append((index, () if element[1] is None else counts))
     keys = sorted(appearances, key=lambda key: (key[1] is None, key[0] or 0, key[1] or 0))
     numbers: dict[tuple, int] = {}
     chunk_of = {}

@@ -1,22 +1,29 @@
 """Tensors whose values encode their origin, so that the record of a run shows whose data is in each message, without annotations.
 
-    element j of rank r starts as  8^r + 8^n·code(j)   ·  code(j) = K·(j + 1) + (j² mod K)
-    a sum over ranks is            Σ c_r·8^r + 8^n·code(j)·Σ c_r
+    element j of rank r starts as  F·(8^r + 8^n·code(j))   ·  code(j) = K·(j + 1) + (j² mod K)
+    a sum over ranks is            F·(Σ c_r·8^r + 8^n·code(j)·Σ c_r)
 
 Digit r in base 8 is how often rank r is in a sum: 2 means that it was counted twice. The part above the digits, divided by the
 sum of the digits, is the code of a position in the tensor. If no position has this code, elements from different positions were added.
+The common factor F = n² keeps a mean, and a mean of means, exact: what a sum was divided by is found by trying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 BASE = 8
+MOST_DIVIDED = 1 << 16  # elements of a tensor whose means are followed: with more, other numbers would be mistaken for them
 MOST = BASE - 1  # how often one rank can be counted in a sum
 _LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}  # the largest number up to which all integers are exact
+
+
+Mark = tuple[int, ...]  # memory that was never written: its rank, the number of its buffer there, the position in it; () if not known
+BUFFERS, LONGEST = 32, 256  # a mark can name so many buffers of a rank, and so many elements of each
+_FAR = {torch.int64: 2**62, torch.float64: 2**52}  # a mark is a negative number that lies so far below all sums of origins
 
 
 class Term(NamedTuple):
@@ -24,6 +31,8 @@ class Term(NamedTuple):
 
     position: int | None  # in the ranks' tensors; None if it holds nothing, or elements from different positions
     counts: tuple[int, ...]  # how often each rank's data is in it, by rank
+    divisor: int = 1  # what the sum was divided by
+    mark: Mark | None = None  # memory that was never written is in it
 
     @property
     def mixed(self) -> bool:
@@ -62,17 +71,28 @@ def origin_tensor(rank: int, world_size: int, numel: int, dtype: torch.dtype = t
     if numel > most:
         advice = "take fewer elements" if most else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
         raise ValueError(f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can hold {most}: {advice}")
-    return torch.tensor([BASE**rank + BASE**world_size * _code(j, world_size) for j in range(numel)], dtype=dtype)
+    factor = common_factor(world_size)
+    return torch.tensor([factor * BASE**rank + unit(world_size) * _code(j, world_size) for j in range(numel)], dtype=dtype)
+
+
+def common_factor(world_size: int) -> int:
+    """F. For more than 8 ranks there is no room for it."""
+    return world_size**2 if world_size <= 8 else 1
+
+
+def unit(world_size: int) -> int:
+    """F·8^n: what an element's code is multiplied by."""
+    return common_factor(world_size) * BASE**world_size
 
 
 def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
     """How many elements `origin_tensor` can tell apart for this many ranks."""
-    largest_sum = BASE**world_size - 1  # all digits 7
-    room = (_LARGEST[dtype] - largest_sum) // BASE**world_size // (MOST * world_size)  # the largest code that fits 7·n times
+    room = _LARGEST[dtype] // unit(world_size)  # for the codes of a sum
+    room = (room - 1) // (MOST * world_size)  # the largest code that fits 7·n times; all digits may be 7
     return max(0, (room + 1) // _check(world_size) - 1)
 
 
-def decode(values: Iterable[float], world_size: int) -> list[Term] | None:
+def decode(values: Sequence[float], world_size: int) -> list[Term] | None:
     """What each value holds, or None if the values are not sums of values from `origin_tensor`.
 
     Args:
@@ -80,18 +100,22 @@ def decode(values: Iterable[float], world_size: int) -> list[Term] | None:
         world_size: the number of ranks of the run.
 
     Returns:
-        A Term for each value. A zero holds nothing: position None, all counts 0.
+        A Term for each value. A zero holds nothing, nor does memory that was never written: position None, all counts 0.
     """
-    terms = []
-    known: dict[float, Term | None] = {}
+    found: dict[float, Term] = {}
     for value in values:
-        if value not in known:
-            known[value] = _term(value, world_size)
-        term = known[value]
-        if term is None:
-            return None
-        terms.append(term)
-    return terms
+        if value not in found:
+            term = _term(value, world_size)
+            if term is None or term.mixed:
+                term = _marked(value, world_size) or term
+            if term is None:
+                return None
+            found[value] = term
+    divisors = {term.divisor for term in found.values() if term.divisor > 1}
+    for value, term in found.items() if divisors else ():  # what looks like a mixture may be a mean, like its neighbours
+        if term.mixed:
+            found[value] = next((mean for divisor in divisors for mean in _sums(value, divisor, world_size)), term)
+    return [found[value] for value in values]
 
 
 def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
@@ -110,6 +134,34 @@ def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
     return None
 
 
+def marks_of(rank: int, world_size: int, buffer: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """The marks of a buffer, flat. None if they do not fit beside this many ranks."""
+    one = unit(world_size)
+    first = _FAR[dtype] // one + (rank * BUFFERS + buffer) * LONGEST
+    if (first + LONGEST) * one > 2 * _FAR[dtype]:
+        return None
+    return torch.tensor([-(first + j) * one for j in range(numel)], dtype=dtype)
+
+
+def mark_in(value: float, world_size: int) -> Mark | None:
+    """The mark that a value is; () for a sum with a mark in it, and for what torch fills memory with; None for all else."""
+    if value != value:
+        return ()
+    if abs(value) == float("inf"):
+        return None
+    far, one = _FAR[torch.int64 if isinstance(value, int) else torch.float64], unit(world_size)
+    whole, rest = divmod(-int(value), one)
+    code = whole - far // one
+    if not rest and 0 <= code < BUFFERS * LONGEST * world_size:
+        return code // LONGEST // BUFFERS, code // LONGEST % BUFFERS, code % LONGEST
+    return () if abs(value) >= far // 2 else None
+
+
+def _marked(value: float, world_size: int) -> Term | None:
+    mark = None if isinstance(value, bool) else mark_in(value, world_size)
+    return None if mark is None else Term(None, (0,) * world_size, mark=mark)
+
+
 def _check(world_size: int) -> int:
     """K: a prime, as large as the bits allow. At most one mixture in K is mistaken for a position."""
     return 61 if world_size <= 12 else 7 if world_size <= 16 else 1
@@ -121,18 +173,51 @@ def _code(position: int, world_size: int) -> int:
 
 
 def _term(value: float, world_size: int) -> Term | None:
-    if isinstance(value, bool) or value != value or value in (float("inf"), float("-inf")) or value < 0 or value != int(value):
+    """What one value holds. If it is no sum of origins, it may be such a sum divided by a whole number."""
+    if isinstance(value, bool) or value != value or value in (float("inf"), float("-inf")) or value < 0:
         return None
-    high, low = divmod(int(value), BASE**world_size)
+    whole = next((_sum(total, world_size) for total in _multiplied(value, 1, world_size)), None)
+    if whole is not None and not whole.mixed:
+        return whole
+    divisors = range(2, max(world_size * min(world_size, 8), 16) + 1) if whole is None else (world_size, world_size**2)
+    means = [term for divisor in divisors for term in _sums(value, divisor, world_size)]
+    if whole is not None:  # a mixture, it seems: it is a mean only if each rank is in it once
+        means = [term for term in means if set(term.counts) == {1}]
+    return min(means, key=lambda term: (max(term.counts), term.divisor), default=whole)
+
+
+def _sums(value: float, divisor: int, world_size: int) -> Iterator[Term]:
+    """The sums of elements of one position that give `value` when they are divided."""
+    for total in _multiplied(value, divisor, world_size):
+        term = _sum(total, world_size)
+        if term is not None and term.position is not None and term.position < MOST_DIVIDED:
+            yield term._replace(divisor=divisor)
+
+
+def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:
+    """The whole numbers that give `value` when they are multiplied by F and divided by `divisor`, exactly or rounded down."""
+    factor = common_factor(world_size)
+    if value != int(value):
+        total = round(value * divisor / factor)
+        if abs(total * factor / divisor - value) <= 1e-12 * value:
+            yield total
+        return
+    total = -(-int(value) * divisor // factor)
+    while total * factor // divisor == value:
+        yield total
+        total += 1
+
+
+def _sum(total: int, world_size: int) -> Term | None:
+    """What a sum of origins holds, without their factor."""
+    high, low = divmod(total, BASE**world_size)
     counts = tuple(low // BASE**r % BASE for r in range(world_size))
-    total = sum(counts)
-    if total == 0:
+    count = sum(counts)
+    if count == 0:
         return Term(None, counts) if high == 0 else None
     check = _check(world_size)
-    if high < total * check:  # smaller than the code of position 0: an ordinary small number
+    if high < count * check:  # smaller than the code of position 0: an ordinary small number
         return None
-    code, rest = divmod(high, total)
+    code, rest = divmod(high, count)
     position = code // check - 1
-    if rest or code != _code(position, world_size):
-        return Term(None, counts)
-    return Term(position, counts)
+    return Term(None if rest or code != _code(position, world_size) else position, counts)

@@ -8,18 +8,21 @@ both its own data and the received data, it added them. Nothing here knows the n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parallel101.analysis.chunks import Chunk, Counts, chunks_of
-from parallel101.analysis.provenance import Term, decode, flat_values
+from parallel101.analysis.chunks import Chunk, Counts, Element, chunks_of
+from parallel101.analysis.provenance import LONGEST, Mark, Term, decode, flat_values
 from parallel101.analysis.steps import steps_of
 from parallel101.analysis.topology import Topology, connected_ranks, topology_of
+from parallel101.analysis.unwritten import Watched
 from parallel101.record.events import Message
 from parallel101.record.trace import Trace
 
 States = list[tuple[float, Counts]]  # the moments at which a cell changes, and what it holds from then on
+RESULT = -1  # in a mark: not the number of a buffer, but the result
 START = -1.0  # moments are numbers: START is before the first step, s the start of step s, s + 0.5 the arrival of its messages
 
 
@@ -47,6 +50,11 @@ class Replay:
     landings: list[list[Landing]] = field(default_factory=list)  # of each message
     cells: dict[tuple[int, int], States] = field(default_factory=dict)  # of each (rank, chunk)
     returned: list[dict[int, Counts] | None] = field(default_factory=list)  # by rank; None if not known
+    terms: list[list[Term] | None] = field(default_factory=list)  # by rank, element by element what it returned; None if not known
+    number: Callable[[Term], int] = lambda _: 0  # the chunk of an element of a result
+    results: Sequence[Any] = ()  # by rank, as it was returned
+    numel: int | None = None  # of the tensor that each rank was given
+    unwritten: list[bool] = field(default_factory=list)  # of each message: whether memory that was never written is in it
     connected: dict[int, set[int]] = field(default_factory=dict)  # for each rank, the ranks whose data could have reached it
 
     def in_step(self, step: int) -> list[int]:
@@ -72,10 +80,12 @@ class Replay:
         return {c: self.cells[rank, c][-1][1] for c in range(len(self.chunks)) if any(self.cells[rank, c][-1][1])}
 
 
-def replay_of(trace: Trace, results: Sequence[Any] | None = None, inputs: Sequence[Any] | None = None) -> Replay:
+def replay_of(
+    trace: Trace, results: Sequence[Any] | None = None, inputs: Sequence[Any] | None = None, watched: Watched | None = None
+) -> Replay:
     """Replay a trace. `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
 
-    Raises ValueError if they do not have one entry a rank.
+    `watched` is what `watch` knows beyond the record. Raises ValueError if they do not have one entry a rank.
     """
     for name, values in (("results", results), ("inputs", inputs)):
         if values is not None and len(values) != trace.world_size:
@@ -91,21 +101,54 @@ def replay_of(trace: Trace, results: Sequence[Any] | None = None, inputs: Sequen
         if results is not None and any(result is not None for result in results):
             returned = [_decode(flat_values(result), trace.world_size) for result in results]
         given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
-        _fill_in(replay, [payload for payload in payloads if payload is not None], returned, given)
+        replay.terms, replay.results = returned, results or ()
+        replay.numel = None if watched is None else math.prod(watched.shape)
+        replay.unwritten = [any(term.mark is not None for term in payload or ()) for payload in payloads]
+        sent = [[_of(m.src, term) for term in payload or ()] for m, payload in zip(messages, payloads, strict=True)]
+        _fill_in(replay, sent, returned, given, watched)
     return replay
+
+
+def _of(rank: int, term: Term) -> Term:
+    """Of memory that was never written, a rank passes on what it got from another: nothing tells for which chunk that was meant."""
+    return term._replace(mark=()) if term.mark and term.mark[0] != rank else term
 
 
 def _decode(values: list | None, world_size: int) -> list[Term] | None:
     return None if values is None else decode(values, world_size)
 
 
-def _fill_in(replay: Replay, payloads: list[list[Term]], returned: list[list[Term] | None], given: list[list[Term] | None] | None) -> None:
+def _meant_for(replay: Replay, rank: int) -> dict[int, Element]:
+    """For each place in a rank's result: which rank's data belongs there, and at which position.
+
+    That is known if the result has one element for each of the input, or for each of all inputs.
+    """
+    length, numel = len(replay.terms[rank] or ()), replay.numel or 0
+    if length == numel * len(replay.ranks):
+        return {i: (replay.ranks[i // numel], i % numel) for i in range(length)}
+    return {i: (None, i) for i in range(length)} if length == numel else {}
+
+
+def _fill_in(
+    replay: Replay,
+    payloads: list[list[Term]],
+    returned: list[list[Term] | None],
+    given: list[list[Term] | None] | None,
+    watched: Watched | None,
+) -> None:
     """Fill in the chunks, and what each rank held of them."""
-    found = chunks_of(payloads, [*returned, *(given or [])], replay.ranks)
+    meant_for: dict[Mark, Element] = {}
+    for rank, places in enumerate(watched.places if watched is not None else ()):
+        elements = _meant_for(replay, rank)
+        for buffer, start in places.items():
+            meant_for |= {(rank, buffer, i - start): element for i, element in elements.items() if start <= i < start + LONGEST}
+        meant_for |= {(rank, RESULT, i): element for i, element in elements.items()}
+    results = [None if r is None else _numbered(rank, r) for rank, r in enumerate(returned)]
+    found = chunks_of(payloads, [*results, *(given or [])], replay.ranks, meant_for)
     if not found.chunks:
         return
     n = replay.trace.world_size
-    replay.known, replay.sums, replay.chunks = True, found.sums, found.chunks
+    replay.known, replay.sums, replay.chunks, replay.number = True, found.sums, found.chunks, found.number
     replay.returned = found.in_results[:n]
     replay.connected = connected_ranks(replay.ranks, [(m.src, m.dst) for m in replay.messages])
     landed: dict[tuple[int, int], Landing] = {}
@@ -115,6 +158,11 @@ def _fill_in(replay: Replay, payloads: list[list[Term]], returned: list[list[Ter
             first = _own_part(replay, chunk, rank) if begin is None else begin.get(number, (0,) * n)
             replay.cells[rank, number] = _follow(replay, found.in_messages, landed, rank, number, first)
     replay.landings = [[landed[i, c] for c in sorted(content)] for i, content in enumerate(found.in_messages)]
+
+
+def _numbered(rank: int, terms: list[Term]) -> list[Term]:
+    """What a rank returned. Memory in it that was never written is marked with its place in the result."""
+    return [term if term.mark is None else term._replace(mark=(rank, RESULT, i)) for i, term in enumerate(terms)]
 
 
 def _own_part(replay: Replay, chunk: Chunk, rank: int) -> Counts:
@@ -137,6 +185,8 @@ def _follow(
     events.sort(key=lambda event: (event[0], replay.step[event[2]], event[1]))
     result = replay.returned[rank]
     later = None if result is None else result.get(chunk)  # what the rank next sends or returns of this chunk
+    if later is not None and (factor := math.gcd(*later)) > 1:  # a result that was multiplied at the end
+        later = tuple(count // factor for count in later)
     evidence: list[tuple[Counts | None, bool]] = []  # for each event: that, and whether nothing else arrives in between
     alone = True
     for _, is_send, i in reversed(events):

@@ -1,27 +1,18 @@
 """The verdict on a run: which collective it was, what is wrong with its result, and the sentence that says so.
 
-A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's data in every chunk, once.
-Any other result is described as it is, with the data that is in a sum twice or missing from it.
+A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's data in every chunk, once, and each
+element lies where it belongs. Any other result is described as it is, with the data that is in a sum twice or missing from it, or with
+what is wrong with its order, place or factor.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from functools import cached_property
-from typing import NamedTuple
 
 from parallel101.analysis.replay import Replay
-from parallel101.record.units import chunk_letters, ranks_text, sentence
-
-
-class Fault(NamedTuple):
-    """Data that a sum contains twice, or lacks, or that was added at the wrong position."""
-
-    kind: str  # "twice", "missing" or "mixed"
-    chunk: int
-    times: int  # how often it is in the sum
-    holders: tuple[int, ...]  # the ranks that ended with it
-    origins: tuple[int, ...]  # whose data it is
+from parallel101.analysis.results import Fault, joined_along, keys_of, value_faults
+from parallel101.record.units import chunk_letters, listed, ranks_text, sentence
 
 
 class Verdict:
@@ -30,9 +21,14 @@ class Verdict:
     def __init__(self, replay: Replay):
         self.replay = replay
 
-    @cached_property
+    @property
     def operation(self) -> str | None:
         """The collective that this run computed, or None."""
+        return None if self.faults else self._candidate
+
+    @cached_property
+    def _candidate(self) -> str | None:
+        """The collective after which the ranks hold the chunks that they hold. Where in the results these lie is not looked at."""
         replay = self.replay
         n, whole = len(replay.ranks), set(range(len(replay.chunks)))
         if n < 2 or not replay.known or any(chunk.mixed for chunk in replay.chunks):
@@ -46,32 +42,44 @@ class Verdict:
         everyone = all(held[rank] == whole for rank in replay.ranks)
         holders = [rank for rank in replay.ranks if held[rank]]
         alone = len(holders) == 1 and held[holders[0]] == whole
-        in_order = [chunk for rank in replay.ranks for chunk in sorted(held[rank])]  # parts in the ranks' order are the ranks' own
-        in_parts = len(holders) > 1 and in_order == sorted(whole)
-        origins = {stripe for chunk in replay.chunks for stripe in chunk.stripes}
+        in_parts = len(holders) > 1 and sorted(chunk for rank in replay.ranks for chunk in held[rank]) == sorted(whole)
         if replay.sums:
             return "all-reduce" if everyone else "reduce" if alone else "reduce-scatter" if in_parts else None
-        if len(origins) == 1:
+        if len(self._origins) == 1:
             return "broadcast" if everyone else "scatter" if in_parts else None
         if in_parts and any(len(chunk.stripes) > 1 for chunk in replay.chunks):
             return "all-to-all"
         return "all-gather" if everyone else "gather" if alone else None
 
+    @property
+    def _origins(self) -> set[int]:
+        return {stripe for chunk in self.replay.chunks for stripe in chunk.stripes}
+
     @cached_property
     def faults(self) -> list[Fault]:
-        """Everything that is wrong with the sums, in the order of the chunks."""
+        """Everything that is wrong with the result, in the order of the chunks."""
+        found = self._chunk_faults()
+        return found if found or self._candidate is None else value_faults(self.replay, self._candidate)
+
+    def _chunk_faults(self) -> list[Fault]:
         replay = self.replay
         found: dict[tuple[int, str, int, int], list[int]] = defaultdict(list)  # (chunk, kind, count, origin): who ended with it
         for rank in replay.ranks:
+            for chunk in lacks_chunks(replay, rank):
+                found[chunk, "absent", 0, 0].append(rank)
             for chunk, counts in replay.final(rank).items():
                 if replay.chunks[chunk].mixed:
                     found[chunk, "mixed", 0, 0].append(rank)
                     continue
+                if not any(counts):
+                    found[chunk, "unwritten", 0, 0].append(rank)
                 for origin, count in enumerate(counts):
                     if count > 1:
                         found[chunk, "twice", count, origin].append(rank)
-                for origin in lacks(replay, rank, chunk):
+                for origin in lacks(replay, rank, chunk) if any(counts) else ():
                     found[chunk, "missing", 0, origin].append(rank)
+            if replay.known and not found and any(term.mark is not None for term in (replay.terms[rank] if replay.terms else None) or ()):
+                found[len(replay.chunks), "unwritten", 0, 0].append(rank)  # it is not known which chunk was meant to be there
         together: dict[tuple[int, str, int, tuple[int, ...]], list[int]] = defaultdict(list)
         for (chunk, kind, count, origin), holders in sorted(found.items()):
             together[chunk, kind, count, tuple(holders)].append(origin)
@@ -81,22 +89,23 @@ class Verdict:
         """The sentence that describes the result."""
         replay, op = self.replay, self.operation
         if self.faults:
-            shown = self.faults if len(self.faults) <= 2 else self.faults[:1]
-            more = f" And {len(self.faults) - 1} more." if len(self.faults) > 2 else ""
-            return " ".join(self._describe(fault) for fault in shown) + more
-        k = len(replay.chunks)
+            return self._fault_text()
+        k, p = len(replay.chunks), len(replay.ranks)
         whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
-        once = f"with the data of {'both' if len(replay.ranks) == 2 else f'all {len(replay.ranks)}'} ranks in it once"
-        holder = next((r for r in replay.ranks if len(replay.final(r)) == len(replay.chunks)), None)
+        ranks = "both" if p == 2 else f"all {p}"
+        mean = any(term.divisor > 1 for rank in replay.ranks for term in (replay.terms[rank] if replay.terms else None) or ())
+        once = f"with the mean of the data of {ranks} ranks in it" if mean else f"with the data of {ranks} ranks in it once"
+        holder = next((r for r in replay.ranks if len(replay.final(r)) == k), None)
+        root = next(iter(self._origins), None)
         endings = {
             "all-reduce": f"Every rank ends with {whole}, {once}.",
             "reduce": f"Rank {holder} ends with {whole}, {once}.",
             "reduce-scatter": f"Each rank ends with its own part, {once}.",
-            "broadcast": f"Every rank ends with {whole}.",
-            "all-gather": f"Every rank ends with {whole}.",
-            "gather": f"Rank {holder} ends with {whole}.",
-            "scatter": "Each rank ends with its own part.",
-            "all-to-all": "Each rank ends with its part of every rank's data.",
+            "broadcast": f"Every rank ends with {'all' if k == 1 else whole} of rank {root}'s data.",
+            "all-gather": f"Every rank ends with {whole}{self._joined()}.",
+            "gather": f"Rank {holder} ends with {whole}{self._joined()}.",
+            "scatter": f"Each rank ends with its own part of rank {root}'s data.",
+            "all-to-all": f"Each rank ends with its part of every rank's data{self._joined()}.",
         }
         if op is not None:
             return endings[op]
@@ -105,27 +114,95 @@ class Verdict:
             return sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends))
         return "This is what each rank ends with."
 
+    def _joined(self) -> str:
+        """ ", joined along dim 1" if the parts of the results are."""
+        replay = self.replay
+        if not any(replay.terms):
+            return ""
+        dims = {joined_along(replay, rank, keys_of(replay, rank, whose=True)) for rank in replay.ranks if replay.terms[rank]}
+        return f", joined along dim {next(iter(dims))}" if len(dims) == 1 and dims != {0} else ""
+
+    def _fault_text(self) -> str:
+        faults = self.faults
+        if {fault.kind for fault in faults} == {"place"}:
+            first, *others = faults
+            parts = [f"rank {fault.holders[0]} with {self.replay.chunks[fault.chunk].label}" for fault in others]
+            if len(parts) > 3:
+                parts[2:] = [f"{len(parts) - 2} more ranks with another's"]
+            rest = f"; {listed(parts)}" if parts else ""
+            return (
+                f"Rank {first.holders[0]} ends with {chunk_name(self.replay, first.chunk)}, which is rank {first.origins[0]}'s part{rest}."
+            )
+        shown = faults if len(faults) <= 2 else faults[:1]
+        more = f" And {len(faults) - 1} more." if len(faults) > 2 else ""
+        return " ".join(self._describe(fault) for fault in shown) + more
+
     def _describe(self, fault: Fault) -> str:
-        where = f"on {ranks_text(fault.holders, self.replay.ranks)}"
-        chunk = chunk_name(self.replay, fault.chunk)
+        replay = self.replay
+        where = f"on {ranks_text(fault.holders, replay.ranks)}"
+        if fault.kind == "lost":
+            lost = "1 element" if fault.times == 1 else f"{fault.times} elements"
+            return f"Of the {replay.numel} elements of each rank's tensor, {lost} {'is' if fault.times == 1 else 'are'} in no result."
+        if fault.kind == "order":
+            return sentence(f"{where}, the parts lie in the {self._order(fault)}")
+        if fault.kind == "unwritten" and fault.chunk == len(replay.chunks):
+            return sentence(f"{where}, the result contains memory that was never written")
+        chunk = chunk_name(replay, fault.chunk)
         if fault.kind == "twice":
             times = {2: "twice", 7: "seven times or more"}.get(fault.times, f"{fault.times} times")
             return sentence(f"{where}, {chunk} has {data_of(fault.origins)} {times}")
         if fault.kind == "missing":
             return sentence(f"{where}, {chunk} lacks {data_of(fault.origins)}")
+        if fault.kind == "absent":
+            return sentence(f"{where}, the result lacks {chunk}")
+        if fault.kind == "unwritten":
+            return sentence(f"{where}, {chunk} was never written")
+        if fault.kind == "factor":
+            what = chunk if len(replay.chunks) > 1 else "the result"
+            return sentence(f"{where}, {what} is {self._factor(fault)}")
         return sentence(f"elements from different positions were added together, {where}")
+
+    def _order(self, fault: Fault) -> str:
+        labels = [self.replay.chunks[chunk].label for chunk in fault.origins]
+        if len(set(labels)) < len(labels) or labels == sorted(labels, key=lambda label: (len(label), label)) or len(labels) > 8:
+            return "wrong order"  # the chunks do not tell in which
+        return f"order {', '.join(labels)}, and not in the ranks' order"
+
+    def _factor(self, fault: Fault) -> str:
+        replay = self.replay
+        if not replay.sums:
+            return f"1/{fault.times} of the data" if fault.times > 1 else "not divided, as other results are"
+        if fault.times == 1:
+            return "the sum, and other results are means"
+        n = sum(replay.final(fault.holders[0])[fault.chunk])
+        other = "other results are the whole sum" if fault.times == n else f"the mean of {n} ranks is 1/{n}"
+        return f"1/{fault.times} of the sum; {other}"
 
 
 def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
     """The ranks whose data could be in the chunk that `rank` returned, and is not. Empty if it is not known what it returned."""
     returned = replay.returned[rank] if replay.returned else None
-    if not replay.sums or returned is None or chunk not in returned or replay.chunks[chunk].mixed:
+    if returned is None or chunk not in returned or replay.chunks[chunk].mixed:
+        return []
+    if not any(returned[chunk]):  # memory that was never written
+        return list(replay.chunks[chunk].stripes)
+    if not replay.sums:
         return []
     return [r for r in replay.chunks[chunk].stripes if r in replay.connected[rank] and not returned[chunk][r]]
 
 
+def lacks_chunks(replay: Replay, rank: int) -> list[int]:
+    """The chunks that a result lacks although it is long enough to hold all of them. Each is one rank's data."""
+    returned = replay.returned[rank] if replay.returned else None
+    if not returned or replay.sums or len({chunk.stripes for chunk in replay.chunks}) != len(replay.ranks):
+        return []
+    full = len(replay.terms[rank] or ()) == sum(chunk.elements for chunk in replay.chunks)
+    return [c for c in range(len(replay.chunks)) if c not in returned] if full else []
+
+
 def chunk_name(replay: Replay, chunk: int) -> str:
-    return f"chunk {replay.chunks[chunk].label}" if len(replay.chunks) > 1 else "the sum"
+    whole = "the sum" if replay.sums else "the result"
+    return f"chunk {replay.chunks[chunk].label}" if len(replay.chunks) > 1 else whole
 
 
 def data_of(numbers: tuple[int, ...] | list[int]) -> str:

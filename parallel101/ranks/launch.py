@@ -51,6 +51,7 @@ class Run:
     trace: Trace | None
     backend: str
     world_size: int
+    watched: Any = field(default=None, repr=False)  # what `watch` knows beyond the record: an analysis.unwritten.Watched
 
     def animate(self, title: str | None = None):
         """The messages of the run as an animation. A notebook shows it; elsewhere call `.save("ring.html")`.
@@ -59,7 +60,7 @@ class Run:
         """
         from parallel101.viz.collective import collective_scene
 
-        return collective_scene(self._recorded("animate"), self.results, title=title)
+        return collective_scene(self._recorded("animate"), self.results, title=title, watched=self.watched)
 
     def timeline(self):
         """Every rank's sends, receives, collectives and spans over time, as a picture. Raises ValueError when the run was not recorded."""

@@ -18,7 +18,7 @@ from parallel101.record.events import P2P
 from parallel101.record.units import chunk_letters, human_bytes, listed, ranks_text, sentence
 
 NOT_KEPT = ("The contents of the messages were not recorded.", "p101.watch(fn) records them and shows whose data they are.")
-NO_ORIGIN = ("These values do not show which rank they came from.", "p101.watch(fn) follows sums and copies, but not means or products.")
+NO_ORIGIN = ("These values do not show which rank they came from.", "p101.watch(fn) follows copies, sums and means, but not products.")
 TOO_MANY = ("There are too many ranks or chunks to draw them all.", "With fewer, the picture shows what is inside a message.")
 
 
@@ -120,7 +120,12 @@ class Captions:
         return sentence(f"{route.senders} {route.send} {contents} to {route.receivers}{then}")
 
     def new_error(self, step: int) -> str:
-        """What went wrong in a step: some rank now has data in a sum more than once, and no rank had it before. "" if nothing did."""
+        """What went wrong in a step. "" if nothing did.
+
+        A rank sends memory that was never written, or it now has data in a sum more than once, and no rank had it before.
+        """
+        if any(self.replay.unwritten[i] for i in self.replay.in_step(step)):
+            return self._unwritten(step)
         found: dict[tuple[int, int], list[int]] = {}
         for (rank, chunk), states in sorted(self.replay.cells.items()):
             for (_, before), (moment, after) in zip(states, states[1:], strict=False):
@@ -131,6 +136,22 @@ class Captions:
             return ""
         (rank, chunk), origins = next(iter(found.items()))
         return f"On rank {rank}, {chunk_name(self.replay, chunk)} now contains {data_of(origins)} more than once."
+
+    def _unwritten(self, step: int) -> str:
+        named, others = [], []
+        for i in self.replay.in_step(step):
+            src = self.replay.messages[i].src
+            names = [self.replay.chunks[x.chunk].label for x in self.replay.landings[i] if not any(x.carried)]
+            if names:
+                it = "them" if len(names) > 1 else "it"
+                named.append(f"rank {src} sends chunk{'s' * (len(names) > 1)} {chunk_letters(names)} before it has {it}")
+            elif self.replay.unwritten[i]:
+                others.append(src)
+        if len(named) > 4:
+            named[3:] = [f"{len(named) - 3} more ranks do the same"]
+        if others:
+            named.append(f"{ranks_text(others)} send{'s' * (len(set(others)) == 1)} memory that was never written")
+        return sentence(", ".join(named))
 
     def _most_before(self, chunk: int, origin: int, step: int) -> int:
         states = [state for rank in self.replay.ranks for state in self.replay.cells[rank, chunk]]
@@ -212,6 +233,8 @@ def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
 def _contents(replay: Replay, indices: list[int], route: Route) -> tuple[str, bool]:
     """What the messages contain, in words, and whether that is a plural."""
     landings = [landing for i in indices for landing in replay.landings[i]]
+    if not landings and any(replay.unwritten[i] for i in indices):
+        return "memory that was never written", False
     if not landings:
         return ("messages without data", True) if route.many_senders else ("a message without data", False)
     whole = len(replay.chunks) == 1

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel101.analysis.replay import Replay, replay_of
+from parallel101.analysis.unwritten import Watched
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
 from parallel101.viz.captions import NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
@@ -31,7 +32,12 @@ STYLE = (
 
 
 def collective_scene(
-    trace: Trace, results: Sequence[Any] | None = None, *, title: str | None = None, inputs: Sequence[Any] | None = None
+    trace: Trace,
+    results: Sequence[Any] | None = None,
+    *,
+    title: str | None = None,
+    inputs: Sequence[Any] | None = None,
+    watched: Watched | None = None,
 ) -> Scene:
     """Animate the messages of a run.
 
@@ -43,6 +49,7 @@ def collective_scene(
         results: what each rank returned, by rank, if known.
         title: above the picture; None: a title derived from the record.
         inputs: what each rank was given, by rank; None: each rank starts with the part that carries its own origin.
+        watched: what `watch` knows beyond the record.
 
     Returns:
         A Scene with one stop for each step of the algorithm.
@@ -50,7 +57,7 @@ def collective_scene(
     Raises:
         ValueError: too many ranks or messages, or not one result or input for each rank.
     """
-    replay = replay_of(trace, results, inputs)
+    replay = replay_of(trace, results, inputs, watched)
     if len(replay.ranks) > MOST_RANKS:
         raise ValueError(
             f"{len(replay.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: use fewer, or run.timeline()"
@@ -91,7 +98,13 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         if scene.duration:
             group.show((begin, end))
         room, width = 884 - 6.8 * len(fact), (8.7 if wrong else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
-        group.add("text", text, x=28, y=64, font_size=min(14.0, 14 * room / width), class_="w b" if wrong else "m")
+        size, lines = min(14.0, 14 * room / width), [text]
+        if size < 10.5:  # two lines
+            middle = min((i for i, letter in enumerate(text) if letter == " "), key=lambda i: abs(i - len(text) / 2))
+            size, lines = min(12.5, 2 * size * 0.95), [text[:middle], text[middle + 1 :]]
+        for k, line in enumerate(lines):
+            y = 64 if len(lines) == 1 else 59 + 16 * k
+            group.add("text", line, x=28, y=y, font_size=size, class_="w b" if wrong else "m")
         if fact:
             group.add("text", fact, x=932, y=64, font_size=13, class_="m e")
 

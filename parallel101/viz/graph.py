@@ -145,7 +145,8 @@ def _aside(points: list[Point], shift: float) -> list[Point]:
 def _flash(parent: Node, diagram: Diagram, rank: int, landings: list) -> None:
     x, y = diagram.at[rank]
     r = diagram.node
-    parent.add("circle", cx=x, cy=y, r=r, class_=f"z s{landings[0].chunk % 8}" if landings else "zz")
+    arrived = [landing for landing in landings if any(landing.carried)]
+    parent.add("circle", cx=x, cy=y, r=r, class_=f"z s{arrived[0].chunk % 8}" if arrived else "zz")
     if any(landing.added for landing in landings):
         bx, by, small = x + 0.71 * r, y - 0.71 * r, max(5.0, 0.36 * r)
         parent.add("circle", cx=bx, cy=by, r=small, class_="badge")
@@ -185,8 +186,9 @@ def _letters(tile: Node, replay: Replay, landings: list[Landing], side: float) -
     for k, landing in enumerate(landings):
         x, colour = (k - (len(landings) - 1) / 2) * width, landing.chunk % 8
         rim = "bad" if any(count > 1 for count in landing.carried) else "k"
-        tile.add("rect", x=x - width / 2, y=-side / 2, width=width, height=side, rx=side * 0.21, class_=f"f{colour} {rim}")
-        tile.add("text", replay.chunks[landing.chunk].label, x=x, y=font * 0.32, font_size=font, class_=f"b c o{colour}")
+        look, ink = (f"f{colour} {rim}", f"b c o{colour}") if any(landing.carried) else ("gone", "b c")  # memory that was never written
+        tile.add("rect", x=x - width / 2, y=-side / 2, width=width, height=side, rx=side * 0.21, class_=look)
+        tile.add("text", replay.chunks[landing.chunk].label, x=x, y=font * 0.32, font_size=font, class_=ink)
 
 
 def _pack(tile: Node, replay: Replay, landings: list[Landing], side: float) -> None:

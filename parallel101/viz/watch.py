@@ -8,14 +8,16 @@ The function needs no annotation, so this also works on a learner's own code, ri
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallel101.analysis.provenance import most_elements, origin_tensor
+from parallel101.analysis.unwritten import MarkUnwritten, Places, Watched
 from parallel101.ranks.launch import Run, launch
 from parallel101.sim.network import Network
 
@@ -36,7 +38,7 @@ def watch(
     """Call `fn(x)` on every rank, with an x whose values carry their origin, and record the contents of the messages.
 
     Args:
-        fn: takes a tensor, talks to the other ranks, and returns a tensor (or several, or none). Sums and copies can be followed.
+        fn: takes a tensor, talks to the other ranks, and returns a tensor (or several, or none). Copies, sums and means can be followed.
         world_size: the number of ranks, at most 18 (more do not fit into an int64).
         numel: elements of x on each rank; None: 2·world_size, or as many as fit.
         backend: "gloo", "nccl" or "sim".
@@ -64,9 +66,31 @@ def watch(
         raise ValueError(f"shape={size} has {math.prod(size)} elements, but numel={numel}: pass one of them, or two that agree")
     origin_tensor(0, world_size, numel, dtype)
 
-    def watched() -> Any:
+    def watched() -> tuple[Any, Places]:
         x = origin_tensor(dist.get_rank(), world_size, numel, dtype)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return fn(x.to(device).reshape(size))
+        with _settings(keep=backend != "sim"), MarkUnwritten(dist.get_rank(), world_size) as unwritten:
+            result = fn(x.to(device).reshape(size))
+        return result, unwritten.places(result)
 
-    return launch(watched, world_size=world_size, backend=backend, trace="payload", network=network, rules=rules)
+    run = launch(watched, world_size=world_size, backend=backend, trace="payload", network=network, rules=rules)
+    run.results, places = [result for result, _ in run.results], tuple(found for _, found in run.results)
+    run.watched = Watched(size, places)
+    return run
+
+
+@contextlib.contextmanager
+def _settings(keep: bool) -> Iterator[None]:
+    """Inside, torch fills new memory, and a division of integers gives float64, in which it is exact. `keep`: restore the settings.
+
+    (On sim the ranks share the first of them, and their process ends after the run.)
+    """
+    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # only with it, torch.utils.deterministic.fill_uninitialized_memory holds
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before[0])
+        if keep:
+            torch.use_deterministic_algorithms(before[1], warn_only=before[2])

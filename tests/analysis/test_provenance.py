@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel101.analysis.provenance import MOST, Term, decode, flat_values, most_elements, origin_tensor
+from parallel101.analysis.unwritten import MarkUnwritten
 
 
 @given(st.integers(1, 16), st.data())
@@ -46,7 +47,7 @@ def test_a_sum_of_different_positions_is_mixed():
     assert missed / (mixed + missed) < 0.02  # the check has 61 values, so a mixture rarely passes it
 
 
-@pytest.mark.parametrize("values", [[0.5], [float("nan")], [float("inf")], [-1], [1], [True], [3, 1.25], list(range(1, 9)), [8**4 * 3]])
+@pytest.mark.parametrize("values", [[0.5], [float("inf")], [-1], [1], [True], [3, 1.25], list(range(1, 9)), [8**4 * 3]])
 def test_other_values_are_not_decoded(values):
     assert decode(values, 4) is None
 
@@ -89,3 +90,39 @@ def test_flat_values():
     assert flat_values({"a": 1}) is None
     assert flat_values([torch.ones(2), "text"]) is None
     assert flat_values(torch.ones(1 << 17)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 11])
+def test_a_mean_is_exact_however_often_it_was_divided(n, dtype):
+    total = sum(origin_tensor(r, n, 9, dtype) for r in range(n))
+    for divisor in (n, n * n) if n <= 8 else (n,):
+        expected = [Term(j, (1,) * n, divisor) for j in range(9)]
+        assert decode((total // divisor).tolist(), n) == expected
+        assert decode((total.double() / divisor).tolist(), n) == expected
+        assert (
+            decode(sum((origin_tensor(r, n, 9, dtype) / divisor).double() for r in range(n)).tolist(), n) == expected
+            or dtype != torch.float64
+        )
+
+
+def test_other_factors_are_found():
+    total = sum(origin_tensor(r, 4, 6) for r in range(4))
+    for divisor in (2, 3, 5, 8, 12):
+        assert decode((total // divisor).tolist(), 4) == [Term(j, (1,) * 4, divisor) for j in range(6)]
+    assert decode((3 * total).tolist(), 4) == [Term(j, (3,) * 4) for j in range(6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+@pytest.mark.parametrize("n", [2, 4, 8, 12])
+def test_memory_that_was_never_written_is_recognised(n, dtype):
+    data = origin_tensor(1, n, 4, dtype)
+    with MarkUnwritten(1, n) as marks:
+        first, second = torch.empty(4, dtype=dtype), torch.empty_like(data)
+    terms = decode(second.tolist(), n)
+    if n < 12 or dtype == torch.int64:  # beside more ranks, a float64 has no room for marks
+        assert [term.mark for term in terms] == [(1, 1, j) for j in range(4)]
+        assert marks.places(torch.cat([data, second, first])) == {1: 4, 0: 8}
+        assert all(term.mark == () for term in decode([*(data + first).tolist(), *(first + second).tolist()], n))
+    assert [term.mark for term in decode([float("nan"), 2**63 - 1], n)] == [(), ()]
+    assert all(term.mark is None for term in decode([0, *data.tolist()], n))

@@ -41,7 +41,7 @@ def shifted_all_to_all(x):
 
 RIGHT = {
     "reduce-scatter": (p.ring_reduce_scatter, "its own part, with the data of all"),
-    "scatter": (p.flat_scatter, "its own part."),
+    "scatter": (p.flat_scatter, "its own part of rank 0's data."),
     "all-to-all": (p.pairwise_all_to_all, "its part of every rank's data."),
 }
 SHIFTED = {"reduce-scatter": one_further, "scatter": shifted_scatter, "all-to-all": shifted_all_to_all}
@@ -55,8 +55,9 @@ def test_a_rank_has_its_own_part_only_if_the_parts_are_in_the_order_of_the_ranks
     right, shifted = (collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation]))
     assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in right.stops[-1].label
     assert operation not in shifted.title.lower() and "its own part" not in shifted.stops[-1].label
-    expected = ", ".join(f"rank {rank} ends with {'abcdef'[(rank + 1) % n]}" for rank in range(n))
-    assert shifted.stops[-1].label.endswith(f" {expected[0].upper()}{expected[1:]}." if n <= 4 else " This is what each rank ends with.")
+    others = {3: "rank 1 with c and rank 2 with a", 4: "rank 1 with c, rank 2 with d and rank 3 with a"}
+    others[6] = "rank 1 with c, rank 2 with d and 3 more ranks with another's"
+    assert shifted.stops[-1].label.endswith(f" Rank 0 ends with chunk b, which is rank 1's part; {others[n]}.")
 
 
 def exchange_with_all(x):
