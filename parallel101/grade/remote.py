@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from parallel101.grade.users import end_processes_of, library_copy, user_of
 from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
 from parallel101.record.errors import DeadlockError, MisuseError
+from parallel101.record.overloads import SIGNATURES
 from parallel101.record.signatures import COLLECTIVES, flat
 from parallel101.record.spans import Recorder, compute, recorder
 from parallel101.record.trace import Trace
@@ -303,13 +303,15 @@ class VirtualEnd:
     def _collective(self, frame: Frame, place: str) -> None:
         text = frame.text
         given = frames.decode(text["given"], frame.data)
-        options = dict(text["options"])
-        if "reduceOp" in options:
-            options["reduceOp"] = getattr(dist.ReduceOp, str(options["reduceOp"]).upper())
         method = text["method"]
         if method not in COLLECTIVES:
             raise KeyError(method)
-        work = getattr(self.groups[text["group"]], method)(*given, SimpleNamespace(**options))
+        options = SIGNATURES[method].options()
+        if "reduceOp" in text["options"]:
+            options.reduceOp = getattr(dist.ReduceOp, str(text["options"]["reduceOp"]).upper())
+        if "rootRank" in text["options"]:
+            options.rootRank = int(text["options"]["rootRank"])
+        work = getattr(self.groups[text["group"]], method)(*given, options)
         outputs = flat(given[0]) if given and "barrier" not in method else []
         self._keep(text["call"], work, outputs, method, None, place)
 
