@@ -37,6 +37,7 @@ def _signatures() -> dict[str, Signature]:
         "allgather": Signature(gather, (2, 1)),
         "allgather_coalesced": Signature(gather, (2, 1), ()),
         "gather": Signature(dist.GatherOptions, (2, 1), ("root", "timeout")),
+        "gather_single": Signature(dist.GatherOptions, (0, 0), ()),
         "scatter": Signature(dist.ScatterOptions, (1, 2), ("root", "timeout")),
         "reduce_scatter": Signature(scatter, (1, 2), ("op", "timeout")),
         "alltoall": Signature(to_all, (1, 1), ()),

@@ -1,0 +1,40 @@
+"""What others write with torch alone gives plain torch's numbers in every launch: on gloo, on recorded and checked gloo, and on sim."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel101 as p101
+
+from .torchs_programs import PROGRAMS, RANKS, run_all
+
+LAUNCHES = {  # name → what they leave out, options of launch
+    "gloo": ([], {}),
+    "recorded gloo": ([], {"trace": True}),
+    "sim": ([], {"backend": "sim"}),
+    "NCCL's rules": (["DDP, sparse"], {"backend": "sim", "rules": "nccl"}),  # NCCL has no sparse all-reduce
+}
+
+
+@pytest.mark.slow
+def test_every_program_gives_plain_torchs_numbers_in_every_launch(tmp_path):
+    plain = [sys.executable, "-m", "tests.ranks.torchs_programs", str(tmp_path)]
+    with subprocess.Popen(plain, cwd=Path(__file__).parents[2]) as process:
+        found = {
+            where: p101.launch(run_all, without, world_size=RANKS, timeout=150, **options).results
+            for where, (without, options) in LAUNCHES.items()
+        }
+    assert process.returncode == 0
+    for rank in range(RANKS):
+        expected = torch.load(tmp_path / f"{rank}.pt")
+        for where, (without, _) in LAUNCHES.items():
+            assert set(found[where][rank]) == set(PROGRAMS) - set(without)
+            for name, tensors in found[where][rank].items():
+                message = f"{name} on {where}, rank {rank}: {{}}"
+                torch.testing.assert_close(tensors, expected[name], rtol=1e-12, atol=1e-14, msg=message.format)
+                assert tensors

@@ -1,0 +1,269 @@
+"""Programs of torch alone, as others write them: DDP, FSDP2, DTensor, torch.distributed.pipelining and Muon, on two ranks in float64.
+
+Each returns what the rank ends with. This module imports nothing of parallel101, so that plain ranks, which this file starts when it is run
+as a script, know nothing of it:
+
+    python -m tests.ranks.torchs_programs FOLDER   ──▶   FOLDER/0.pt, FOLDER/1.pt
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline, schedules
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+RANKS = 2
+
+
+def randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def trained(model: nn.Module, net: nn.Module, batch: Any, steps: int = 2) -> list[Tensor]:
+    """Weights and gradients of `net` after some steps on this rank's batches, through its wrapper `model`."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    found = [whole(p) for p in net.parameters()]
+    return found + [whole(p.grad).to_dense() for p in net.parameters() if p.grad is not None]
+
+
+def own(step: int) -> Tensor:
+    return randn(10 * step + dist.get_rank(), 3, 4)
+
+
+# ── Data parallel
+
+
+def ddp(**options: Any) -> list[Tensor]:
+    net = mlp()
+    return trained(DDP(net, bucket_cap_mb=1e-4, **options), net, own)
+
+
+def ddp_accumulates() -> list[Tensor]:
+    """As nanoGPT does it: only the last of the microbatches synchronises."""
+    net = mlp()
+    model = DDP(net)
+    for micro in range(3):
+        model.require_backward_grad_sync = micro == 2
+        model(own(micro)).square().mean().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    return [p.grad for p in net.parameters()]
+
+
+def ddp_with_hook() -> list[Tensor]:
+    net = mlp()
+    model = DDP(net)
+
+    def mean(_, bucket):  # without annotations, which torch compares with types
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, mean)
+    return trained(model, net, own)
+
+
+def ddp_sparse() -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1)).double()
+    return trained(DDP(net), net, lambda step: torch.tensor([dist.get_rank(), step, 7 - step, step]))
+
+
+def channels_last() -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3)).double().to(memory_format=torch.channels_last)
+    found = trained(DDP(net), net, lambda step: randn(10 * step + dist.get_rank(), 2, 2, 6, 6).to(memory_format=torch.channels_last))
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        dist.broadcast(p.data, 1)
+    return found + [p.detach() for p in net.parameters()] + [p.grad for p in net.parameters()]
+
+
+# ── FSDP2 and DTensor
+
+
+def fsdp2(**options: Any) -> list[Tensor]:
+    net = mlp()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (RANKS,)), **options)
+    return trained(net, net, own)
+
+
+def tensor_parallel() -> list[Tensor]:
+    net = mlp()
+    parallelize_module(net, init_device_mesh("cpu", (RANKS,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return trained(net, net, lambda step: randn(step, 3, 4))
+
+
+def sequence_parallel() -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)).double()
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+        "4": SequenceParallel(),
+    }
+    mesh = init_device_mesh("cpu", (RANKS,))
+    parallelize_module(net, mesh, plan)
+    parallelize_module(net, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
+    parallelize_module(net, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()))
+    return trained(net, net, lambda step: randn(step, 2, 6, 4))
+
+
+def dtensor() -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    a, b = randn(1, 7, 6), randn(2, 6, 5)
+    product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
+    return [product.redistribute(mesh, [Shard(0)]).full_tensor(), product.redistribute(mesh, [Shard(1)]).full_tensor()]
+
+
+# ── torch.distributed.pipelining
+
+
+def pipelined(kind: type) -> list[Tensor]:
+    rank, microbatches, name = dist.get_rank(), 4, kind.__name__
+    if issubclass(kind, schedules.PipelineScheduleMulti):
+        mine = (rank, 3 - rank) if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else (rank, rank + RANKS)
+    else:
+        mine = (rank,)
+    count = len(mine) * RANKS
+    torch.manual_seed(0)
+    net = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(count))
+    stages = [PipelineStage(net[stage], stage, count, torch.device("cpu")) for stage in mine]
+    schedule = kind(stages if len(mine) > 1 else stages[0], microbatches, loss_fn=F.mse_loss)
+    losses: list[Tensor] = []
+    last = count - 1 in mine
+    schedule.step(*([randn(1, 8, 4)] if 0 in mine else []), target=randn(2, 8, 4) if last else None, losses=losses if last else None)
+    return losses + [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def traced_pipeline() -> list[Tensor]:
+    """torch's own pipeline() cuts the model. A number goes from stage to stage, which is sent as () and received as (1,)."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x).tanh()
+            factor = self.scale * hidden.mean()
+            return self.second(hidden) * factor
+
+    torch.manual_seed(0)
+    cut = pipeline(Scaled().double(), mb_args=(randn(0, 2, 4),), split_spec={"second": SplitPoint.BEGINNING})
+    stage = cut.build_stage(dist.get_rank(), torch.device("cpu"))
+    schedule = schedules.ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
+    schedule.step(randn(1, 8, 4)) if dist.get_rank() == 0 else schedule.step(target=randn(2, 8, 4))
+    return [p.grad for p in stage.submod.parameters()]
+
+
+# ── Muon
+
+
+def muon() -> list[Tensor]:
+    """Each rank orthogonalises every second matrix, and the ranks exchange what they have updated, as modded-nanoGPT's Muon does."""
+    rank, net = dist.get_rank(), mlp()
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    optimizer = torch.optim.Muon(matrices[rank::RANKS], lr=0.1)
+    for step in range(2):
+        net(own(step)).square().mean().backward()
+        works = [dist.all_reduce(p.grad, async_op=True) for p in net.parameters()]
+        for work in works:
+            work.wait()
+        optimizer.step()
+        works = [dist.broadcast(p.data, i % RANKS, async_op=True) for i, p in enumerate(matrices)]
+        for work in works:
+            work.wait()
+        net.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+
+PROGRAMS = {
+    "DDP": ddp,
+    "DDP, static graph": lambda: ddp(static_graph=True),
+    "DDP, unused parameters": lambda: ddp(find_unused_parameters=True, gradient_as_bucket_view=True),
+    "DDP, accumulation": ddp_accumulates,
+    "DDP, hook": ddp_with_hook,
+    "DDP, sparse": ddp_sparse,
+    "DDP, channels last": channels_last,
+    "FSDP2": fsdp2,
+    "FSDP2, kept": lambda: fsdp2(reshard_after_forward=False),
+    "FSDP2, float32": lambda: fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)),
+    "DTensor": dtensor,
+    "tensor parallel": tensor_parallel,
+    "sequence parallel": sequence_parallel,
+    **{
+        kind.__name__: lambda kind=kind: pipelined(kind)
+        for kind in (
+            schedules.ScheduleGPipe,
+            schedules.Schedule1F1B,
+            schedules.ScheduleInterleaved1F1B,
+            schedules.ScheduleLoopedBFS,
+            schedules.ScheduleInterleavedZeroBubble,
+            schedules.ScheduleZBVZeroBubble,
+            schedules.ScheduleDualPipeV,
+        )
+    },
+    "pipeline()": traced_pipeline,
+    "Muon": muon,
+}
+
+
+def run_all(without: Sequence[str] = ()) -> dict[str, list[Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own future
+        return {name: program() for name, program in PROGRAMS.items() if name not in without}
+
+
+def plain_rank(rank: int, folder: str) -> None:
+    """One rank of plain torch, as torchrun would start it."""
+    assert "parallel101" not in sys.modules
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    torch.save(run_all(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=plain_rank, args=(rank, sys.argv[1])) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
