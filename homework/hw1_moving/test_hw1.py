@@ -1,34 +1,444 @@
 """Grades homework 1. `pytest homework/hw1_moving` runs it."""
 
-from parallel101.grade.checks import MESSAGES, bytes_sent, steps, value
-from parallel101.grade.exercise import Case, Draw, Exercise
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    origins,
+    received,
+    right,
+    same,
+    steps,
+    value,
+)
+from parallel101.grade.exercise import Case, Check, Draw, Exercise, Misconception, Question, Trial
+from parallel101.record.spans import compute
+
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
+
+
+def log2_up(n: int) -> int:
+    return math.ceil(math.log2(n))
+
+
+def largest_chunk(case: Case) -> int:
+    """The bytes of the largest of the n parts of x."""
+    x = case.facts["x"]
+    return x[: math.ceil(x.shape[0] / case.world_size)].nbytes
+
+
+# ---- 1: ring shift ----
+
+
+def ring_shift_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
+    n = len(xs)
+    return Case([(x,) for x in xs], [xs[(rank - 1) % n] for rank in range(n)], note, facts={"nbytes": xs[0].nbytes, "xs": xs})
 
 
 def ring_shift_cases(draw: Draw) -> list[Case]:
-    cases = []
-    for n in (1, 2, 3, 4, 5):
-        xs = draw.tensors(n, draw.integer(1, 9), 2)
-        cases.append(Case([(x,) for x in xs], [xs[(rank - 1) % n] for rank in range(n)], facts={"nbytes": xs[0].nbytes}))
-    return cases
+    rows = draw.integer(40, 60)
+    cases = [ring_shift_case(draw.tensors(n, rows, 2)) for n in (1, 2, 3, 4)]
+    cases.append(ring_shift_case(draw.tensors(3, 5, dtype=I64), "5 whole numbers"))
+    cases.append(ring_shift_case([x.t() for x in draw.tensors(4, 2, rows, dtype=F64)], "transposed, float64"))
+    return [*cases, ring_shift_case(draw.tensors(5, rows, 2))]
 
 
-def once(case: Case) -> list[int]:
+def x_if_not_alone(case: Case) -> list[int]:
     return [case.facts["nbytes"] if case.world_size > 1 else 0] * case.world_size
 
 
-EXERCISES = [
-    Exercise(
-        number="1",
-        function="ring_shift",
-        title="Ring shift",
-        points=10,
-        cases=ring_shift_cases,
-        checks=(
-            value(),
-            bytes_sent(lambda case: [case.facts["nbytes"]] * case.world_size, "every rank sends x once"),
-            steps(lambda case: 1, "one step"),
-        ),
-        least_received=once,
-        misconceptions=MESSAGES,
+def shifted_backwards(trials: Sequence[Trial]) -> bool:
+    """Every rank has the x of the rank after it. On two ranks both directions are the same."""
+    longer = [trial for trial in trials if trial.world_size > 2]
+    return bool(longer) and all(
+        same(result, trial.case.facts["xs"][(rank + 1) % trial.world_size]) for trial in longer for rank, result in enumerate(trial.results)
+    )
+
+
+RING_SHIFT = Exercise(
+    number="1",
+    function="ring_shift",
+    title="Ring shift",
+    points=10,
+    cases=ring_shift_cases,
+    checks=(
+        value("every rank returns the x of the rank before it", keeps="x"),
+        bytes_sent(x_if_not_alone, "every rank sends x once"),
+        steps(lambda case: 1, "one step"),
     ),
-]
+    least_received=x_if_not_alone,
+    misconceptions=(
+        *MESSAGES,
+        Misconception(
+            "shifted the wrong way",
+            "Every rank returns the x of the rank after it: the data goes round the ring backwards.",
+            shifted_backwards,
+        ),
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "If every rank calls dist.send first, who receives? Start one of the two without waiting for it.",
+        "dist.isend and dist.irecv return at once, with a work. Start both, then wait for both. Receive into a tensor of your own: "
+        "torch.empty(x.shape, dtype=x.dtype).",
+        "received = torch.empty(x.shape, dtype=x.dtype); sending = dist.isend(x.contiguous(), (rank + 1) % n); "
+        "dist.recv(received, (rank - 1) % n); sending.wait(). With one rank there is nobody to send to.",
+    ),
+    questions=(
+        Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+                 lambda: ring_shift_case([torch.ones(1000)] * 4), lambda trial: max(communicated(trial)), "bytes"),
+        Question("steps", "4 ranks: how many steps does it take?",
+                 lambda: ring_shift_case([torch.ones(1000)] * 4), lambda trial: int(trial.trace.makespan), "steps"),
+    ),
+    watch=lambda: ring_shift_case([origin_tensor(rank, 4, 6) for rank in range(4)]),
+)  # fmt: skip
+
+
+# ---- 2: broadcast ----
+
+
+def broadcast_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
+    n, x = len(xs), xs[root]
+    return Case([(mine, root) for mine in xs], [x] * n, f"root {root}{note and ', '}{note}", facts={"root": root, "x": x})
+
+
+def broadcast_cases(draw: Draw) -> list[Case]:
+    rows = draw.integer(40, 60)
+    cases = [broadcast_case(draw.tensors(n, rows, 2), root) for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 0))]
+    cases.append(broadcast_case(draw.tensors(4, 3, dtype=I64), draw.integer(1, 3), "3 whole numbers"))
+    cases.append(broadcast_case([x.t() for x in draw.tensors(5, 2, rows, dtype=F64)], 0, "transposed, float64"))
+    return [*cases, broadcast_case(draw.tensors(5, rows, 2), draw.integer(1, 4))]
+
+
+def x_except_on_root(case: Case) -> list[int]:
+    return [0 if rank == case.facts["root"] else case.facts["x"].nbytes for rank in range(case.world_size)]
+
+
+def flat_bytes(case: Case) -> list[int]:
+    most = (case.world_size - 1) * case.facts["x"].nbytes
+    return [most if rank == case.facts["root"] else 0 for rank in range(case.world_size)]
+
+
+def tree_bytes(case: Case) -> list[int]:
+    return [log2_up(case.world_size) * case.facts["x"].nbytes] * case.world_size
+
+
+def only_root_zero(trials: Sequence[Trial]) -> bool:
+    """Right wherever the root is 0, wrong wherever it is not."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    zero = [trial for trial in several if trial.case.facts["root"] == 0]
+    other = [trial for trial in several if trial.case.facts["root"] != 0]
+    return bool(zero and other) and not failed(zero) and len(failed(other)) == len(other)
+
+
+def only_powers_of_two(trials: Sequence[Trial]) -> bool:
+    """Right wherever n is a power of two, and wrong somewhere else."""
+    wrong = failed(trials)
+    return bool(wrong) and all(trial.world_size & (trial.world_size - 1) for trial in wrong)
+
+
+def root_sends_to_all(trials: Sequence[Trial]) -> bool:
+    """Right, but all messages come from the root."""
+    several = [trial for trial in trials if trial.world_size > 2]
+    return bool(several) and all(
+        right(trial) and sum(communicated(trial)) == communicated(trial)[trial.case.facts["root"]] for trial in several
+    )
+
+
+def one_after_the_other(trials: Sequence[Trial]) -> bool:
+    """Right, but as many steps as ranks, and no rank sends x more than once."""
+    several = [trial for trial in trials if trial.world_size > 3]
+    return bool(several) and all(
+        right(trial) and trial.trace.makespan >= trial.world_size - 1 and max(communicated(trial)) < 2 * trial.case.facts["x"].nbytes
+        for trial in several
+    )
+
+
+ROOT_IS_ZERO = Misconception(
+    "root hard-coded to 0",
+    "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the root.",
+    only_root_zero,
+)
+BROADCAST_QUESTION = lambda: broadcast_case([torch.ones(1000)] * 8, 0)  # noqa: E731
+
+FLAT_BROADCAST = Exercise(
+    number="2a",
+    function="flat_broadcast",
+    title="Broadcast, flat",
+    points=10,
+    cases=broadcast_cases,
+    checks=(
+        value("every rank returns the root's x", keeps="x"),
+        bytes_sent(flat_bytes, "the root sends x to each other rank once, the others send nothing"),
+        steps(lambda case: case.world_size - 1, "n − 1 steps"),
+    ),
+    least_received=x_except_on_root,
+    misconceptions=(*MESSAGES, ROOT_IS_ZERO, CHANGES_ITS_INPUT),
+    hints=(
+        "What does the root do, and what do the others do? The two halves of an if.",
+        "The root loops over all ranks except itself and sends x. Every other rank receives once, from the root.",
+        "if rank == root: for other in range(n): if other != root: dist.send(x.contiguous(), other), and return x.clone(). "
+        "Otherwise: received = torch.empty(x.shape, dtype=x.dtype); dist.recv(received, root); return received.",
+    ),
+    questions=(
+        Question("bytes", "8 ranks, 1000 float32 numbers: how many bytes does the root send?",
+                 BROADCAST_QUESTION, lambda trial: communicated(trial)[0], "bytes"),
+        Question("steps", "8 ranks: how many steps does it take?", BROADCAST_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+    ),
+    watch=lambda: broadcast_case([origin_tensor(rank, 4, 6) for rank in range(4)], 1),
+)  # fmt: skip
+
+TREE_BROADCAST = Exercise(
+    number="2b",
+    function="tree_broadcast",
+    title="Broadcast, along a tree",
+    points=10,
+    cases=broadcast_cases,
+    checks=(
+        value("every rank returns the root's x", keeps="x"),
+        bytes_sent(tree_bytes, "no rank sends more than ⌈log₂ n⌉ times x"),
+        steps(lambda case: log2_up(case.world_size), "⌈log₂ n⌉ steps"),
+    ),
+    least_received=x_except_on_root,
+    misconceptions=(
+        *MESSAGES,
+        ROOT_IS_ZERO,
+        Misconception(
+            "non-power-of-two loses ranks",
+            "The code is right if n is a power of two. For other n the tree reaches for ranks that do not exist, or leaves some ranks out.",
+            only_powers_of_two,
+        ),
+        Misconception(
+            "flat in place of a tree",
+            "The root sends to every rank itself, in n − 1 steps, while the ranks that already have x do nothing.",
+            root_sends_to_all,
+        ),
+        Misconception(
+            "chain in place of a tree",
+            "Every rank passes x on once, so only one message is under way at a time, and it takes n − 1 steps.",
+            one_after_the_other,
+        ),
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "Count the ranks from the root: position = (rank − root) mod n. The root has position 0. You need it again only where you send.",
+        "Let the distance be 1, 2, 4, … below n. In each step the positions below the distance have x. Position p sends to p + distance, "
+        "if there is one.",
+        "for distance 1, 2, 4, … < n: if position < distance and position + distance < n: send to (position + distance + root) % n; "
+        "elif distance <= position < 2 * distance: receive from (position - distance + root) % n.",
+    ),
+    questions=(
+        Question("steps", "8 ranks: how many steps does it take?", BROADCAST_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+        Question("bytes", "8 ranks, 1000 float32 numbers: how many bytes does the busiest rank send?",
+                 BROADCAST_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
+    ),
+    watch=lambda: broadcast_case([origin_tensor(rank, 5, 6) for rank in range(5)], 1),
+)  # fmt: skip
+
+
+# ---- 3: scatter and gather ----
+
+
+def scatter_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
+    chunks = list(torch.tensor_split(xs[root], len(xs)))
+    return Case([(x, root) for x in xs], chunks, f"root {root}{note and ', '}{note}", facts={"root": root, "x": xs[root], "chunks": chunks})
+
+
+def scatter_cases(draw: Draw) -> list[Case]:
+    cases = [scatter_case(draw.tensors(n, 24 * n, 2), root) for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))]
+    cases.append(scatter_case(draw.tensors(3, 61, 2), draw.integer(1, 2), "61 rows, which 3 doesn't divide"))
+    cases.append(scatter_case(draw.tensors(4, 3, dtype=I64), draw.integer(1, 3), "3 whole numbers, fewer than ranks"))
+    cases.append(scatter_case([x.t() for x in draw.tensors(4, 3, 83, dtype=F64)], draw.integer(1, 3), "transposed, float64"))
+    return [*cases, scatter_case(draw.tensors(5, 102, 2), 0), scatter_case(draw.tensors(5, 103, 2), draw.integer(1, 4))]
+
+
+def own_chunk(case: Case) -> list[int]:
+    return [0 if rank == case.facts["root"] else chunk.nbytes for rank, chunk in enumerate(case.facts["chunks"])]
+
+
+def all_but_one_chunk(case: Case) -> list[int]:
+    return [(case.world_size - 1) * largest_chunk(case)] * case.world_size
+
+
+def whole_scattered(trials: Sequence[Trial]) -> bool:
+    """Every rank but the root receives as many bytes as all of x has."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    return bool(several) and all(
+        got >= trial.case.facts["x"].nbytes
+        for trial in several
+        for rank, got in enumerate(received(trial))
+        if rank != trial.case.facts["root"]
+    )
+
+
+def others_chunks(trials: Sequence[Trial]) -> bool:
+    """Each rank has a chunk of x, but not always its own."""
+    wrong = failed(trials)
+    return bool(wrong) and all(
+        any(same(result, chunk) for chunk in trial.case.facts["chunks"]) for trial in wrong for result in trial.results
+    )
+
+
+SCATTER_QUESTION = lambda: scatter_case([torch.ones(1000)] * 4, 0)  # noqa: E731
+
+SCATTER = Exercise(
+    number="3a",
+    function="scatter",
+    title="Scatter",
+    points=10,
+    cases=scatter_cases,
+    checks=(
+        value("every rank returns its own rows", keeps="x"),
+        bytes_sent(all_but_one_chunk, "no rank sends more than (n − 1)/n of x"),
+        steps(lambda case: case.world_size - 1, "n − 1 steps at most"),
+    ),
+    least_received=own_chunk,
+    misconceptions=(
+        *MESSAGES,
+        Misconception(
+            "whole tensor shipped",
+            "Every rank is sent all of x, and keeps only its own rows: that is n times as many bytes as it needs.",
+            whole_scattered,
+        ),
+        Misconception(
+            "chunks in the wrong order",
+            "Ranks get rows of x, but not their own: the chunks are not dealt out by rank.",
+            others_chunks,
+        ),
+        ROOT_IS_ZERO,
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root only their shapes count.",
+        "The root sends chunk r to rank r, for every r except itself. Rank r receives into a new tensor of the shape of its chunk.",
+        "chunks = torch.tensor_split(x, n). On the root: dist.send(chunks[r].contiguous(), r) for each r != root; "
+        "return chunks[root].clone(). Elsewhere: mine = torch.empty(chunks[rank].shape, dtype=x.dtype); dist.recv(mine, root); return it.",
+    ),
+    questions=(
+        Question("bytes", "4 ranks, 1000 float32 numbers on the root: how many bytes does the root send?",
+                 SCATTER_QUESTION, lambda trial: communicated(trial)[0], "bytes"),
+    ),
+    watch=lambda: scatter_case([origin_tensor(rank, 4, 8) for rank in range(4)], 1),
+)  # fmt: skip
+
+
+def gather_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
+    """The higher a rank, the earlier it calls: the messages arrive in another order than that of the ranks."""
+    n = len(xs)
+    expected = [torch.cat(list(xs)) if rank == root else None for rank in range(n)]
+    arguments = [(x, root, 0.1 * (n - 1 - rank)) for rank, x in enumerate(xs)]
+    return Case(arguments, expected, f"root {root}{note and ', '}{note}", facts={"root": root, "xs": xs})
+
+
+def call_late(function: Callable, x: torch.Tensor, root: int, seconds: float) -> object:
+    compute(seconds)
+    return function(x, root)
+
+
+def gather_cases(draw: Draw) -> list[Case]:
+    cases = [gather_case(draw.tensors(n, 40, 2), root) for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))]
+    cases.append(gather_case(draw.tensors(4, 1, dtype=I64), draw.integer(1, 3), "1 whole number each"))
+    cases.append(gather_case([x.t() for x in draw.tensors(3, 3, 31, dtype=F64)], draw.integer(1, 2), "transposed, float64"))
+    return [*cases, gather_case(draw.tensors(5, 41, 2), 0), gather_case(draw.tensors(5, 40, 2), draw.integer(1, 4))]
+
+
+def others_at_root(case: Case) -> list[int]:
+    most = (case.world_size - 1) * case.facts["xs"][0].nbytes
+    return [most if rank == case.facts["root"] else 0 for rank in range(case.world_size)]
+
+
+def each_once_at_root(trial: Trial) -> str | None:
+    """At the root nothing arrives twice; on the way to it, at most as much is sent as when each rank passes all it has to the next."""
+    n, root, nbytes = trial.world_size, trial.case.facts["root"], trial.case.facts["xs"][0].nbytes
+    if (got := received(trial)[root]) > (n - 1) * nbytes + 64 * n:
+        return f"rank {root}, the root, received {got} bytes; {(n - 1) * nbytes} are enough"
+    if (total := sum(communicated(trial))) > n * (n - 1) // 2 * nbytes + 64 * n:
+        return f"all ranks together sent {total} bytes; {(n - 1) * nbytes} are enough"
+    return None
+
+
+def whole_gathered(trials: Sequence[Trial]) -> bool:
+    """Every rank but the root sends as many bytes as the whole result has."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    return bool(several) and all(
+        sent >= trial.world_size * trial.case.facts["xs"][0].nbytes
+        for trial in several
+        for rank, sent in enumerate(communicated(trial))
+        if rank != trial.case.facts["root"]
+    )
+
+
+def everybody_gathers(trials: Sequence[Trial]) -> bool:
+    """Every rank receives what only the root needs."""
+    several = [trial for trial in trials if trial.world_size > 1]
+    return bool(several) and all(
+        got >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes for trial in several for got in received(trial)
+    )
+
+
+def another_order(trials: Sequence[Trial]) -> bool:
+    """The root has every rank's x once, in another order than that of the ranks."""
+    wrong = failed(trials)
+    found = [origins(trial.results[trial.case.facts["root"]], trial.case.facts["xs"]) for trial in wrong]
+    return bool(wrong) and all(
+        order is not None and set(order) == set(range(trial.world_size)) for order, trial in zip(found, wrong, strict=True)
+    )
+
+
+GATHER_QUESTION = lambda: gather_case([torch.ones(250)] * 4, 0)  # noqa: E731
+
+GATHER = Exercise(
+    number="3b",
+    function="gather",
+    title="Gather",
+    points=10,
+    cases=gather_cases,
+    program=call_late,
+    checks=(
+        value("the root returns every rank's x, in the order of the ranks; the others return None", keeps="x"),
+        Check("bytes", "the root receives each other rank's x once", each_once_at_root),
+        steps(lambda case: case.world_size - 1, "n − 1 steps at most", slack=lambda case: 0.5),
+    ),
+    least_received=others_at_root,
+    misconceptions=(
+        *MESSAGES,
+        Misconception(
+            "whole tensor shipped",
+            "Every rank sends a tensor as large as the whole result, though only its own part of it is new to the root.",
+            whole_gathered,
+        ),
+        Misconception(
+            "everyone gathers",
+            "Every rank receives all the others' tensors, though only the root needs them.",
+            everybody_gathers,
+        ),
+        Misconception(
+            "arrival order kept in place of rank order",
+            "The root joins the tensors in the order in which it got them. That need not be the order of the ranks.",
+            another_order,
+        ),
+        ROOT_IS_ZERO,
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "It is a scatter backwards: every arrow turns round.",
+        "Give each rank a place in a list on the root: parts[r] is for rank r, whenever it arrives. The root's own x is parts[root].",
+        "On the root: parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(n)]; parts[root] = x; "
+        "dist.recv(parts[r], r) for each r != root; return torch.cat(parts). Elsewhere: dist.send(x.contiguous(), root).",
+    ),
+    questions=(
+        Question("bytes", "4 ranks, 250 float32 numbers each: how many bytes does the root receive?",
+                 GATHER_QUESTION, lambda trial: received(trial)[0], "bytes"),
+        Question("sent", "And how many bytes does the root send?", GATHER_QUESTION, lambda trial: communicated(trial)[0], "bytes"),
+    ),
+    watch=lambda: gather_case([origin_tensor(rank, 4, 2) for rank in range(4)], 1),
+)  # fmt: skip
+
+EXERCISES = [RING_SHIFT, FLAT_BROADCAST, TREE_BROADCAST, SCATTER, GATHER]
