@@ -319,6 +319,11 @@ CHANGED_WHILE_SENT = Misconception(
     "A tensor is written to between isend and the send's wait(). The message may still be read from it: the receiver may get new values.",
     lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
 )
+COLLECTIVE_WAIT_FORGOTTEN = Misconception(
+    "collective's wait forgotten",
+    "A collective with async_op=True only starts. Nobody waits for the work that it returns, so its result may never arrive.",
+    lambda trials: any(call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited),
+)
 MESSAGES = (
     SENDS_FIRST,
     RECEIVES_FIRST,
@@ -326,7 +331,8 @@ MESSAGES = (
     WAIT_FORGOTTEN,
     SEND_WAIT_FORGOTTEN,
     CHANGED_WHILE_SENT,
-)  # wherever isend or irecv is used
+    COLLECTIVE_WAIT_FORGOTTEN,
+)  # wherever a call may return a work
 
 CHANGES_ITS_INPUT = Misconception(
     "clobbers its input",

@@ -1,0 +1,170 @@
+"""Homework 3: the backward of each collective.
+
+A collective F takes the x of all ranks and gives each rank a y. It is linear. The loss is the sum of the losses of all ranks. In backward,
+each rank has g, the gradient of its own y. F*, the adjoint of F, turns the g of all ranks into the gradient of each rank's x:
+
+    ⟨Fx, g⟩ = ⟨x, F*g⟩        for every x and g; ⟨a, b⟩ is the sum of a·b over all elements of all ranks
+
+Write F* for each F below. You may use everything in torch.distributed: dist.send and dist.recv, and the collectives (dist.all_reduce,
+dist.reduce, dist.broadcast, dist.all_gather, dist.gather, dist.scatter, dist.all_to_all_single, …). x and g are contiguous and float64,
+and they must stay as they are. Blocks are cut along dim 0 and are equally large. S is the number of bytes of the largest tensor in the
+drawing, n the number of ranks.
+"""
+
+import torch
+
+
+def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Tensor:
+    """The backward of a broadcast: y is the root's x on every rank.
+
+        root    x ─┬─▶ y = x        g₀
+        rank 1  x  ├─▶ y = x        g₁        its own x is not used
+        rank 2  x  └─▶ y = x        g₂
+
+    Args:
+        x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter here.
+        g: the gradient of this rank's y, of the same shape.
+        root: whose x was broadcast.
+
+    Returns:
+        The gradient of this rank's x, on every rank, also where x was not used.
+
+    The ranks send at most (n − 1)·S bytes in total.
+    """
+    raise NotImplementedError("broadcast_backward is not written yet")
+
+
+def reduce_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
+    """The backward of a reduce: the root's y is the sum of all x. The other ranks have no y.
+
+        root    x₀ ─┬─▶ y = x₀ + x₁ + x₂        g
+        rank 1  x₁ ─┤
+        rank 2  x₂ ─┘
+
+    Args:
+        x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter here.
+        g: on the root, the gradient of y; None on the other ranks.
+        root: which rank has the sum.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)·S bytes in total.
+    """
+    raise NotImplementedError("reduce_backward is not written yet")
+
+
+def scatter_backward(x: torch.Tensor | None, g: torch.Tensor, root: int) -> torch.Tensor | None:
+    """The backward of a scatter: rank r's y is block r of the root's x. The other ranks have no x.
+
+        root    [ a b c ] ─┬─▶ y = a        g₀
+        rank 1             ├─▶ y = b        g₁
+        rank 2             └─▶ y = c        g₂
+
+    Args:
+        x: on the root, (n·k, …); None on the other ranks. Only its shape and dtype matter here.
+        g: (k, …), the gradient of this rank's y.
+        root: whose x was scattered.
+
+    Returns:
+        On the root, the gradient of x. None on the other ranks.
+
+    The ranks send at most (n − 1)/n·S bytes in total.
+    """
+    raise NotImplementedError("scatter_backward is not written yet")
+
+
+def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch.Tensor:
+    """The backward of a gather: the root's y has the x of all ranks, in the order of the ranks. The other ranks have no y.
+
+        root    a ─┬─▶ y = [ a b c ]        g
+        rank 1  b ─┤
+        rank 2  c ─┘
+
+    Args:
+        x: (k, …), this rank's x. Only its shape and dtype matter here.
+        g: on the root, (n·k, …), the gradient of y; None on the other ranks.
+        root: which rank gathered.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)/n·S bytes in total.
+    """
+    raise NotImplementedError("gather_backward is not written yet")
+
+
+def all_gather_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The backward of an all-gather: every rank's y has the x of all ranks, in the order of the ranks.
+
+        rank 0  a ──▶ y = [ a b c ]        g₀        the ranks go on with y in different ways,
+        rank 1  b ──▶ y = [ a b c ]        g₁        so each has another g
+        rank 2  c ──▶ y = [ a b c ]        g₂
+
+    Args:
+        x: (k, …), this rank's x. Only its shape and dtype matter here.
+        g: (n·k, …), the gradient of this rank's y.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)·S bytes in total.
+    """
+    raise NotImplementedError("all_gather_backward is not written yet")
+
+
+def reduce_scatter_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The backward of a reduce-scatter: rank r's y is block r of the sum of all x.
+
+        rank 0  [ a₀ a₁ a₂ ] ──▶ y = a₀ + b₀ + c₀        g₀
+        rank 1  [ b₀ b₁ b₂ ] ──▶ y = a₁ + b₁ + c₁        g₁
+        rank 2  [ c₀ c₁ c₂ ] ──▶ y = a₂ + b₂ + c₂        g₂
+
+    Args:
+        x: (n·k, …), this rank's x. Only its shape and dtype matter here.
+        g: (k, …), the gradient of this rank's y.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)·S bytes in total.
+    """
+    raise NotImplementedError("reduce_scatter_backward is not written yet")
+
+
+def all_reduce_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The backward of an all-reduce: every rank's y is the sum of all x.
+
+        rank 0  x₀ ──▶ y = x₀ + x₁ + x₂        g₀        the ranks go on with y in different ways,
+        rank 1  x₁ ──▶ y = x₀ + x₁ + x₂        g₁        so each has another g
+        rank 2  x₂ ──▶ y = x₀ + x₁ + x₂        g₂
+
+    Args:
+        x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter here.
+        g: the gradient of this rank's y, of the same shape.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most 2·n·S bytes in total.
+    """
+    raise NotImplementedError("all_reduce_backward is not written yet")
+
+
+def all_to_all_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The backward of an all-to-all: block j of rank i's x becomes block i of rank j's y.
+
+        rank 0  [ a₀ a₁ a₂ ] ──▶ y = [ a₀ b₀ c₀ ]        g₀
+        rank 1  [ b₀ b₁ b₂ ] ──▶ y = [ a₁ b₁ c₁ ]        g₁
+        rank 2  [ c₀ c₁ c₂ ] ──▶ y = [ a₂ b₂ c₂ ]        g₂
+
+    Args:
+        x: (n·k, …), this rank's x. Only its shape and dtype matter here.
+        g: (n·k, …), the gradient of this rank's y.
+
+    Returns:
+        The gradient of this rank's x.
+
+    The ranks send at most (n − 1)·S bytes in total.
+    """
+    raise NotImplementedError("all_to_all_backward is not written yet")
