@@ -105,7 +105,7 @@ ENDINGS = {
     "an operator of torch": ("torch.ops.c10d.allreduce_([x], dist.group.WORLD, 0, None)", Exception, ""),
     "prints without end": ("while True: print('x' * 10000)", PrintedTooMuch, ""),
     "memory": ("torch.ones(1 << 33)", LearnerError, "memory"),
-    "returns an object": ("return object()", LearnerError, "a object"),
+    "returns an object": ("return object()", LearnerError, "an object of type object"),
     "syntax": ("return (", LearnerError, "never closed"),
     "imports parallel101": ("import parallel101", LearnerError, "can't be imported"),
 }
