@@ -30,7 +30,7 @@ def main(path: Path | None = None) -> int:
     for homework in sets:
         print(f"Grading {homework.folder.name} …", flush=True)
         for exercise in homework.exercises:
-            report = check_file(exercise, homework.code)
+            report = check_file(exercise, homework)
             rows.append(row(report, homework.folder.name, os.path.relpath(homework.code)))
             if whole:
                 print(f"\n{report}\n", flush=True)

@@ -10,7 +10,6 @@ homework/hw1_moving/    hw1.py           what the learner writes
 from __future__ import annotations
 
 import json
-import linecache
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.grade.exercise import Exercise, load_exercises
-from parallel101.grade.remote import Submission
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,6 @@ def find_homework() -> Path:
         if any((place / "homework").glob("hw*/test_hw*.py")):
             return place / "homework"
     raise FileNotFoundError(f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or give the folder's path")
-
-
-def read_submission(path: Path) -> Submission:
-    """What a learner has written, as it is on disk now. Messages call it by its file name, and can quote its lines."""
-    source = path.read_text(encoding="utf-8-sig")
-    linecache.cache[path.name] = (len(source), None, source.splitlines(keepends=True), path.name)  # None: never stale
-    return Submission(Path(path.name), source)
 
 
 # ---- progress ----

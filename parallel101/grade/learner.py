@@ -10,19 +10,23 @@ from typing import Any
 
 from parallel101.grade.exercise import Case, Exercise, Trial
 from parallel101.grade.grading import grade, run_cases
-from parallel101.grade.homework import Progress, read_submission
+from parallel101.grade.homework import HomeworkSet, Progress
 from parallel101.grade.picture import draw
 from parallel101.grade.remote import Submission
 from parallel101.grade.report import Prediction, Predictions, Report
+from parallel101.grade.submissions import read
 
 SHOWN_SECONDS = 20.0  # of wall time for the runs that are only shown
 
 
-def check_file(exercise: Exercise, path: Path, note: str = "") -> Report:
-    """Grade one exercise as the file `path` has it now, and draw it. The progress and the picture are written beside the file."""
-    submission, progress = read_submission(path), Progress(path.parent)
+def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Report:
+    """Grade one exercise as its file is now, and draw it. The progress and the picture are written beside the file.
+
+    Raises NoSubmission, a ValueError, if the file can't be read.
+    """
+    submission, progress = read(homework.code, homework), Progress(homework.folder)
     verdict = grade(exercise, submission)
-    report = Report(verdict, path.name, note)
+    report = Report(verdict, homework.code.name, note)
     if not verdict.not_written:
         watched = exercise.watch() if exercise.watch is not None else None
         report.predictions, watched_trial = predicted(exercise, submission, progress, watched)

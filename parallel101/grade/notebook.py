@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel101.grade.exercise import Exercise, find, load_exercises
-from parallel101.grade.homework import Progress, read_submission
+from parallel101.grade.exercise import Exercise, find
+from parallel101.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.grade.learner import check_file, predicted, record_prediction
 from parallel101.grade.report import Hints
+from parallel101.grade.submissions import read
 
 
 def check(function: Callable[..., Any]) -> None:
@@ -31,14 +32,14 @@ def check(function: Callable[..., Any]) -> None:
     Raises:
         ValueError: no exercise asks for this function.
     """
-    exercise, path = exercise_of(function)
-    _show(check_file(exercise, path, _note(path)))
+    exercise, homework = exercise_of(function)
+    _show(check_file(exercise, homework, _note(homework.code)))
 
 
 def hint(function: Callable[..., Any]) -> None:
     """Show one more hint than before, up to three. Hints cost nothing; how many were shown is recorded. Raises ValueError as check does."""
-    exercise, path = exercise_of(function)
-    progress = Progress(path.parent)
+    exercise, homework = exercise_of(function)
+    progress = Progress(homework.folder)
     rung = min(progress.get(exercise.function, "hints", 0) + 1, len(exercise.hints))
     progress.note(exercise.function, hints=rung)
     _show(Hints(exercise, rung))
@@ -55,15 +56,15 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
         TypeError: the exercise has no question of that name.
         ValueError: as check.
     """
-    exercise, path = exercise_of(function)
-    progress = Progress(path.parent)
+    exercise, homework = exercise_of(function)
+    progress = Progress(homework.folder)
     record_prediction(exercise, progress, answers)
-    shown, _ = predicted(exercise, read_submission(path), progress)
+    shown, _ = predicted(exercise, read(homework.code, homework), progress)
     _show(shown if shown is not None else f"{exercise.function} asks for no prediction.")
 
 
-def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, Path]:
-    """The exercise that asks for a function, and the learner's file. Raises ValueError if there is none."""
+def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
+    """The exercise that asks for a function, and its set. Raises ValueError if there is none."""
     name = getattr(function, "__name__", None)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if name is None or isinstance(function, types.ModuleType):
@@ -79,7 +80,8 @@ def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, Path]:
     if not tests.is_file():
         raise ValueError(f"there is no {tests.name} beside {path}, so no exercise asks for {name}")
     names = [attribute for attribute, value in vars(module).items() if value is function]  # a decorated function may have another name
-    return find(load_exercises(tests), name if name in names or not names else names[0]), path
+    (homework,) = find_sets(tests)
+    return find(homework.exercises, name if name in names or not names else names[0]), homework
 
 
 def _note(path: Path) -> str:

@@ -26,7 +26,7 @@ class ExerciseItem(pytest.Item):
 
     def runtest(self) -> None:
         (homework,) = find_sets(self.path)
-        report = check_file(find(homework.exercises, self.name), homework.code)
+        report = check_file(find(homework.exercises, self.name), homework)
         file = os.path.relpath(homework.code, self.config.invocation_params.dir)
         self.user_properties.append(("parallel101", row(report, homework.folder.name, file)._asdict()))
         if not report.verdict.passed:

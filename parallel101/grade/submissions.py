@@ -12,6 +12,7 @@ import ast
 import csv
 import hashlib
 import json
+import linecache
 import multiprocessing
 import os
 from collections import Counter
@@ -32,7 +33,7 @@ MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
 KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)  # of a notebook's cells
 
 
-class NoSubmission(Exception):
+class NoSubmission(ValueError):
     """What was handed in has no file that can be graded. The message says what was expected."""
 
 
@@ -40,7 +41,10 @@ class NoSubmission(Exception):
 
 
 def read(path: Path, homework: HomeworkSet) -> Submission:
-    """What was handed in: hw1.py, a notebook hw1.ipynb, or a folder with one of them. Raises NoSubmission, with what was expected."""
+    """What was handed in: hw1.py, a notebook hw1.ipynb, or a folder with one of them. Raises NoSubmission, with what was expected.
+
+    Messages call it by its file name, and quote its lines.
+    """
     file = _file_in(path, homework.code.name)
     try:
         if file.stat().st_size > MOST_SOURCE and file.suffix == ".py":
@@ -50,6 +54,7 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
         raise NoSubmission(f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
     if file.suffix == ".ipynb":
         text = _functions_in_notebook(file.name, text, [exercise.function for exercise in homework.exercises])
+    linecache.cache[file.name] = (len(text), None, text.splitlines(keepends=True), file.name)  # None: not read from disk again
     return Submission(Path(file.name), text, dict(_neighbours(file)))
 
 

@@ -13,7 +13,7 @@ from bs4 import BeautifulSoup
 
 from parallel101 import cli
 from parallel101.grade import check, hint, predict
-from parallel101.grade.exercise import load_exercises
+from parallel101.grade.homework import find_sets
 from parallel101.grade.learner import check_file
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,8 @@ HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n
 RIGHT = HEAD + "    y = torch.empty_like(x)\n    work = dist.isend(x, (rank + 1) % n) if n > 1 else None\n"
 RIGHT += "    if n == 1:\n        return x.clone()\n    dist.recv(y, (rank - 1) % n)\n    work.wait()\n    return y\n"
 SENDS_FIRST = RIGHT.replace("isend", "send").replace("    work.wait()\n", "")
-TWICE = RIGHT.replace("    return y\n", "    dist.isend(x, (rank + 1) % n)\n    dist.recv(y, (rank - 1) % n)\n    return y\n")
+AGAIN = "    again = dist.isend(x, (rank + 1) % n)\n    dist.recv(y, (rank - 1) % n)\n    again.wait()\n    return y\n"
+TWICE = RIGHT.replace("    return y\n", AGAIN)
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ def homework(tmp_path, monkeypatch) -> Path:
 
 def graded(homework: Path, source: str):
     (homework / "hw1.py").write_text(source)
-    return check_file(load_exercises(homework / "test_hw1.py")[0], homework / "hw1.py")
+    (found,) = find_sets(homework)
+    return check_file(found.exercises[0], found)
 
 
 def test_the_stub_is_not_written_yet_and_nothing_more_is_said(homework, capsys):
