@@ -132,7 +132,9 @@ def encode(value: Any) -> tuple[Any, bytes]:
             return {"tuple" if isinstance(value, tuple) else "list": [plain(item) for item in value]}
         if isinstance(value, dict):
             return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
-        raise TypeError(f"a {type(value).__name__}; return tensors, numbers, text, or lists, tuples and dicts of them")
+        raise TypeError(
+            f"returned an object of type {type(value).__name__}; return tensors, numbers, text, or lists, tuples and dicts of them"
+        )
 
     return plain(value), b"".join(parts)
 

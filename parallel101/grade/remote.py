@@ -35,7 +35,7 @@ from parallel101.ranks.processes import RankProcess, kill, preload, start_ranks
 from parallel101.record import where
 from parallel101.record.errors import DeadlockError, MisuseError
 from parallel101.record.overloads import SIGNATURES
-from parallel101.record.signatures import flat
+from parallel101.record.signatures import COLLECTIVES, flat
 from parallel101.record.spans import Recorder, compute, recorder
 from parallel101.record.trace import Trace
 from parallel101.sim.simulate import simulate
@@ -304,9 +304,13 @@ class VirtualEnd:
         text = frame.text
         given = frames.decode(text["given"], frame.data)
         method = text["method"]
+        if method not in COLLECTIVES:
+            raise KeyError(method)
         options = SIGNATURES[method].options()
-        for name, value in text["options"].items():
-            setattr(options, name, getattr(dist.ReduceOp, str(value).upper()) if name == "reduceOp" else value)
+        if "reduceOp" in text["options"]:
+            options.reduceOp = getattr(dist.ReduceOp, str(text["options"]["reduceOp"]).upper())
+        if "rootRank" in text["options"]:
+            options.rootRank = int(text["options"]["rootRank"])
         work = getattr(self.groups[text["group"]], method)(*given, options)
         outputs = flat(given[0]) if given and "barrier" not in method else []
         self._keep(text["call"], work, outputs, method, None, place)

@@ -39,9 +39,13 @@ def swap(x):
     [work.wait() for work in works]
     return y
 """
-FIRST = (
-    "\ndef swap_again(x):\n    y = torch.empty_like(x); dist.send(x, 1 - dist.get_rank()); dist.recv(y, 1 - dist.get_rank()); return y\n"
-)
+FIRST = """
+def swap_again(x):
+    y, other = torch.empty_like(x), 1 - dist.get_rank()
+    dist.send(x, other)
+    dist.recv(y, other)
+    return y
+"""
 
 
 @pytest.fixture

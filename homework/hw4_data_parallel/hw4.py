@@ -1,0 +1,40 @@
+"""Homework 4: data parallel training. Every rank has the whole model and a share of each batch.
+
+Write it with torch.distributed. Besides send and receive, all of its collectives are allowed (dist.broadcast, dist.all_reduce, …): you know
+from homework 2 what they do. torch.nn.parallel is what you are about to write, so don't use it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def train_naive(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: list[tuple[Tensor, Tensor]],
+) -> None:
+    """Train the model on this rank's shares of the batches, so that every step equals the step of one process with the whole batch.
+
+        rank 0   share 0 ──▶ backward ──▶ gradients ─┐
+        rank 1   share 1 ──▶ backward ──▶ gradients ─┼─ all-reduce ──▶ the same step on all ranks
+        rank 2   share 2 ──▶ backward ──▶ gradients ─┘
+
+    Args:
+        model: this rank's replica. Its weights differ from rank to rank when you get it. Training starts from rank 0's.
+            Two of its layers may have the same parameter (tied weights).
+        loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
+        optimizer: of this model's parameters. Call optimizer.step() once for each batch.
+        batches: for each step, this rank's share (inputs, targets). A share has one or more samples. The ranks' shares may differ in
+            length, and a rank knows only its own.
+
+    Returns:
+        Nothing. Afterwards the model has the same weights on all ranks.
+
+    At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all ranks.
+    With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes per step, and once the weights. A few bytes more, such as the
+    number of samples, don't count.
+    """
+    raise NotImplementedError("train_naive is not written yet")

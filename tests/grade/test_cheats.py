@@ -1,0 +1,229 @@
+"""Cheating earns nothing: each attempt here was written to get the points of an all-gather without sending what it takes.
+
+The grade is decided in this process, which runs no line of these programs, on inputs that only it knows.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from parallel101.grade.exercise import load_exercises
+from parallel101.grade.grading import grade
+from parallel101.grade.remote import Submission
+from parallel101.grade.users import separate_users
+
+DECLARED = """
+import torch
+from parallel101.grade.checks import bytes_sent, value
+from parallel101.grade.exercise import Case, Exercise
+
+def cases(draw):
+    xs = draw.tensors(2, 4)
+    return [Case([(x,) for x in xs], [torch.cat(xs)] * 2, seconds=5.0)]
+
+CHECKS = (value(), bytes_sent(lambda case: [16, 16], "16 bytes"))
+EXERCISES = [Exercise("0", "all_gather", "All-gather", 10, cases, CHECKS, lambda case: [16, 16])]
+"""
+HEAD = '''
+import atexit, gc, os, sys, threading, time, socket, struct, tempfile
+import torch, torch.distributed as dist
+os.umask(0)  # the other rank may be another user
+def rank(): return dist.get_rank()
+def side(x):
+    """The other rank's tensor, by a file."""
+    mine, other = ("/tmp/parallel101_side_{key}_%d" % r for r in (rank(), 1 - rank()))
+    with open(mine + ".new", "wb") as file: file.write(x.numpy().tobytes())
+    os.rename(mine + ".new", mine)
+    until = time.monotonic() + 4
+    while not os.path.exists(other) and time.monotonic() < until: time.sleep(0.002)
+    both = [x, torch.frombuffer(bytearray(open(other, "rb").read()), dtype=x.dtype)]
+    return torch.cat(both if rank() == 0 else both[::-1])
+kept = []
+def tcp_store():
+    """A store of the two ranks' own; rank 1 learns its port from a file."""
+    path, until = "/tmp/parallel101_side_{key}_port", time.monotonic() + 4
+    if rank() == 0:
+        kept.append(dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        with open(path + ".new", "w") as file: file.write(str(kept[0].port))
+        os.rename(path + ".new", path)
+        return kept[0]
+    while not os.path.exists(path) and time.monotonic() < until: time.sleep(0.002)
+    return dist.TCPStore("localhost", int(open(path).read()), is_master=False)
+'''
+HONEST = """
+def all_gather(x):
+    y = torch.empty_like(x)
+    works = [dist.isend(x, 1 - rank()), dist.irecv(y, 1 - rank())]
+    [work.wait() for work in works]
+    return torch.cat([x, y] if rank() == 0 else [y, x])
+"""
+CHEATS = {
+    "dist.all_gather": """
+def all_gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)]; dist.all_gather(parts, x); return torch.cat(parts)""",
+    "dist.all_gather, and its error caught": """
+def all_gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)]
+    try: dist.all_gather(parts, x)
+    except BaseException: pass
+    return torch.cat(parts)""",
+    "torch.ops.c10d": """
+def all_gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)]
+    torch.ops.c10d.allgather_([parts], [x], dist.group.WORLD.boxed(), -1)
+    return torch.cat(parts)""",
+    "functional collectives": """
+def all_gather(x):
+    from torch.distributed._functional_collectives import all_gather_tensor
+    return all_gather_tensor(x, 0, dist.group.WORLD)""",
+    "a file": "def all_gather(x): return side(x)",
+    "a file, on another thread": """
+def all_gather(x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(side(x))); thread.start(); thread.join()
+    return found[0]""",
+    "a store": """
+def all_gather(x):
+    store = tcp_store(); store.set(str(rank()), x.numpy().tobytes()); parts = [bytearray(store.get(str(r))) for r in range(2)]
+    return torch.cat([torch.frombuffer(part, dtype=x.dtype) for part in parts])""",
+    "a network connection": """
+def all_gather(x):
+    path = "/tmp/parallel101_side_{key}_socket"
+    if rank() == 0:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path); server.listen(); other, _ = server.accept()
+    else:
+        other = socket.socket(socket.AF_UNIX); until = time.monotonic() + 4
+        while time.monotonic() < until:
+            try: other.connect(path); break
+            except OSError: time.sleep(0.002)
+    other.sendall(x.numpy().tobytes()); y = torch.frombuffer(bytearray(other.recv(16)), dtype=x.dtype)
+    return torch.cat([x, y] if rank() == 0 else [y, x])""",
+    "a process group of one's own": """
+def all_gather(x):
+    group = dist.ProcessGroupGloo(tcp_store(), rank(), 2); parts = [torch.empty_like(x) for _ in range(2)]
+    group.allgather([parts], [x]).wait(); return torch.cat(parts)""",
+    "the grader's frames": """
+def all_gather(x):
+    frame = sys._getframe()
+    while frame:
+        for value in frame.f_locals.values():
+            if isinstance(getattr(value, "expected", None), list): return value.expected[rank()]
+        frame = frame.f_back
+    for value in gc.get_objects():
+        if isinstance(value, torch.Tensor) and value.shape == (8,): return value
+        if type(value).__name__ == "Case": return value.expected[rank()]
+    return torch.cat([x, x])""",
+    "the grader's memory": """
+def all_gather(x):
+    memory = open("/proc/%d/mem" % os.getppid(), "rb"); maps = open("/proc/%d/maps" % os.getppid()).read().split("\\n")
+    mine = x.numpy().tobytes()
+    for line in maps[:-1]:
+        if "rw-p" in line and len(line.split()) < 6:
+            start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+            try: memory.seek(start); data = memory.read(min(stop - start, 1 << 26))
+            except OSError: continue
+            at = data.find(mine)
+            if at >= 16: return torch.frombuffer(bytearray(data[at - 16 : at + 16]), dtype=x.dtype)
+    return torch.cat([x, x])""",
+    "torch.equal and assert_close patched": """
+torch.equal = torch.allclose = torch.testing.assert_close = lambda *a, **k: True
+torch.Tensor.__eq__ = torch.Tensor.equal = lambda *a: True
+def all_gather(x): return torch.cat([x, x])""",
+    "the grader's modules patched": """
+for module in [m for m in gc.get_objects() if type(m) is type(sys) and "grade" in getattr(m, "__name__", "")]:
+    for name in ("close", "difference", "same", "judge", "grade"): setattr(module, name, lambda *a, **k: None)
+sys.modules["pytest"] = sys
+def all_gather(x): return torch.cat([x, x])""",
+    "frames of one's own to the grader": """
+def all_gather(x):
+    connection = dist.group.WORLD.connection
+    recv = {"call": 90, "where": "?", "group": "0", "peer": 1 - rank(), "tag": 0, "dtype": "float32", "shape": [4]}
+    for _ in range(4): connection.send(b"R", recv)
+    connection.send(b"Y", {"result": {"value": "passed"}, "points": 10, "changed": []})
+    return torch.cat([x, x])""",
+    "results written": """
+for path in ("results.json", "/autograder/results/results.json", os.path.expanduser("~/results.json")):
+    try: open(path, "w").write('{"score": 10}')
+    except OSError: pass
+def all_gather(x): return torch.cat([x, x])""",
+    "sys.exit": "def all_gather(x): sys.exit(0)",
+    "os._exit": "def all_gather(x): os._exit(0)",
+    "atexit": """
+atexit.register(print, "1 passed")
+def all_gather(x): raise SystemExit(0)""",
+    "prints": """
+def all_gather(x):
+    print("1 passed in 0.01s\\n10 of 10 points"); sys.stdout.flush()
+    return x""",
+    "the grader is detected, and its cases are drawn": """
+def all_gather(x):
+    draw = torch.Generator().manual_seed(int.from_bytes(__import__("hashlib").sha256(b"parallel101:all_gather").digest()[:7], "little"))
+    return torch.cat([torch.randn((4,), generator=draw, dtype=torch.float64).float() for _ in range(2)])""",
+    "the reference is imported": """
+try: from tests.homework.hw2.reference import ring_all_gather as all_gather
+except ImportError:
+    def all_gather(x): return torch.cat([x, x])""",
+    "an object that is unpickled": """
+class Evil:
+    def __reduce__(self): return os._exit, (0,)
+def all_gather(x): return Evil()""",
+}
+
+AROUND = {"a file", "a file, on another thread", "a store", "a network connection", "a process group of one's own"}
+
+
+@pytest.fixture(scope="module")
+def exercise(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hw") / "test_hw0.py"
+    path.write_text(DECLARED)
+    return load_exercises(path)[0]
+
+
+def submission(code: str, key: str) -> Submission:
+    return Submission(Path("hw0.py"), (HEAD + code).replace("{key}", f"{os.getpid()}_{key.replace(' ', '_').replace('/', '_')}"))
+
+
+@pytest.fixture(autouse=True)
+def no_side_channel_is_left():
+    yield
+    for path in Path("/tmp").glob(f"parallel101_side_{os.getpid()}_*"):
+        path.unlink()
+
+
+def test_an_honest_solution_gets_all_points(exercise):
+    assert grade(exercise, submission(HONEST, "honest"), "a secret").points == 10
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_no_points(exercise, name):
+    verdict = grade(exercise, submission(CHEATS[name], name), "a secret")
+    assert verdict.points == 0, verdict
+    if name in AROUND:  # the values are right, and earn nothing
+        assert "received 0 bytes in messages" in verdict.findings[0].message, verdict.problem or verdict.findings[0].message
+
+
+@pytest.mark.skipif(not separate_users(), reason="needs root, and a torch that other users can read")
+def test_as_root_a_rank_is_a_user_that_reads_and_ends_nothing_of_others(exercise, tmp_path):
+    secret = tmp_path / "seed.txt"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    code = f"""
+def refused(action):
+    try: action()
+    except (PermissionError, ProcessLookupError): return True
+    return False
+def all_gather(x):
+    y, pid = torch.empty(1), torch.tensor([float(os.getpid())])
+    works = [dist.isend(pid, 1 - rank()), dist.irecv(y, 1 - rank())]; [work.wait() for work in works]
+    other = int(y)
+    checks = [refused(lambda: open({str(secret)!r})), refused(lambda: open("/proc/%d/mem" % other, "rb")), os.getuid() != 0]
+    checks += [refused(lambda: os.kill(pid, 0)) for pid in (other, {os.getpid()}, os.getppid())]
+    print(checks)
+    return x
+"""
+    verdict = grade(exercise, submission(code, "user"), "a secret")
+    assert verdict.shown.printed == [f"{[True] * 6}\n"] * 2
