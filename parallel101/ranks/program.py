@@ -77,6 +77,8 @@ def own_init_accepted() -> Iterator[None]:
                         f"init_process_group({name}={given}) on rank {dist.get_rank()} of a launch, where {name} is {actual}. "
                         "Pass dist.get_rank() and dist.get_world_size(), or neither."
                     )
+            if (timeout := call.get("timeout")) is not None:
+                dist.group.WORLD.set_timeout(timeout)  # type: ignore[union-attr]
 
         return init_process_group
 

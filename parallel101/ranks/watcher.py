@@ -116,9 +116,12 @@ class BlockedDetector:
         self.since = 0.0
 
     def blocked_in(self) -> PostedCall | None:
-        """The call in which the program is blocked; None while it runs, or while another of its threads may still post."""
+        """The call in which the program is blocked.
+
+        None while it runs, while another of its threads may still post, and if the call ends by a time limit of the program's own.
+        """
         waiting = self.recorder.waiting or self._in_backward()
-        return None if waiting is None or _others_at_work(self.recorder.thread) else waiting
+        return None if waiting is None or waiting.times_out or _others_at_work(self.recorder.thread) else waiting
 
     def _in_backward(self) -> PostedCall | None:
         """The call whose future torch's C++ waits for, as DDP's backward does: its wait() is not seen in Python."""

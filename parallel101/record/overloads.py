@@ -10,12 +10,21 @@ The ways are those of torch/csrc/distributed/c10d/init.cpp. What each argument m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}  # what may be passed instead of options, and its name in them
+
+
+def own_limit(timeout: timedelta | None) -> float | None:
+    """A program's own time limit, in seconds. None for torch's defaults, and for what torch takes as no limit (zero and less)."""
+    if timeout is None or timeout <= timedelta(0) or timeout in (default_pg_timeout, default_pg_nccl_timeout):
+        return None
+    return timeout.total_seconds()
 
 
 class Signature(NamedTuple):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parallel101.record import torch_private
 from parallel101.record.calls import operation_name
 from parallel101.record.clocks import GpuClock
+from parallel101.record.overloads import own_limit
 from parallel101.record.recorder import PostedCall, RankRecorder, RecordedGroup
 
 FOREVER = timedelta(days=7)  # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
@@ -48,7 +49,9 @@ def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
     members = list(options.global_ranks_in_group)
     label = str(options.group_id) if members else "world"
     inner, whole = _torch_groups(backend, options)
-    return RecordedGroup(inner, whole, label, members or range(options.group_size), recorder, backend)
+    group = RecordedGroup(inner, whole, label, members or range(options.group_size), recorder, backend)
+    group.limit = own_limit(options.timeout) if members else None
+    return group
 
 
 @contextmanager

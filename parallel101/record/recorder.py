@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from parallel101.record.calls import Call, Key, call_to_compare, collective_term
 from parallel101.record.clocks import CpuClock
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, Row, span_event
-from parallel101.record.overloads import as_torch_calls_it
+from parallel101.record.overloads import as_torch_calls_it, own_limit
 from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, snapshot, unchanged, unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller
 
 StatusReport = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
 SHORTEST_WAIT = 50e-6  # seconds
+LONGEST_LIMIT = 60.0  # seconds: a program's own time limit that is longer is not awaited, and a deadlock is reported at once
 RECENT = 256  # collectives of a group that are remembered by name
 
 
@@ -165,11 +167,25 @@ class RankRecorder:
 class PostedCall:
     """A call that may block, with what the watcher needs to say whom it waits for."""
 
-    __slots__ = ("group", "key", "others", "seq", "where")
+    __slots__ = ("group", "key", "limit", "others", "seq", "where")
 
-    def __init__(self, group: RecordedGroup, key: Key, seq: int, where: str = "?", others: tuple[int, ...] | None = None):
+    def __init__(
+        self,
+        group: RecordedGroup,
+        key: Key,
+        seq: int,
+        where: str = "?",
+        others: tuple[int, ...] | None = None,
+        limit: float | None = None,
+    ):
         self.group, self.key, self.seq, self.where = group, key, seq, where
         self.others = group.others if others is None else others  # the ranks it needs, if it is no message
+        self.limit = limit  # seconds after which the program itself wants an error
+
+    @property
+    def times_out(self) -> bool:
+        """Whether the program has set a time limit that it will see: then it may catch the error, and go on."""
+        return self.limit is not None and self.limit <= LONGEST_LIMIT
 
     @property
     def once(self) -> bool:
@@ -209,6 +225,10 @@ class WatchedWork(dist.Work):
         recorder = self.posted.group.recorder
         if threading.get_ident() != recorder.thread:
             return self.inner.wait(*timeout)
+        if timeout:
+            self.posted.limit = own_limit(*timeout)
+        elif self.posted.limit is not None and self.posted.key[0] in P2P:  # gloo's messages keep the limit that their group began with
+            timeout = (timedelta(seconds=self.posted.limit),)
         recorder.waiting = self.posted
         began = recorder.now() if recorder.record_waits else None
         try:
@@ -376,6 +396,7 @@ class RecordedGroup(torch_private.PythonGroup):
         self.backend = backend
         self.device_type = "cuda" if backend == "nccl" else "cpu"
         self.torch_name = label
+        self.limit: float | None = None  # the program's own time limit for this group, in seconds
 
     def size(self) -> int:
         return len(self.ranks)
@@ -397,8 +418,9 @@ class RecordedGroup(torch_private.PythonGroup):
     def shutdown(self) -> None:
         self.inner.shutdown()
 
-    def set_timeout(self, timeout: Any) -> None:
-        self.inner.set_timeout(timeout)
+    def set_timeout(self, timeout: timedelta) -> None:
+        torch_private.set_timeout(self.inner, timeout)
+        self.limit = own_limit(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.inner._get_sequence_number_for_group()
@@ -419,7 +441,7 @@ class RecordedGroup(torch_private.PythonGroup):
         peer = None if position is None else rank_at(self.recorder.rank, kind, position, self.ranks)
         key = (kind, peer, tag, self.label)
         where = self.recorder.places[key] = caller()
-        posted = PostedCall(self, key, self.recorder.next_seq(key), where)
+        posted = PostedCall(self, key, self.recorder.next_seq(key), where, limit=self.limit)
         if not self.recorder.recording:
             return WatchedWork(start(), posted)
         tensor = tensors[0]
@@ -454,7 +476,9 @@ class RecordedGroup(torch_private.PythonGroup):
         spec = COLLECTIVES[method]
         run = next((getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None) or getattr(self.whole, method)
         seq = self.recorder.count_collective(self.label, spec.kind)
-        posted = PostedCall(self, (spec.kind, None, 0, self.label), seq)
+        options = args[-1] if args else None
+        limit = own_limit(options if isinstance(options, timedelta) else getattr(options, "timeout", None))
+        posted = PostedCall(self, (spec.kind, None, 0, self.label), seq, limit=limit or self.limit)
         if not self.recorder.recording:
             with self.recorder.blocked_in(posted):  # some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)
@@ -487,8 +511,8 @@ class RecordedGroup(torch_private.PythonGroup):
         if problem is not None:
             raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        work = self._collective("monitored_barrier", *args, **kwargs)
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        work = self._collective("monitored_barrier", timeout, wait_all_ranks=wait_all_ranks)
         if isinstance(work, RecordedWork):  # it has no work of torch's own: when it returns, it is over
             if self.recorder.record_waits:
                 self.recorder.add_wait(work.posted, work.start)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from ctypes import string_at
+from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -47,6 +48,11 @@ def describe_group(group: dist.ProcessGroup, description: str | None) -> None:
     """Give a group the description that `new_group` was called with. Relies on `_set_group_desc`."""
     if description is not None:
         group._set_group_desc(description)
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Give torch's own backend another time limit. Relies on `_set_default_timeout`, as torch's `_set_pg_timeout` does."""
+    backend._set_default_timeout(timeout)
 
 
 class PythonGroup(dist.ProcessGroup):

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import torch
 
 from parallel101.record.calls import Call, CallChecker, call_to_compare
-from parallel101.record.errors import reports_another
+from parallel101.record.errors import broken_connection, reports_another
 from parallel101.record.events import EventGroups, Row, span_event
 from parallel101.record.spans import record_into
 from parallel101.record.wait_for import find_deadlock
 from parallel101.record.where import caller, where
+from parallel101.sim.limits import TimeLimits
 from parallel101.sim.network import Links, Network, TimedEvent
 
 MAX_IDLE_POLLS = 1000  # polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is a deadlock
@@ -47,8 +48,8 @@ class VirtualRank:
     """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and what it waits for."""
 
     __slots__ = (
-        *("agreements", "clock", "finished", "finished_futures", "in_flight", "number", "polled_at", "record_waits", "send_order"),
-        *("spans", "thread", "turn", "unfinished_futures", "unwaited", "waiting", "wakes", "world"),
+        *("agreements", "clock", "finished", "finished_futures", "in_flight", "interrupted", "number", "polled_at", "record_waits"),
+        *("send_order", "spans", "thread", "turn", "unfinished_futures", "unwaited", "waiting", "wakes", "world"),
     )
 
     def __init__(self, number: int, world: World):
@@ -61,6 +62,7 @@ class VirtualRank:
         self.wakes = False  # it will run at the present time
         self.finished = False
         self.waiting: Waitable | None = None
+        self.interrupted: Exception | None = None  # what its wait raises when it runs next, although its work is not done
         self.in_flight = 0  # messages that it has sent and that have not arrived
         self.send_order = 0  # numbers those messages, from 0 whenever there are none
         self.spans = 0
@@ -109,6 +111,7 @@ class World:
         self.now = 0.0
         self.ranks = [VirtualRank(number, self) for number in range(size)]
         self.links = Links(self.schedule)
+        self.limits = TimeLimits(self)
         self.events: list[Row] = []
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
@@ -222,15 +225,20 @@ class World:
         while rank.finished_futures:
             rank.finished_futures.pop(0).set_future()
 
-    def wait(self, rank: VirtualRank, work: Waitable) -> None:
-        """Block a rank until a work is done."""
+    def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
+        """Block a rank until a work is done, but not longer than its time limit, if the program has set one (see limits.py)."""
         if self.failure is not None:
             raise RankCancelled
+        if seconds is not None or self.limits.in_use:
+            self.limits.begin(rank, work, seconds)
         outer, rank.waiting = rank.waiting, work  # a future's callback may wait while its rank waits for something else
         began = rank.now()
-        while not work.done:
+        while not work.done and rank.interrupted is None:
             self.block(rank)
         rank.waiting = outer
+        if rank.interrupted is not None:
+            error, rank.interrupted = rank.interrupted, None
+            raise error
         if rank.record_waits and self.now > began:
             call = work.call()
             rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
@@ -297,7 +305,7 @@ class World:
             self.enter(rank)
         except RankCancelled:
             return
-        if not reports_another(error, rank.number):
+        if not (reports_another(error, rank.number) or broken_connection(error)):
             self.fail(error, rank)
         elif self._report is None:
             self._report = error, rank
@@ -330,7 +338,12 @@ class World:
         links = self.links
         if links.requests or links.freed:
             links.arbitrate(self.now)
-        if self._times:
+        limit = self.limits.next() if self.limits.waits else None
+        if limit is not None and (not self._times or limit < self._times[0]):
+            self.now = limit
+            self.limits.expire()
+            self._idle_polls = 0
+        elif self._times:
             self.now = heappop(self._times)
             for event in self._scheduled.pop(self.now):
                 event.fire()

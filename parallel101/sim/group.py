@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallChecker, disagreement, rank_at, tensor_changed
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import Row
-from parallel101.record.overloads import as_torch_calls_it
+from parallel101.record.overloads import as_torch_calls_it, own_limit
 from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
@@ -87,6 +88,7 @@ class SimGroup(PointToPointGroup):
         self.shared = shared
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
+        self.world.limits.views[label].append(self)
 
     def size(self) -> int:
         return len(self.ranks)
@@ -102,11 +104,14 @@ class SimGroup(PointToPointGroup):
     def _set_group_name(self, name: str) -> None:
         self.torch_name = name
 
-    def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, group_desc: str | None = None, **__: Any) -> SimGroup | None:
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, *_: Any, group_name: str, group_desc: str | None = None, **__: Any
+    ) -> SimGroup | None:
         """What dist.new_group calls: returns a group of some of the ranks, or None for a rank that is not in it."""
         if self.member.number not in ranks:
             return None
         group = self.sub_group(ranks, group_name)
+        group.set_timeout(timeout)
         torch_private.describe_group(group, group_desc)
         NewGroupCall(group).wait()
         return group
@@ -124,8 +129,12 @@ class SimGroup(PointToPointGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self.posted
 
-    def set_timeout(self, timeout: Any) -> None:
-        """Timeouts are in wall time, which virtual ranks do not have."""
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """From now on, this rank's calls of the group have this time limit, in virtual time (see limits.py)."""
+        self.world.limits.set_limit(self, timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self.barrier(timeout=timeout).wait()
 
     def _collective(self, method: str, args: tuple) -> dist.Work:
         """One path for all collectives."""
@@ -230,6 +239,8 @@ class CollectiveWork(SimWork, dist.Work):
         self.where = where
         self.posted = self.world.now
         self.seq = group.posted
+        self.seconds = own_limit(args[-1].timeout)  # the options are last, and may have a limit for this call only
+        self.world.limits.in_use |= self.seconds is not None
         self.payload: list | None = None
         self.snapshots: list[tuple[torch.Tensor, bytes]] = []
         if arguments.layout != "sparse":

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from ctypes import Array, c_char
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from parallel101.record import torch_private
 from parallel101.record.calls import Call, collective_terms, disagreement, long_dims, rank_at, tensor_changed, waited_twice
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup, Row
+from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import where as where_from
@@ -88,14 +90,14 @@ class MessageWork(SimWork):
     event_group: EventGroup
     waited: bool  # on gloo, a program may wait for a message only once
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if self.waited and self.future is None:
             error = waited_twice(self.rank.number, self.kind)
             self.world.fail(error, self.rank)
             raise error
-        self.waited = True
         if not self.done:
-            self.world.wait(self.rank, self)
+            self.world.wait(self.rank, self, own_limit(timeout) if timeout is not None else None)
+        self.waited = True
         if self.tensor is not None:
             self.settle()
         return True
@@ -352,6 +354,15 @@ class PointToPointGroup(torch_private.PythonGroup):
         self.collective = collective
         self.within = collective_terms(collective)
         self.event_group = self.world.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
+
+    def forget_messages_with(self, rank: int) -> None:
+        """Messages from or to that rank that have not met their other side never will."""
+        size = self.world.size
+        for key in [key for key in self.channels if rank in (key // size % size, key % size)]:
+            del self.channels[key]
+        anyone = self.unmatched.from_anyone
+        for where in [(label, receiver, tag) for label, receiver, tag in anyone if (label, receiver) == (self.label, rank)]:
+            del anyone[where]
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
         """Post a receive from position `src` of the group."""

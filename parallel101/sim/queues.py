@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
+from datetime import timedelta
 from types import FrameType
 from typing import Any, cast
 
@@ -85,10 +86,10 @@ class Operation(SimWork):
             self.finish()
             self.queue.next()
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Block this rank until all of it has ended. Within torch's coalescing manager this does nothing: the batch starts at its end."""
         if self.in_queue:
-            SimWork.wait(self)
+            SimWork.wait(self, timeout)
             self.settle()
         return True
 
@@ -280,8 +281,8 @@ class QueuedCollective(CollectiveWork):
 
     operation: Operation
 
-    def wait(self, timeout: object = None) -> bool:
-        return super().wait() if self.operation.in_queue else True
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return super().wait(timeout) if self.operation.in_queue else True
 
     def finish(self) -> None:
         super().finish()

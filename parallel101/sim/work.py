@@ -6,6 +6,7 @@ A message's work is in messages.py, a collective's in group.py. This file has wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
+from parallel101.record.overloads import own_limit
 from parallel101.record.spans import recorder
 from parallel101.sim.clock import VirtualRank, World
 
@@ -39,10 +41,10 @@ class SimWork(_Work):
     def __class__(self) -> type:  # what isinstance() asks
         return dist.Work
 
-    def wait(self, timeout: object = None) -> bool:
-        """Block this rank until the work is done. A timeout has no effect: virtual ranks have no wall time."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block this rank until the work is done, for up to `timeout` of virtual time. Raises RuntimeError if that is over."""
         if not self.done:
-            self.world.wait(self.rank, self)
+            self.world.wait(self.rank, self, own_limit(timeout))
         return True
 
     def is_completed(self) -> bool:

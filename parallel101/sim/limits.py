@@ -1,0 +1,144 @@
+"""Time limits on the sim: a call of a group with a timeout of its own ends with torch's error when the virtual clock reaches the limit.
+
+    g = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    dist.recv(x, 1, group=g)  ──▶ rank 1 never sends ──▶ at 2 s: RuntimeError("Timed out waiting 2000ms for recv …"), which rank 0 may catch
+
+A limit is the program's own if it gave one: to new_group, init_process_group, a group's own method or work.wait(). A call without one that
+can never end is a deadlock. A rank that has timed out has left the group, as on gloo: nobody can communicate with it there any more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from parallel101.record.calls import Call
+from parallel101.record.events import P2P
+from parallel101.record.overloads import own_limit
+from parallel101.record.units import ranks_text
+from parallel101.record.where import shown
+
+if TYPE_CHECKING:
+    from parallel101.sim.clock import VirtualRank, Waitable, World
+    from parallel101.sim.group import SimGroup
+
+
+class TimedWait(NamedTuple):
+    """A rank waits for a work, up to a moment."""
+
+    until: float
+    number: int  # so that no two are equal
+    seconds: float
+    leaves: bool  # whether the rank leaves the group if it times out: not after a collective's wait(timeout), which the collective survives
+    rank: VirtualRank
+    work: Waitable
+
+    @property
+    def over(self) -> bool:
+        return self.work.done or self.rank.waiting is not self.work
+
+
+class TimeLimits:
+    """The time limits of a run's groups, the waits that have one, and the ranks that have left a group because of one."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.in_use = False  # whether any group has a limit
+        self.of_group: dict[tuple[str, int], float] = {}  # seconds, by group and rank
+        self.waits: list[TimedWait] = []  # a heap
+        self.views: dict[str, list[SimGroup]] = defaultdict(list)  # every member's view of a group
+        self.left: dict[str, set[int]] = defaultdict(set)  # by group
+        self.count = 0
+
+    def set_limit(self, group: SimGroup, timeout: timedelta | None) -> None:
+        """From now on, this rank's calls of the group have this limit."""
+        key, seconds = (group.label, group.member.number), own_limit(timeout)
+        self.of_group.pop(key, None)
+        if seconds is not None:
+            self.of_group[key] = seconds
+            self.in_use = True
+
+    def begin(self, rank: VirtualRank, work: Waitable, seconds: float | None) -> None:
+        """A rank begins to wait, for up to `seconds`. None: as long as the call or its group allows."""
+        call = work.call()
+        self.check(call.group, rank.number, _needs(work, call))
+        leaves = seconds is None or call.kind in P2P
+        if seconds is None:
+            seconds = getattr(work, "seconds", None) or self.of_group.get((call.group, rank.number))
+        if seconds is not None:
+            self.count += 1
+            heappush(self.waits, TimedWait(rank.now() + seconds, self.count, seconds, leaves, rank, work))
+
+    def next(self) -> float | None:
+        """When the next wait reaches its limit; None if there is none."""
+        while self.waits and self.waits[0].over:
+            heappop(self.waits)
+        return self.waits[0].until if self.waits else None
+
+    def expire(self) -> None:
+        """Time has reached the next limit: those who wait get their error, and leave their group."""
+        late: list[tuple[TimedWait, Call]] = []
+        while self.next() == self.world.now:
+            wait = heappop(self.waits)
+            late.append((wait, wait.work.call()))
+        for wait, call in late:
+            wait.rank.interrupted = _timed_out(wait, call)
+            self.world.wake(wait.rank)
+        for wait, call in late:
+            if wait.leaves:
+                self._leave(call.group, wait.rank.number)
+
+    def _leave(self, label: str, rank: int) -> None:
+        """A rank has timed out in a group: whoever waits for it there, or tries to communicate with it, gets an error."""
+        first = not self.left[label]
+        self.left[label].add(rank)
+        for view in self.views[label]:
+            view.forget_messages_with(rank)
+            if first:
+                self._guard(view)
+            other = view.member
+            if other.waiting is not None and other.interrupted is None and other.waiting.call().group == label:
+                try:
+                    self.check(label, other.number, _needs(other.waiting, other.waiting.call()))
+                except RuntimeError as error:
+                    other.interrupted = error
+                    self.world.wake(other)
+
+    def check(self, label: str, rank: int, peers: set[int]) -> None:
+        """Raise what gloo raises if `rank` has left the group, or one of the peers that it needs."""
+        left = self.left.get(label, set())
+        if rank in left:
+            raise RuntimeError("Application timeout caused pair closure")
+        if gone := left & peers:
+            raise RuntimeError(f"Connection closed by peer: {ranks_text(gone)} timed out before, in this group")
+
+    def _guard(self, view: SimGroup) -> None:
+        """From now on, each call of this rank's view of a group is checked first."""
+        label, rank, everyone = view.label, view.member.number, set(view.ranks)
+
+        def guarded(post: Callable[..., Any], to_one: bool) -> Callable[..., Any]:
+            def checked(first: Any, *rest: Any) -> Any:
+                self.check(label, rank, {view.ranks[rest[0]]} if to_one else everyone)
+                return post(first, *rest)
+
+            return checked
+
+        for name in ("send", "recv", "recv_anysource", "_collective"):
+            setattr(view, name, guarded(getattr(view, name), to_one=name in ("send", "recv")))
+
+
+def _needs(work: Waitable, call: Call) -> set[int]:
+    """The ranks that must not leave the group before a work ends."""
+    return set(call.peers) if work.missing() else set()
+
+
+def _timed_out(wait: TimedWait, call: Call) -> RuntimeError:
+    """gloo's error, and who waited for whom."""
+    what = "Operation timed out!"
+    if wait.leaves:
+        what = f"Timed out waiting {round(1000 * wait.seconds)}ms for {'send' if call.kind == 'send' else 'recv'} operation to complete"
+    for_whom = f" for {ranks_text(missing)}" if (missing := wait.work.missing()) else ""
+    return RuntimeError(f"{what}\n  rank {wait.rank.number} waited in {call.kind}{for_whom}, at {shown(call.where)}")

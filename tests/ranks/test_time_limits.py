@@ -1,0 +1,131 @@
+"""A program may catch the error of its own group's time limit, and go on. What has no limit of its own is a deadlock."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+
+HALF = timedelta(seconds=0.5)
+
+
+def caught(call) -> str:
+    """The first line of the error that a call raises, or "" if there is none."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
+    return ""
+
+
+def missing_peers() -> list[str]:
+    """Rank 0 waits for ranks that never come, in every way; then all go on with other groups."""
+    x, rank = torch.ones(2), dist.get_rank()
+    a, b, c, d, e = (dist.new_group(timeout=HALF) for _ in range(5))
+    rest = dist.new_group()
+    seen = []
+    if rank == 0:
+        seen = [
+            caught(lambda: dist.recv(x, 1, group=a)),
+            caught(lambda: dist.recv(x, 1, group=a)),
+            caught(lambda: dist.send(x, 1, group=b)),
+            caught(lambda: dist.all_reduce(x, group=c)),
+            caught(lambda: dist.barrier(group=d)),
+            caught(lambda: e.allreduce([torch.ones(2)]).wait()),
+        ]
+    dist.barrier(rest)
+    if rank == 1:
+        seen = [caught(lambda: dist.send(x, 0, group=a)).partition(":")[0].partition(" by")[0]]
+    y = torch.full((2,), float(rank))
+    dist.all_reduce(y, group=rest)
+    assert y.tolist() == [3.0, 3.0]
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"])
+def test_a_program_may_catch_the_error_of_its_groups_time_limit(options):
+    run = p101.launch(missing_peers, world_size=3, **options)
+    late = [f"Timed out waiting 500ms for {kind} operation to complete" for kind in ("recv", "send")]
+    assert run.results[0] == [late[0], "Application timeout caused pair closure", late[1], late[0], late[0], late[0]]
+    assert run.results[1:] == [["Connection closed"], []]
+
+
+def test_on_sim_the_clock_advances_to_the_limit():
+    def program():
+        group, rank = dist.new_group(timeout=timedelta(minutes=5)), dist.get_rank()
+        if rank == 0:
+            p101.compute(10.0)
+            with p101.span("waits"):
+                text = caught(lambda: dist.recv(torch.ones(1), 1, group=group))
+            with p101.span("after"):
+                p101.compute(1.0)
+            return text
+
+    began = time.monotonic()
+    run = p101.launch(program, world_size=2, backend="sim")
+    assert time.monotonic() - began < 30
+    spans = {event.name: (event.start, event.end) for event in run.trace.events if event.kind == "span"}
+    assert spans == {"waits": (10.0, 310.0), "after": (310.0, 311.0)}
+
+
+def own_limits() -> list[str]:
+    """Limits that are not a new group's: of init_process_group, of wait(), of a group's own method."""
+    rank, rest = dist.get_rank(), dist.new_group()
+    seen = []
+    if rank == 0:
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        seen.append(caught(lambda: dist.irecv(torch.ones(2), 1, group=pair).wait(HALF)))
+        seen.append(caught(lambda: dist.new_group([0, 1], use_local_synchronization=True).monitored_barrier(HALF)))
+    else:
+        for _ in range(2):
+            dist.new_group([0, 1], use_local_synchronization=True)
+    dist.barrier(rest)
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_limit_may_stand_in_the_call_itself(backend):
+    late = "Timed out waiting 500ms for recv operation to complete"
+    assert p101.launch(own_limits, world_size=2, backend=backend).results[0][0] == late
+
+
+def waits_without_limit(first_limit):
+    dist.init_process_group("gloo", timeout=first_limit)
+    group, rank = dist.new_group(timeout=HALF), dist.get_rank()
+    if rank == 0:
+        caught(lambda: dist.recv(torch.ones(1), 1, group=group))
+        dist.recv(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_what_has_no_limit_of_its_own_is_a_deadlock(backend):
+    with pytest.raises(p101.DeadlockError) as deadlock:
+        p101.launch(waits_without_limit, None, world_size=2, backend=backend)
+    assert deadlock.value.cycle == [0, 1]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_an_error_that_is_not_caught_fails_the_rank(backend):
+    with pytest.raises(p101.RankFailed, match="Timed out waiting 1000ms for recv operation") as failed:
+        p101.launch(waits_without_limit, timedelta(seconds=1), world_size=2, backend=backend)
+    assert type(failed.value.__cause__) is RuntimeError
+    if backend == "sim":
+        assert "waited in recv for rank" in str(failed.value) and "test_time_limits.py:" in str(failed.value)
+
+
+def test_under_nccls_rules_too():
+    def program():
+        group, rank = dist.new_group(timeout=HALF), dist.get_rank()
+        text = caught(lambda: dist.all_reduce(torch.ones(2), group=group)) if rank == 0 else ""
+        dist.barrier()
+        return text
+
+    results = p101.launch(program, world_size=2, backend="sim", rules="nccl").results
+    assert results == ["Timed out waiting 500ms for recv operation to complete", ""]
