@@ -166,10 +166,12 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
 def with_compute(trace: Trace) -> Trace:
     """The same record for pictures: a span "compute" for each time in which a rank was not blocked, in place of the script's two marks.
 
-    A call that never ended becomes a wait. If the program has spans of its own, they say more, and nothing is added.
+    A call that never ended becomes a wait. If the program has spans of its own, as parallel101's trainers have, they say more.
     """
-    marks = {id(span) for span in script_marks(trace)}
-    events = [event for event in trace.events if id(event) not in marks]
+    left_out = {id(span) for span in script_marks(trace)}
+    if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
+        left_out |= {id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})}
+    events = [event for event in trace.events if id(event) not in left_out]
     for e in _never_ended(trace):
         name = f"{e.kind}, never ended"
         events.append(span_event(rank=e.rank, name=name, start=e.start, end=e.end, seq=0, where=e.where, labels={}, waiting=True))
@@ -196,6 +198,28 @@ def _compute_spans(events: Sequence[Event]) -> list[Event]:
 def script_marks(trace: Trace) -> list[Event]:
     """The spans without length with which `parallel101 run` marks the start and the end of the script on each rank."""
     return [span for span in trace.spans() if "script" in (span.args or {})]
+
+
+def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
+    """Which share of each of `bins` equal parts of the run each rank waited, by rank; None where the rank had not begun, or had ended."""
+    begin, end = run_times(trace)
+    width = (end - begin) / bins or 1.0
+    shares: list[list[float | None]] = []
+    for rank in range(trace.world_size):
+        first, last = run_times(trace, rank)
+        row = [0.0] * bins
+        for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
+            for place in range(max(0, int((start - begin) / width)), min(bins, int((stop - begin) / width) + 1)):
+                left = begin + place * width
+                row[place] += max(0.0, min(stop, left + width) - max(start, left)) / width
+        shares.append([min(s, 1.0) if begin + (k + 1) * width > first and begin + k * width < last else None for k, s in enumerate(row)])
+    return shares
+
+
+def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
+    """The start and the end of a run, or of one rank's part of it, with the calls that never ended. (0, 0) if nothing is recorded."""
+    events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
+    return min((event.start for event in events), default=0.0), max((event.end for event in events), default=0.0)
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:

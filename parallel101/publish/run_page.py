@@ -17,8 +17,9 @@ from parallel101.viz.between_ranks import Square, between_ranks_scene
 from parallel101.viz.run_table import Table, heading, tables
 from parallel101.viz.scene import Scene
 from parallel101.viz.timeline import timeline_scene
+from parallel101.viz.waiting_overview import waiting_overview_scene
 
-ZOOM = 8  # the second timeline is so many times as long as the longest wait
+MOST_EVENTS = 4000  # in a timeline
 
 
 def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str:
@@ -48,14 +49,20 @@ def _timelines(trace: Trace, waited: list[Wait]) -> list[Scene]:
     if trace.world_size > timeline.MOST_RANKS or not trace.events:
         return []
     drawn = with_compute(trace)
-    scenes = [timeline_scene(drawn)]
+    whole = timeline_scene(drawn) if len(drawn.events) <= MOST_EVENTS else waiting_overview_scene(trace, waited)
     longest = max(waited[len(waited) // 2 :], key=lambda wait: wait.end - wait.start, default=None)
-    if longest is not None and (took := (longest.end - longest.start) * ZOOM) < drawn.makespan / 2:
-        middle = (longest.start + longest.end) / 2
-        begin = max(0.0, middle - took / 2)
-        title = f"The longest wait of the later half: {human_seconds(took)} from {human_seconds(begin)} on"
-        scenes.append(timeline_scene(window(drawn, begin, begin + took), title=title))
-    return scenes
+    if longest is None:
+        return [whole]
+    took, middle = longest.end - longest.start, (longest.start + longest.end) / 2
+    for times in (8.0, 4.0, 2.0, 1.5):
+        part = window(drawn, middle - times * took / 2, middle + times * took / 2)
+        if len(part.events) <= MOST_EVENTS:
+            break
+    if times * took > drawn.makespan / 2 or len(part.events) > MOST_EVENTS:
+        return [whole]
+    begin = max(0.0, middle - times * took / 2)
+    title = f"The longest wait of the later half: {human_seconds(times * took)} from {human_seconds(begin)} on"
+    return [whole, timeline_scene(part, title=title)]
 
 
 def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:

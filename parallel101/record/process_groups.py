@@ -64,10 +64,8 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
     operation = operation_name("new_group", members)
     label = operation if members_only else "new_group"  # torch numbers the groups that all ranks make, and names others by their members
     others = tuple(rank for rank in members if rank != recorder.rank)
-    posted, began = (
-        PostedCall(world, ("new_group", None, 0, label), recorder.count_collective(label, operation), others=others),
-        recorder.now(),
-    )
+    posted = PostedCall(world, ("new_group", None, 0, label), recorder.count_collective(label, operation), others=others)
+    began = recorder.now()
     with recorder.blocked_in(posted):
         yield
     if recorder.record_waits:

@@ -232,15 +232,14 @@ class World:
         if seconds is not None or self.limits.in_use:
             self.limits.begin(rank, work, seconds)
         outer, rank.waiting = rank.waiting, work  # a future's callback may wait while its rank waits for something else
-        began = rank.now()
+        began, call = rank.now(), work.call() if rank.record_waits else None
         while not work.done and rank.interrupted is None:
             self.block(rank)
         rank.waiting = outer
         if rank.interrupted is not None:
             error, rank.interrupted = rank.interrupted, None
             raise error
-        if rank.record_waits and self.now > began:
-            call = work.call()
+        if call is not None and self.now > began:
             rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
 
     def poll(self, rank: VirtualRank, work: Waitable) -> None:

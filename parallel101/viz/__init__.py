@@ -5,7 +5,7 @@
     pipeline.py     what each rank of a pipeline computes, and when           axes.py    which axis of a mesh communicates when
     memory.py       bytes that each rank holds                                matrices.py   how tensor parallelism cuts a model
     deadlock.py     who waits for whom                                        run_table.py   the tables of `parallel101 run`
-    between_ranks.py   what lies between each two ranks: waiting, bytes
+    between_ranks.py   what lies between each two ranks: waiting, bytes       waiting_overview.py   the timeline of a long run
     loss.py         loss curves, also live                                    plots.py   measurements and models over a swept size
 
 Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page without a kernel or a network

@@ -19,6 +19,7 @@ from parallel101.analysis.waiting import (
     Wait,
     collective_totals,
     rank_times,
+    run_times,
     script_marks,
     slowest_calls,
     slowest_links,
@@ -28,7 +29,7 @@ from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, ranks_text
 from parallel101.record.where import shown
 
-MOST_RANKS, MOST_LINKS, MOST_CALLS = 64, 8, 10
+MOST_RANKS, MOST_LINKS, MOST_CALLS = 32, 8, 10
 
 
 class Table(NamedTuple):
@@ -57,8 +58,8 @@ def heading(trace: Trace) -> str:
     """The run in one line: how many ranks, where, and how long."""
     clock = " of virtual time, in which only communication and p101.compute take time" if trace.backend == "sim" else ""
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
-    times = [moment for event in [*trace.events, *trace.unfinished] for moment in (event.start, event.end)] or [0.0]
-    return f"{ranks} on {trace.backend}, {human_seconds(max(times) - min(times))}{clock}"
+    begin, end = run_times(trace)
+    return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
 
 
 def script_name(trace: Trace) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.waiting import rank_times, slowest_calls, slowest_links, waits
+from parallel101.analysis.waiting import rank_times, slowest_calls, slowest_links, waiting_shares, waits, with_compute
 from parallel101.record.spans import recorder, span
 from parallel101.record.where import shown
 
@@ -19,8 +19,9 @@ NETWORK = p101.Network(latency=1.0, bandwidth=float("inf"))
 def recorded(program, size, network=NETWORK):
     def with_waits():
         recorder().record_waits = True
-        with span("program"):
-            program()
+        with span("start of the script", script="train.py", host="here"):
+            pass
+        program()
 
     return p101.launch(with_waits, world_size=size, backend="sim", network=network).trace
 
@@ -73,6 +74,34 @@ def test_only_the_root_of_a_broadcast_is_waited_for():
 
     trace = recorded(program, 3)
     assert all(wait.last in (0, None) and wait.late == 0.0 for wait in waits(trace))
+
+
+def test_shares_of_waiting_add_up_to_the_waiting_time():
+    def program():
+        for _ in range(3):
+            p101.compute(1.0 + dist.get_rank())
+            dist.all_reduce(torch.ones(1))
+
+    trace = recorded(program, 3)
+    waited = waits(trace)
+    for bins in (1, 7, 50):
+        shares = waiting_shares(trace, waited, bins)
+        for row, of in zip(rank_times(trace, waited), shares):
+            assert sum(of) * trace.makespan / bins == pytest.approx(row.waiting)
+            assert all(-1e-9 <= share <= 1.0 for share in of)
+
+
+def test_pictures_show_compute_between_the_waits():
+    def program():
+        p101.compute(2.0)
+        dist.all_reduce(torch.ones(1))
+        p101.compute(3.0)
+        dist.barrier()
+
+    drawn = with_compute(recorded(program, 2))
+    for rank in (0, 1):
+        assert [e.end - e.start for e in drawn.spans("compute") if e.rank == rank] == [2.0, 3.0]
+        assert [e.name for e in drawn.spans() if e.waiting and e.rank == rank] == ["all_reduce", "barrier"]
 
 
 def test_a_call_that_never_ended_is_a_wait():

@@ -1,0 +1,60 @@
+"""The page of a run shows its timeline, who waited for whom, its traffic and its tables, and needs no network."""
+
+from __future__ import annotations
+
+import base64
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101.publish import run_page as module
+from parallel101.publish.page import external_addresses
+from parallel101.publish.run_page import run_page
+from parallel101.record.spans import recorder
+
+
+def run(program, size=3):
+    def with_waits():
+        recorder().record_waits = True
+        program()
+
+    return p101.launch(with_waits, world_size=size, backend="sim", network=p101.Network(latency=0.5, bandwidth=1e9)).trace
+
+
+def slow_rank_1():
+    for _ in range(20):
+        p101.compute(3.0 if dist.get_rank() == 1 else 1.0)
+        dist.all_reduce(torch.ones(8))
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1000), 2)
+    if dist.get_rank() == 2:
+        dist.recv(torch.empty(1000), 0)
+
+
+def pictures(page):
+    return [base64.b64decode(data).decode() for data in re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)"', page)]
+
+
+def test_the_page_of_a_run(monkeypatch):
+    trace = run(slow_rank_1)
+    page = run_page(trace, "train.py <x>")
+    assert list(external_addresses(page)) == []
+    assert "<h1>train.py &lt;x&gt;</h1>" in page and "3 ranks on sim" in page
+    timeline, zoom, between = pictures(page)
+    assert ">Timeline<" in timeline and ">compute<" in timeline
+    assert "The longest wait" in zoom
+    assert ">40 s<" in between and ">3.9 KiB<" in between  # 20 times 2 s for rank 1; 1000 floats from rank 0 to rank 2
+    assert "<h2>Time of each rank</h2>" in page and "40 s for rank 1" in page
+    monkeypatch.setattr(module, "MOST_EVENTS", 50)  # as if it were a long run
+    assert ">Overview<" in pictures(run_page(trace, "train.py"))[0]
+
+
+def test_the_page_of_a_deadlock_shows_who_waits():
+    with pytest.raises(p101.DeadlockError) as failed:
+        run(lambda: dist.recv(torch.ones(1), (dist.get_rank() + 1) % 3))
+    page = run_page(failed.value.trace, "train.py", failed.value)
+    assert "deadlock: no rank can go on" in page
+    assert "Cycle" in pictures(page)[0]
