@@ -54,6 +54,7 @@ class Replay:
     number: Callable[[Term], int] = lambda _: 0  # the chunk of an element of a result
     results: Sequence[Any] = ()  # by rank, as it was returned
     numel: int | None = None  # of the tensor that each rank was given
+    no_data: bool = False  # the messages hold only zeros, as those of a barrier do
     unwritten: list[bool] = field(default_factory=list)  # of each message: whether memory that was never written is in it
     connected: dict[int, set[int]] = field(default_factory=dict)  # for each rank, the ranks whose data could have reached it
 
@@ -103,6 +104,8 @@ def replay_of(
         given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
         replay.terms, replay.results = returned, results or ()
         replay.numel = None if watched is None else math.prod(watched.shape)
+        replay.connected = connected_ranks(ranks, [(m.src, m.dst) for m in messages])
+        replay.no_data = bool(messages) and not any(any(term.counts) or term.mark is not None for p in payloads for term in p or ())
         replay.unwritten = [any(term.mark is not None for term in payload or ()) for payload in payloads]
         sent = [[_of(m.src, term) for term in payload or ()] for m, payload in zip(messages, payloads, strict=True)]
         _fill_in(replay, sent, returned, given, watched)
@@ -150,7 +153,6 @@ def _fill_in(
     n = replay.trace.world_size
     replay.known, replay.sums, replay.chunks, replay.number = True, found.sums, found.chunks, found.number
     replay.returned = found.in_results[:n]
-    replay.connected = connected_ranks(replay.ranks, [(m.src, m.dst) for m in replay.messages])
     landed: dict[tuple[int, int], Landing] = {}
     for rank in replay.ranks:
         for number, chunk in enumerate(found.chunks):

@@ -71,9 +71,15 @@ def shown(place: str) -> str:
     if not number.isdigit():
         return place
     source = linecache.getline(name, int(number)).strip()
-    if cell := cell_name(name):
-        place = f"{cell}, line {number}"
+    place = named(place)
     return f"{place}: {source if len(source) <= 80 else source[:79] + '…'}" if source else place
+
+
+def named(place: str) -> str:
+    """A "file:line" without the source line: "a.py:7", or "cell [5], line 4"."""
+    name, _, number = place.rpartition(":")
+    cell = cell_name(name)
+    return f"{cell}, line {number}" if cell else place
 
 
 def cell_name(filename: str) -> str | None:

@@ -16,8 +16,10 @@ from parallel101.analysis.replay import START, Replay
 from parallel101.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.record.events import P2P
 from parallel101.record.units import chunk_letters, human_bytes, listed, ranks_text, sentence
+from parallel101.viz.timeline import unfinished_text
 
 NOT_KEPT = ("The contents of the messages were not recorded.", "p101.watch(fn) records them and shows whose data they are.")
+NO_DATA = ("The messages carry no data of x, only zeros.", "Each says that its sender has come so far.")
 NO_ORIGIN = ("These values do not show which rank they came from.", "p101.watch(fn) follows copies, sums and means, but not products.")
 TOO_MANY = ("There are too many ranks or chunks to draw them all.", "With fewer, the picture shows what is inside a message.")
 
@@ -37,9 +39,13 @@ class Captions:
         n, topology = len(self.replay.ranks), self.replay.topology
         if n == 1:
             return "One rank"
+        if self._barrier:
+            return "Barrier" if n > 2 else "Barrier on two ranks"
         if self.operation is None:
             shapes = {"ring": f"a ring of {n} ranks", "chain": f"a chain of {n} ranks", "star": f"rank {topology.root} and {n - 1} others",
                       "tree": f"a tree of {n} ranks", "grid": f"a grid of {n} ranks"}  # fmt: skip
+            if not self.replay.messages and self.replay.trace.unfinished:
+                return f"Unfinished calls on {n} ranks"
             place = shapes.get(topology.kind, f"{n} ranks") if self.replay.messages else f"{n} ranks"
             return f"Messages on {place}" if n > 2 else "Messages between two ranks"
         if not self.replay.messages:
@@ -51,6 +57,13 @@ class Captions:
         return f"{prefix} {self.operation}" if prefix else self.operation.capitalize()
 
     @cached_property
+    def _barrier(self) -> bool:
+        """Whether the messages carry no data, and each rank has heard from every other rank when it returns, with nothing."""
+        replay = self.replay
+        heard = all(replay.connected.get(rank) == set(replay.ranks) for rank in replay.ranks)
+        return replay.no_data and heard and not any(terms for terms in replay.terms)
+
+    @cached_property
     def intro(self) -> str:
         """The sentence before the first step."""
         replay = self.replay
@@ -58,13 +71,37 @@ class Captions:
             return "One rank has no other rank to send to."
         if not replay.messages:
             collectives = sorted({e.kind for e in replay.trace.events} - P2P - {"span"})
+            if not collectives and replay.trace.unfinished:
+                return f"No message has arrived: {unfinished_text(replay.trace)}"
             if not collectives:
                 return "This record has no messages between ranks."
             return f"torch's own {listed(collectives)} moved the data. The record has the calls, but not the messages inside them."
+        if self._barrier:
+            return "No rank can go on before it has heard from every other rank, directly or through others."
         if not replay.known:
             return f"{_count(len(replay.messages), 'message')} between {len(replay.ranks)} ranks."
         holders = [r for r in replay.ranks if any(any(replay.cells[r, c][0][1]) for c in range(len(replay.chunks)))]
+        if self.operation == "all-to-all":
+            return f"Each rank starts with its own data. A chunk's letter says where it goes: {self._destinations(4)}."
         return f"Rank {holders[0]} starts with all the data." if len(holders) == 1 else "Each rank starts with its own data."
+
+    def _destinations(self, most: int) -> str:
+        """ "a to rank 0, b to rank 1, and so on"."""
+        owners = {c: rank for rank in self.replay.ranks for c in self.replay.final(rank)}
+        parts = [f"{self.replay.chunks[c].label} to rank {owners[c]}" for c in sorted(owners)]
+        return listed(parts) if len(parts) <= most else ", ".join([*parts[:2], "and so on"])
+
+    @cached_property
+    def legend(self) -> list[str]:
+        """The lines below the cells."""
+        replay = self.replay
+        if replay.sums:
+            return ["Each stripe is one rank's data." + (" A full cell is finished." if len(replay.chunks) > 1 else "")]
+        if self.operation == "all-to-all":
+            return [f"A chunk's letter says where it goes: {self._destinations(2)}.", "Each stripe is the part that came from one rank."]
+        if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
+            return ["Each stripe is the part that came from one rank."]
+        return ["A full cell: this rank has the chunk."]
 
     @cached_property
     def size(self) -> str:
@@ -73,7 +110,8 @@ class Captions:
         n = _count(trace.world_size, "rank")
         head = (f"{len(replay.ranks)} of {n}" if len(replay.ranks) != trace.world_size else n) + f" · {trace.backend}"
         if not replay.known:
-            return f"{head} · {_count(len(replay.messages), 'message')}"
+            unfinished = f" · {len(trace.unfinished)} unfinished" if trace.unfinished else ""
+            return f"{head} · {_count(len(replay.messages), 'message')}{unfinished}"
         width = next((m.nbytes // len(m.payload) for m in replay.messages if m.payload), 0)
         size = human_bytes(width * sum(chunk.elements for chunk in replay.chunks))
         k = len(replay.chunks)
@@ -181,7 +219,7 @@ class Captions:
             return "Torus"
         rounds = (1, 2) if self.operation == "all-reduce" else (1,)  # with more messages, ranks pass on what others sent
         if len(links) == n * (n - 1) and len(replay.messages) in [len(links) * k for k in rounds]:
-            return "Direct"
+            return "Pairwise" if self._one_by_one else "Direct"
         if n & (n - 1) or not all((a ^ b) & ((a ^ b) - 1) == 0 for a, b in links):
             return ""
         if any(len({replay.messages[i].src for i in replay.in_step(step)}) < n for step in range(replay.steps)):
@@ -190,6 +228,16 @@ class Captions:
         grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
         shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))
         return "Halving and doubling" if grows and shrinks else "Recursive-halving" if shrinks else "Recursive-doubling"
+
+    @cached_property
+    def _one_by_one(self) -> bool:
+        """Whether each rank posts a send only when it has received the message before it."""
+        for rank in self.replay.ranks:
+            posted = sorted(m.send.posted for m in self.replay.messages if m.src == rank)
+            arrived = sorted(m.recv.end for m in self.replay.messages if m.dst == rank)
+            if any(following < before for following, before in zip(posted[1:], arrived, strict=False)):
+                return False
+        return True
 
 
 class Route(NamedTuple):

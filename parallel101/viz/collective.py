@@ -17,7 +17,7 @@ from parallel101.analysis.replay import Replay, replay_of
 from parallel101.analysis.unwritten import Watched
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
-from parallel101.viz.captions import NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
+from parallel101.viz.captions import NO_DATA, NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
 from parallel101.viz.graph import draw_graph
 from parallel101.viz.matrix import draw_matrix, draw_traffic
 from parallel101.viz.scene import Scene, Stop, box
@@ -80,10 +80,11 @@ def collective_scene(
     _draw_captions(scene, timing, captions)
     draw_graph(scene, replay, timing, captions.phases)
     if replay.known:
-        draw_matrix(scene, replay, timing)
+        draw_matrix(scene, replay, timing, captions.legend)
     else:
         kept = any(m.payload for m in replay.messages)
-        draw_traffic(scene, replay, timing, TOO_MANY if too_many else NO_ORIGIN if kept else NOT_KEPT)
+        note = TOO_MANY if too_many else NO_DATA if replay.no_data else NO_ORIGIN if kept else NOT_KEPT
+        draw_traffic(scene, replay, timing, note)
     if replay.messages:
         _draw_sends(scene, replay, timing)
     return scene

@@ -89,7 +89,7 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
 
 def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add("text", trace_facts(trace), x=932, y=40, font_size=13, class_="m e")
+    scene.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
     sentence = "Top: what a rank computes. Bottom: its messages in flight. Hatched: the rank is idle."
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     x, kinds = 28.0, {e.kind for e in trace.events}

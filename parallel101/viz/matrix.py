@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from parallel101.analysis.chunks import Counts
 from parallel101.analysis.replay import START, Replay
@@ -74,8 +74,8 @@ class Matrix:
         return path
 
 
-def draw_matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
-    """Add ranks × chunks, and the data that moves between the rows."""
+def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[str]) -> None:
+    """Add ranks × chunks, and the data that moves between the rows. The lines of `legend` stand below."""
     scene.style += STYLE
     matrix = Matrix(replay)
     panel = scene.panel(narrow=NARROW)
@@ -86,7 +86,8 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     panel.children.append(marks)
     _missing(marks, matrix, timing)
     _bands(scene, panel, matrix, timing)
-    panel.add("text", _legend(replay), x=LEFT + WIDTH / 2, y=matrix.bottom + 24, font_size=12, class_="m c")
+    for k, line in enumerate(legend):
+        panel.add("text", line, x=LEFT + WIDTH / 2, y=matrix.bottom + 24 + 16 * k, font_size=12, class_="m c")
 
 
 def _frame(panel: Node, matrix: Matrix) -> None:
@@ -203,15 +204,6 @@ def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
                         group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
                     group.add("rect", x=x - 1, y=y - 1, width=width + 2, height=height + 2, rx=3, class_="mv")
                     group.add("path", d=matrix.stripes(x, y, landing.chunk, landing.carried, apart=True), class_=f"f{landing.chunk % 8}")
-
-
-def _legend(replay: Replay) -> str:
-    if replay.sums:
-        stripe = "Each stripe is one rank's data."
-        return f"{stripe} A full cell is finished." if len(replay.chunks) > 1 else stripe
-    if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
-        return "Each stripe is the part that came from one rank."
-    return "A full cell: this rank has the chunk."
 
 
 def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[str]) -> None:

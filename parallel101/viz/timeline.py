@@ -11,12 +11,13 @@ the wait. How much communication overlaps with compute is in lanes.py.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed, round_step
+from parallel101.record.where import named
 from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
@@ -109,6 +110,7 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
     collectives = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
     parts = [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"] if messages else []
     parts += [f"{collectives} collective call{'s' if collectives != 1 else ''}"] if collectives else []
+    parts += [f"{len(trace.unfinished)} unfinished"] if trace.unfinished else []
     scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
 
 
@@ -121,7 +123,7 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     x = 28.0
     below = "messages and collectives below" if colours else "Messages and collectives"
     parts = ["Compute on top"] * bool(colours) + [below] * bool(kinds - {"span"})
-    sentence = ", ".join(parts) + ". Hover over a bar for details." if entries else "Nothing was recorded."
+    sentence = ", ".join(parts) + ". Hover over a bar for details." if entries else unfinished_text(trace) or "Nothing was recorded."
     scene.add("text", sentence, x=x, y=64, font_size=14, class_="m")
     for label, class_ in entries:
         scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
@@ -133,6 +135,16 @@ def trace_facts(trace: Trace) -> str:
     """ "4 ranks · gloo · as recorded"."""
     clock = "virtual time" if trace.backend == "sim" else "as recorded"
     return f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''} · {trace.backend} · {clock}"
+
+
+def unfinished_text(trace: Trace) -> str:
+    """What had not ended when the run was over, in a sentence. "" if nothing."""
+    kinds = Counter({"send": "send", "recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished)
+    if not kinds:
+        return ""
+    calls = listed(f"{count} {kind}{'s' if count > 1 and kind in ('send', 'receive') else ''}" for kind, count in sorted(kinds.items()))
+    first = min(trace.unfinished, key=lambda e: (e.posted, e.rank))
+    return f"{calls} had not finished when the run ended; the first was posted by rank {first.rank} at {named(first.where)}."
 
 
 def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
@@ -208,7 +220,7 @@ def _tooltip(bar: Bar) -> str:
     if bar.count > 1:
         return f"{bar.count} × {event.name or event.kind}, {last}"
     labels = ", ".join(f"{k}={v}" for k, v in (event.args or {}).items())
-    where = f" at {event.where}" if event.where else ""
+    where = f" at {named(event.where)}" if event.where else ""
     if event.kind == "span":
         return f"{event.name}{f' ({labels})' if labels else ''}: {last}{where}"
     link = {"send": "to", "recv": "from"}.get(event.kind, "root")

@@ -81,16 +81,16 @@ def watch(
 
 @contextlib.contextmanager
 def _settings(keep: bool) -> Iterator[None]:
-    """Inside, torch fills new memory, and a division of integers gives float64, in which it is exact. `keep`: restore the settings.
+    """Inside, torch fills new memory with NaN or the largest integer, and a division of integers gives float64, in which it is exact.
 
-    (On sim the ranks share the first of them, and their process ends after the run.)
+    `keep`: restore the first of these. (On sim the ranks share it, and their process ends after the run.)
     """
-    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
     torch.set_default_dtype(torch.float64)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # only with it, torch.utils.deterministic.fill_uninitialized_memory holds
+    torch.set_deterministic_debug_mode("warn")  # (use_deterministic_algorithms does the same, and imports torch._inductor: four seconds)
     try:
         yield
     finally:
         torch.set_default_dtype(before[0])
         if keep:
-            torch.use_deterministic_algorithms(before[1], warn_only=before[2])
+            torch.set_deterministic_debug_mode(before[1])

@@ -84,7 +84,7 @@ def there_and_back(x):
         (p.ring_all_reduce, 2, "Ring all-reduce", "Ring all-reduce"),
         (p.halves_all_gather, 2, "All-gather", "Bidirectional ring all-gather"),
         (exchange_with_all, 2, "Direct all-gather", "Direct all-gather"),
-        (p.pairwise_all_to_all, 15, "Direct all-to-all", "Direct all-to-all"),
+        (p.pairwise_all_to_all, 15, "Pairwise all-to-all", "Pairwise all-to-all"),
         (there_and_back, 2, "Flat all-reduce", "Flat all-reduce"),
     ],
     ids=["ring", "both directions", "exchange with all", "pairwise", "there and back"],

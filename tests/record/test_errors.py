@@ -8,7 +8,7 @@ import sys
 import types
 
 import parallel101 as p101
-from parallel101.record.where import shown
+from parallel101.record.where import named, shown
 
 
 def test_errors_survive_pickling():
@@ -27,6 +27,7 @@ def test_a_place_is_shown_with_its_line_and_a_cell_with_its_number(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     assert shown("/tmp/ipykernel_1/2.py:2") == "cell [5], line 2: dist.recv(x, 1)"
+    assert named("/tmp/ipykernel_1/2.py:2") == "cell [5], line 2" and named("a.py:2") == "a.py:2"
     sent = p101.MisuseError("changed: send() at /tmp/ipykernel_1/2.py:2: dist.send(x), see a.py:3", 0)
     assert str(sent) == "changed: send() at cell [5], line 2: dist.send(x), see a.py:3"
     raised = p101.RankFailed('  File "/tmp/ipykernel_1/2.py", line 2, in f\n  File "a.py", line 3', 0)

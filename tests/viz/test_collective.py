@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+import parallel101 as p101
 from parallel101.analysis.provenance import decode, origin_tensor
 from parallel101.analysis.replay import replay_of
 from parallel101.record.events import Event, EventGroup
@@ -283,3 +284,17 @@ def test_every_moment_of_a_picture_is_well_formed_and_small(n):
     assert all(x.end <= y.start for x, y in zip(scene.stops, scene.stops[1:], strict=False))
     if n <= 5:
         assert len(scene.html()) < 115_000
+
+
+def test_a_barrier_is_described_as_one():
+    trace, results = recorded(lambda x: p101.barrier(), 6, 2)
+    scene = collective_scene(trace, results)
+    assert scene.title == "Barrier" and "before it has heard from every other rank" in scene.intro
+    texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+    assert "The messages carry no data of x, only zeros." in texts and not any("product" in (text or "") for text in texts)
+
+
+def test_in_an_all_to_all_a_letter_is_a_destination():
+    scene = collective_scene(*recorded(p.pairwise_all_to_all, 4, 8))
+    assert "a to rank 0, b to rank 1, c to rank 2 and d to rank 3." in scene.intro
+    assert "letter says where it goes: a to rank 0, b to rank 1, and so on." in scene.svg()

@@ -43,6 +43,7 @@ def test_overlap_of_a_message_with_compute(overlap):
     assert time_breakdown(window, 1) == pytest.approx((0.0, 2.0, 0.0, 7.0))
     scene = lanes_scene(Trace(step(overlap), 2, "gloo"), "step")
     assert f">{overlap / 2:.0%}<" in scene.svg()
+    assert ">2 ranks · gloo · as recorded · 7 s<" in scene.svg()
     assert scene.description == f"step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: {overlap / 2:.0%}, 0%."
 
 

@@ -6,9 +6,13 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import parallel101 as p101
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
+from parallel101.viz.collective import collective_scene
 from parallel101.viz.timeline import LEFT, RIGHT, timeline_scene
 from tests.viz import programs as p
 from tests.viz.drawn import SVG, span, titled
@@ -69,3 +73,19 @@ def test_an_empty_record_and_too_many_ranks():
     assert "Nothing was recorded." in timeline_scene(Trace([], 2, "gloo")).svg()
     with pytest.raises(ValueError, match=r"129 ranks.*to_chrome"):
         timeline_scene(Trace([], 129, "sim"))
+
+
+def test_calls_that_have_not_finished_are_named():
+    def program():
+        works = [dist.irecv(torch.zeros(3), (dist.get_rank() + 1) % 4, tag=k) for k in range(3)]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(p101.DeadlockError) as raised:
+        p101.launch(program, world_size=4, backend="sim")
+    trace = raised.value.trace
+    timeline, animation = timeline_scene(trace).svg(), collective_scene(trace)
+    first = "12 receives had not finished when the run ended; the first was posted by rank 0 at "
+    assert first in timeline and __file__ in timeline and "12 unfinished" in timeline
+    assert animation.title == "Unfinished calls on 4 ranks" and first in animation.intro
+    assert "4 ranks · sim · 0 messages · 12 unfinished" in animation.svg()
