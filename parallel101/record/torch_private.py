@@ -241,6 +241,36 @@ def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable
         future.wait, future.done = wait, done
 
 
+@contextlib.contextmanager
+def around_profiler(uses: Callable[[], None], stops: Callable[[], None]) -> Iterator[None]:
+    """Inside, `uses()` is called before torch's profiler starts or stops, and `stops()` after it has stopped.
+
+    Relies on torch.autograd.profiler, which torch.profiler uses, calling these three of its names.
+    """
+    profiler: Any = torch.autograd.profiler
+    names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
+    originals = {name: getattr(profiler, name) for name in names}
+
+    def calling(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            uses()
+            try:
+                return originals[name](*args, **kwargs)
+            finally:
+                if name == "_disable_profiler":
+                    stops()
+
+        return call
+
+    for name in names:
+        setattr(profiler, name, calling(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(profiler, name, originals[name])
+
+
 def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None, bool], AbstractContextManager[object]]) -> None:
     """From now on, make every sub-group on backend `name` with the registered backend `wrapped`, inside `context(ranks, members_only)`.
 

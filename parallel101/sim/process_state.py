@@ -17,7 +17,8 @@ Still shared by all ranks, unlike in processes:
 
     - libraries: what a program assigns in a module of torch, NumPy or the standard library; classes and operators that it registers there;
       the handlers and levels of `logging`, `warnings` filters, signal handlers
-    - torch's switches for the whole process: use_deterministic_algorithms, set_num_threads, torch.backends.…, the profiler
+    - torch's switches for the whole process: use_deterministic_algorithms, set_num_threads, torch.backends.…
+    - torch's profiler: one rank may use it, and a second one at the same time gets a RuntimeError
     - the working directory, sys.path, sys.argv, open files, and the environment that C code and child processes see
     - modules that were loaded before the run (see modules.py)
 """
@@ -51,6 +52,7 @@ class ProcessStates:
         self.environ_before_run: dict = os.environ._data  # type: ignore[attr-defined]
         self.environs = [dict(self.environ_before_run) for _ in range(size)]
         os.environ._data = self.environs[0]  # type: ignore[attr-defined]  # the program may have imported os.environ itself by name
+        self.profiled: int | None = None  # the rank whose profiler is running
         self.output_before_run = (builtins.print, sys.stdout, sys.stderr)
         self.outputs: list[tuple[Any, Any, Any]] = [self.output_before_run] * size
 
@@ -74,6 +76,19 @@ class ProcessStates:
                 builtins.print, sys.stdout, sys.stderr = outputs[new]
 
         return switch
+
+    def use_profiler(self) -> None:
+        """A rank starts or stops torch's profiler. Two ranks that do so at the same time would crash the process."""
+        rank = self.random.running
+        if self.profiled not in (None, rank):
+            raise RuntimeError(
+                f"rank {rank} uses torch's profiler while rank {self.profiled} does. torch has one profiler per process, and all ranks of "
+                "the sim backend are one process. Profile one rank (if dist.get_rank() == 0), or use backend='gloo'"
+            )
+        self.profiled = rank
+
+    def profiler_stopped(self) -> None:
+        self.profiled = None
 
     def restore(self) -> None:
         torch_private.use_world(self.world_before_run)

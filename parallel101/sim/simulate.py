@@ -113,7 +113,8 @@ def simulate(
     states = ProcessStates(torch_worlds)
     torch_private.name_groups_by_thread(True)
     try:
-        with on_one_core(), torch_private.ahead_of_futures(wait_for_future, poll_future):
+        profiler = torch_private.around_profiler(states.use_profiler, states.profiler_stopped)
+        with on_one_core(), torch_private.ahead_of_futures(wait_for_future, poll_future), profiler:
             results = world.run(main, states.switcher())
     finally:
         torch_private.name_groups_by_thread(False)

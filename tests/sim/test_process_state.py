@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.sim.simulate import simulate
 
 from .programs import run
 
@@ -77,6 +78,22 @@ def test_nanogpts_script_trains_one_model_on_all_ranks(scripts):
     assert [master for _, _, _, master in results] == [True, False]
     _, _, alone, _ = nanogpt_style()
     torch.testing.assert_close(results[0][2], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_torchs_profiler_runs_on_one_rank_at_a_time(at_once):
+    def program(rank):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.ones(3).add(1)
+            if at_once:
+                dist.barrier()
+        return [event.count for event in profile.key_averages() if event.key == "aten::add"]
+
+    result = simulate(program, 3)
+    if at_once:
+        assert isinstance(result.error, RuntimeError) and "rank 1 uses torch's profiler while rank 0 does" in str(result.error)
+    else:
+        assert result.error is None and result.results == [[1]] * 3
 
 
 def environment():
