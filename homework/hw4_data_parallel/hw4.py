@@ -38,3 +38,50 @@ def train_naive(
     number of samples, don't count.
     """
     raise NotImplementedError("train_naive is not written yet")
+
+
+def average_in_buckets(gradients: dict[str, Tensor], cap: int) -> dict[str, Tensor]:
+    """Average the gradients over the ranks, with few all-reduces: each takes a bucket, a flat tensor in which gradients lie side by side.
+
+        a ▇▇   b ▇▇▇▇▇   c ▇   d ▇▇▇   ──▶   [ a b ] [ c d ]   ──▶   two all-reduces, not four
+
+    Args:
+        gradients: this rank's gradients by name, all of one dtype, in the order in which its backward made them. All ranks have the same
+            names and shapes. Their orders may differ.
+        cap: the bytes of a bucket, at most. A gradient that is larger has a bucket to itself.
+
+    Returns:
+        The mean of the ranks' gradients, by name. Whether you overwrite the given tensors is up to you.
+
+    Put gradients into a bucket as long as they fit: no two neighbouring buckets would fit into one. With G bytes of gradients and n ranks,
+    each rank sends 2(n−1)/n · G bytes.
+    """
+    raise NotImplementedError("average_in_buckets is not written yet")
+
+
+def train_overlapped(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: list[list[tuple[Tensor, Tensor]]],
+) -> None:
+    """Train as train_naive does, and send gradients while backward still computes others.
+
+        backward     ▇▇ layer 3 ▇▇ layer 2 ▇▇ layer 1 ▇▇ layer 0
+        messages               ▬▬ 3      ▬▬ 2       ▬▬ 1       ▬▬ 0     only the last ones are not hidden
+
+    Args:
+        model: this rank's replica. The ranks have the same weights already.
+        loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
+        optimizer: of this model's parameters. Call optimizer.step() once for each step.
+        batches: for each step, this rank's share, cut into microbatches (inputs, targets): gradients are accumulated over all of them. All
+            microbatches of all ranks have the same number of samples.
+
+    Returns:
+        Nothing. Afterwards the model has the same weights on all ranks.
+
+    At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all ranks. Each rank sends 2(n−1)/n · G bytes per
+    step, however many microbatches there are. The first message starts before the last gradient is ready, and backward doesn't wait.
+    torch calls what you pass to p.register_post_accumulate_grad_hook(…) each time when backward has added to p.grad.
+    """
+    raise NotImplementedError("train_overlapped is not written yet")

@@ -9,7 +9,7 @@ The models are built inside the ranks' processes, and in the grader's, which com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def count_weights(sizes: Sequence[int], tied: bool = False) -> int:
 
 
 class Steps:
-    """What the optimizer's steps saw: the weights before the first one, and the gradients of each."""
+    """What the optimizer's steps saw: the weights before the first one, and the gradients of each. The record has a span for each."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model = model
@@ -74,6 +74,8 @@ class Steps:
         optimizer.register_step_pre_hook(self._before)
 
     def _before(self, *_: Any) -> None:
+        with span("optimizer step", step=len(self.gradients) + 1):
+            pass
         named = dict(self.model.named_parameters())
         self.start = self.start or {name: p.detach().clone() for name, p in named.items()}
         self.gradients.append({name: None if p.grad is None else p.grad.detach().clone() for name, p in named.items()})
@@ -88,3 +90,17 @@ def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """The gradients of `loss`, by name."""
     named = dict(model.named_parameters())
     return dict(zip(named, torch.autograd.grad(loss, list(named.values()))))
+
+
+def mark_gradients(model: nn.Module) -> None:
+    """In the record, a span "gradient ready" shows when backward has made each gradient. Call it before the learner adds hooks."""
+
+    def ready(name: str) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            with span("gradient ready", parameter=name):
+                pass
+
+        return mark
+
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(ready(name))

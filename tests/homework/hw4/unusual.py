@@ -57,3 +57,121 @@ def train_naive__scatter_gather(model, loss_fn, optimizer, batches):
             p.grad.copy_(padded[: p.numel()].view_as(p))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+
+
+def average_in_buckets__halves(gradients, cap):
+    """Rank 0's order, which it broadcasts; a reduce-scatter and an all-gather for each padded bucket; asynchronous."""
+    n, names = dist.get_world_size(), sorted(gradients)
+    order = torch.tensor([names.index(name) for name in gradients])
+    dist.broadcast(order, src=0)
+    buckets, current = [], []
+    for name in (names[i] for i in order):
+        if current and sum(gradients[other].nbytes for other in [*current, name]) > cap:
+            buckets.append(current)
+            current = []
+        current.append(name)
+    buckets.append(current)
+    found, works = {}, []
+    for bucket in buckets:
+        whole = torch.cat([gradients[name].flatten() for name in bucket])
+        whole = F.pad(whole, (0, -len(whole) % n)) / n
+        piece = whole.new_empty(len(whole) // n)
+        dist.reduce_scatter_tensor(piece, whole)
+        works.append((bucket, whole, piece, dist.all_gather_into_tensor(whole, piece, async_op=True)))
+    for bucket, whole, _, work in reversed(works):
+        work.wait()
+        for name in reversed(bucket):
+            before = sum(gradients[other].numel() for other in bucket[: bucket.index(name)])
+            found[name] = whole[before:][: gradients[name].numel()].reshape(gradients[name].shape)
+    return found
+
+
+def average_in_buckets__own_ring(gradients, cap):
+    """Largest first, into the first bucket with room; its own ring; in place."""
+    buckets = []
+    for name in sorted(gradients, key=lambda name: (-gradients[name].numel(), name)):
+        size = gradients[name].nbytes
+        bucket = next((b for b in buckets if sum(gradients[other].nbytes for other in b) + size <= cap), None)
+        if bucket is None:
+            buckets.append([name])
+        else:
+            bucket.append(name)
+    for bucket in buckets:
+        whole = torch.cat([gradients[name].flatten() for name in bucket]) / dist.get_world_size()
+        ring_all_reduce(whole)
+        torch.nn.utils.vector_to_parameters(whole, [gradients[name].data for name in bucket])
+        for name, piece in zip(bucket, whole.split([gradients[name].numel() for name in bucket])):
+            gradients[name].copy_(piece.view_as(gradients[name]))
+    return gradients
+
+
+def train_overlapped__buckets(model, loss_fn, optimizer, batches):
+    """Two layers in a bucket; waits for the bucket before when one begins; hooks that it removes after each step."""
+    n = dist.get_world_size()
+    parameters = list(model.parameters())
+    for microbatches in batches:
+        for inputs, targets in microbatches[:-1]:
+            (loss_fn(model(inputs), targets) / len(microbatches)).backward()
+        open_bucket, pending = [], []
+
+        def ready(p, open_bucket=open_bucket, pending=pending):
+            open_bucket.append(p)
+            if len(open_bucket) == 4:
+                flat = torch.cat([q.grad.flatten() for q in open_bucket]) / n
+                if pending and not pending[-1][2].is_completed():
+                    pending[-1][2].wait()
+                pending.append((list(open_bucket), flat, dist.all_reduce(flat, async_op=True)))
+                open_bucket.clear()
+
+        hooks = [p.register_post_accumulate_grad_hook(ready) for p in parameters]
+        inputs, targets = microbatches[-1]
+        (loss_fn(model(inputs), targets) / len(microbatches)).backward()
+        for members, flat, work in pending:
+            work.wait()
+            for p, piece in zip(members, flat.split([p.numel() for p in members])):
+                p.grad.copy_(piece.view_as(p))
+        for hook in hooks:
+            hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_overlapped__messages(model, loss_fn, optimizer, batches):
+    """Each rank sends its gradient to all others itself, in pieces: a direct reduce-scatter in the hook, an all-gather of the sums later."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    others = [peer for peer in range(n) if peer != rank]
+    state = {"last": False, "first": [], "second": []}
+
+    def sum_up():
+        """The pieces of the layer before have come meanwhile: add them, and send the sum on."""
+        chunks, got, works = state["first"].pop(0)
+        for work in works:
+            work.wait()
+        for piece in got:
+            chunks[rank] += piece
+        works = [dist.irecv(chunks[peer], peer) for peer in others] + [dist.isend(chunks[rank], peer) for peer in others]
+        state["second"] += works
+
+    def ready(p):
+        if not state["last"]:
+            return
+        chunks = list(p.grad.view(-1).tensor_split(n))
+        got = [torch.empty_like(chunks[rank]) for _ in others]
+        works = [dist.isend(chunks[peer], peer) for peer in others] + [dist.irecv(piece, peer) for piece, peer in zip(got, others)]
+        state["first"].append((chunks, got, works))
+        if len(state["first"]) > 2:
+            sum_up()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(ready)
+    for microbatches in batches:
+        optimizer.zero_grad()
+        for k, (inputs, targets) in enumerate(microbatches):
+            state["last"] = k == len(microbatches) - 1
+            (loss_fn(model(inputs), targets) / n / len(microbatches)).backward()
+        while state["first"]:
+            sum_up()
+        for work in state["second"]:
+            work.wait()
+        state["second"].clear()
+        optimizer.step()

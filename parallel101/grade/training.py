@@ -1,0 +1,162 @@
+"""Judges exercises that train a model: every step of every rank against one process that has the whole batch.
+
+    found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …], "weights": by name}        from harness.Steps
+    expected:  the same, from one process
+
+What a wrong program does shows best in the gradients of its first step: facts["local"] has, by rank, those that the rank computes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel101.grade.checks import close, difference, factor, right
+from parallel101.grade.exercise import Check, Misconception, Trial
+
+Named = dict[str, Tensor]
+
+
+def recorded(found: Any) -> bool:
+    """Whether a rank returned what `harness.Steps` makes."""
+    return (
+        isinstance(found, dict)
+        and all(isinstance(found.get(part), dict) for part in ("start", "weights"))
+        and isinstance(found.get("gradients"), list)
+        and all(isinstance(step, dict) for step in found["gradients"])
+    )
+
+
+def equals_one_process() -> Check:
+    """The weights before the first step, each step's gradients, and the weights at the end."""
+
+    def wrong(trial: Trial) -> str | None:
+        for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected, strict=True)):
+            if not recorded(found):
+                return f"rank {rank} returned {difference(found, expected)}"
+            for name in expected["start"] if found["start"] else ():
+                if (what := difference(found["start"].get(name), expected["start"][name])) is not None:
+                    return f"rank {rank} began with other weights than rank 0: its {name}: {what}"
+            if len(found["gradients"]) != len(expected["gradients"]):
+                return f"rank {rank} called optimizer.step() {len(found['gradients'])} times; expected {len(expected['gradients'])}"
+            for step, (mine, theirs) in enumerate(zip(found["gradients"], expected["gradients"]), start=1):
+                for name in theirs:
+                    if (what := difference(mine.get(name), theirs[name])) is not None:
+                        return f"at step {step}, rank {rank}'s gradient of {name}: {what}"
+            for name in expected["weights"]:
+                if (what := difference(found["weights"].get(name), expected["weights"][name])) is not None:
+                    return f"rank {rank}'s {name} at the end: {what}"
+        return None
+
+    return Check("value", "every step equals one process with the whole batch", wrong)
+
+
+# ---- what a wrong program's first step shows ----
+
+
+def alike(found: Named, expected: Named) -> bool:
+    """Whether all gradients, or weights, are as expected."""
+    return all(isinstance(found.get(name), Tensor) and close(found[name], value) for name, value in expected.items())
+
+
+def scale(found: Named, expected: Named) -> float | None:
+    """k if all of `found` is k times `expected`; None if there is no such factor."""
+    if not all(isinstance(found.get(name), Tensor) and found[name].shape == value.shape for name, value in expected.items()):
+        return None
+    return 1.0 if alike(found, expected) else factor(flat(found, expected), flat(expected, expected))
+
+
+def flat(named: Named, names: Iterable[str]) -> Tensor:
+    return torch.cat([named[name].flatten() for name in names])
+
+
+def mean_of(local: Sequence[Named]) -> Named:
+    """The mean of the ranks' gradients, each rank counting the same."""
+    return {name: torch.stack([gradients[name] for gradients in local]).mean(0) for name in local[0]}
+
+
+def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
+    """(trial, rank, gradients of the first step) of all ranks that got that far, in runs of two or more ranks with wrong values."""
+    ended = [trial for trial in trials if trial.error is None and trial.world_size > 1 and not right(trial)]
+    found = [(trial, rank, found) for trial in ended for rank, found in enumerate(trial.results)]
+    return [(trial, rank, result["gradients"][0]) for trial, rank, result in found if recorded(result) and result["gradients"]]
+
+
+def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
+    """Whether all first gradients are so many times the right ones, or so many times the mean of the ranks' own."""
+
+    def is_so(trial: Trial, found: Named) -> bool:
+        ks = [scale(found, rule) for rule in (trial.case.expected[0]["gradients"][0], mean_of(trial.case.facts["local"]))]
+        return any(k is not None and abs(k / by(trial) - 1) < 1e-4 for k in ks)
+
+    found = first_steps(trials)
+    return bool(found) and all(is_so(trial, gradients) for trial, _, gradients in found)
+
+
+def unsynchronised(trials: Sequence[Trial]) -> bool:
+    found = [(trial, rank) for trial, rank, _ in first_steps(trials) if rank > 0]
+    return bool(found) and all(alike(trial.results[rank]["start"], trial.case.facts["first"][rank]) for trial, rank in found)
+
+
+def mean_of_means(trials: Sequence[Trial]) -> bool:
+    found = first_steps(trials)
+    return bool(found) and all(alike(gradients, mean_of(trial.case.facts["local"])) for trial, _, gradients in found)
+
+
+def never_reduced(trials: Sequence[Trial]) -> bool:
+    """Each rank's gradient is its own, or some share of it."""
+    found = first_steps(trials)
+    return bool(found) and all(scale(gradients, trial.case.facts["local"][rank]) is not None for trial, rank, gradients in found)
+
+
+def added_to_the_last(trials: Sequence[Trial]) -> bool:
+    """The first step is right, and the second has the gradients of both."""
+    failed = [trial for trial in trials if trial.error is None and not right(trial)]
+    results = [pair for trial in failed for pair in zip(trial.results, trial.case.expected)]
+    pairs = [(found["gradients"], expected["gradients"]) for found, expected in results if recorded(found)]
+    return bool(pairs) and all(
+        len(mine) > 1 and alike(mine[0], theirs[0]) and alike(mine[1], {name: theirs[0][name] + theirs[1][name] for name in theirs[0]})
+        for mine, theirs in pairs
+    )
+
+
+NO_FIRST_SYNCHRONISATION = Misconception(
+    "no first synchronisation",
+    "Every rank starts from its own weights. Equal gradients then change unequal weights, so the replicas never become equal.",
+    unsynchronised,
+)
+SUM_FOR_MEAN = Misconception(
+    "sum for mean",
+    "An all-reduce adds the ranks' gradients. Each of them belongs to a mean over one share, so their sum is n times the gradient of the "
+    "mean loss, and each step is n times too long.",
+    lambda trials: scaled(trials, lambda trial: trial.world_size),
+)
+MEAN_TWICE = Misconception(
+    "mean taken twice",
+    "The gradients are divided by n twice, for example once in the loss and once after the all-reduce: each step is n times too short.",
+    lambda trials: scaled(trials, lambda trial: 1 / trial.world_size),
+)
+MEAN_OF_MEANS = Misconception(
+    "mean of means",
+    "Each rank takes the mean over its share, and then all ranks' means count the same. If shares differ in length, the samples of a short "
+    "share count more than those of a long one.",
+    mean_of_means,
+)
+NEVER_REDUCED = Misconception(
+    "gradients never synchronised",
+    "At optimizer.step(), p.grad still holds this rank's own gradient. Each rank takes a different step.",
+    never_reduced,
+)
+NO_ZERO_GRAD = Misconception(
+    "gradients not cleared",
+    "backward() adds to p.grad. The gradients of the step before are still there, so they are counted again.",
+    added_to_the_last,
+)
+WAIT_FORGOTTEN = Misconception(
+    "collective's wait forgotten",
+    "A collective with async_op=True has only begun when the call returns. Nobody waits for it, so its tensor may not hold the result yet.",
+    lambda trials: any(call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited),
+)
