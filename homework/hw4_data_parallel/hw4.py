@@ -80,8 +80,8 @@ def train_overlapped(
     Returns:
         Nothing. Afterwards the model has the same weights on all ranks.
 
-    At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all ranks. Each rank sends 2(n−1)/n · G bytes per
-    step, however many microbatches there are. The first message starts before the last gradient is ready, and backward doesn't wait.
-    torch calls what you pass to p.register_post_accumulate_grad_hook(…) each time when backward has added to p.grad.
+    At each optimizer.step(), p.grad holds the gradient of the mean loss over all samples of all ranks. Each rank sends 2(n−1)/n · G bytes
+    per step, however many microbatches there are. The first message starts before the last gradient is ready, and backward doesn't wait.
+    p.register_post_accumulate_grad_hook(f) makes torch call f(p) each time backward has added to p.grad.
     """
     raise NotImplementedError("train_overlapped is not written yet")

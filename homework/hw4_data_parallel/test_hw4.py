@@ -19,7 +19,6 @@ from parallel101.grade.training import (
     NO_FIRST_SYNCHRONISATION,
     NO_ZERO_GRAD,
     SUM_FOR_MEAN,
-    WAIT_FORGOTTEN,
     alike,
     equals_one_process,
     flat,
@@ -195,9 +194,11 @@ def calls(trial: Trial) -> float:
     n = max(trial.world_size, 2)
     count = [0.0] * trial.world_size
     for event in trial.trace.events:
-        if event.kind == "send" and event.nbytes > 8:
+        if not event.dtype.startswith("float"):
+            continue  # not gradients: an order, for example
+        if event.kind == "send":
             count[event.rank] += 1 / (2 * (n - 1))
-        elif event.kind in COLLECTIVES and event.kind != "barrier":
+        elif event.kind in COLLECTIVES:
             count[event.rank] += CALLS.get(event.kind, 1.0)
     return max(count)
 
@@ -212,7 +213,7 @@ def few_calls() -> Check:
 
 
 def largest_payload(trial: Trial) -> int:
-    return max((event.nbytes for event in trial.trace.events if event.kind in COLLECTIVES), default=0)
+    return max((e.nbytes for e in trial.trace.events if e.kind in COLLECTIVES and e.dtype.startswith("float")), default=0)
 
 
 def under_the_cap() -> Check:
@@ -271,13 +272,14 @@ def dict_times_n(trials: Sequence[Trial]) -> bool:
 
 OWN_ORDER = Misconception(
     "order that differs between ranks",
-    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same place, so different gradients are added to each "
-    "other, or buckets of different sizes meet.",
+    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same place, so different gradients are added to "
+    "each other, or buckets of different sizes meet.",
     own_order,
 )
 NEVER_FLUSHED = Misconception(
     "last bucket never flushed",
-    "A bucket is all-reduced when the next gradient no longer fits. After the last gradient nothing follows, so the last bucket stays as it is.",
+    "A bucket is all-reduced when the next gradient no longer fits. After the last gradient nothing follows, so the last bucket is "
+    "never all-reduced.",
     never_flushed,
 )
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)
@@ -379,8 +381,8 @@ def starts_early() -> Check:
     def wrong(trial: Trial) -> str | None:
         for step in steps_of(trial) if trial.world_size > 1 else []:
             if step.first_sent is None or step.first_sent >= step.last_ready:
-                what = "nothing" if step.first_sent is None else f"the first gradient {step.first_sent - step.last_ready:g} s later"
-                return f"in step {step.step}, rank {step.rank}'s last gradient is ready, and it has sent {what}"
+                when = "never" if step.first_sent is None else f"{step.first_sent - step.last_ready:g} s after the last one is ready"
+                return f"in step {step.step}, rank {step.rank} sends the first gradient {when}"
         return None
 
     return Check("overlap", "the first message starts before the last gradient is ready", wrong)
@@ -459,13 +461,14 @@ HOOKS_PILE_UP = Misconception(
 )
 MICROBATCHES_SUMMED = Misconception(
     "microbatches summed",
-    "backward() adds the microbatches' gradients. Each is the gradient of a mean over one microbatch, so their sum is that many times too large.",
+    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, so their sum is too large by the number of "
+    "microbatches.",
     not_averaged,
 )
 SUMMED_TWICE = Misconception(
     "sum for mean",
-    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean over one microbatch: the sum is as many times "
-    "too large as there are microbatches on all ranks.",
+    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean over one microbatch, so the sum is too "
+    "large by the number of microbatches on all ranks.",
     summed_twice,
 )
 
@@ -490,7 +493,7 @@ EXERCISES = [
         checks=(equals_one_process(), bytes_check),
         least_received=naive_least,
         misconceptions=(
-            *MESSAGES, WAIT_FORGOTTEN, NO_FIRST_SYNCHRONISATION, NEVER_REDUCED, SUM_FOR_MEAN, MEAN_TWICE, TIED_TWICE, MEAN_OF_MEANS, NO_ZERO_GRAD,
+            *MESSAGES, NO_FIRST_SYNCHRONISATION, NEVER_REDUCED, SUM_FOR_MEAN, MEAN_TWICE, TIED_TWICE, MEAN_OF_MEANS, NO_ZERO_GRAD,
         ),
         hints=(
             "Run the loop of one process on each rank. What must be equal on all ranks before the first step, and what before each step?",
@@ -529,13 +532,13 @@ EXERCISES = [
             under_the_cap(),
         ),
         least_received=lambda case: [case.facts["bytes"] - 64 if case.world_size > 1 else 0] * case.world_size,
-        misconceptions=(*MESSAGES, WAIT_FORGOTTEN, NEVER_FLUSHED, BUCKETS_SUMMED, OWN_ORDER, ONE_BY_ONE, ABOVE_THE_CAP),
+        misconceptions=(*MESSAGES, NEVER_FLUSHED, BUCKETS_SUMMED, OWN_ORDER, ONE_BY_ONE, ABOVE_THE_CAP),
         hints=(
             "Which order do all ranks know without asking each other?",
             "Go through the sorted names. Keep a list of the names in the open bucket, and its bytes. If the next gradient doesn't fit, "
             "all-reduce the bucket and open a new one. What is still open at the end?",
-            "flat = torch.cat([gradients[name].flatten() for name in names]); dist.all_reduce(flat); flat /= n; flat.split(sizes) gives the "
-            "pieces, piece.view_as(gradients[name]) their shapes. Do it for each bucket, and once more after the loop.",
+            "flat = torch.cat([gradients[name].flatten() for name in names]); dist.all_reduce(flat); flat /= n; flat.split(sizes) "
+            "gives the pieces, piece.view_as(gradients[name]) their shapes. Do it for each bucket, and once more after the loop.",
         ),
         questions=(
             Question(
@@ -567,20 +570,20 @@ EXERCISES = [
             case.facts["steps"] * case.facts["bytes"] - 64 if case.world_size > 1 else 0 for _ in range(case.world_size)
         ],
         misconceptions=(
-            *MESSAGES, HOOKS_PILE_UP, WAIT_FORGOTTEN, EVERY_MICROBATCH, NEVER_REDUCED, SUMMED_TWICE, SUM_FOR_MEAN, MICROBATCHES_SUMMED,
+            HOOKS_PILE_UP, *MESSAGES, EVERY_MICROBATCH, NEVER_REDUCED, SUMMED_TWICE, SUM_FOR_MEAN, MICROBATCHES_SUMMED,
             MEAN_TWICE, NO_ZERO_GRAD, WAITS_AT_ONCE, AFTER_BACKWARD,
         ),
         hints=(
             "backward() makes the last layer's gradients first. Who tells you that one is ready, and in which microbatch is it complete?",
-            "Register one hook for each parameter, once. In the last microbatch the hook starts dist.all_reduce(p.grad, async_op=True) and keeps "
-            "the work that this returns. All works are waited for just before optimizer.step().",
-            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For each step: zero_grad; for each microbatch set last, "
-            "and (loss / (microbatches · n)).backward(); for work in works: work.wait(); works.clear(); optimizer.step().",
+            "Register one hook for each parameter, once. In the last microbatch the hook starts dist.all_reduce(p.grad, async_op=True) and "
+            "keeps the work that this returns. All works are waited for just before optimizer.step().",
+            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For each step: zero_grad; for each microbatch "
+            "set last, and (loss / (microbatches · n)).backward(); for work in works: work.wait(); works.clear(); optimizer.step().",
         ),
         questions=(
             Question(
                 "seconds",
-                "Four layers take 1 s forward and 2 s backward each, and on two ranks each layer's all-reduce takes 1 s. How long does a step take?",
+                "Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on two ranks 1 s. How long does a step take?",
                 lambda: overlap_case(Draw("question"), 2, 1, steps=1),
                 lambda trial: trial.trace.makespan,
                 "seconds",

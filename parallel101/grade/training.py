@@ -155,8 +155,3 @@ NO_ZERO_GRAD = Misconception(
     "backward() adds to p.grad. The gradients of the step before are still there, so they are counted again.",
     added_to_the_last,
 )
-WAIT_FORGOTTEN = Misconception(
-    "collective's wait forgotten",
-    "A collective with async_op=True has only begun when the call returns. Nobody waits for it, so its tensor may not hold the result yet.",
-    lambda trials: any(call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited),
-)

@@ -137,7 +137,7 @@ def train_overlapped__buckets(model, loss_fn, optimizer, batches):
 
 
 def train_overlapped__messages(model, loss_fn, optimizer, batches):
-    """Each rank sends its gradient to all others itself, in pieces: a direct reduce-scatter in the hook, an all-gather of the sums later."""
+    """Each rank sends its gradient to all others itself, in pieces: a reduce-scatter in the hook, an all-gather later."""
     rank, n = dist.get_rank(), dist.get_world_size()
     others = [peer for peer in range(n) if peer != rank]
     state = {"last": False, "first": [], "second": []}
