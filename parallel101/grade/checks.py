@@ -194,7 +194,8 @@ def steps_taken(trial: Trial) -> float:
 
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
     """How many small messages a rank sends or receives, on the rank with the most. 0 if they have more than `most_bytes` together."""
-    small = [[e.nbytes for e in trial.trace.events if e.rank == rank and e.nbytes <= 16] for rank in range(trial.world_size)]
+    messages = [event for event in trial.trace.events if event.kind in ("send", "recv") and event.nbytes <= 16]
+    small = [[e.nbytes for e in messages if e.rank == rank] for rank in range(trial.world_size)]
     return max((len(sizes) for sizes in small if sum(sizes) <= most_bytes), default=0)
 
 
@@ -228,15 +229,18 @@ def received(trial: Trial) -> list[int]:
 
 
 def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """What is wrong in the first trial that lacks the property, and that trial; "" and None if all have it."""
-    if not trials:
-        return "no case has run", None
+    """What is wrong in a trial that lacks the property, and that trial; "" and None if all have it.
+
+    That is the first such trial with several ranks, if there is one: its picture shows more.
+    """
+    found = []
     for trial in trials:
-        if trial.error is not None:
-            return f"{trial.case.label}: the run did not end", trial
-        if (what := check.wrong(trial)) is not None:
-            return f"{trial.case.label}: {what}", trial
-    return "", None
+        what = "the run did not end" if trial.error is not None else check.wrong(trial)
+        if what is not None:
+            found.append((f"{trial.case.label}: {what}", trial))
+            if trial.world_size > 1:
+                return found[-1]
+    return found[0] if found else ("", None) if trials else ("no case has run", None)
 
 
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:

@@ -99,7 +99,8 @@ def run_cases(exercise: Exercise, submission: Submission, cases: Sequence[Case],
 
 def judge(exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None) -> Verdict:
     """The verdict on trials that have run, whatever they ran on. With `kinds`, only checks of these kinds are judged."""
-    ended = next((trial for trial in trials if trial.error is not None), None)
+    early = [trial for trial in trials if trial.error is not None]
+    ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)  # a picture of one rank shows little
     not_written = ended is not None and isinstance(ended.error, LearnerError) and ended.error.not_written
     findings, shown = [], ended
     value_is_right = False
