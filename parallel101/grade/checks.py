@@ -7,6 +7,7 @@ DEADLOCK_SENDS_FIRST · WAIT_FORGOTTEN · WORKS_THROWN_AWAY · …         misco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
     if not bool(torch.isfinite(mine).all()):
         return None
     solved = torch.linalg.lstsq(matrix, mine[:, None]).solution.flatten()
-    return [round(c, 3) for c in solved.tolist()] if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any()) else None
+    return [round(c, 6) for c in solved.tolist()] if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any()) else None
 
 
 def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
@@ -193,10 +194,10 @@ def steps_taken(trial: Trial) -> float:
 
 
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
-    """How many small messages a rank sends or receives, on the rank with the most. 0 if they have more than `most_bytes` together."""
+    """How many small messages a rank sends or receives, on the rank with the most: as many as have `most_bytes` together."""
     messages = [event for event in trial.trace.events if event.kind in ("send", "recv") and event.nbytes <= 16]
-    small = [[e.nbytes for e in messages if e.rank == rank] for rank in range(trial.world_size)]
-    return max((len(sizes) for sizes in small if sum(sizes) <= most_bytes), default=0)
+    small = [sorted(e.nbytes for e in messages if e.rank == rank) for rank in range(trial.world_size)]
+    return max(sum(total <= most_bytes for total in accumulate(sizes)) for sizes in small)
 
 
 def communicated(trial: Trial) -> list[int]:

@@ -38,6 +38,7 @@ from parallel101.grade.users import use_library_copy
 from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.worker import inherited, open_streams
 from parallel101.record import torch_private
+from parallel101.record.calls import rank_at
 from parallel101.record.signatures import COLLECTIVES, flat, op_name
 from parallel101.record.spans import record_into
 from parallel101.record.where import caller, is_inside
@@ -282,6 +283,8 @@ class RelayGroup(torch_private.PythonGroup):
     def _message(self, kind: bytes, tensor: torch.Tensor, peer: int | None, tag: int) -> RelayWork:
         sends = kind == frames.SEND
         self.connection.check_allowed("send" if sends else "recv")
+        if peer is not None and not 0 <= peer < len(self.ranks):
+            rank_at(self.connection.rank, "send" if sends else "recv", peer, self.ranks)
         if not tensor.is_contiguous():
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be {'sent' if sends else 'received into'}: "

@@ -278,7 +278,7 @@ class VirtualEnd:
                     self.returned = True
                     return
                 at_place(place, partial(ACTIONS[frame.kind], self, frame, place))
-            except (KeyError, TypeError, AttributeError, frames.BrokenFrame) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, frames.BrokenFrame) as error:
                 raise RankDied(f"sent what the grader can't read: {error!r}", self.rank.number) from error
 
     def _tensor(self, frame: Frame) -> torch.Tensor:

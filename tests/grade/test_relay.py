@@ -97,6 +97,7 @@ return [dist.recv(x) for _ in range(2)]
 ENDINGS = {
     "deadlock": ("dist.send(x, (rank() + 1) % size()); dist.recv(x, (rank() - 1) % size())", DeadlockError, "hw.py:5"),
     "exception": ("return x[99]", LearnerError, "out of bounds"),
+    "no such rank": ("dist.send(x, rank() + 1)", LearnerError, "has ranks 0 to 1"),
     "exit": ("os._exit(0)", RankDied, ""),
     "a transposed tensor": ("dist.isend(torch.ones(2, 3).t(), 1)", LearnerError, "must be contiguous"),
     "a send changed": ("w = dist.isend(x, 1 - rank()); x += 1; dist.recv(x.clone(), 1 - rank()); w.wait()", LearnerError, "after isend"),
