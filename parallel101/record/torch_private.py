@@ -294,6 +294,31 @@ def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None
     c10d._new_group_with_tag = new_group_with_tag
 
 
+def count_loss_parallel() -> None:
+    """Let several ranks of one process be inside `loss_parallel()`: the first that enters it turns it on, the last that leaves it off.
+
+    It turns on functions for all DTensors of the process, and turning them off twice is a KeyError. Call this on a rank before it blocks.
+    Relies on `_enable_custom_loss_ops` and `_disable_custom_loss_ops` of the module, and on `_custom_op_handlers`, in which they do so.
+    """
+    loss: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")  # a program that has not imported it is not inside
+    if loss is None or hasattr(loss, "ranks_inside"):
+        return
+    enable, disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
+    on = loss.customized_loss_ops.keys() <= loss.DTensor._op_dispatcher._custom_op_handlers.keys()
+    loss.ranks_inside = 1 if on else 0
+
+    def enter() -> None:
+        loss.ranks_inside += 1
+        enable()
+
+    def leave() -> None:
+        loss.ranks_inside -= 1
+        if loss.ranks_inside == 0:
+            disable()
+
+    loss._enable_custom_loss_ops, loss._disable_custom_loss_ops = enter, leave
+
+
 def generator_words() -> Callable[[], tuple[int, ...]] | None:
     """A fast function whose result changes whenever torch's default CPU generator draws a number. None if its memory looks different.
 

@@ -140,6 +140,7 @@ class SimGroup(PointToPointGroup):
         """One path for all collectives."""
         world, member = self.world, self.member
         world.enter(member)
+        torch_private.count_loss_parallel()
         where = caller()
         spec = COLLECTIVES[method]
         elsewhere = next((tensor for tensor in flat(args) if not tensor.is_cpu), None)

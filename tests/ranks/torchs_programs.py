@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -142,6 +143,16 @@ def sequence_parallel() -> list[Tensor]:
     return trained(net, net, lambda step: randn(step, 2, 6, 4))
 
 
+def parallel_loss() -> list[Tensor]:
+    """The classes of the cross entropy are cut over the ranks. loss_parallel() is a switch of the whole process."""
+    net = mlp()
+    plan = {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    parallelize_module(net, init_device_mesh("cpu", (RANKS,)), plan)
+    with loss_parallel():
+        F.cross_entropy(net(randn(1, 3, 4)), torch.tensor([0, 1, 3])).backward()
+    return [whole(p.grad) for p in net.parameters()]
+
+
 def dtensor() -> list[Tensor]:
     mesh = init_device_mesh("cpu", (RANKS,))
     a, b = randn(1, 7, 6), randn(2, 6, 5)
@@ -225,6 +236,7 @@ PROGRAMS = {
     "DTensor": dtensor,
     "tensor parallel": tensor_parallel,
     "sequence parallel": sequence_parallel,
+    "loss parallel": parallel_loss,
     **{
         kind.__name__: lambda kind=kind: pipelined(kind)
         for kind in (

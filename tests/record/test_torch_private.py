@@ -90,6 +90,18 @@ def test_a_callback_at_the_end_of_a_backward():
     assert called == ["backward", "end"], moved("_execution_engine.queue_callback", "DDP on sim")
 
 
+def test_two_ranks_of_a_process_inside_loss_parallel():
+    import torch.distributed.tensor.parallel.loss as loss
+
+    handlers = loss.DTensor._op_dispatcher._custom_op_handlers
+    torch_private.count_loss_parallel()
+    first, second, seen = loss.loss_parallel(), loss.loss_parallel(), []
+    for step in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None), lambda: second.__exit__(None, None, None)):
+        step()
+        seen.append(loss.customized_loss_ops.keys() <= handlers.keys())
+    assert seen == [True, True, True, False], moved("loss_parallel", "sim")
+
+
 def test_a_draw_changes_the_generators_memory():
     torch.manual_seed(1)
     expected = torch.rand(3)
