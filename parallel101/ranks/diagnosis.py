@@ -70,7 +70,8 @@ def crash_place(dump: str) -> str:
 
 def timed_out(seconds: float, ranks: Sequence[str]) -> LaunchTimeout:
     """The error for a run that took too long. `ranks` says where each one was."""
-    summary = f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: launch(..., timeout=seconds)."
+    how = "launch(..., timeout=seconds), or parallel101 run --timeout seconds"
+    summary = f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: {how}."
     return LaunchTimeout("\n  ".join([summary, *ranks]))
 
 
