@@ -10,12 +10,12 @@ The last sentence of a picture, its verdict, comes from `parallel101.analysis.ve
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
 
 from parallel101.analysis.replay import START, Replay
 from parallel101.analysis.verdict import Verdict, chunk_name, data_of
 from parallel101.record.events import P2P
 from parallel101.record.units import chunk_letters, human_bytes, listed, ranks_text, sentence
+from parallel101.viz.step_text import contents_of, route_of
 from parallel101.viz.timeline import unfinished_text
 
 NOT_KEPT = ("The contents of the messages were not recorded.", "p101.watch(fn) records them and shows whose data they are.")
@@ -134,12 +134,12 @@ class Captions:
         """The sentence of a step: who sends what to whom, and what the receivers do with it."""
         replay = self.replay
         indices = replay.in_step(step)
-        route = _route(replay, indices)
+        route = route_of(replay, indices)
         if not replay.known:
             sizes = [replay.messages[i].nbytes for i in indices]
             size = human_bytes(max(sizes)) if min(sizes) == max(sizes) else f"up to {human_bytes(max(sizes))}"
             return sentence(f"{route.senders} {route.send} {size} to {route.receivers}")
-        contents, plural = _contents(replay, indices, route)
+        contents, plural = contents_of(replay, indices, route)
         modes = {landing.added for i in indices for landing in replay.landings[i]}
         if route.exchange:
             who = "The ranks" if len(replay.ranks) > 2 else "The two ranks"
@@ -238,76 +238,6 @@ class Captions:
             if any(following < before for following, before in zip(posted[1:], arrived, strict=False)):
                 return False
         return True
-
-
-class Route(NamedTuple):
-    """Who sends to whom in a step, in words and as facts about the sentence."""
-
-    senders: str
-    send: str  # the verb: "sends" or "send"
-    receivers: str
-    ring: bool  # every rank sends along the ring
-    exchange: bool  # ranks exchange in pairs
-    many_senders: bool  # `senders` is a plural
-    many_receivers: bool  # `receivers` is a plural
-
-
-def _route(replay: Replay, indices: list[int]) -> Route:
-    messages = [replay.messages[i] for i in indices]
-    senders, receivers = sorted({m.src for m in messages}), sorted({m.dst for m in messages})
-    pairs = {(m.src, m.dst) for m in messages}
-    everyone = senders == replay.ranks
-    ring = everyone and replay.topology.kind == "ring"
-    exchange = not ring and len(pairs) > 1 and all((dst, src) in pairs for src, dst in pairs)
-    who = "each rank" if everyone else ranks_text(senders)
-    many = exchange or (not everyone and len(senders) > 1)
-    if ring:
-        to = _neighbour(replay, pairs) if len(pairs) == len(senders) else "each of its two neighbours"
-        return Route(who, "sends", to, True, False, False, False)
-    if everyone and len(receivers) > 1:
-        return Route(who, "sends", "another rank", False, exchange, many, False)
-    to = ranks_text(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
-    return Route(who, "send" if many else "sends", to, False, exchange, many, len(receivers) > 1)
-
-
-def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
-    """The rank to which each rank of a ring sends. The right neighbour of a rank is the one with the next higher number."""
-    n = len(replay.ranks)
-    place = {rank: i for i, rank in enumerate(replay.ranks)}
-    shifts = {(place[dst] - place[src]) % n for src, dst in pairs}
-    return "its right neighbour" if shifts == {1} else "its left neighbour" if shifts == {n - 1} else "the next rank"
-
-
-def _contents(replay: Replay, indices: list[int], route: Route) -> tuple[str, bool]:
-    """What the messages contain, in words, and whether that is a plural."""
-    landings = [landing for i in indices for landing in replay.landings[i]]
-    if not landings and any(replay.unwritten[i] for i in indices):
-        return "memory that was never written", False
-    if not landings:
-        return ("messages without data", True) if route.many_senders else ("a message without data", False)
-    whole = len(replay.chunks) == 1
-    if len(indices) == 1 and not whole:
-        names = [replay.chunks[landing.chunk].label for landing in landings]
-        return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
-    plural = route.many_senders or max(len(replay.landings[i]) for i in indices) > 1
-    their = "their" if route.many_senders else "its"
-    own = all(sum(x.carried) == 1 == x.carried[replay.messages[i].src] for i in indices for x in replay.landings[i])
-    if not replay.sums:
-        fresh = own and all(replay.chunks[x.chunk].stripes == (replay.messages[i].src,) for i in indices for x in replay.landings[i])
-        if whole:
-            return "the data", False
-        if fresh and len(indices) > 1:
-            return f"{their} own chunk{'s' if plural else ''}", plural
-        return ("chunks" if plural else "a chunk"), plural
-    if any(landing.added for landing in landings):
-        if not own:
-            return ("partial sums" if plural else "a partial sum"), plural
-        return (f"{their} data", False) if whole else (f"{their} chunks" if plural else "a chunk", plural)
-    finished = all(landing.carried[r] == 1 for landing in landings for r in replay.chunks[landing.chunk].stripes)
-    kind = "finished " if finished else ""
-    if whole:
-        return f"the {kind}sum", False
-    return (f"{kind}chunks" if plural else f"a {kind}chunk"), plural
 
 
 def _count(n: int, noun: str) -> str:
