@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from parallel101.grade.checks import right
 from parallel101.grade.exercise import Exercise, Trial
 from parallel101.record.errors import DeadlockError
 from parallel101.viz.collective import collective_scene
@@ -24,9 +25,10 @@ class Picture(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Which run it is."""
-        what = "The deadlock" if isinstance(self.trial.error, DeadlockError) else "Your run"
-        return f"{what} with {self.trial.case.label}"
+        """Which run it is, and whether its values are right."""
+        if isinstance(self.trial.error, DeadlockError):
+            return f"The deadlock with {self.trial.case.label}:"
+        return f"Your run with {self.trial.case.label}. Its values are {'right' if right(self.trial) else 'wrong'}:"
 
 
 def draw(exercise: Exercise, shown: Trial | None, watched: Trial | None) -> Picture | None:

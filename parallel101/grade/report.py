@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,18 +60,15 @@ class Report:
         sizes = sorted({trial.world_size for trial in verdict.trials})
         runs, ranks = len(verdict.trials), f"{listed(sizes)} rank{'s' * (sizes != [1])}"
         ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {verdict.seconds:.1f} s"
-        return f"{'Everything holds' if verdict.passed else 'Not yet'}: {ran}."
+        return f"{'Everything holds' if verdict.passed else 'Not right yet'}: {ran}."
 
     @property
     def problem(self) -> str:
-        """What ended a run early, with the traceback if it is longer than one call. "" if nothing did, or nothing is written yet."""
+        """What ended a run early, with the calls that led there. "" if nothing did, or nothing is written yet."""
         verdict = self.verdict
         error = verdict.shown.error if verdict.shown is not None else None
-        if verdict.not_written:
-            return ""
-        if isinstance(error, LearnerError) and error.traceback.count("\n  File ") > 1:
-            return f"{verdict.problem}\n\n{error.traceback.rstrip()}"
-        return verdict.problem
+        calls = _own_calls(error.traceback) if isinstance(error, LearnerError) else []
+        return "" if verdict.not_written else "\n".join([verdict.problem, *(["called from:", *calls] if calls else [])])
 
     @property
     def printed(self) -> str:
@@ -102,7 +100,7 @@ class Report:
         if self.printed and verdict.shown:
             blocks.append(f"  Printed with {verdict.shown.case.label}:\n{textwrap.indent(self.printed, '    ')}")
         if self.picture and self.saved:
-            blocks.append(f"  {self.picture.caption}: {self.saved}")
+            blocks.append(f"  {self.picture.caption}\n  {self.saved}")
         if self.note:
             blocks.append("\n".join(_wrapped(self.note, 2)))
         return "\n\n".join(blocks)
@@ -129,7 +127,7 @@ class Report:
         if self.note:
             parts.append(f'<p class="p101g-soft">{escape(self.note)}</p>')
         if self.picture:
-            parts.append(f'<p class="p101g-soft">{escape(self.picture.caption)}:</p>')
+            parts.append(f'<p class="p101g-soft">{escape(self.picture.caption)}</p>')
         html = card(f"{exercise.function}: {self.points}", "".join(parts))
         return html + (self.picture.scene.html() if self.picture else "")
 
@@ -167,19 +165,18 @@ class Prediction(NamedTuple):
             return abs(self.said - self.measured) <= 1e-9 * abs(self.measured)
         return str(self.said).strip().casefold() == str(self.measured).strip().casefold()
 
-    def answers(self, exercise: Exercise) -> tuple[str, str]:
-        """What the learner said, and what the run shows."""
+    def answers(self, exercise: Exercise) -> tuple[str, ...]:
+        """What the learner said, and what the run shows; or how to predict it."""
         if self.said is None:
-            module = Path(exercise.path).stem.removeprefix("test_")
-            return "–", f"predict first: predict({module}.{exercise.function}, {self.name}=…)"
+            return (f"predict({Path(exercise.path).stem.removeprefix('test_')}.{exercise.function}, {self.name}=…)",)
         if self.measured is None:
-            return self._with_unit(self.said), "does not run yet"
+            return self._with_unit(self.said), "did not end"
         return self._with_unit(self.said), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"
 
     def _with_unit(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return str(value)
-        return f"{number(value)} {self.unit}".rstrip()
+        return f"{number(value)} {self.unit.removesuffix('s') if value == 1 else self.unit}".rstrip()
 
 
 @dataclass
@@ -192,8 +189,8 @@ class Predictions:
     def __str__(self) -> str:
         lines = []
         for question in self.questions:
-            said, run = question.answers(self.exercise)
-            lines.append(f"{question.ask}\n  you said: {said} · your run: {run}")
+            said, *run = question.answers(self.exercise)
+            lines.append(f"{question.ask}\n  " + (f"you said: {said} · your run: {run[0]}" if run else f"predict first: {said}"))
         return "\n".join(lines) if lines else f"{self.exercise.function} asks for no prediction."
 
     __repr__ = __str__
@@ -202,8 +199,9 @@ class Predictions:
         """As an HTML table."""
         rows = []
         for question in self.questions:
-            said, run = question.answers(self.exercise)
-            rows.append(f'<tr><td class="p101g-wide">{escape(question.ask)}</td><td>{escape(said)}</td><td>{escape(run)}</td></tr>')
+            said, *run = question.answers(self.exercise)
+            cells = f"<td>{escape(said)}</td><td>{escape(run[0])}</td>" if run else f'<td colspan="2"><code>{escape(said)}</code></td>'
+            rows.append(f'<tr><td class="p101g-wide">{escape(question.ask)}</td>{cells}</tr>')
         head = "".join(f"<th>{text}</th>" for text in ("Predicted", "you said", "your run"))
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
@@ -230,6 +228,13 @@ class Hints:
 
 
 # ---- pieces ----
+
+
+def _own_calls(traceback: str) -> list[str]:
+    """The lines of a traceback in the learner's own files, without the last one, which the message names. Of a long one, the last five."""
+    calls = re.findall(r'^  File "([^"]+)", line (\d+), in (\w+)\n +(.+)$', traceback, re.M)
+    own = [f"  {file}:{line} in {function}: {source}" for file, line, function, source in calls if "site-packages" not in file]
+    return own[:-1][-5:]
 
 
 def number(value: float) -> str:
@@ -275,10 +280,11 @@ STYLE = """<style>
 .p101g tr, .p101g tr:hover { background: none !important }
 .p101g td, .p101g th { padding: 5px 14px 5px 0; border: 0; text-align: left; vertical-align: top; white-space: normal; max-width: none }
 .p101g td { border-top: 1px solid #8899aa44 }
-.p101g th { font-weight: 600; padding: 2px 14px 2px 0 }
+.p101g th { font-weight: 600; padding: 2px 14px 2px 0; white-space: nowrap }
+.p101g code { font-size: 12.5px; background: none; color: inherit }
 .p101g td.p101g-wide { width: 70% }
 .p101g td.p101g-number { padding-right: 0; text-align: right; white-space: nowrap }
-.p101g td.p101g-holds, .p101g td.p101g-fails { width: 18px; font-weight: 700 }
+.p101g td.p101g-holds, .p101g td.p101g-fails { width: 18px; font-size: 16px; font-weight: 700 }
 .p101g td.p101g-holds { color: #2a9150 } .p101g td.p101g-fails { color: #d9570f }
 .p101g-soft { opacity: .78 }
 .p101g-mistake { margin: 10px 0; padding: 8px 14px; border-left: 4px solid #d9570f; background: #d9570f1a; border-radius: 0 6px 6px 0 }
