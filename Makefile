@@ -14,11 +14,12 @@ READY := $(VENV)/.ready
 # for which the venv was made. The venv is stale if that is another folder, or if its Python does not start.
 STALE := $(shell [ ! -e $(READY) ] || { [ "$$(cat $(READY))" = "$(CURDIR)" ] && $(BIN)/python -c ''; } 2>/dev/null || echo stale)
 
-.PHONY: help lessons test lab doctor picture setup constraints clean stale
+.PHONY: help lessons homework test lab doctor picture setup constraints clean stale
 help:
 	@echo "make lessons   run every lesson and write it to site/ as a web page that works offline"
 	@echo "make test      run ruff, mypy and the tests"
 	@echo "make lab       open the lessons in JupyterLab; LAB=... passes options to it (as root: make lab LAB=--allow-root)"
+	@echo "make homework  open the homework in JupyterLab, with the same options"
 	@echo "make doctor    check what works on this machine, and say how to fix what does not"
 	@echo "make picture   run the README's example and draw its picture again"
 	@echo "make clean     delete $(VENV), site/ and all caches"
@@ -28,6 +29,9 @@ lessons: $(READY)
 
 lab: $(READY)
 	$(BIN)/parallel101 lab $(LAB)
+
+homework: $(READY)
+	$(BIN)/parallel101 lab homework $(LAB)
 
 doctor: $(READY)
 	$(BIN)/parallel101 doctor

@@ -82,17 +82,24 @@ class Replay:
 
 
 def replay_of(
-    trace: Trace, results: Sequence[Any] | None = None, inputs: Sequence[Any] | None = None, watched: Watched | None = None
+    trace: Trace,
+    results: Sequence[Any] | None = None,
+    inputs: Sequence[Any] | None = None,
+    watched: Watched | None = None,
+    idle: bool = False,
 ) -> Replay:
     """Replay a trace. `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
 
-    `watched` is what `watch` knows beyond the record. Raises ValueError if they do not have one entry a rank.
+    `watched` is what `watch` knows beyond the record. `idle`: ranks without a message took part too.
+
+    Raises ValueError if `results` or `inputs` do not have one entry a rank.
     """
     for name, values in (("results", results), ("inputs", inputs)):
         if values is not None and len(values) != trace.world_size:
             raise ValueError(f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one entry for each rank, in order")
     messages = [m for m in trace.messages() if m.src != m.dst]
-    ranks = sorted({rank for m in messages for rank in (m.src, m.dst)}) or list(range(trace.world_size))
+    busy = {rank for m in messages for rank in (m.src, m.dst)}
+    ranks = list(range(trace.world_size)) if idle or not busy else sorted(busy)
     topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))])
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)

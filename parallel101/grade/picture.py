@@ -50,6 +50,6 @@ def draw(exercise: Exercise, shown: Trial | None, watched: Trial | None) -> Pict
             return Picture(lanes_scene(trial.trace, title=exercise.title), trial)
         if exercise.picture == "pipeline":
             return Picture(pipeline_scene(trial.trace, title=exercise.title), trial)
-        return Picture(collective_scene(trial.trace, trial.results if watched else None), trial)
+        return Picture(collective_scene(trial.trace, trial.results if watched else None, idle=True), trial)
     except ValueError:  # more ranks or messages than the picture can show, or a wrong program of which there is nothing to draw
         return None

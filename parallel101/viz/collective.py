@@ -38,6 +38,7 @@ def collective_scene(
     title: str | None = None,
     inputs: Sequence[Any] | None = None,
     watched: Watched | None = None,
+    idle: bool = False,
 ) -> Scene:
     """Animate the messages of a run.
 
@@ -50,6 +51,7 @@ def collective_scene(
         title: above the picture; None: a title derived from the record.
         inputs: what each rank was given, by rank; None: each rank starts with the part that carries its own origin.
         watched: what `watch` knows beyond the record.
+        idle: also draw ranks that sent and received nothing.
 
     Returns:
         A Scene with one stop for each step of the algorithm.
@@ -57,7 +59,7 @@ def collective_scene(
     Raises:
         ValueError: too many ranks or messages, or not one result or input for each rank.
     """
-    replay = replay_of(trace, results, inputs, watched)
+    replay = replay_of(trace, results, inputs, watched, idle)
     if len(replay.ranks) > MOST_RANKS:
         raise ValueError(
             f"{len(replay.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: use fewer, or run.timeline()"
