@@ -286,7 +286,7 @@ def exercise(number: str, F: Callable, hints: tuple[str, ...], *own_misconceptio
         hints=hints,
         questions=(
             Question(
-                "sent",
+                "bytes",
                 f"4 ranks run the backward of {name}. The largest tensor has S = 256 bytes. How many bytes do the ranks send in total?",
                 lambda: case_of(F, Draw("question"), n=4, root=1, k=1),
                 total,
@@ -294,6 +294,7 @@ def exercise(number: str, F: Callable, hints: tuple[str, ...], *own_misconceptio
             ),
         ),
         allowed=P2P | COLLECTIVES,
+        picture="lanes",
     )
 
 

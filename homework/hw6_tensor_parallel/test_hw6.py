@@ -288,7 +288,7 @@ COLUMN_LAYER = Exercise(
     ),
     questions=(
         Question(
-            "backward",
+            "bytes",
             "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does each rank send in backward?",
             lambda: next(case for seed in range(1000) if (case := column_case(Draw(str(seed)), 4, 5)).note.endswith("5 → 12 → 8")),
             lambda trial: sent_in(trial, "backward"),
@@ -297,6 +297,7 @@ COLUMN_LAYER = Exercise(
     ),
     program=run_columns,
     allowed=P2P | COLLECTIVES,
+    picture="lanes",
 )
 
 # ---- 15b: MLP, column then row ----
@@ -424,7 +425,7 @@ PARALLEL_MLP = Exercise(
     ),
     questions=(
         Question(
-            "all_reduced",
+            "bytes",
             "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many bytes does each rank send in forward?",
             lambda: mlp_case(Draw("question"), 4, 5, 8, 32),
             lambda trial: sent_in(trial, "forward"),
@@ -433,6 +434,7 @@ PARALLEL_MLP = Exercise(
     ),
     program=run_mlp,
     allowed=P2P | COLLECTIVES,
+    picture="lanes",
 )
 
 # ---- 16: attention ----
@@ -527,7 +529,7 @@ PARALLEL_ATTENTION = Exercise(
     ),
     questions=(
         Question(
-            "backward",
+            "bytes",
             "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does each rank send in backward?",
             lambda: attention_case(Draw("question"), 4, 3, 8, 2),
             lambda trial: sent_in(trial, "backward"),
@@ -536,6 +538,7 @@ PARALLEL_ATTENTION = Exercise(
     ),
     program=run_attention,
     allowed=P2P | COLLECTIVES,
+    picture="lanes",
 )
 
 # ---- 16: the vocabulary ----
@@ -668,7 +671,7 @@ VOCABULARY_LOSS = Exercise(
     ),
     questions=(
         Question(
-            "sent",
+            "bytes",
             "6 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank send in forward?",
             lambda: vocabulary_case(Draw("question"), 4, 90),
             lambda trial: sent_in(trial, "forward"),
@@ -677,6 +680,7 @@ VOCABULARY_LOSS = Exercise(
     ),
     program=run_vocabulary_loss,
     allowed=P2P | COLLECTIVES,
+    picture="lanes",
 )
 
 # ---- 17: sequence parallel ----
@@ -814,7 +818,7 @@ SEQUENCE_PARALLEL = Exercise(
     ),
     questions=(
         Question(
-            "forward",
+            "bytes",
             "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does each rank send in forward?",
             lambda: block_case(Draw("question"), 4, 3, 8, 4),
             lambda trial: sent_in(trial, "forward"),
@@ -823,6 +827,7 @@ SEQUENCE_PARALLEL = Exercise(
     ),
     program=run_block,
     allowed=P2P | COLLECTIVES,
+    picture="lanes",
 )
 
 EXERCISES = [COLUMN_LAYER, PARALLEL_MLP, PARALLEL_ATTENTION, VOCABULARY_LOSS, SEQUENCE_PARALLEL]
