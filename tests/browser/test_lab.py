@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.browser.devtools import Browser
+from tests.browser.lab import TOKEN, jupyterlab
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parents[2]
-TOKEN = "for-this-test-only"
 CELLS = [
     "import torch.distributed as dist, parallel101 as p101",
     """def shift(x):
@@ -48,37 +40,8 @@ def lab(tmp_path) -> Iterator[str]:
     (tmp_path / "nb" / "ring.ipynb").write_text(
         json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
     )
-    folders = (
-        "JUPYTER_CONFIG_DIR",
-        "JUPYTER_RUNTIME_DIR",
-        "JUPYTER_DATA_DIR",
-        "JUPYTERLAB_SETTINGS_DIR",
-        "JUPYTERLAB_WORKSPACES_DIR",
-        "IPYTHONDIR",
-    )
-    environment = {**os.environ, **{name: str(tmp_path / name) for name in folders}, "PYTHONPATH": str(ROOT)}
-    options = [
-        "--no-browser",
-        "--allow-root",
-        "--ServerApp.port=0",
-        f"--IdentityProvider.token={TOKEN}",
-        "--LabApp.expose_app_in_browser=True",
-    ]
-    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={tmp_path / 'nb'}"]
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    address = next((match[1] for line in server.stderr if (match := re.search(r"(http://(?:localhost|127\.0\.0\.1):\d+)/lab", line))), None)
-    assert address, "JupyterLab did not start"
-    drain = threading.Thread(target=server.stderr.read, daemon=True)
-    drain.start()
-    try:
-        yield address.replace("localhost", "127.0.0.1")
-    finally:  # the server ends its kernels first
-        request = urllib.request.Request(f"{address}/api/shutdown", data=b"", headers={"Authorization": f"token {TOKEN}"})
-        with urllib.request.urlopen(request, timeout=30):
-            pass
-        server.wait(30)
-        drain.join()
-        server.stderr.close()
+    with jupyterlab(tmp_path / "nb", tmp_path) as address:
+        yield address
 
 
 def test_a_run_plays_in_a_cell(lab, chromium):
