@@ -9,6 +9,8 @@ The models are built inside the ranks' processes, and in the grader's, which com
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +25,13 @@ FORWARD, BACKWARD = 1.0, 2.0  # seconds that a layer takes on the virtual clock
 class Layer(nn.Linear):
     """A linear layer and a tanh. In the record, its forward is a span "forward", and its backward a span "backward"."""
 
-    def __init__(self, number: int, features: int, outputs: int):
-        super().__init__(features, outputs, dtype=torch.float64)
+    def __init__(self, number: int, features: int, outputs: int, device: str | None = None):
+        super().__init__(features, outputs, dtype=torch.float64, device=device)
         self.number = number
+        self.uses: Callable[..., None] = lambda *weights: None  # told of the weights with which forward computes
 
     def forward(self, x: Tensor) -> Tensor:
+        self.uses(self.weight, self.bias)
         with span("forward", layer=self.number):
             compute(FORWARD)
             return _BackwardTakesTime.apply(torch.tanh(super().forward(x)), self.number)
@@ -104,3 +108,57 @@ def mark_gradients(model: nn.Module) -> None:
 
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(ready(name))
+
+
+class LiveBytes:
+    """The most bytes of some tensors that were alive at once, counted when another one comes.
+
+    It holds weak references to their storages: one counts until its last tensor, view or place in autograd's graph is gone.
+    """
+
+    def __init__(self) -> None:
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.peak = 0
+
+    def watch(self, *tensors: Tensor) -> None:
+        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
+        self.peak = max(self.peak, sum(alive.values()))
+
+
+class Optimizers:
+    """The optimizers that the learner's code makes, all of them SGD with momentum: what they hold, and the gradients of their steps.
+
+    Attributes:
+        squares: for each step, the sum of the squared gradients that the optimizers on this rank saw.
+        gradient_bytes: the most bytes of gradients that the optimizers' parameters had at a step.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[torch.optim.Optimizer] = []
+        self.squares: list[float] = []
+        self.gradient_bytes = 0
+
+    def make(self, parameters: Any) -> torch.optim.Optimizer:
+        """What the learner's code gets as `make_optimizer`."""
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        steps = itertools.count()
+
+        def before(*_: Any) -> None:
+            step = next(steps)
+            with span("optimizer step", step=step + 1):
+                gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.squares += [0.0] * (step + 1 - len(self.squares))
+            self.squares[step] += sum(float((gradient.double() ** 2).sum()) for gradient in gradients)
+            self.gradient_bytes = max(self.gradient_bytes, sum(gradient.nbytes for gradient in gradients))
+
+        optimizer.register_step_pre_hook(before)
+        self.made.append(optimizer)
+        return optimizer
+
+    def result(self) -> dict[str, Any]:
+        """As a rank returns it to the grader: all of the optimizers' state in one flat tensor."""
+        states = [values for optimizer in self.made for values in optimizer.state.values()]
+        tensors = [value.detach().flatten() for values in states for value in values.values() if isinstance(value, Tensor)]
+        state = torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
+        return {"state": state, "squares": self.squares, "gradient bytes": self.gradient_bytes}
