@@ -1,8 +1,8 @@
 """Homework 5: sharded training (ZeRO). Each rank keeps 1/n of the optimizer's state, then of the gradients, then of the weights.
 
-Write it with torch.distributed. Besides send and receive, all of its collectives are allowed: dist.reduce_scatter_tensor and
-dist.all_gather_into_tensor are made for this. torch.distributed.fsdp and torch.distributed.optim are what you are about to write, so don't
-use them.
+Write it with torch.distributed. Besides send and receive, all of its collectives are allowed. dist.reduce_scatter_single and
+dist.all_gather_single are made for this (older programs call them reduce_scatter_tensor and all_gather_into_tensor).
+torch.distributed.fsdp and torch.distributed.optim are what you are about to write, so don't use them.
 
     a parameter of 7 numbers on 3 ranks     [ 1 2 3 | 4 5 6 | 7 · · ]     flat, padded with zeros to a multiple of n, and cut into n pieces
 """

@@ -326,8 +326,8 @@ EXERCISES = [
             "A rank's optimizer updates only its piece of each parameter. Which part of the summed gradients does it need for that?",
             "Give make_optimizer an nn.Parameter for each piece. After backward: reduce-scatter each padded gradient into the piece's "
             "grad, divided by n; clip; step; all-gather the pieces into the parameters.",
-            "whole = F.pad(p.grad.flatten(), (0, -p.numel() % n)); dist.reduce_scatter_tensor(piece.grad, whole). For the norm, "
-            "all-reduce the sum of the pieces' squares, and take its root. At the end dist.all_gather_into_tensor(whole, piece.detach()).",
+            "whole = F.pad(p.grad.flatten(), (0, -p.numel() % n)); dist.reduce_scatter_single(piece.grad, whole). For the norm, "
+            "all-reduce the sum of the pieces' squares, and take its root. At the end dist.all_gather_single(whole, piece.detach()).",
         ),
         questions=(
             Question(

@@ -9,6 +9,7 @@ The models are built inside the ranks' processes, and in the grader's, which com
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -122,8 +123,13 @@ class LiveBytes:
 
     def watch(self, *tensors: Tensor) -> None:
         self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        if self._now() > self.peak:
+            gc.collect()  # what only a cycle of references still holds does not count
+            self.peak = max(self.peak, self._now())
+
+    def _now(self) -> int:
         alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        self.peak = max(self.peak, sum(alive.values()))
+        return sum(alive.values())
 
 
 class Optimizers:

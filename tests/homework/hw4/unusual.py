@@ -52,8 +52,8 @@ def train_naive__scatter_gather(model, loss_fn, optimizer, batches):
         for p in model.parameters():
             padded = F.pad(p.grad.flatten(), (0, -p.numel() % n))
             piece = padded.new_empty(len(padded) // n)
-            dist.reduce_scatter_tensor(piece, padded)
-            dist.all_gather_into_tensor(padded, piece / total)
+            dist.reduce_scatter_single(piece, padded)
+            dist.all_gather_single(padded, piece / total)
             p.grad.copy_(padded[: p.numel()].view_as(p))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -76,8 +76,8 @@ def average_in_buckets__halves(gradients, cap):
         whole = torch.cat([gradients[name].flatten() for name in bucket])
         whole = F.pad(whole, (0, -len(whole) % n)) / n
         piece = whole.new_empty(len(whole) // n)
-        dist.reduce_scatter_tensor(piece, whole)
-        works.append((bucket, whole, piece, dist.all_gather_into_tensor(whole, piece, async_op=True)))
+        dist.reduce_scatter_single(piece, whole)
+        works.append((bucket, whole, piece, dist.all_gather_single(whole, piece, async_op=True)))
     for bucket, whole, _, work in reversed(works):
         work.wait()
         for name in reversed(bucket):

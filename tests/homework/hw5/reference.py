@@ -21,14 +21,14 @@ def mean_piece(gradient):
     """This rank's piece of the mean over all ranks: a reduce-scatter."""
     whole = padded(gradient)
     piece = whole.new_empty(len(whole) // dist.get_world_size())
-    dist.reduce_scatter_tensor(piece, whole)
+    dist.reduce_scatter_single(piece, whole)
     return piece / dist.get_world_size()
 
 
 def gather(piece, shape):
     """The whole tensor, from all ranks' pieces."""
     whole = piece.new_empty(len(piece) * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, piece)
+    dist.all_gather_single(whole, piece)
     return whole[: shape.numel()].view(shape)
 
 

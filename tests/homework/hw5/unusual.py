@@ -79,7 +79,7 @@ def train_zero2__async(model, loss_fn, make_optimizer, batches, max_norm):
         flat = torch.zeros(sizes[p] * n, dtype=p.dtype)
         flat[: p.numel()] = p.grad.view(-1) / n
         pieces[p].grad = torch.empty_like(pieces[p])
-        pending.append((p.grad, dist.reduce_scatter_tensor(pieces[p].grad, flat, async_op=True)))
+        pending.append((p.grad, dist.reduce_scatter_single(pieces[p].grad, flat, async_op=True)))
         p.grad = None
         finish(1)
 
@@ -96,7 +96,7 @@ def train_zero2__async(model, loss_fn, make_optimizer, batches, max_norm):
             optimizer.step()
         for p, piece in pieces.items():
             whole = torch.empty(sizes[p] * n, dtype=p.dtype)
-            dist.all_gather_into_tensor(whole, piece.detach())
+            dist.all_gather_single(whole, piece.detach())
             p.data.copy_(whole[: p.numel()].view_as(p))
 
 
@@ -153,7 +153,7 @@ def train_zero3__prefetch(layers, shards, loss_fn, make_optimizer, batches):
         begun = {}
         for name, piece in own[number].items():
             flat = torch.empty(piece.numel() * n, dtype=piece.dtype)
-            begun[name] = flat, dist.all_gather_into_tensor(flat, piece.detach(), async_op=True)
+            begun[name] = flat, dist.all_gather_single(flat, piece.detach(), async_op=True)
         return begun
 
     for inputs, targets in batches:

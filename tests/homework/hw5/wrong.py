@@ -45,7 +45,7 @@ def own_piece(x):
 def summed_piece(gradient):
     flat = padded(gradient)
     piece = flat.new_empty(len(flat) // dist.get_world_size())
-    dist.reduce_scatter_tensor(piece, flat)
+    dist.reduce_scatter_single(piece, flat)
     return piece
 
 
@@ -61,7 +61,7 @@ def all_reduced_piece(gradient):
 
 def gather(piece, shape):
     flat = piece.new_empty(len(piece) * dist.get_world_size())
-    dist.all_gather_into_tensor(flat, piece.detach())
+    dist.all_gather_single(flat, piece.detach())
     return flat[: shape.numel()].view(shape)
 
 
