@@ -96,6 +96,7 @@ def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Cas
             "clipped locally": norm_of(_mean([clipped(own, max_norm) for own in local])),
         },
         network=NETWORK,
+        seconds=20.0,
     )  # fmt: skip
 
 
