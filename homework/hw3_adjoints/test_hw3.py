@@ -97,11 +97,11 @@ def cases_of(F: Callable) -> Callable[[Draw], list[Case]]:
 
 
 def least_received(case: Case) -> list[int]:
-    """What a rank needs of the others' g, on torch's own collectives as `communicated` counts them."""
+    """What a rank needs of the others' g. Torch's own broadcast and reduce count (n − 1)/n of their payload for every rank."""
     F, n, root, S = case.facts["F"], case.world_size, case.facts["root"], case.facts["S"]
     at_root, elsewhere = {
         broadcast: (S * (n - 1) // n, 0), reduce: (0, S * (n - 1) // n), scatter: (S * (n - 1) // n, 0),
-        gather: (0, S * (n - 1) // n**2), all_reduce: (S, S), all_gather: (S // n, S // n),
+        gather: (0, S // n), all_reduce: (S, S), all_gather: (S // n, S // n),
     }.get(F, (S * (n - 1) // n,) * 2)  # fmt: skip
     return [0 if n == 1 else at_root if rank == root else elsewhere for rank in range(n)]
 
@@ -143,9 +143,8 @@ def enough(case: Case) -> float:
 
 
 def too_many_bytes(trial: Trial) -> str | None:
-    factor_of_torch = 2 if trial.case.facts["F"] in (scatter, gather) else 1  # torch's own are counted for every rank
     sent, most = total(trial), enough(trial.case)
-    return f"the ranks sent {sent} bytes; {most:g} are enough" if sent > most * factor_of_torch + 64 * trial.world_size else None
+    return f"the ranks sent {sent} bytes; {most:g} are enough" if sent > most + 64 * trial.world_size else None
 
 
 # ---- the misconceptions ----

@@ -1,7 +1,7 @@
 """Homework 6: tensor parallel layers, forward and backward.
 
 You may use everything in torch.distributed, forward and backward: dist.send and dist.recv, and the collectives (dist.all_reduce,
-dist.all_gather_into_tensor, dist.reduce_scatter_tensor, …). None of them has a backward of its own: autograd does not see what they do.
+dist.all_gather, dist.reduce_scatter, …). None of them has a backward of its own: autograd does not see what they do.
 Where a message belongs to the graph, write a torch.autograd.Function, with one message in forward and its adjoint in backward.
 
 Weights are as in torch.nn.Linear: (outputs, inputs). All numbers are float64, n is the number of ranks, and S is the number of bytes of the

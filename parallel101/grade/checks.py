@@ -15,6 +15,7 @@ import torch
 from parallel101.analysis.steps import steps_of
 from parallel101.grade.exercise import ANYTHING, Case, Check, Exercise, Misconception, Trial
 from parallel101.record.errors import DeadlockError
+from parallel101.record.events import Event
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
 
@@ -201,14 +202,13 @@ def small_messages(trial: Trial, most_bytes: int = 64) -> int:
 
 
 def communicated(trial: Trial) -> list[int]:
-    """Bytes that each rank sent, by rank. One of torch's own collectives counts what a ring moves (broadcast and reduce: its payload)."""
-    n = trial.world_size
-    sent = list(trial.trace.bytes_sent)
-    for event in trial.trace.events:
-        size = len(event.group.ranks) or n
-        if event.kind in RING_FACTOR:
-            sent[event.rank] += round(event.nbytes * RING_FACTOR[event.kind] * (size - 1) / size)
-    return sent
+    """Bytes that each rank sent, by rank. Torch's own collectives count as a ring moves them, gather and scatter as one root does."""
+    return _added(trial, trial.trace.bytes_sent, 0)
+
+
+def received(trial: Trial) -> list[int]:
+    """Bytes that each rank received, by rank; of torch's own collectives, as in `communicated`."""
+    return _added(trial, trial.trace.bytes_received, 1)
 
 
 RING_FACTOR = {
@@ -218,15 +218,26 @@ RING_FACTOR = {
     "all_to_all": 1,
     "broadcast": 1,
     "reduce": 1,
-    "gather": 1,
-    "scatter": 1,
 }
 
 
-def received(trial: Trial) -> list[int]:
-    """Bytes that each rank received, by rank; of torch's own collectives, what `communicated` counts."""
-    sent = trial.trace.bytes_sent
-    return [r + c - s for r, c, s in zip(trial.trace.bytes_received, communicated(trial), sent, strict=True)]
+def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
+    """The bytes of messages, and those of torch's own collectives: sent (direction 0) or received (1)."""
+    total = list(messages)
+    for event in trial.trace.events:
+        total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[direction]
+    return total
+
+
+def _of_collective(event: Event, n: int) -> tuple[int, int]:
+    """The bytes that a rank sends and receives in one of torch's own collectives; 0 for anything else."""
+    others = round(event.nbytes * (n - 1) / n)
+    if event.kind == "gather":
+        return (0, others) if event.rank == event.peer else (event.nbytes, 0)
+    if event.kind == "scatter":
+        return (others, 0) if event.rank == event.peer else (0, event.nbytes)
+    moved = round(event.nbytes * RING_FACTOR.get(event.kind, 0) * (n - 1) / n)
+    return moved, moved
 
 
 def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None]:

@@ -33,13 +33,13 @@ def gather_backward(x, g, root):
 
 def all_gather_backward(x, g):
     gradient = torch.empty_like(x)
-    dist.reduce_scatter_tensor(gradient, g)
+    dist.reduce_scatter(gradient, list(g.chunk(dist.get_world_size())))
     return gradient
 
 
 def reduce_scatter_backward(x, g):
     gradient = torch.empty_like(x)
-    dist.all_gather_into_tensor(gradient, g)
+    dist.all_gather(list(gradient.chunk(dist.get_world_size())), g)
     return gradient
 
 

@@ -58,7 +58,7 @@ class GatherTime(Function):
     @staticmethod
     def forward(ctx, mine):
         whole = mine.new_empty(len(mine) * dist.get_world_size(), *mine.shape[1:])
-        dist.all_gather_into_tensor(whole, mine.contiguous())
+        dist.all_gather(list(whole.chunk(dist.get_world_size())), mine.contiguous())
         return whole
 
     @staticmethod
@@ -79,8 +79,9 @@ class ReduceScatterTime(Function):
 
 
 def reduce_scatter(whole):
-    mine = whole.new_empty(len(whole) // dist.get_world_size(), *whole.shape[1:])
-    dist.reduce_scatter_tensor(mine, whole.contiguous())
+    blocks = list(whole.contiguous().chunk(dist.get_world_size()))
+    mine = torch.empty_like(blocks[0])
+    dist.reduce_scatter(mine, blocks)
     return mine
 
 
