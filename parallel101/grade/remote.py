@@ -10,6 +10,7 @@ that comes from it.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,14 @@ class RemoteRank:
         return "?"
 
 
+@lru_cache
+def imported_modules(source: str) -> tuple[str, ...]:
+    """The modules that a file of exercises imports at its top."""
+    nodes = ast.parse(source).body
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return (*plain, *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module))
+
+
 class Ranks:
     """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left."""
 
@@ -169,7 +178,7 @@ class Ranks:
     def start(self) -> None:
         """Start the processes, and wait until each is ready to call the learner's function."""
         self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
-        preload(self.exercise.imports)
+        preload((*self.exercise.imports, *imported_modules(self.exercise.source)))
         self.ranks = [RemoteRank(n, process) for n, process in enumerate(start_ranks(self.world_size, "parallel101.grade.rank"))]
         for rank in self.ranks:
             user = user_of(rank.number)

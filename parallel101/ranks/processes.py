@@ -89,9 +89,9 @@ def kill(rank: RankProcess) -> None:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Let the fork server import modules that ranks had to import, so that the next ranks have them. This does not wait for it."""
-    if modules := sorted(modules):
-        _server.preload(modules)
+    """Let the fork server import modules that ranks need, so that the next ranks have them. This does not wait for it."""
+    if start_method() == "fork server" and (names := set(modules)):
+        _server.preload(names)
 
 
 def stop_server() -> None:
@@ -117,13 +117,13 @@ class _Server:
         self.sock: socket.socket | None = None
         self.process: subprocess.Popen | None = None
         self.requests = 0
+        self.preloaded: set[str] = set()  # modules that it was asked to import
 
     def fork(self, fds: list[int], module: str) -> int:
         """The pid of a new process, to which the server has passed the file descriptors. It runs `main` of `module`."""
         with self.lock:
             for _attempt in (1, 2):
-                if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
-                    self._start()
+                self._start_if_needed()
                 assert self.sock is not None
                 try:
                     self.requests += 1
@@ -141,10 +141,13 @@ class _Server:
 
     def preload(self, modules: Iterable[str]) -> None:
         with self.lock:
-            if self.owner == os.getpid() and self.sock is not None:
+            self._start_if_needed()
+            new = sorted(set(modules) - self.preloaded)
+            if new and self.sock is not None:
+                self.preloaded |= set(new)
                 with contextlib.suppress(OSError):
                     self.requests += 1
-                    self.sock.sendall(f"import {self.requests} {' '.join(modules)}".encode())
+                    self.sock.sendall(f"import {self.requests} {' '.join(new)}".encode())
                     self._answer()
 
     def _answer(self) -> int:
@@ -156,7 +159,12 @@ class _Server:
                 return int(answer)
         raise ConnectionError("the fork server has ended")
 
+    def _start_if_needed(self) -> None:
+        if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
+            self._start()
+
     def _start(self) -> None:
+        self.preloaded = set()
         if self.sock is not None:
             self.sock.close()  # of a server that was lost or, in a forked child, of its parent's
         self.sock, theirs = socket.socketpair(
