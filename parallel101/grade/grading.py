@@ -81,19 +81,16 @@ def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -
 
 
 def run_cases(exercise: Exercise, submission: Submission, cases: Sequence[Case], until: float) -> list[Trial]:
-    """Run the cases, those of one world size on the same processes. Stops where more runs would tell nothing new."""
+    """Run the cases on the same processes. Stops where more runs would tell nothing new."""
     trials: list[Trial] = []
-    for world_size in dict.fromkeys(case.world_size for case in cases):
-        with Ranks(exercise, submission, world_size) as ranks:
-            for case in cases:
-                if case.world_size != world_size:
-                    continue
-                if time.monotonic() > until:
-                    return trials
-                trials.append(ranks.run(case))
-                error = trials[-1].error
-                if isinstance(error, ENDS) or (isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)):
-                    return trials
+    with Ranks(exercise, submission) as ranks:
+        for case in cases:
+            if time.monotonic() > until:
+                break
+            trials.append(ranks.run(case))
+            error = trials[-1].error
+            if isinstance(error, ENDS) or (isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)):
+                break
     return trials
 
 

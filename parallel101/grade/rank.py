@@ -69,18 +69,19 @@ def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int 
 
 def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     _isolate(job)
-    connection = Connection(sock, job["rank"], job["world_size"], job["allowed"], job["path"])
+    connection = Connection(sock, job["rank"], job["allowed"], job["path"])
     record_into(connection)  # so that the spans of the exercise's program reach the grader
-    join(connection)
     exercise = find(exercises_in(module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
+    _hide_parallel101(job["library"])
+    sys.meta_path.append(_Neighbours(job["files"]))
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
     while True:
         case = frames.receive(sock)
         try:
-            if submission is None:
-                _hide_parallel101(job["library"])
-                sys.meta_path.append(_Neighbours(job["files"]))
+            if submission is None or connection.world_size != case.text["world_size"]:  # it may have asked for the world size at import
+                connection.world_size = case.text["world_size"]
+                join(connection)
                 submission = module_of(job["path"], job["source"], job["module"])
             function = getattr(submission, job["function"], None)
             if not callable(function):
@@ -106,8 +107,9 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
 class Connection:
     """This rank's connection to the grader. It is also the rank's recorder: see record/spans.py."""
 
-    def __init__(self, sock: socket.socket, rank: int, world_size: int, allowed: Sequence[str], path: str):
-        self.sock, self.rank, self.world_size, self.allowed = sock, rank, world_size, frozenset(allowed)
+    def __init__(self, sock: socket.socket, rank: int, allowed: Sequence[str], path: str):
+        self.sock, self.rank, self.allowed = sock, rank, frozenset(allowed)
+        self.world_size = 0  # of the present case
         self.path = path  # the learner's file
         self.calls = 0
         self.spans = 0
@@ -322,7 +324,8 @@ for _method in COLLECTIVES:
 
 
 def join(connection: Connection) -> None:
-    """Make torch.distributed use the grader's messages, as if init_process_group had been called."""
+    """Make torch.distributed use the grader's messages, as if init_process_group had been called for a world of this size."""
+    torch_private.forget_groups()
     if not hasattr(dist.Backend, "RELAY"):
         dist.Backend.register_backend("relay", lambda *_: dist.group.WORLD, extended_api=True, devices=["cpu"])
     world = torch_private.RankWorld()

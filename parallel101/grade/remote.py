@@ -162,10 +162,13 @@ def imported_modules(source: str) -> tuple[str, ...]:
 
 
 class Ranks:
-    """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left."""
+    """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left.
 
-    def __init__(self, exercise: Exercise, submission: Submission, world_size: int, memory: int = MEMORY):
-        self.exercise, self.submission, self.world_size, self.memory = exercise, submission, world_size, memory
+    They serve one case after the other, of any world size: starting a process takes longer than most cases.
+    """
+
+    def __init__(self, exercise: Exercise, submission: Submission, memory: int = MEMORY):
+        self.exercise, self.submission, self.memory = exercise, submission, memory
         self.ranks: list[RemoteRank] = []
         self.scratch: tempfile.TemporaryDirectory | None = None
 
@@ -175,28 +178,33 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Start the processes, and wait until each is ready to call the learner's function."""
-        self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
-        preload((*self.exercise.imports, *imported_modules(self.exercise.source)))
-        self.ranks = [RemoteRank(n, process) for n, process in enumerate(start_ranks(self.world_size, "parallel101.grade.rank"))]
-        for rank in self.ranks:
+    def start(self, count: int) -> None:
+        """Have at least `count` processes, each ready to call the learner's function."""
+        missing = range(len(self.ranks), count)
+        if not missing:
+            return
+        if self.scratch is None:
+            self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
+            os.chmod(self.scratch.name, 0o711)
+            preload((*self.exercise.imports, *imported_modules(self.exercise.source)))
+        new = [RemoteRank(n, process) for n, process in zip(missing, start_ranks(len(missing), "parallel101.grade.rank"), strict=True)]
+        self.ranks += new
+        for rank in new:
             user = user_of(rank.number)
             folder = Path(self.scratch.name) / str(rank.number)
             folder.mkdir()
             if user is not None:
-                os.chmod(self.scratch.name, 0o711)
                 os.chown(folder, user, user)
             with contextlib.suppress(OSError):  # it has died: the first receive says so
                 frames.send(rank.process.control, frames.JOB, self._job(rank.number, user, str(folder)))
         until = time.monotonic() + 30
-        for rank in self.ranks:
+        for rank in new:
             rank.receive(until)
 
     def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
         return {
-            "rank": rank, "world_size": self.world_size, "user": user, "scratch": scratch, "memory": self.memory,
+            "rank": rank, "user": user, "scratch": scratch, "memory": self.memory,
             "allowed": sorted(exercise.allowed), "function": exercise.function,
             "exercise_path": exercise.path, "exercise_source": exercise.source,
             "path": str(submission.path), "source": submission.source, "module": submission.module,
@@ -217,25 +225,25 @@ class Ranks:
 
     def run(self, case: Case) -> Trial:
         """Run one case. After a run that failed, the next one starts new processes."""
-        if not self.ranks:
-            self.start()
-        for rank in self.ranks:
+        self.start(case.world_size)
+        ranks = self.ranks[: case.world_size]
+        for rank in ranks:
             rank.printed, rank.amount = {"out": bytearray(), "err": bytearray()}, 0
         until = time.monotonic() + case.seconds
-        virtual = [VirtualEnd(rank, case, until) for rank in self.ranks]
+        virtual = [VirtualEnd(rank, case, until) for rank in ranks]
         for end in virtual:
             end.begin()
-        outcome = simulate(lambda number: virtual[number].serve(), self.world_size, case.network, payload_bytes=PAYLOAD_BYTES)
-        for rank in self.ranks:
+        outcome = simulate(lambda number: virtual[number].serve(), case.world_size, case.network, payload_bytes=PAYLOAD_BYTES)
+        for rank in ranks:
             rank.read_rest()
         trial = Trial(
             case=case,
             results=[end.result for end in virtual],
-            trace=Trace.from_rows(outcome.events, self.world_size, "sim", outcome.unfinished),
+            trace=Trace.from_rows(outcome.events, case.world_size, "sim", outcome.unfinished),
             error=outcome.error,
             unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
             changed=[end.changed for end in virtual],
-            printed=["".join(part.decode(errors="replace") for part in rank.printed.values()) for rank in self.ranks],
+            printed=["".join(part.decode(errors="replace") for part in rank.printed.values()) for rank in ranks],
         )
         if outcome.error is not None:
             self.stop()
@@ -270,7 +278,10 @@ class VirtualEnd:
         """Let the process begin: the processes compute at the same time, though their messages are repeated one after the other."""
         text, data = frames.encode(self.case.arguments[self.rank.number])
         with contextlib.suppress(OSError):  # it has died: the first receive says so
-            frames.send(self.rank.process.control, frames.CASE, {"arguments": text, "seed": self.case.seed}, data)
+            frames.send(self.rank.process.control, frames.CASE, self._about(text), data)
+
+    def _about(self, arguments: Any) -> dict[str, Any]:
+        return {"world_size": self.case.world_size, "arguments": arguments, "seed": self.case.seed}
 
     def serve(self) -> None:
         """Do what the process says until it returns. Raises what ended the run early."""

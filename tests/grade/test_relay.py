@@ -24,7 +24,7 @@ def run(body: str, *arguments: tuple, allowed=P2P, **case):
     exercise = Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [], allowed=allowed, path="declared.py", source=declared)
     code = HEAD + "def f(x):\n" + "\n".join("    " + line for line in body.strip("\n").splitlines())
     submission = Submission(Path("hw.py"), code)
-    with Ranks(exercise, submission, len(arguments)) as ranks:
+    with Ranks(exercise, submission) as ranks:
         return ranks.run(Case(arguments, [None] * len(arguments), **case))
 
 
