@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from parallel101.record.calls import Call
 from parallel101.record.events import P2P
@@ -21,9 +21,14 @@ from parallel101.record.overloads import own_limit
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
 
-if TYPE_CHECKING:
-    from parallel101.sim.clock import VirtualRank, Waitable, World
-    from parallel101.sim.group import SimGroup
+
+class Waitable(Protocol):
+    """What this file needs of a work (clock.py's Waitable)."""
+
+    done: bool
+
+    def call(self) -> Call: ...
+    def missing(self) -> set[int]: ...
 
 
 class TimedWait(NamedTuple):
@@ -33,7 +38,7 @@ class TimedWait(NamedTuple):
     number: int  # so that no two are equal
     seconds: float
     leaves: bool  # whether the rank leaves the group if it times out: not after a collective's wait(timeout), which the collective survives
-    rank: VirtualRank
+    rank: Any  # a VirtualRank
     work: Waitable
 
     @property
@@ -44,16 +49,16 @@ class TimedWait(NamedTuple):
 class TimeLimits:
     """The time limits of a run's groups, the waits that have one, and the ranks that have left a group because of one."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: Any):  # a World; clock.py imports this file
         self.world = world
         self.in_use = False  # whether any group has a limit
         self.of_group: dict[tuple[str, int], float] = {}  # seconds, by group and rank
         self.waits: list[TimedWait] = []  # a heap
-        self.views: dict[str, list[SimGroup]] = defaultdict(list)  # every member's view of a group
+        self.views: dict[str, list[Any]] = defaultdict(list)  # every member's view of a group
         self.left: dict[str, set[int]] = defaultdict(set)  # by group
         self.count = 0
 
-    def set_limit(self, group: SimGroup, timeout: timedelta | None) -> None:
+    def set_limit(self, group: Any, timeout: timedelta | None) -> None:
         """From now on, this rank's calls of the group have this limit."""
         key, seconds = (group.label, group.member.number), own_limit(timeout)
         self.of_group.pop(key, None)
@@ -61,7 +66,7 @@ class TimeLimits:
             self.of_group[key] = seconds
             self.in_use = True
 
-    def begin(self, rank: VirtualRank, work: Waitable, seconds: float | None) -> None:
+    def begin(self, rank: Any, work: Waitable, seconds: float | None) -> None:
         """A rank begins to wait, for up to `seconds`. None: as long as the call or its group allows."""
         call = work.call()
         self.check(call.group, rank.number, _needs(work, call))
@@ -115,7 +120,7 @@ class TimeLimits:
         if gone := left & peers:
             raise RuntimeError(f"Connection closed by peer: {ranks_text(gone)} timed out before, in this group")
 
-    def _guard(self, view: SimGroup) -> None:
+    def _guard(self, view: Any) -> None:
         """From now on, each call of this rank's view of a group is checked first."""
         label, rank, everyone = view.label, view.member.number, set(view.ranks)
 

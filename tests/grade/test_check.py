@@ -73,7 +73,6 @@ def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
     line = "line 8: work = dist.send("
     assert line in report.picture.scene.svg()
     page = BeautifulSoup(report._repr_html_(), "html.parser")
-    assert (line in report.picture.scene.svg() and line in report.saved.read_text(encoding="utf-8").replace("&quot;", '"')) or True
     assert page.find(class_="p101g-mistake").get_text().startswith("Everyone sends first.")
     assert [cell.get_text() for cell in page.select(".p101g-fails .p101g-unseen")] == ["fails"] * 3
     assert page.find("figure") is not None and page.section["aria-label"] == "ring_shift: 0 of 10 points"

@@ -154,7 +154,7 @@ def test_an_interrupt_between_request_and_answer_does_not_confuse_the_next_launc
         p101.launch(lambda: None, world_size=2)
     pids = []
     start = processes._fork_one
-    monkeypatch.setattr(processes, "_fork_one", lambda: (rank := start(), pids.append(rank.pid))[0])
+    monkeypatch.setattr(processes, "_fork_one", lambda module: (rank := start(module), pids.append(rank.pid))[0])
     assert p101.launch(os.getpid, world_size=2).results == pids
     assert p101.launch(os.getpid, world_size=2).results == pids[2:]
 
