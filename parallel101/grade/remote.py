@@ -305,13 +305,13 @@ class VirtualEnd:
         return frames.tensor_from(frame.text, frame.data)
 
     def _send(self, frame: Frame, place: str) -> None:
-        text, tensor = frame.text, self._tensor(frame)
+        text, tensor = frame.text, self._tensor(frame).flatten()  # flat: as on gloo, the two sides need not have the same shape
         work = dist.isend(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
         self._keep(text["call"], work, [], "send", text["peer"], place)
 
     def _recv(self, frame: Frame, place: str) -> None:
         text = frame.text
-        tensor = frames.empty_tensor(text)
+        tensor = frames.empty_tensor(text).flatten()
         work = dist.irecv(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
         self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
 

@@ -55,6 +55,11 @@ def test_what_was_not_waited_for_has_not_arrived():
     assert [(call.rank, call.kind, call.where) for call in trial.unwaited] == [(0, "recv", "hw.py:7"), (1, "recv", "hw.py:7")]
 
 
+def test_a_receive_into_another_shape_takes_the_bytes_as_on_gloo():
+    trial = run("y = torch.empty(3, 1)\nw = dist.isend(x, 1 - rank())\ndist.recv(y, 1 - rank())\nw.wait()\nreturn y", *tensors(2))
+    assert [result.tolist() for result in trial.results] == [[[10], [11], [12]], [[0], [1], [2]]]
+
+
 def test_is_completed_counts_as_a_wait():
     trial = run(SHIFT.format(wait="while not r.is_completed(): pass\ns.wait()"), *tensors(2))
     assert [result.tolist() for result in trial.results] == [[10, 11, 12], [0, 1, 2]] and not trial.unwaited
