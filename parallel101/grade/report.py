@@ -268,7 +268,8 @@ def card(label: str, body: str) -> str:
     return f'{STYLE}<section class="p101g" aria-label="{escape(label)}">{body}</section>'
 
 
-# Text and background are the page's own. The marks have a contrast of at least 3 against white and against black.
+# Text and background are the page's own. Selectors with the name twice win over JupyterLab's, which aligns the cells
+# of tables to the right. The marks have a contrast of at least 3 against white and against black.
 STYLE = """<style>
 .p101g { box-sizing: border-box; max-width: 960px; margin: 4px 0 12px; padding: 14px 20px; border: 1px solid #8899aa66; border-radius: 10px;
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums }
@@ -276,16 +277,17 @@ STYLE = """<style>
 .p101g-title { font-size: 19px; font-weight: 650 }
 .p101g-points { font-size: 17px; font-weight: 600; white-space: nowrap }
 .p101g p { margin: 4px 0 8px }
-.p101g table { width: 100%; margin: 8px 0; border: 0; border-collapse: collapse; font-size: 14px; table-layout: auto }
-.p101g tr, .p101g tr:hover { background: none !important }
-.p101g td, .p101g th { padding: 5px 14px 5px 0; border: 0; text-align: left; vertical-align: top; white-space: normal; max-width: none }
-.p101g td { border-top: 1px solid #8899aa44 }
-.p101g th { font-weight: 600; padding: 2px 14px 2px 0; white-space: nowrap }
-.p101g code { font-size: 12.5px; background: none; color: inherit }
-.p101g td.p101g-wide { width: 70% }
-.p101g td.p101g-number { padding-right: 0; text-align: right; white-space: nowrap }
-.p101g td.p101g-holds, .p101g td.p101g-fails { width: 18px; font-size: 16px; font-weight: 700 }
-.p101g td.p101g-holds { color: #2a9150 } .p101g td.p101g-fails { color: #d9570f }
+section.p101g.p101g table { width: 100%; margin: 8px 0; border: 0; border-collapse: collapse; font-size: 14px; table-layout: auto }
+section.p101g.p101g tr, section.p101g.p101g tr:hover { background: none !important }
+section.p101g.p101g td, section.p101g.p101g th { padding: 5px 14px 5px 0; border: 0; text-align: left; vertical-align: top;
+  white-space: normal; max-width: none }
+section.p101g.p101g td { border-top: 1px solid #8899aa44 }
+section.p101g.p101g th { font-weight: 600; padding: 2px 14px 2px 0; white-space: nowrap }
+section.p101g.p101g code { padding: 0; font-size: 12.5px; background: none; color: inherit }
+section.p101g.p101g td.p101g-wide { width: 70% }
+section.p101g.p101g td.p101g-number { padding-right: 0; text-align: right; white-space: nowrap }
+section.p101g.p101g td.p101g-holds, section.p101g.p101g td.p101g-fails { width: 18px; font-size: 16px; font-weight: 700 }
+section.p101g.p101g td.p101g-holds { color: #2a9150 } section.p101g.p101g td.p101g-fails { color: #d9570f }
 .p101g-soft { opacity: .78 }
 .p101g-mistake { margin: 10px 0; padding: 8px 14px; border-left: 4px solid #d9570f; background: #d9570f1a; border-radius: 0 6px 6px 0 }
 .p101g details { margin: 8px 0 }
