@@ -3,6 +3,7 @@
 You may use everything in torch.distributed, forward and backward: dist.send and dist.recv, and the collectives (dist.all_reduce,
 dist.all_gather, dist.reduce_scatter, …). None of them has a backward of its own: autograd does not see what they do.
 Where a message belongs to the graph, write a torch.autograd.Function, with one message in forward and its adjoint in backward.
+(torch.distributed.nn has some ready-made. Here you write your own.)
 
 Weights are as in torch.nn.Linear: (outputs, inputs). All numbers are float64, n is the number of ranks, and S is the number of bytes of the
 layer's whole output, 8 · samples · outputs. In a ring, an all-gather or a reduce-scatter of S bytes sends (n − 1)/n·S bytes from each rank,

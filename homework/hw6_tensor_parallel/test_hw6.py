@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, close, communicated, factor, failed, right, same, value
 from parallel101.grade.exercise import ANYTHING, COLLECTIVES, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.record.spans import compute, span
+from parallel101.record.spans import compute, span, wait_span
 
 NUMBER = 8  # bytes of a float64
 
@@ -28,17 +28,21 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def forward_backward(forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Run both, each in a span. Returns the result, and the bytes that autograd keeps for backward besides the weights."""
+    """Run both, each in a span. Returns the result, and the bytes that autograd keeps for backward besides the weights.
+
+    On the virtual clock only messages take time, so the spans are time in which the rank waits; the loss between them takes a second.
+    """
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with span("forward"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with wait_span("forward"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward()
-    compute(1.0)
-    with span("backward"):
+    with span("loss"):
+        compute(1.0)
+    with wait_span("backward"):
         loss(y).backward()
     for weight in weights:
         kept.pop(weight.untyped_storage().data_ptr(), None)
@@ -117,6 +121,10 @@ def gives(part: int, fact: str) -> Seen:
     return every_wrong(seen)
 
 
+def y_is_right(trials: Sequence[Trial]) -> bool:
+    return all(same(found[0], expected[0]) for t in wrong_trials(trials) for found, expected in zip(t.results, t.case.expected))
+
+
 def gives_one_of(part: int, fact: str) -> Seen:
     """The same where a mistake has several forms: each rank's value is in `case.facts[fact]`."""
     return every_wrong(lambda trial: all(any(is_close(r[part], mistaken) for mistaken in trial.case.facts[fact]) for r in trial.results))
@@ -183,7 +191,20 @@ def bias_n_times(part: int) -> Misconception:
 GRAPH_CUT = Misconception(
     "graph cut by a message",
     "A message writes into a tensor that autograd does not follow. The result has no gradient, or it passes the layers before by.",
-    lambda trials: any("does not require grad" in str(trial.error) for trial in trials),
+    lambda trials: (
+        any("does not require grad" in str(trial.error) for trial in trials)
+        or any(result[1] is None for trial in wrong_trials(trials) for result in trial.results)
+    ),
+)
+WHOLE_ON_EVERY_RANK = Misconception(
+    "whole layer on every rank",
+    "Every rank holds the whole matrices and does all of the work. Nothing is cut, so n ranks need n times the memory.",
+    every_wrong(
+        lambda trial: all(
+            isinstance(result[3], dict) and {name: p.numel() for name, p in result[3].items()} == trial.case.facts["whole"]
+            for result in trial.results
+        )
+    ),
 )
 
 # ---- 15a: column, GELU, all-gather ----
@@ -364,6 +385,7 @@ def mlp_case(draw: Draw, n: int, samples: int, width: int, hidden: int) -> Case:
         note=f"{samples} samples, {width} → {hidden} → {width}",
         facts={
             "parts of y": [mlp(x, *block, whole[3]) for block in blocks],
+            "whole": {name: p.numel() for name, p in zip(names, whole)},
             "parts of dx": [gradients_of(lambda x, block=block: (mlp(x, *block, zero) * c).sum(), x)[0] for block in blocks],
             "y with n biases": [y + (n - 1) * whole[3]] * n,
             "gelu of partial sums": gelu_of_partial_sums(x, *whole, n),
@@ -401,6 +423,7 @@ PARALLEL_MLP = Exercise(
     misconceptions=(
         *MESSAGES,
         GRAPH_CUT,
+        WHOLE_ON_EVERY_RANK,
         Misconception(
             "GELU on partial sums",
             "GELU is applied before the sum over the ranks is complete. GELU of a sum is not the sum of the GELUs.",
@@ -478,6 +501,7 @@ def attention_case(draw: Draw, n: int, time: int, heads: int, d: int) -> Case:
         note=f"{time} positions, {heads} heads of {d}",
         facts={
             "parts of y": [attention(x, *block, heads // n) for block in blocks],
+            "whole": {"qkv": qkv.numel(), "out": out.numel()},
             "parts of dx": [gradients_of(lambda x, b=b: (attention(x, *b, heads // n) * c).sum(), x)[0] for b in blocks],
             "contiguous": [sum(contiguous)],
             "forward": ring(S, n, 2),
@@ -504,6 +528,7 @@ PARALLEL_ATTENTION = Exercise(
     misconceptions=(
         *MESSAGES,
         GRAPH_CUT,
+        WHOLE_ON_EVERY_RANK,
         Misconception(
             "fused QKV cut contiguously",
             "The fused matrix is cut into n equal pieces from top to bottom. So the first ranks get queries only, and the last ones "
@@ -773,7 +798,7 @@ SEQUENCE_PARALLEL = Exercise(
             "slice of the gradient without the sum",
             "The backward of the all-gather keeps this rank's positions of its own gradient. Every rank used these positions with its "
             "own block of the MLP, and the parts of the others are missing.",
-            gives(1, "dx without sum"),
+            lambda trials: gives(1, "dx without sum")(trials) and y_is_right(trials),
         ),
         Misconception(
             "norm's gradients never reduced",
@@ -784,7 +809,7 @@ SEQUENCE_PARALLEL = Exercise(
         Misconception(
             "bias's gradient never reduced",
             "b2 is added to this rank's positions alone, so its gradient on this rank is a part. The parts of all ranks must be added.",
-            gives(4, "parts of db2"),
+            lambda trials: gives(4, "parts of db2")(trials) and y_is_right(trials),
         ),
         Misconception(
             "mean for sum",

@@ -23,6 +23,8 @@ EXPECTED = {
     "ParallelMLP__same_seed": "same seed, same shard",
     "ParallelMLP__same_seed_2": "same seed, same shard",
     "ParallelMLP__n_times": "gradient n times too large",
+    "ParallelMLP__detached": "graph cut by a message",
+    "ParallelMLP__whole": "whole layer on every rank",
     "ParallelMLP__not_summed": "output never summed",
     "ParallelAttention__contiguous": "fused QKV cut contiguously",
     "ParallelAttention__contiguous_2": "fused QKV cut contiguously",
@@ -241,6 +243,21 @@ class ParallelMLP__n_times(MLP):
 
 class ParallelMLP__not_summed(MLP):
     leave = staticmethod(same)
+
+
+class ParallelMLP__detached(MLP):
+    @staticmethod
+    def leave(partial):
+        return all_reduced(partial)
+
+
+class ParallelMLP__whole(nn.Module):
+    def __init__(self, width, hidden, seed):
+        super().__init__()
+        self.w1, self.b1, self.w2, self.b2 = (nn.Parameter(w) for w in draw_weights(width, hidden, seed))
+
+    def forward(self, x):
+        return F.linear(F.gelu(F.linear(x, self.w1, self.b1)), self.w2, self.b2)
 
 
 # ---- 16 ----
