@@ -20,7 +20,7 @@ import psutil
 from parallel101.ranks.output import GLOO_ABORT
 from parallel101.ranks.wire import Failure
 from parallel101.record.calls import Call, places_of
-from parallel101.record.errors import LaunchTimeout, RankFailed
+from parallel101.record.errors import LaunchTimeout, RankFailed, dropped_lines
 from parallel101.record.units import ranks_text
 from parallel101.record.where import is_inside, shown
 
@@ -68,11 +68,11 @@ def crash_place(dump: str) -> str:
     return ":".join((own or outside)[0]) if outside else ""
 
 
-def timed_out(seconds: float, ranks: Sequence[str]) -> LaunchTimeout:
-    """The error for a run that took too long. `ranks` says where each one was."""
+def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ()) -> LaunchTimeout:
+    """The error for a run that took too long. `ranks` says where each one was, `dropped` which messages nobody waited for."""
     how = "launch(..., timeout=seconds), or parallel101 run --timeout seconds"
     summary = f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: {how}."
-    return LaunchTimeout("\n  ".join([summary, *ranks]))
+    return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
 
 
 def waited(rank: int, call: Call) -> str:
@@ -84,6 +84,7 @@ def waited(rank: int, call: Call) -> str:
 SAMPLE = 0.25  # seconds between two looks at the CPU times
 IDLE_FOR = 1.0  # seconds without work after which the ranks count as stuck
 IDLE_CPU = 0.03  # seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
+BUSY_FOR = 3.0  # the same, whatever they spend, if a rank has dropped a receive: then a thread of gloo may spin
 
 
 class IdleDetector:
@@ -94,15 +95,23 @@ class IdleDetector:
 
     def __init__(self, pids: Sequence[int]):
         self.pids = pids
+        self.waiting_since: float | None = None
         self.idle_since: float | None = None
         self.cpu_then: list[float] = []
         self.due = 0.0
 
-    def stuck(self, now: float, all_wait: bool) -> bool:
-        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds. It is to be called again at `due`."""
+    def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
+        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds. It is to be called again at `due`.
+
+        If a rank has dropped a receive that it did not wait for, it is enough that all have waited for BUSY_FOR seconds.
+        """
         if not all_wait:
-            self.idle_since = None
+            self.idle_since = self.waiting_since = None
             return False
+        if self.waiting_since is None:
+            self.waiting_since = now
+        if dropped_receive and now - self.waiting_since >= BUSY_FOR:
+            return True
         if self.idle_since is not None and now < self.due:
             return False
         cpu = self._cpu_seconds()

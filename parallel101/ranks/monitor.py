@@ -114,7 +114,8 @@ class Monitor:
                 raise self._root_cause()
             if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
                 raise self.call_checker.error() or deadlock
-            if idle is not None and idle.stuck(now, all(s.blocked is not None or s.returned for s in self.wait_for.ranks)):
+            all_wait = all(status.blocked is not None or status.returned for status in self.wait_for.ranks)
+            if idle is not None and idle.stuck(now, all_wait, self.wait_for.receive_dropped):
                 raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
             if now >= deadline:
                 raise self.call_checker.error() or self._timed_out()
@@ -258,7 +259,8 @@ class Monitor:
                 lines.append(waited(rank.rank, call))
             else:
                 lines += [f"rank {number} was at {shown(place)}" for number, place in rank.places or [(rank.rank, "an unknown place")]]
-        return timed_out(self.timeout, lines)
+        self.ask_records()
+        return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
     # ---- the end ----
 

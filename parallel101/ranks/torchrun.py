@@ -301,14 +301,15 @@ class JobWatcher(threading.Thread):
 
     def _timed_out(self) -> LaunchTimeout:
         lines = []
-        for rank, status in enumerate(self._all_statuses()):
+        self.wait_for.ranks = self._all_statuses()
+        for rank, status in enumerate(self.wait_for.ranks):
             if status.returned:
                 lines.append(f"rank {rank} had returned")
             elif status.blocked is not None:
                 lines.append(waited(rank, status.blocked))
             elif not self.store.check([f"status/{rank}"]):
                 lines.append(f"rank {rank} had not reached this launch: every process of the job must make the same launches")
-        return timed_out(self.timeout, lines)
+        return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
     def _stop_rank(self, error: BaseException) -> None:
         """The run has failed. If this rank's own thread does not raise within GRACE, because it is blocked, the process exits."""

@@ -72,9 +72,7 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
         if self.cycle:
             lines.append("  the cycle: " + " → ".join(f"rank {r}" for r in [*self.cycle, self.cycle[0]]))
         lines += [f"  rank {rank} has already returned" for rank in self.returned]
-        if self.dropped:
-            lines += [f"  {message}" for message in self.dropped[:8]]
-            lines += ["  gloo cancels a message when its work object is dropped. Keep what isend and irecv return, and wait() for it."]
+        lines += [f"  {line}" for line in dropped_lines(self.dropped)]
         lines += [f"  {note}, at {shown(where)}" if where else f"  {note}" for note, where in self.notes[:8]]
         return "\n".join(lines + (_advice(self.waiting) if self.cycle and not self.notes else []))
 
@@ -113,6 +111,12 @@ class MisuseError(RankFailed):
 
 class LaunchTimeout(TimeoutError, _ShownInNotebook):
     """The ranks were still running when the time limit was reached. The message says where each of them was."""
+
+
+def dropped_lines(dropped: Sequence[str]) -> list[str]:
+    """The lines of an error about messages whose work object was dropped, given their descriptions. None if there are no such messages."""
+    advice = "gloo cancels a message when its work object is dropped. Keep what isend and irecv return, and wait() for it."
+    return [*dropped[:8], advice] if dropped else []
 
 
 def one_line(error: BaseException) -> str:

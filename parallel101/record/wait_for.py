@@ -148,7 +148,7 @@ class WaitForGraph:
             return None
         stuck = [rank for rank in range(len(self.ranks)) if rank in found.waiting or self.ranks[rank].returned]
         notes = found.notes + self._different_collectives(found.waiting) + ([] if found.notes else self._unmatched_messages(stuck))
-        return DeadlockError(found.waiting, found.cycle, found.returned, self._dropped_works() if without_dropped else (), notes)
+        return DeadlockError(found.waiting, found.cycle, found.returned, self.dropped_works() if without_dropped else (), notes)
 
     def stall_error(self, checked: bool) -> DeadlockError:
         """The error for ranks that make no progress although everything they wait for was posted."""
@@ -157,9 +157,11 @@ class WaitForGraph:
             if (call := status.blocked) is not None:
                 waiting[rank] = (call.kind, call.peers[0] if len(call.peers) == 1 else call.peers or None, call.where)
         advice = "" if checked else " Run it again with trace=True: this compares all calls and names those that do not match."
-        note = f"everything that the ranks wait for was posted, and still nothing moves. Most likely the sizes do not match.{advice}"
+        sizes = "" if self.receive_dropped else f". Most likely the sizes do not match.{advice}"
+        note = f"everything that the ranks wait for was posted, and still nothing moves{sizes}"
         notes = self._different_collectives(range(len(self.ranks))) or [(note, "")]
-        return DeadlockError(waiting, returned=[rank for rank, status in enumerate(self.ranks) if status.returned], notes=notes)
+        returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
+        return DeadlockError(waiting, returned=returned, dropped=self.dropped_works() if self.receive_dropped else (), notes=notes)
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
         """The ranks that have not posted their part of a call, according to the reports. (A rank that runs may still post it.)"""
@@ -218,9 +220,15 @@ class WaitForGraph:
                     notes.append((note, status.places.get((kind, peer, tag, group), "")))
         return notes
 
-    def _dropped_works(self) -> list[str]:
+    @property
+    def receive_dropped(self) -> bool:
+        """Whether a rank has dropped the work of a receive without a wait()."""
+        return any(kind == "recv" for status in self.ranks for (kind, *_), _ in status.dropped)
+
+    def dropped_works(self) -> list[str]:
+        """Descriptions of the messages whose work was dropped without a wait()."""
         return [
-            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} rank {peer} "
+            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'} "
             f"and dropped its work object without a wait(), at {shown(where)}"
             for rank, status in enumerate(self.ranks)
             for ((kind, peer, _, _), _), where in status.dropped.items()

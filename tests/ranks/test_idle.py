@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from parallel101.ranks.diagnosis import IDLE_CPU, IDLE_FOR, SAMPLE, IdleDetector
+from parallel101.ranks.diagnosis import BUSY_FOR, IDLE_CPU, IDLE_FOR, SAMPLE, IdleDetector
 
 
 class GivenTimes(IdleDetector):
@@ -21,10 +21,10 @@ class GivenTimes(IdleDetector):
         return next(self.looks)
 
 
-def stuck_at(detector, all_wait=lambda now: True, until=10.0):
+def stuck_at(detector, all_wait=lambda now: True, until=10.0, dropped_receive=False):
     """The time at which the detector first says that the ranks are stuck; None if it does not."""
     for now in (k * SAMPLE for k in count()):
-        if detector.stuck(now, all_wait(now)):
+        if detector.stuck(now, all_wait(now), dropped_receive):
             return now
         if now > until:
             return None
@@ -41,6 +41,15 @@ def test_one_rank_that_works_is_enough(busy):
 
 def test_a_rank_that_does_not_wait_starts_the_time_again():
     assert stuck_at(GivenTimes([0.0] for _ in count()), all_wait=lambda now: now != 2 * SAMPLE) == 3 * SAMPLE + IDLE_FOR
+
+
+def test_after_a_dropped_receive_ranks_that_wait_count_as_stuck_although_a_thread_of_gloo_spins():
+    def busy():
+        return GivenTimes([k * 2 * IDLE_CPU] * 2 for k in count())
+
+    assert stuck_at(busy()) is None
+    assert stuck_at(busy(), dropped_receive=True) == BUSY_FOR
+    assert stuck_at(busy(), all_wait=lambda now: now != SAMPLE, dropped_receive=True) == 2 * SAMPLE + BUSY_FOR
 
 
 def test_ranks_whose_cpu_time_is_unknown_do_not_count_as_stuck():
