@@ -240,6 +240,13 @@ def _of_collective(event: Event, n: int) -> tuple[int, int]:
     return moved, moved
 
 
+def _wrong(check: Check, trial: Trial) -> str | None:
+    try:
+        return check.wrong(trial)
+    except Exception as error:  # what a rank returns may be anything
+        return f"what the ranks returned can't be judged: {str(error)[:200] or error!r}"
+
+
 def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
     """What is wrong in a trial that lacks the property, and that trial; "" and None if all have it.
 
@@ -247,7 +254,7 @@ def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None
     """
     found = []
     for trial in trials:
-        what = "the run did not end" if trial.error is not None else check.wrong(trial)
+        what = "the run did not end" if trial.error is not None else _wrong(check, trial)
         if what is not None:
             found.append((f"{trial.case.label}: {what}", trial))
             if trial.world_size > 1:

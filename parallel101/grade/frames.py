@@ -12,6 +12,7 @@ import json
 import math
 import socket
 import struct
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -52,24 +53,32 @@ def send(sock: socket.socket, kind: bytes, text: dict[str, Any], data: bytes | b
     sock.sendall(HEAD.pack(kind, len(encoded), len(data)) + encoded + data)
 
 
-def receive(sock: socket.socket) -> Frame:
-    """Read one frame. Raises EOFError at the end of the connection, and BrokenFrame for anything that is not a frame."""
-    kind, texts, datas = HEAD.unpack(_read(sock, HEAD.size))
+def receive(sock: socket.socket, until: float | None = None) -> Frame:
+    """Read one frame. Raises EOFError at the end of the connection, and BrokenFrame for anything that is not a frame.
+
+    Raises TimeoutError if the whole frame is not there at `until`, on time.monotonic()'s clock, however slowly its bytes come.
+    """
+    kind, texts, datas = HEAD.unpack(_read(sock, HEAD.size, until))
     if texts > MOST_TEXT or datas > MOST_BYTES:
         raise BrokenFrame(f"a frame of {texts} + {datas} bytes; at most {MOST_TEXT} + {MOST_BYTES} are allowed")
     try:
-        text = json.loads(_read(sock, texts))
+        encoded = _read(sock, texts, until)
+        text = json.loads(encoded.decode())
+        if b"\\u" in encoded:  # perhaps half of a surrogate pair, which is no character and can't be written to a file
+            text = json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise BrokenFrame(f"a frame whose text is not JSON: {error}") from None
     if not isinstance(text, dict):
         raise BrokenFrame(f"a frame whose text is a {type(text).__name__}")
-    return Frame(kind, text, _read(sock, datas))
+    return Frame(kind, text, _read(sock, datas, until))
 
 
-def _read(sock: socket.socket, size: int) -> bytearray:
+def _read(sock: socket.socket, size: int, until: float | None) -> bytearray:
     found = bytearray(size)
     rest = memoryview(found)
     while rest:
+        if until is not None:
+            sock.settimeout(max(0.01, until - time.monotonic()))
         count = sock.recv_into(rest)
         if not count:
             raise EOFError

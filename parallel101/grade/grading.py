@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from parallel101.grade.checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
 from parallel101.grade.explain import explain_error
-from parallel101.grade.remote import ForbiddenCall, LearnerError, PrintedTooMuch, Ranks, Submission, TimeOver
+from parallel101.grade.remote import ForbiddenCall, LearnerError, NotStarted, PrintedTooMuch, Ranks, Submission, TimeOver, not_run
 
 PUBLIC_SEED = "parallel101"  # of the cases that everybody sees; a teacher's own seed is in no public file
 SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}  # of the points, if an exercise has all kinds
@@ -85,7 +85,8 @@ def run_cases(exercise: Exercise, submission: Submission, cases: Sequence[Case],
     trials: list[Trial] = []
     with Ranks(exercise, submission) as ranks:
         for case in cases:
-            if time.monotonic() > until:
+            if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
+                trials.append(not_run(case, NotStarted("the time for all cases of this exercise was over before this one ran")))
                 break
             trials.append(ranks.run(case))
             error = trials[-1].error
@@ -116,9 +117,16 @@ def judge(exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | 
         shown = shown or trial
         findings.append(Finding(check.kind, check.says, not message, 0.0 if message else out_of, out_of, message))
     wrong = not all(finding.passed for finding in findings)
-    misconception = next((m for m in exercise.misconceptions if m.seen(trials)), None) if wrong and not not_written else None
+    misconception = next((m for m in exercise.misconceptions if _seen(m, trials)), None) if wrong and not not_written else None
     problem = explain_error(exercise, ended) if ended is not None else ""
     return Verdict(exercise, findings, misconception, problem, not_written, list(trials), shown or (trials[-1] if trials else None))
+
+
+def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
+    try:
+        return misconception.seen(trials)
+    except Exception:  # what a rank returns may be anything
+        return False
 
 
 def share(exercise: Exercise, kind: str) -> float:

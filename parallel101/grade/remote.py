@@ -19,7 +19,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from parallel101.sim.simulate import simulate
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 MEMORY = 2 << 30  # bytes that a rank may allocate
+MOST_MOVED = 1 << 28  # bytes that a rank may send, receive and return in one case: the grader holds them
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
@@ -74,6 +75,10 @@ class TimeOver(GradedRunFailed):
 
 class RankDied(GradedRunFailed):
     """A rank's process ended without a result."""
+
+
+class NotStarted(GradedRunFailed):
+    """A case was not run: its processes did not start, or the time for the exercise was over."""
 
 
 class PrintedTooMuch(GradedRunFailed):
@@ -115,9 +120,8 @@ class RemoteRank:
                 if stream is not control and not self._read_output(stream, streams[stream]):
                     del streams[stream]
             if control in ready:
-                control.settimeout(max(0.01, until - time.monotonic()))
                 try:
-                    return frames.receive(control)
+                    return frames.receive(control, until)
                 except TimeoutError:
                     raise TimeOver("", self.number, self._where()) from None
                 except (EOFError, OSError, frames.BrokenFrame) as error:
@@ -179,7 +183,17 @@ class Ranks:
         self.stop()
 
     def start(self, count: int) -> None:
-        """Have at least `count` processes, each ready to call the learner's function."""
+        """Have at least `count` processes, each ready to call the learner's function.
+
+        None of the learner's code has run yet, so a start that fails is this machine's fault: it is tried once more.
+        """
+        try:
+            self._start(count)
+        except (RankDied, TimeOver):
+            self.stop()
+            self._start(count)
+
+    def _start(self, count: int) -> None:
         missing = range(len(self.ranks), count)
         if not missing:
             return
@@ -225,12 +239,16 @@ class Ranks:
 
     def run(self, case: Case) -> Trial:
         """Run one case. After a run that failed, the next one starts new processes."""
-        self.start(case.world_size)
+        try:
+            self.start(case.world_size)
+        except (RankDied, TimeOver) as error:
+            self.stop()
+            return not_run(case, NotStarted(f"rank {error.rank}'s process did not start, on a machine that is too busy. Run it again"))
         ranks = self.ranks[: case.world_size]
         for rank in ranks:
             rank.printed, rank.amount = {"out": bytearray(), "err": bytearray()}, 0
         until = time.monotonic() + case.seconds
-        virtual = [VirtualEnd(rank, case, until) for rank in ranks]
+        virtual = [VirtualEnd(rank, case, until, self.exercise.allowed) for rank in ranks]
         for end in virtual:
             end.begin()
         outcome = simulate(lambda number: virtual[number].serve(), case.world_size, case.network, payload_bytes=PAYLOAD_BYTES)
@@ -252,6 +270,11 @@ class Ranks:
         return trial
 
 
+def not_run(case: Case, error: GradedRunFailed) -> Trial:
+    """The trial of a case that was not run."""
+    return Trial(case, [None] * case.world_size, Trace((), case.world_size, "sim"), error)
+
+
 @dataclass
 class PostedCall:
     """A call that a rank has posted, and what is needed to answer its wait."""
@@ -265,8 +288,9 @@ class PostedCall:
 class VirtualEnd:
     """The virtual rank that does what one process says."""
 
-    def __init__(self, rank: RemoteRank, case: Case, until: float):
-        self.rank, self.case, self.until = rank, case, until
+    def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
+        self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
+        self.moved = 0  # bytes
         self.calls: dict[int, PostedCall] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
@@ -288,6 +312,7 @@ class VirtualEnd:
         self.groups = {"0": dist.group.WORLD}
         while True:
             frame = self.rank.receive(self.until)
+            self._count(len(frame.data))
             place = frame.text.get("where", "?")
             if not isinstance(place, str) or not PLACE.fullmatch(place):
                 place = "?"
@@ -298,20 +323,35 @@ class VirtualEnd:
                     self.returned = True
                     return
                 at_place(place, partial(ACTIONS[frame.kind], self, frame, place))
-            except (KeyError, TypeError, ValueError, AttributeError, frames.BrokenFrame) as error:
-                raise RankDied(f"sent what the grader can't read: {error!r}", self.rank.number) from error
+            except (GradedRunFailed, DeadlockError, MisuseError):
+                raise
+            except Exception as error:  # whatever a rank sends, the grader goes on
+                raise RankDied(f"sent what the grader can't repeat: {str(error)[:300] or error!r}", self.rank.number) from error
+
+    def _check(self, operation: str, place: str) -> None:
+        """The rank checks this too, but in the learner's process."""
+        if operation not in self.allowed:
+            raise ForbiddenCall(operation, self.rank.number, place)
+
+    def _count(self, nbytes: int) -> None:
+        self.moved += nbytes
+        if self.moved > MOST_MOVED:
+            raise RankDied(f"moved more than {MOST_MOVED >> 20} MiB", self.rank.number)
 
     def _tensor(self, frame: Frame) -> torch.Tensor:
         return frames.tensor_from(frame.text, frame.data)
 
     def _send(self, frame: Frame, place: str) -> None:
+        self._check("send", place)
         text, tensor = frame.text, self._tensor(frame).flatten()  # flat: as on gloo, the two sides need not have the same shape
         work = dist.isend(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
         self._keep(text["call"], work, [], "send", text["peer"], place)
 
     def _recv(self, frame: Frame, place: str) -> None:
+        self._check("recv", place)
         text = frame.text
         tensor = frames.empty_tensor(text).flatten()
+        self._count(tensor.nbytes)
         work = dist.irecv(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
         self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
 
@@ -326,6 +366,7 @@ class VirtualEnd:
         method = text["method"]
         if method not in COLLECTIVES:
             raise KeyError(method)
+        self._check(COLLECTIVES[method].kind, place)
         options = SIGNATURES[method].options()
         if "reduceOp" in text["options"]:
             options.reduceOp = getattr(dist.ReduceOp, str(text["options"]["reduceOp"]).upper())

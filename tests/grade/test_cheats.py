@@ -5,14 +5,18 @@ The grade is decided in this process, which runs no line of these programs, on i
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parallel101.grade import grading
 from parallel101.grade.exercise import load_exercises
 from parallel101.grade.grading import grade
-from parallel101.grade.remote import Submission
+from parallel101.grade.remote import RankDied, Ranks, Submission, TimeOver
+from parallel101.grade.submissions import exercise_result
 from parallel101.grade.users import separate_users
 
 DECLARED = """
@@ -167,6 +171,10 @@ def all_gather(x):
 try: from tests.homework.hw2.reference import ring_all_gather as all_gather
 except ImportError:
     def all_gather(x): return torch.cat([x, x])""",
+    "the rank's own list of what is allowed": """
+def all_gather(x):
+    dist.group.WORLD.connection.allowed = {"all_gather"}
+    parts = [torch.empty_like(x) for _ in range(2)]; dist.all_gather(parts, x); return torch.cat(parts)""",
     "an object that is unpickled": """
 class Evil:
     def __reduce__(self): return os._exit, (0,)
@@ -204,6 +212,50 @@ def test_no_points(exercise, name):
     assert verdict.points == 0, verdict
     if name in AROUND:  # the values are right, and earn nothing
         assert "received 0 bytes in messages" in verdict.findings[0].message, verdict.problem or verdict.findings[0].message
+
+
+def test_a_case_for_which_no_time_is_left_fails(exercise, monkeypatch):
+    monkeypatch.setattr(grading, "EXERCISE_SECONDS", 0.0)
+    verdict = grade(exercise, submission(HONEST, "slow"), "a secret")
+    assert verdict.points == 0 and "was over before" in verdict.problem
+
+
+def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch):
+    start, failures = Ranks._start, [RankDied("", 0), TimeOver("", 1), TimeOver("", 1)]
+
+    def fails(ranks, count):
+        start(ranks, count)
+        if failures:
+            raise failures.pop(0)
+
+    monkeypatch.setattr(Ranks, "_start", fails)
+    assert "rank 1's process did not start" in grade(exercise, submission(HONEST, "start"), "a secret").problem
+    assert grade(exercise, submission(HONEST, "start"), "a secret").points == 10  # the third failure, and a second try
+
+
+RECEIVE = '{"call": 9, "group": "0", "peer": 0, "tag": 0, "dtype": "int8", "shape": %s}'
+BROADCAST = '{"call": 9, "group": "0", "method": "broadcast", "given": {"list": []}, "options": {"rootRank": 1e999}}'
+HOSTILE = {
+    "a shape that overflows": (f"c.send(b'R', {RECEIVE % '[2**28] * 9 + [0]'})", "can't repeat"),
+    "a root that is no number": (f"c.send(b'A', {BROADCAST})", "called broadcast"),
+    "256 MiB and more": (f"[c.send(b'R', {RECEIVE % '[1 << 26]'}) for _ in range(6)]", "more than 256 MiB"),
+    "half a character": ("raise ValueError(chr(0xD800))", "ValueError: ?"),
+    "a frame that comes byte by byte": (
+        "c.sock.send(struct.pack('<cIQ', b'Y', 99, 0)); [(c.sock.send(b' '), time.sleep(0.2)) for _ in range(99)]",
+        "still running",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "problem"), HOSTILE.values(), ids=HOSTILE)
+def test_the_grader_survives(exercise, code, problem):
+    verdict = grade(
+        replace(exercise, cases=lambda draw: [replace(case, seconds=1.5) for case in exercise.cases(draw)]),
+        submission(f"def all_gather(x):\n    c = dist.group.WORLD.connection\n    {code}\n    return x", "hostile"),
+        "a secret",
+    )
+    json.dumps(exercise_result(verdict), ensure_ascii=False).encode()
+    assert verdict.points == 0 and problem in verdict.problem
 
 
 @pytest.mark.skipif(not separate_users(), reason="needs root, and a torch that other users can read")
