@@ -214,7 +214,11 @@ def _run_here(args: argparse.Namespace, script: Script) -> int:
     """Start the ranks, and show the record of the run, also if it failed or was stopped with Ctrl-C."""
     from parallel101 import launch
     from parallel101.ranks.script import free_port, run_script
+    from parallel101.ranks.torchrun import in_a_job
 
+    if args.record is not None:
+        where = "with --backend sim" if in_a_job() else "without torchrun"
+        raise ValueError(f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or --chrome FILE here")
     os.environ["MASTER_PORT"] = str(free_port())
     options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
     try:

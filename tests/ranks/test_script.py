@@ -114,6 +114,7 @@ def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
         ("-m", "no_such_module"): "there is no module 'no_such_module'",
         ("--network", "fast", script): "neither a topology in front nor name=value",
         ("--network", "ring", script): "network works with backend='sim' only",
+        ("--record", "kept", script): "--record can't be used without torchrun",
         ("--world-size", "0", script): "there must be at least 1 rank",
     }
     for argv, words in refused.items():
