@@ -93,6 +93,13 @@ def test_a_limit_may_stand_in_the_call_itself(backend):
     assert of_wait == late and of_barrier
 
 
+def test_a_monitored_barrier_without_time_ends_at_once():
+    def program():
+        return dist.get_rank() and caught(lambda: dist.group.WORLD.monitored_barrier(timedelta(0)))
+
+    assert p101.launch(program, world_size=2, backend="sim").results == [0, "Timed out waiting 1ms for recv operation to complete"]
+
+
 def waits_without_limit(first_limit):
     dist.init_process_group("gloo", timeout=first_limit)
     group, rank = dist.new_group(timeout=SECOND), dist.get_rank()
