@@ -135,7 +135,7 @@ class SimGroup(PointToPointGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         if timeout is not None:
-            timeout = max(timeout, timedelta(milliseconds=1))  # zero means no limit elsewhere; here it means at once, and options count in ms
+            timeout = max(timeout, timedelta(milliseconds=1))  # zero would be no limit, and here it means at once
         self.barrier(timeout=timeout).wait()
 
     def _collective(self, method: str, args: tuple) -> dist.Work:
