@@ -127,6 +127,17 @@ class _PrefixedStream(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        """The process's own: faulthandler writes there, and torch's `record` turns it on."""
+        return self.out.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.out.encoding
+
+    def reconfigure(self, **options: Any) -> None:
+        """Nothing: whole lines are written at once."""
+
     def write(self, text: str) -> int:
         rank = getattr(_this_thread, "rank", None)
         *lines, self.rest[rank] = (self.rest.get(rank, "") + text).split("\n")

@@ -8,6 +8,7 @@ to the second is put in its place:
     torch.distributed        the default group and all others, as `dist.get_rank()` and DDP find them (record/torch_private.RankWorld)
     modules                  those that the program imports from its own files, with their globals, and `__main__` (modules.py)
     os.environ               with RANK, WORLD_SIZE, … (ranks/program.py sets them)
+    logging                  the root logger and the loggers that the program makes, with handlers and levels (logging_states.py)
     print, sys.stdout, sys.stderr      if a rank replaces them, as programs do to silence all ranks but one
     random numbers           torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
 
@@ -16,7 +17,7 @@ A thread has its own no_grad, autocast and default device anyway, and ranks are 
 Still shared by all ranks, unlike in processes:
 
     - libraries: what a program assigns in a module of torch, NumPy or the standard library; classes and operators that it registers there;
-      the handlers and levels of `logging`, `warnings` filters, signal handlers
+      the loggers that torch and other libraries had made before the run; `warnings` filters, signal handlers
     - torch's switches for the whole process: use_deterministic_algorithms, set_num_threads, torch.backends.…
     - torch's profiler: one rank may use it, and a second one at the same time gets a RuntimeError
     - the working directory, sys.path, sys.argv, open files, and the environment that C code and child processes see
@@ -32,6 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel101.record import torch_private
+from parallel101.sim.logging_states import LoggingStates
 from parallel101.sim.modules import RankModules
 from parallel101.sim.random_states import RandomStates
 
@@ -49,6 +51,7 @@ class ProcessStates:
         self.world_before_run = torch_private.use_world(worlds[0])
         self.random = RandomStates(size)
         self.modules = RankModules(size)
+        self.logging = LoggingStates(size)
         self.environ_before_run: dict = os.environ._data  # type: ignore[attr-defined]
         self.environs = [dict(self.environ_before_run) for _ in range(size)]
         os.environ._data = self.environs[0]  # type: ignore[attr-defined]  # the program may have imported os.environ itself by name
@@ -59,7 +62,7 @@ class ProcessStates:
     def switcher(self) -> Callable[[int, int], None]:
         """The function to call as switch(old, new) when rank `old` stops running and rank `new` runs. It takes a microsecond."""
         worlds, random_states, modules, environs, outputs = self.worlds, self.random, self.modules, self.environs, self.outputs
-
+        use_logging = self.logging.switch
         environ: Any = os.environ
         loaded = sys.modules
 
@@ -69,6 +72,7 @@ class ProcessStates:
             if modules.in_use or loaded["__main__"] is not modules.main:
                 modules.switch(old, new)
             environ._data = environs[new]
+            use_logging(new)
             printing, out, err = outputs[old]
             if builtins.print is not printing or sys.stdout is not out or sys.stderr is not err:
                 outputs[old] = (builtins.print, sys.stdout, sys.stderr)
@@ -94,5 +98,6 @@ class ProcessStates:
         torch_private.use_world(self.world_before_run)
         self.random.restore()
         self.modules.restore()
+        self.logging.restore()
         os.environ._data = self.environ_before_run  # type: ignore[attr-defined]
         builtins.print, sys.stdout, sys.stderr = self.output_before_run

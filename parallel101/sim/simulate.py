@@ -7,7 +7,8 @@
     group.py            the process group that torch.distributed uses, and how ranks wait for each other in its collectives
     collectives.py      which bytes torch's own collectives move, and how long they take
     queues.py           rules="nccl": in which order a rank's operations start on NCCL
-    process_state.py    what each rank has to itself, as if it were a process, and what all share; with modules.py and random_states.py
+    process_state.py    what each rank has to itself, as if it were a process, and what all share; with modules.py, random_states.py
+                        and logging_states.py
 
 A message starts when its send and its receive are both posted and its links are free. It occupies them for latency + bytes / bandwidth.
 This file sets up the process for virtual ranks, and restores it afterwards. The process itself, and what ranks print, is in

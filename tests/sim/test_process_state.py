@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import parallel101 as p101
 from parallel101.sim.simulate import simulate
@@ -63,6 +66,42 @@ def test_picotrons_process_group_manager(scripts, grid):
     results = on_gloo_and_sim(program)
     assert sum(loss is not None for loss, _, _ in results) == 2  # the last stage's ranks
     assert all(messages == 4 for _, _, messages in results)
+
+
+def logs():
+    """What a rank's handlers get: the one of an imported module, and those that it adds to the root logger, some of them on rank 0 only."""
+    import own_logger
+
+    rank = dist.get_rank()
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, handlers=[own_logger.Collected()], format=f"{rank}: %(message)s"
+    )
+    dist.barrier()  # all ranks have added theirs
+    own_logger.log.info("step 1")
+    logging.info("only rank 0 says this")
+    logging.getLogger("of this function").warning("late")
+    dist.barrier()
+    return own_logger.lines
+
+
+def test_each_rank_has_its_own_log_handlers_and_levels(scripts):
+    before = logging.getLogger().handlers[:], logging.getLogger().level
+    rank_0, rank_1 = on_gloo_and_sim(logs, 2)
+    assert rank_0 == ["step 1", "0: step 1", "0: only rank 0 says this", "0: late"]
+    assert rank_1 == ["step 1", "1: step 1", "1: late"]
+    assert simulate(lambda rank: len(logging.getLogger().handlers), 2).results == [len(before[0])] * 2
+    simulate(lambda rank: logging.getLogger().addHandler(logging.StreamHandler()), 2)
+    assert (logging.getLogger().handlers, logging.getLogger().level) == before, "this process's own are as they were"
+
+
+def test_torchs_record_finds_the_file_of_what_a_rank_prints():
+    def program():
+        with warnings.catch_warnings(record=True) as said:
+            record(lambda: None)()
+        sys.stdout.reconfigure(line_buffering=True)
+        return [str(warning.message) for warning in said], sys.stderr.fileno(), sys.stdout.encoding
+
+    assert on_gloo_and_sim(program, 2) == [([], 2, "utf-8")] * 2
 
 
 def nanogpt_style():
