@@ -52,7 +52,7 @@ def handed_in(
 
     Args:
         submission: a file, a folder with one, or a folder with a file or folder for each learner; None: the set's own file.
-        gradescope: the file for Gradescope's results, of one submission.
+        gradescope: the file for Gradescope's results. `submission` is then what one learner handed in, whatever is in it.
         json: of one submission the file, of a class the folder for its results (default: results/ and the set's name).
         csv: the file for the table.
         jobs: how many submissions are graded at a time.
@@ -64,12 +64,13 @@ def handed_in(
     seed = PUBLIC_SEED if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
     if submission is not None and not submission.exists():
         raise ValueError(f"{submission} does not exist; expected what was handed in: a file, or a folder")
-    entries = None if submission is None else submissions_in(submission, homework)
-    if entries is not None and len(entries) != 1:
-        if gradescope is not None:
-            raise ValueError(f"--gradescope is for one submission, and {submission} has {len(entries)}")
+    entries = None if submission is None or gradescope is not None else submissions_in(submission, homework)
+    if submission is not None and entries is not None and len(entries) != 1:
         results = grade_class(entries, homework, json or Path("results") / homework.folder.name, seed=seed, jobs=jobs)
         print(class_table(results))
+        left_out = sorted(entry.name for entry in submission.iterdir() if entry not in entries and entry.name[0] != ".")
+        if left_out:
+            print(f"\nNot graded, being no Python file, notebook or folder: {', '.join(left_out)}")
     else:
         one = homework.code if submission is None else submission if entries is None else entries[0]
         write = (lambda result: write_gradescope(gradescope, result)) if gradescope is not None else (lambda result: None)

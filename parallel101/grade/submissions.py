@@ -15,6 +15,9 @@ import json
 import linecache
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -46,6 +49,7 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
     Messages call it by its file name, and quote its lines.
     """
     file = _file_in(path, homework.code.name)
+    _refuse_links(file, path)
     try:
         if file.stat().st_size > MOST_SOURCE and file.suffix == ".py":
             raise NoSubmission(f"{file.name} has {file.stat().st_size:,} bytes; expected a program of at most {MOST_SOURCE:,}")
@@ -55,7 +59,15 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
     if file.suffix == ".ipynb":
         text = _functions_in_notebook(file.name, text, [exercise.function for exercise in homework.exercises])
     linecache.cache[file.name] = (len(text), None, text.splitlines(keepends=True), file.name)  # None: not read from disk again
-    return Submission(Path(file.name), text, dict(_neighbours(file)))
+    own_folder = path.is_dir() or file.name == homework.code.name  # a file with another name may lie among other learners' files
+    return Submission(Path(file.name), text, dict(_neighbours(file, path)) if own_folder else {})
+
+
+def _refuse_links(file: Path, path: Path) -> None:
+    """A link that was handed in could show the learner a file that only the grader may read, such as the secret seed."""
+    handed_in = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    if not file.resolve().is_relative_to(handed_in):
+        raise NoSubmission(f"{file.name} is a link to another file; hand in the file itself")
 
 
 def _file_in(path: Path, name: str) -> Path:
@@ -77,13 +89,14 @@ def _file_in(path: Path, name: str) -> Path:
     raise NoSubmission(f"there is no {name} in what was handed in; there is {there}")
 
 
-def _neighbours(file: Path) -> Iterator[tuple[str, str]]:
+def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
     """Other Python files beside it, which it may import: (module, source)."""
     for other in sorted(file.parent.glob("*.py"))[:50]:
         if other != file and not other.name.startswith(("test_", "conftest")) and other.stat().st_size <= MOST_SOURCE:
             try:
+                _refuse_links(other, path if path.is_dir() else other)
                 yield other.stem, other.read_text(encoding="utf-8-sig")
-            except UnicodeDecodeError:
+            except (UnicodeDecodeError, NoSubmission):
                 continue
 
 
@@ -117,7 +130,7 @@ def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
 
 def grade_submission(path: Path, homework: HomeworkSet, seed: str, written: Callable[[Result], object] = lambda result: None) -> Result:
     """Grade all exercises of a submission. `written` is called with the result so far after each exercise."""
-    result = empty_result(path, homework)
+    result = empty_result(path, homework, seed)
     try:
         submission = read(path, homework)
     except NoSubmission as error:
@@ -134,12 +147,12 @@ def grade_submission(path: Path, homework: HomeworkSet, seed: str, written: Call
     return result
 
 
-def empty_result(path: Path, homework: HomeworkSet) -> Result:
+def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
     """The result of a submission before any exercise is graded: no points."""
     exercises = [_entry(exercise) for exercise in homework.exercises]
     out_of = sum(exercise.points for exercise in homework.exercises)
     return {
-        "student": path.stem if path.is_file() else path.name, "set": homework.folder.name, "hash": content_hash(path, homework),
+        "student": path.stem if path.is_file() else path.name, "set": homework.folder.name, "hash": content_hash(path, homework, seed),
         "points": 0.0, "out_of": out_of, "complete": False, "exercises": exercises,
     }  # fmt: skip
 
@@ -172,11 +185,13 @@ def exercise_result(verdict: Verdict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def content_hash(path: Path, homework: HomeworkSet) -> str:
-    """Changes if the submission or the exercises change."""
+def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
+    """Changes if the submission, the exercises or the seed of the cases change."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in (".py", ".ipynb") and file.is_file())
-    total = hashlib.sha256(homework.tests.read_bytes())
+    total = hashlib.sha256(homework.tests.read_bytes() + seed.encode())
     for file in files:
+        if file.is_symlink():
+            continue
         total.update(file.name.encode() + b"\0" + file.read_bytes())
     return total.hexdigest()
 
@@ -195,39 +210,83 @@ def grade_class(
         jobs: how many are graded at a time, each in a process of its own.
     """
     results.mkdir(parents=True, exist_ok=True)
-    done = {path: found for path in submissions if (found := _finished(path, homework, results)) is not None}
+    names = _result_names(submissions)
+    done = {path: found for path in submissions if (found := _finished(path, homework, results / names[path], seed)) is not None}
     left = [path for path in submissions if path not in done]
     with tqdm(total=len(submissions), initial=len(done), desc="submissions", disable=not progress) as bar:
         if jobs == 1:
             for path in left:
-                done[path] = _grade_into(path, homework.tests, results, seed)
+                done[path] = _grade_into(path, homework.tests, results / names[path], seed)
                 bar.update()
         else:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-                running = {pool.submit(_grade_into, path, homework.tests, results, seed): path for path in left}
-                for future in as_completed(running):
-                    done[running[future]] = future.result()
-                    bar.update()
+            with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
+                running = {pool.submit(_grade_into, path, homework.tests, results / names[path], seed): path for path in left}
+                try:
+                    for future in as_completed(running):
+                        done[running[future]] = future.result()
+                        bar.update()
+                except BaseException:  # Ctrl-C: what is being graded ends now, and the rest is not begun
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in multiprocessing.active_children():
+                        process.terminate()
+                    raise
     return [done[path] for path in submissions]
 
 
-def _grade_into(path: Path, tests: Path, results: Path, seed: str) -> Result:
+_told_to_end = False  # in a process of the pool
+
+
+def _end_when_told() -> None:
+    """In a process of the pool: SIGTERM ends the run that is going on, with its ranks. So does the end of the process that grades."""
+
+    def end(*_: object) -> None:
+        global _told_to_end
+        _told_to_end = True
+        raise SystemExit(1)
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        while True:  # again: the first one ends the submission, the next one the wait for another
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that grades, which tells this one
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _grade_into(path: Path, tests: Path, file: Path, seed: str) -> Result:
+    """Grade one submission of a class. Whatever goes wrong costs this submission only."""
+    if _told_to_end:
+        raise SystemExit(1)
     (homework,) = find_sets(tests)
-    return grade_submission(path, homework, seed, lambda result: write_json(_result_file(path, results), result))
+    try:
+        return grade_submission(path, homework, seed, lambda result: write_json(file, result))
+    except Exception as error:
+        result = empty_result(path, homework) | {"hash": ""}  # so that it is graded again
+        for entry in result["exercises"]:
+            entry["problem"] = f"the grader failed: {error!r}. Grade it again"
+        write_json(file, result)
+        return result
 
 
-def _finished(path: Path, homework: HomeworkSet, results: Path) -> Result | None:
+def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Result | None:
     """The complete result of this very submission, if it is on disk."""
     try:
-        found = json.loads(_result_file(path, results).read_text(encoding="utf-8"))
-        return found if found["complete"] and found["hash"] == content_hash(path, homework) else None
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return found if found["complete"] and found["hash"] == content_hash(path, homework, seed) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _result_file(path: Path, results: Path) -> Path:
-    return results / f"{path.stem if path.is_file() else path.name}.json"
+def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
+    """The file of each result: alice.json, or alice.py.json and alice.ipynb.json if both were handed in."""
+    short = {path: path.stem if path.is_file() else path.name for path in submissions}
+    often = Counter(short.values())
+    return {path: f"{path.name if often[name] > 1 else name}.json" for path, name in short.items()}
 
 
 def write_json(path: Path, content: Any) -> None:

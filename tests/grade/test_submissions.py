@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
-from parallel101.grade import command
+from parallel101.grade import command, submissions
 from parallel101.grade.gradescope import gradescope_results
 from parallel101.grade.homework import HomeworkSet, find_sets
 from parallel101.grade.release import release
@@ -131,6 +133,66 @@ def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, cap
     assert "3 submissions, 2.7 of 8 points on average" in capsys.readouterr().out
 
 
+def test_another_seed_grades_a_class_again_and_equal_names_keep_their_results(homework, tmp_path):
+    folder = handed_in(
+        tmp_path / "all", {"alice.py": HEAD + RIGHT, "alice.ipynb": notebook("check(1)"), "bob.py": "from alice import swap"}
+    )
+    paths, results = submissions_in(folder, homework), tmp_path / "results"
+    for seed in ("a", "b"):
+        assert [result["points"] for result in grade_class(paths, homework, results, seed=seed, progress=False)] == [0, 4, 0]
+    hashes = [json.loads(file.read_text())["hash"] for file in sorted(results.iterdir())]
+    assert [file.name for file in sorted(results.iterdir())] == ["alice.ipynb.json", "alice.py.json", "bob.json"]
+    assert hashes == [empty_result(path, homework, "b")["hash"] for path in paths]
+
+
+def test_a_failure_of_the_grader_costs_one_submission(homework, tmp_path, monkeypatch):
+    folder = handed_in(tmp_path / "all", {"alice.py": HEAD + RIGHT, "bob.py": HEAD + RIGHT})
+
+    def fails(path, *_):
+        if path.stem == "alice":
+            raise OSError("no space left on device")
+        return read(path, homework)
+
+    monkeypatch.setattr(submissions, "read", fails)
+    alice, bob = grade_class(submissions_in(folder, homework), homework, tmp_path / "results", seed="s", progress=False)
+    assert (alice["points"], bob["points"]) == (0, 4) and "no space left" in alice["exercises"][0]["problem"] and not alice["complete"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_ends_a_class_at_once_and_leaves_no_process(homework, tmp_path):
+    stays = "def swap(x):\n    while True: pass\n"
+    folder = handed_in(tmp_path / "all", {f"{n}/hw9.py": stays for n in range(9)})
+    code = f"""if __name__ == "__main__":
+    from pathlib import Path
+    from parallel101.grade.command import handed_in
+    handed_in(Path({str(homework.folder)!r}), Path({str(folder)!r}), json=Path({str(tmp_path / "results")!r}), jobs=2)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE)
+    graded, below = psutil.Process(process.pid), []
+    while len(below) < 8:  # two processes, their fork servers, two ranks each, the resource tracker
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        below = graded.children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=30)[1].decode()
+    assert not psutil.wait_procs(below, timeout=10)[1]
+
+
+def test_a_link_is_not_followed(homework, tmp_path):
+    secret = tmp_path / "seed.txt"
+    secret.write_text("secret = 1")
+    folder = handed_in(tmp_path / "dan", {"hw9.py": HEAD})
+    (folder / "helper.py").symlink_to(secret)
+    assert not read(folder, homework).files
+    (folder / "hw9.py").unlink()
+    (folder / "hw9.py").symlink_to(secret)
+    with pytest.raises(NoSubmission, match="is a link"):
+        read(folder, homework)
+
+
 def test_another_seed_draws_other_cases(homework):
     from parallel101.grade.exercise import Draw
 
@@ -161,7 +223,7 @@ def test_the_autograder_runs_as_gradescope_lays_it_out(homework, tmp_path):
     base = tmp_path / "autograder"
     with zipfile.ZipFile(release(homework, tmp_path / "out")[1]) as bundle:
         bundle.extractall(base / "source")
-    handed_in(base / "submission", {"hw9.py": HEAD + RIGHT})
+    handed_in(base / "submission", {"hw9 (1).py": HEAD + RIGHT, "notes.py": "", "figures/a.py": ""})  # still one submission
     (base / "results").mkdir()
     grader = tmp_path / "grader"
     grader.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m parallel101.cli "$@"\n')
