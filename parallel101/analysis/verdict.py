@@ -108,11 +108,20 @@ class Verdict:
             "all-to-all": f"Each rank ends with its part of every rank's data{self._joined()}.",
         }
         if op is not None:
-            return endings[op]
+            return endings[op] + self._not_judged()
         ends = [(r, chunk_letters([replay.chunks[c].label for c in sorted(replay.final(r))])) for r in replay.ranks if replay.final(r)]
         if len(ends) <= 4 and len(replay.chunks) > 1:
             return sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends))
         return "This is what each rank ends with."
+
+    def _not_judged(self) -> str:
+        """What to say if ranks returned values from which nothing can be told, such as a sum plus 1."""
+        replay = self.replay
+        ranks = [rank for rank in replay.ranks if replay.results and replay.results[rank] is not None and replay.terms[rank] is None]
+        if not ranks:
+            return ""
+        who = "the ranks return" if ranks == replay.ranks else f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
+        return f" What {who} can't be read as copies, sums or means of the data, so it is not judged."
 
     def _joined(self) -> str:
         """ ", joined along dim 1" if the parts of the results are."""

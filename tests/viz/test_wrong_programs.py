@@ -239,6 +239,13 @@ def test_a_wrong_program_is_called_wrong(name):
     assert not re.search(must_not, last), last
 
 
+def test_numbers_that_say_nothing_are_not_vouched_for():
+    label = p101.watch(lambda x: p101.all_reduce(x) + 1, 4, backend="sim").animate().stops[-1].label
+    assert label.endswith("What the ranks return can't be read as copies, sums or means of the data, so it is not judged.")
+    label = p101.watch(lambda x: p101.broadcast(x) + (me()[0] == 2), 4, backend="sim").animate().stops[-1].label
+    assert "What rank 2 returns can't be read as" in label
+
+
 ERRORS: dict[str, tuple[Any, str, str]] = {
     "no wait for the receive": (
         lambda x: all_gather(x, wait_for=("send",)),
