@@ -43,6 +43,7 @@ from parallel101.record.signatures import COLLECTIVES, flat, op_name
 from parallel101.record.spans import record_into
 from parallel101.record.where import caller, is_inside
 
+MOST_WRITTEN = 1 << 28  # bytes of a file
 OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that decides its result
 
 
@@ -73,6 +74,7 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     record_into(connection)  # so that the spans of the exercise's program reach the grader
     exercise = find(exercises_in(module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
     _hide_parallel101(job["library"])
+    _hide_ready_made()
     sys.meta_path.append(_Neighbours(job["files"]))
     connection.send(frames.READY, {})
     submission: types.ModuleType | None = None
@@ -355,6 +357,7 @@ def _isolate(job: dict[str, Any]) -> None:
             now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (now + job["memory"], now + job["memory"]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
     if job.get("user") is not None:
         os.setgroups([])
         os.setgid(job["user"])
@@ -363,8 +366,25 @@ def _isolate(job: dict[str, Any]) -> None:
             ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of another rank can read this one's memory
 
 
+READY_MADE = ("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining")
+WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
+
+
+def _hide_ready_made() -> None:
+    """What torch has ready-made for training can't be made here. (What torch has imported already can't be hidden from its imports.)"""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"torch's {type(self).__name__}: {WRITE_IT}")
+
+    torch.nn.parallel.DistributedDataParallel.__init__ = refuse  # type: ignore[method-assign]
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        fsdp.FullyShardedDataParallel.__init__ = refuse
+
+
 class _NoParallel101(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in READY_MADE:
+            raise ImportError(f"{name}: {WRITE_IT}")
         if name.partition(".")[0] == "parallel101":
             raise ImportError("the homework is written with torch.distributed alone: parallel101 can't be imported in it")
 

@@ -7,7 +7,8 @@ the ranks use a copy of it. What is and is not defended against is said here, an
 
     as root       what a rank can read, and signals to other processes: the system's rules for users hold
     otherwise     accidents only: a rank is this user's process, and could read this user's files
-    never         a rank that lies about its own memory or its own spans, which are measured inside it; data that goes around
+    never         a rank that lies about its own memory or its own spans, which are measured inside it; code that digs out torch's own
+                  DistributedDataParallel and the like, which are hidden inside the rank; data that goes around
                   torch.distributed earns nothing without the bytes that the result takes, but bytes without meaning could be sent along;
                   two learners who hand in the same code
 """

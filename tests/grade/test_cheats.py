@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parallel101.grade import grading
-from parallel101.grade.exercise import load_exercises
+from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.grade.grading import grade
 from parallel101.grade.remote import RankDied, Ranks, Submission, TimeOver
 from parallel101.grade.submissions import exercise_result
@@ -256,6 +256,20 @@ def test_the_grader_survives(exercise, code, problem):
     )
     json.dumps(exercise_result(verdict), ensure_ascii=False).encode()
     assert verdict.points == 0 and problem in verdict.problem
+
+
+READY_MADE = {
+    "DDP": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
+    "ZeRO": "from torch.distributed.optim import ZeroRedundancyOptimizer",
+    "FSDP": "from torch.distributed.fsdp import FullyShardedDataParallel as F; F(torch.nn.Linear(2, 2))",
+}
+
+
+@pytest.mark.parametrize("code", READY_MADE.values(), ids=READY_MADE)
+def test_what_torch_has_ready_made_is_hidden(exercise, code):
+    imports_it = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
+    verdict = grade(imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret")
+    assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
 
 
 @pytest.mark.skipif(not separate_users(), reason="needs root, and a torch that other users can read")
