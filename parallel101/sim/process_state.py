@@ -22,6 +22,8 @@ Still shared by all ranks, unlike in processes:
     - torch's profiler: one rank may use it, and a second one at the same time gets a RuntimeError
     - the working directory, sys.path, sys.argv, open files, and the environment that C code and child processes see
     - modules that were loaded before the run (see modules.py)
+
+The clock does not know torch's store: a rank that waits there for a key that another rank sets later blocks all ranks for ever.
 """
 
 from __future__ import annotations
