@@ -1,6 +1,6 @@
-r"""What lies between each two ranks, as squares of ranks × ranks: the seconds that one waited for another, the bytes that it sent.
+"""What lies between each two ranks, as squares of ranks × ranks: the seconds that one waited for another, the bytes that it sent.
 
-waits \ for    0      1             from \ to    0      1
+waits, for     0      1             from, to    0      1
 rank 0              210 ms          rank 0             16 KiB
 rank 1        2 ms                  rank 1     16 KiB
 """
