@@ -32,7 +32,9 @@ DTYPES = {
 JOB, CASE, REPLY, REFUSED = b"J", b"C", b"D", b"X"
 # From a rank to the grader
 READY, SEND, RECV, COLLECTIVE, NEW_GROUP, WAIT, TEST = b"K", b"S", b"R", b"A", b"G", b"W", b"T"
-BEGIN, END, COMPUTE, FORBIDDEN, RESULT, FAILED = b"(", b")", b"c", b"F", b"Y", b"E"
+FORBIDDEN, RESULT, FAILED = b"F", b"Y", b"E"
+# Notes, which travel with such a frame
+BEGIN, END, COMPUTE = "begin", "end", "compute"
 
 
 class Frame(NamedTuple):

@@ -73,25 +73,30 @@ class Verdict:
 
 def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -> Verdict:
     """Run all cases of an exercise, and judge them. Errors of the learner's code are part of the verdict; nothing is raised for them."""
-    began = time.monotonic()
-    trials = run_cases(exercise, submission, exercise.cases(Draw(seed, exercise.function)), began + EXERCISE_SECONDS)
+    with Ranks(exercise, submission) as ranks:
+        return grade_on(ranks, seed)
+
+
+def grade_on(ranks: Ranks, seed: str = PUBLIC_SEED) -> Verdict:
+    """The same on processes that exist already."""
+    began, exercise = time.monotonic(), ranks.exercise
+    trials = run_cases(ranks, exercise.cases(Draw(seed, exercise.function)), began + EXERCISE_SECONDS)
     verdict = judge(exercise, trials)
     verdict.seconds = time.monotonic() - began
     return verdict
 
 
-def run_cases(exercise: Exercise, submission: Submission, cases: Sequence[Case], until: float) -> list[Trial]:
-    """Run the cases on the same processes. Stops where more runs would tell nothing new."""
+def run_cases(ranks: Ranks, cases: Sequence[Case], until: float) -> list[Trial]:
+    """Run the cases, one after the other. Stops where more runs would tell nothing new."""
     trials: list[Trial] = []
-    with Ranks(exercise, submission) as ranks:
-        for case in cases:
-            if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
-                trials.append(not_run(case, NotStarted("the time for all cases of this exercise was over before this one ran")))
-                break
-            trials.append(ranks.run(case))
-            error = trials[-1].error
-            if isinstance(error, ENDS) or (isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)):
-                break
+    for case in cases:
+        if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
+            trials.append(not_run(case, NotStarted("the time for all cases of this exercise was over before this one ran")))
+            break
+        trials.append(ranks.run(case))
+        error = trials[-1].error
+        if isinstance(error, ENDS) or (isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)):
+            break
     return trials
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from parallel101.grade import frames
 from parallel101.grade.exercise import NotWritten, exercises_in, find, module_of
-from parallel101.grade.frames import Frame
+from parallel101.grade.frames import BEGIN, COMPUTE, END, Frame
 from parallel101.grade.users import use_library_copy
 from parallel101.ranks.watcher import exit_process
 from parallel101.ranks.worker import inherited, open_streams
@@ -80,6 +80,9 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     submission: types.ModuleType | None = None
     while True:
         case = frames.receive(sock)
+        if case.kind == frames.JOB:  # another submission
+            job, submission, connection.path = case.text, None, case.text["path"]
+            continue
         try:
             if submission is None or connection.world_size != case.text["world_size"]:  # it may have asked for the world size at import
                 connection.world_size = case.text["world_size"]
@@ -115,10 +118,14 @@ class Connection:
         self.path = path  # the learner's file
         self.calls = 0
         self.spans = 0
+        self.notes: list[list] = []  # of spans and compute(): they need no answer, and travel with the next frame
         self.replies: dict[int, Frame] = {}
         self.closed = False
 
     def send(self, kind: bytes, text: dict[str, Any], data: bytes = b"") -> None:
+        """Send a frame, with the notes that were written since the last one."""
+        if self.notes:
+            text, self.notes = {**text, "notes": self.notes}, []
         try:
             frames.send(self.sock, kind, text, data)
         except OSError:
@@ -164,14 +171,14 @@ class Connection:
     def now(self) -> int:
         """Begin a span. The grader's clock is the one that counts, so this is only the span's number."""
         self.spans += 1
-        self.send(frames.BEGIN, {"span": self.spans, "where": caller()})
+        self.notes.append([BEGIN, self.spans])
         return self.spans
 
     def add_span(self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False) -> None:
-        self.send(frames.END, {"span": start, "end": end, "name": name, "labels": args, "waiting": waiting, "where": caller()})
+        self.notes.append([END, start, name, args, waiting, caller()])
 
     def compute(self, seconds: float) -> None:
-        self.send(frames.COMPUTE, {"seconds": float(seconds)})
+        self.notes.append([COMPUTE, float(seconds)])
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Any) -> int:
         return 0

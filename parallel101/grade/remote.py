@@ -215,6 +215,12 @@ class Ranks:
         for rank in new:
             rank.receive(until)
 
+    def take(self, submission: Submission) -> None:
+        """From now on, run another submission on the same processes. It may find what this one has changed there: not for grades."""
+        self.submission = submission
+        for rank in self.ranks:
+            frames.send(rank.process.control, frames.JOB, self._job(rank.number, None, ""))
+
     def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
         return {
@@ -313,10 +319,9 @@ class VirtualEnd:
         while True:
             frame = self.rank.receive(self.until)
             self._count(len(frame.data))
-            place = frame.text.get("where", "?")
-            if not isinstance(place, str) or not PLACE.fullmatch(place):
-                place = "?"
+            place = _place(frame.text.get("where"))
             try:
+                self._notes(frame.text.get("notes", []))
                 if frame.kind == frames.RESULT:
                     self.result = frames.decode(frame.text.get("result"), frame.data)
                     self.changed = [place for place in frame.text["changed"] if type(place) is int]
@@ -400,16 +405,19 @@ class VirtualEnd:
         if isinstance(group, dist.ProcessGroup):
             self.groups[frame.text["group"]] = group
 
-    def _begin(self, frame: Frame, place: str) -> None:
-        self.spans[frame.text["span"]] = clock().now()
+    def _notes(self, notes: list[list]) -> None:
+        """Repeat what the rank's spans and its compute() did to its clock."""
+        for kind, *note in notes:
+            if kind == frames.BEGIN:
+                self.spans[note[0]] = clock().now()
+            elif kind == frames.COMPUTE:
+                compute(float(note[0]))
+            elif kind == frames.END:
+                start, name, labels, waiting, place = note
+                at_place(_place(place), partial(self._add_span, start, str(name)[:200], labels, waiting))
 
-    def _end(self, frame: Frame, place: str) -> None:
-        text = frame.text
-        labels = text["labels"] if isinstance(text["labels"], dict) else {}
-        clock().add_span(str(text["name"])[:200], self.spans[text["span"]], clock().now(), labels, bool(text["waiting"]))
-
-    def _compute(self, frame: Frame, place: str) -> None:
-        compute(float(frame.text["seconds"]))
+    def _add_span(self, start: int, name: str, labels: Any, waiting: Any) -> None:
+        clock().add_span(name, self.spans[start], clock().now(), labels if isinstance(labels, dict) else {}, bool(waiting))
 
     def _forbidden(self, frame: Frame, place: str) -> None:
         raise ForbiddenCall(str(frame.text["operation"])[:100], self.rank.number, place)
@@ -422,6 +430,11 @@ class VirtualEnd:
     def unwaited(self) -> Sequence[Unwaited]:
         """The calls that the rank posted and never waited for. A rank that did not return might still have waited."""
         return [call.about for call in self.calls.values() if not call.waited] if self.returned else []
+
+
+def _place(text: Any) -> str:
+    """A "file:line" from a rank, or "?" for anything else."""
+    return text if isinstance(text, str) and PLACE.fullmatch(text) else "?"
 
 
 def clock() -> Recorder:
@@ -441,6 +454,5 @@ where.stands_for_a_place(at_place)
 ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
     frames.SEND: VirtualEnd._send, frames.RECV: VirtualEnd._recv, frames.COLLECTIVE: VirtualEnd._collective,
     frames.WAIT: VirtualEnd._wait, frames.TEST: VirtualEnd._test, frames.NEW_GROUP: VirtualEnd._new_group,
-    frames.BEGIN: VirtualEnd._begin, frames.END: VirtualEnd._end, frames.COMPUTE: VirtualEnd._compute,
     frames.FORBIDDEN: VirtualEnd._forbidden, frames.FAILED: VirtualEnd._failed,
 }  # fmt: skip

@@ -319,6 +319,7 @@ def count_loss_parallel() -> None:
     loss._enable_custom_loss_ops, loss._disable_custom_loss_ops = enter, leave
 
 
+@functools.cache
 def generator_words() -> Callable[[], tuple[int, ...]] | None:
     """A fast function whose result changes whenever torch's default CPU generator draws a number. None if its memory looks different.
 
