@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from parallel101.grade.exercise import Case, Exercise, Trial
-from parallel101.grade.grading import grade, run_cases
+from parallel101.grade.grading import grade_on, run_cases
 from parallel101.grade.homework import HomeworkSet, Progress
 from parallel101.grade.picture import draw
-from parallel101.grade.remote import Submission
+from parallel101.grade.remote import Ranks
 from parallel101.grade.report import Prediction, Predictions, Report
 from parallel101.grade.submissions import read
 
@@ -25,11 +24,14 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Rep
     Raises NoSubmission, a ValueError, if the file can't be read.
     """
     submission, progress = read(homework.code, homework), Progress(homework.folder)
-    verdict = grade(exercise, submission)
-    report = Report(verdict, homework.code.name, note)
+    with Ranks(exercise, submission) as ranks:
+        verdict = grade_on(ranks)
+        report = Report(verdict, homework.code.name, note)
+        watched_trial = None
+        if not verdict.not_written:
+            watched = exercise.watch() if exercise.watch is not None else None
+            report.predictions, watched_trial = predicted(ranks, progress, watched)
     if not verdict.not_written:
-        watched = exercise.watch() if exercise.watch is not None else None
-        report.predictions, watched_trial = predicted(exercise, submission, progress, watched)
         report.picture = draw(exercise, verdict.shown, watched_trial)
         report.saved = _save(report, progress)
     progress.note(
@@ -43,13 +45,13 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Rep
     return report
 
 
-def predicted(
-    exercise: Exercise, submission: Submission, progress: Progress, watched: Case | None = None
-) -> tuple[Predictions | None, Trial | None]:
+def predicted(ranks: Ranks, progress: Progress, watched: Case | None = None) -> tuple[Predictions | None, Trial | None]:
     """The learner's predictions next to what the run shows. Nothing is measured that was not predicted. Also runs the case `watched`."""
+    exercise = ranks.exercise
     said = progress.get(exercise.function, "predictions", {})
     asked = {question.name: question.case() for question in exercise.questions if question.name in said}
-    ran = _run(exercise, submission, [*asked.values(), *([watched] if watched is not None else [])])
+    cases = [*asked.values(), *([watched] if watched is not None else [])]  # these are only shown
+    ran = {id(trial.case): trial for trial in run_cases(ranks, cases, time.monotonic() + SHOWN_SECONDS)}
     found = []
     for question in exercise.questions:
         trial = ran.get(id(asked.get(question.name)))
@@ -68,11 +70,6 @@ def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str,
     plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()}  # what JSON can hold
     if plain:
         progress.note(exercise.function, predictions={**progress.get(exercise.function, "predictions", {}), **plain})
-
-
-def _run(exercise: Exercise, submission: Submission, cases: Sequence[Case]) -> dict[int, Trial]:
-    """Run cases whose trials are only shown. By the id() of the case."""
-    return {id(trial.case): trial for trial in run_cases(exercise, submission, cases, time.monotonic() + SHOWN_SECONDS)}
 
 
 def _save(report: Report, progress: Progress) -> Path | None:

@@ -19,6 +19,7 @@ from typing import Any
 from parallel101.grade.exercise import Exercise, find
 from parallel101.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.grade.learner import check_file, predicted, record_prediction
+from parallel101.grade.remote import Ranks
 from parallel101.grade.report import Hints
 from parallel101.grade.submissions import read
 
@@ -59,7 +60,8 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
     exercise, homework = exercise_of(function)
     progress = Progress(homework.folder)
     record_prediction(exercise, progress, answers)
-    shown, _ = predicted(exercise, read(homework.code, homework), progress)
+    with Ranks(exercise, read(homework.code, homework)) as ranks:
+        shown, _ = predicted(ranks, progress)
     _show(shown if shown is not None else f"{exercise.function} asks for no prediction.")
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from parallel101.grade.exercise import STEPS, Draw, load_exercises
-from parallel101.grade.grading import PUBLIC_SEED, grade, judge
+from parallel101.grade.grading import PUBLIC_SEED, Verdict, grade_on, judge
 from parallel101.grade.launched import run_launched
-from parallel101.grade.remote import Submission
+from parallel101.grade.remote import Ranks, Submission
 
 HERE = Path(__file__).parent
 HOMEWORK = HERE.parents[1] / "homework"
@@ -53,6 +53,25 @@ def expected_names() -> dict[str, str]:
 EXPECTED = expected_names()
 
 
+@pytest.fixture(scope="module")
+def graded():
+    """Grades a solution. Those of one exercise run on the same processes, one after the other: starting them takes longer."""
+    shared: dict[str, Ranks] = {}
+
+    def grade_shared(name: str, file: str) -> Verdict:
+        function = name.partition("__")[0]
+        if function not in shared:
+            while shared:
+                shared.popitem()[1].stop()
+            shared[function] = Ranks(EXERCISES[function], submission(name, file))
+        shared[function].take(submission(name, file))
+        return grade_on(shared[function])
+
+    yield grade_shared
+    for ranks in shared.values():
+        ranks.stop()
+
+
 def complaint(verdict) -> str:
     """What to read if a solution should have passed."""
     wrong = [f"{finding.kind}: {finding.message}" for finding in verdict.findings if not finding.passed]
@@ -60,8 +79,8 @@ def complaint(verdict) -> str:
 
 
 @pytest.mark.parametrize("function", list(EXERCISES))
-def test_the_reference_gets_full_points(function):
-    verdict = grade(EXERCISES[function], submission(function, "reference.py"))
+def test_the_reference_gets_full_points(graded, function):
+    verdict = graded(function, "reference.py")
     assert verdict.points == verdict.out_of, complaint(verdict)
     assert verdict.misconception is None
 
@@ -91,14 +110,14 @@ def test_the_reference_is_right_on_nccl(function):
 
 
 @pytest.mark.parametrize("name", solutions("unusual.py"))
-def test_an_unusual_solution_keeps_full_points(name):
-    verdict = grade(EXERCISES[name.partition("__")[0]], submission(name, "unusual.py"))
+def test_an_unusual_solution_keeps_full_points(graded, name):
+    verdict = graded(name, "unusual.py")
     assert verdict.points == verdict.out_of, complaint(verdict)
 
 
 @pytest.mark.parametrize("name", solutions("wrong.py"))
-def test_a_wrong_solution_loses_points_and_gets_its_name(name):
-    verdict = grade(EXERCISES[name.partition("__")[0]], submission(name, "wrong.py"))
+def test_a_wrong_solution_loses_points_and_gets_its_name(graded, name):
+    verdict = graded(name, "wrong.py")
     assert verdict.points < verdict.out_of, "a wrong solution passes"
     found = verdict.misconception.name if verdict.misconception else None
     assert found == EXPECTED[name], f"named {found!r}, expected {EXPECTED[name]!r}\n{complaint(verdict)}"
