@@ -285,7 +285,7 @@ NEVER_FLUSHED = Misconception(
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)
 ABOVE_THE_CAP = Misconception(
     "bucket above its cap",
-    "A bucket is closed only once it holds more than the cap: the gradient that no longer fits is already in it.",
+    "A bucket holds more than the cap: it is closed when the gradient that no longer fits is already in it, or never before the end.",
     lambda trials: all(map(right, trials)) and any(t.case.facts["largest"] < t.case.facts["cap"] < largest_payload(t) - 32 for t in trials),
 )
 ONE_BY_ONE = Misconception(

@@ -357,7 +357,8 @@ def last_only(trial: Trial) -> bool:
 
 def detached(trial: Trial) -> bool:
     if trial.error is not None:
-        return "does not require grad" in str(trial.error)
+        after_backward = any(span.rank == getattr(trial.error, "rank", None) for span in trial.trace.spans("backward"))
+        return "does not require grad" in str(trial.error) or (after_backward and "NoneType" in str(trial.error))  # it sends x.grad
     without = [all(g is None or not g.any() for g in returned(trial, rank)) for rank in range(trial.world_size)]
     return any(without[:-1])
 
@@ -418,7 +419,8 @@ def _chunk_map(trials: Sequence[Trial]) -> bool:
 
 CHUNK_MAP = Misconception(
     "wrong chunk map",
-    "The stages of a rank are taken to be neighbours. Stage s is on rank s mod P, so the stages of a rank are P apart.",
+    "A rank's order has stages of other ranks, such as the neighbours of its first. Stage s is on rank s mod P: the stages of a rank "
+    "are P apart.",
     _chunk_map,
 )
 ALL_FORWARDS = Misconception(

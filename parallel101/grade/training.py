@@ -113,14 +113,17 @@ def never_reduced(trials: Sequence[Trial]) -> bool:
 
 
 def added_to_the_last(trials: Sequence[Trial]) -> bool:
-    """The first step is right, and the second has the gradients of both."""
+    """The first step is right, and the second has the gradients of both: those of the first once, or n times if they were summed again."""
+
+    def holds_both(mine: Sequence[Named], theirs: Sequence[Named]) -> bool:
+        if len(mine) < 2 or not alike(mine[0], theirs[0]) or any(mine[1].get(name) is None for name in theirs[1]):
+            return False
+        return scale({name: mine[1][name] - value for name, value in theirs[1].items()}, theirs[0]) is not None
+
     failed = [trial for trial in trials if trial.error is None and not right(trial)]
     results = [pair for trial in failed for pair in zip(trial.results, trial.case.expected)]
     pairs = [(found["gradients"], expected["gradients"]) for found, expected in results if recorded(found)]
-    return bool(pairs) and all(
-        len(mine) > 1 and alike(mine[0], theirs[0]) and alike(mine[1], {name: theirs[0][name] + theirs[1][name] for name in theirs[0]})
-        for mine, theirs in pairs
-    )
+    return bool(pairs) and all(holds_both(mine, theirs) for mine, theirs in pairs)
 
 
 NO_FIRST_SYNCHRONISATION = Misconception(

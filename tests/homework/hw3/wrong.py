@@ -22,9 +22,11 @@ EXPECTED = {
     "all_gather_backward__mean": "mean for sum",
     "reduce_scatter_backward__n_times": "gradient n times too large",
     "reduce_scatter_backward__all_reduce": "all-reduce as the adjoint of everything",
+    "reduce_scatter_backward__all_reduce_2": "all-reduce as the adjoint of everything",
     "reduce_scatter_backward__own": "gradient without the other ranks",
     "all_reduce_backward__own": "gradient without the other ranks",
     "all_reduce_backward__n_times": "gradient n times too large",
+    "all_reduce_backward__own_2": "gradient without the other ranks",
     "all_reduce_backward__in_place": "incoming gradient overwritten",
     "all_reduce_backward__not_waited": "collective's wait forgotten",
     "all_to_all_backward__all_reduce": "all-reduce as the adjoint of everything",
@@ -140,12 +142,22 @@ def reduce_scatter_backward__all_reduce(x, g):
     return summed(in_its_place(x, g))
 
 
+def reduce_scatter_backward__all_reduce_2(x, g):
+    """Every block of x gets the same sum."""
+    return summed(g).repeat(dist.get_world_size(), 1)
+
+
 def reduce_scatter_backward__own(x, g):
     return in_its_place(x, g)
 
 
 def all_reduce_backward__own(x, g):
     return g.clone()
+
+
+def all_reduce_backward__own_2(x, g):
+    """As if all ranks had the same g."""
+    return g * dist.get_world_size()
 
 
 def all_reduce_backward__n_times(x, g):

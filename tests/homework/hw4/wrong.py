@@ -20,6 +20,7 @@ EXPECTED = {
     "train_naive__weights_averaged": "gradients never synchronised",
     "train_naive__no_communication": "gradients never synchronised",
     "train_naive__not_cleared": "gradients not cleared",
+    "train_naive__not_cleared_2": "gradients not cleared",
     "train_naive__not_waited": "collective's wait forgotten",
     "average_in_buckets__own_order": "order that differs between ranks",
     "average_in_buckets__own_order_2": "order that differs between ranks",
@@ -250,6 +251,16 @@ def train_naive__not_cleared(model, loss_fn, optimizer, batches):
         for p, gradient in zip(model.parameters(), gradients):
             dist.all_reduce(gradient)
             p.grad = gradient if p.grad is None else p.grad + gradient
+        optimizer.step()
+
+
+def train_naive__not_cleared_2(model, loss_fn, optimizer, batches):
+    """The sum of the step before is in p.grad when backward adds to it, and is summed over the ranks once more."""
+    broadcast_weights(model)
+    for inputs, targets in batches:
+        (loss_fn(model(inputs), targets) * len(inputs) / all_samples(inputs)).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
         optimizer.step()
 
 

@@ -11,6 +11,7 @@ EXPECTED = {
     "gpipe_step__last_only_2": "only the last microbatch's gradient",
     "gpipe_step__detached": "graph detached",
     "gpipe_step__detached_2": "graph detached",
+    "gpipe_step__detached_3": "graph detached",
     "gpipe_step__wait_forgotten": "receive's wait forgotten",
     "one_f_one_b_step__gpipe": "GPipe with a new name",
     "one_f_one_b_step__gpipe_2": "GPipe with a new name",
@@ -144,6 +145,18 @@ def gpipe_step__detached_2(*arguments):
         if run.rank:
             run.send(torch.zeros_like(x), run.rank - 1)
     return run.end()
+
+
+def gpipe_step__detached_3(*arguments):
+    """The received activation doesn't require grad, so its .grad is None, and sending that raises."""
+
+    class Detached(Run):
+        def forward(self, i):
+            super().forward(i)
+            x, y = self.held[i]
+            self.held[i] = x.detach(), y
+
+    return all_then_all(Detached(*arguments), arguments[-1])
 
 
 def gpipe_step__wait_forgotten(*arguments):
