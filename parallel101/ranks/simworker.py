@@ -166,4 +166,10 @@ def _make_exits_virtual() -> None:
             raise VirtualExit(-int(signal))
         kill(pid, signal)
 
+    real = os._exit, os.kill, os.abort
+
+    def restore() -> None:
+        os._exit, os.kill, os.abort = real
+
     os._exit, os.kill, os.abort = exit_rank, kill_rank, lambda: exit_rank(-6)  # type: ignore[assignment]
+    os.register_at_fork(after_in_child=restore)  # a child that a rank has forked, such as a DataLoader's worker, is a process of its own
