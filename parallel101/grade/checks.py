@@ -176,7 +176,8 @@ def bytes_sent(expected: Callable[[Case], Sequence[int]], says: str, slack: Call
 def steps(expected: Callable[[Case], float], says: str, slack: Callable[[Case], float] = lambda case: 0) -> Check:
     """The run takes at most this many steps: messages that follow one another, on a network where each takes one second.
 
-    A few small messages, such as shapes, don't count.
+    A few small messages, such as shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order
+    take up to three steps where isend and irecv take one, and a tensor may be sent in two halves.
     """
 
     def wrong(trial: Trial) -> str | None:

@@ -6,11 +6,12 @@ Such a user must be able to read Python and torch. If Python's standard library 
 the ranks use a copy of it. What is and is not defended against is said here, and nowhere else:
 
     as root       what a rank can read, and signals to other processes: the system's rules for users hold
-    otherwise     accidents only: a rank is this user's process, and could read this user's files
+    otherwise     accidents only: a rank is this user's process, could read this user's files, or leave a process in a session of its own
     never         a rank that lies about its own memory or its own spans, which are measured inside it; code that digs out torch's own
                   DistributedDataParallel and the like, which are hidden inside the rank; data that goes around
                   torch.distributed earns nothing without the bytes that the result takes, but bytes without meaning could be sent along;
-                  two learners who hand in the same code
+                  two learners who hand in the same code; a clone with the solutions (tests/homework) that every user can read: grade from
+                  one without them, or in a folder that only root can read
 """
 
 from __future__ import annotations
