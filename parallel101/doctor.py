@@ -22,7 +22,7 @@ from typing import NamedTuple
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = "2.13"
 TESTED_TORCH = "2.13.0"  # what constraints.txt installs, and the lessons are tested with
-TRIED_TORCH = (TESTED_TORCH, "2.14.1")  # with which all tests that need no GPU have passed; CONTRIBUTING says how to try another
+TRIED_TORCH = (TESTED_TORCH, "2.14.1")  # with which the tests have been tried; CONTRIBUTING says how to try another
 MARKS = {"works": "✓", "fails": "✗", "absent": "–"}
 
 

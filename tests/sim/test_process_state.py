@@ -235,3 +235,14 @@ def test_ranks_may_communicate_while_they_import_a_module(tmp_path, monkeypatch)
         return a_script.y.item()
 
     assert run(program, 3).results == [3.0, 6.0, 9.0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_child_that_a_rank_forks_is_a_process_of_its_own():
+    def program():
+        pid = os.fork()  # as a DataLoader's worker is started
+        if pid == 0:
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert p101.launch(program, world_size=2, backend="sim", timeout=20).results == [7, 7]
