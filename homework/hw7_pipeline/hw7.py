@@ -9,7 +9,6 @@ Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -112,6 +111,3 @@ def zero_bubble_step(
     runs r microbatches behind input_gradient.)
     """
     raise NotImplementedError("zero_bubble_step is not written yet")
-
-
-__all__ = ["dist", "gpipe_step", "interleaved_schedule", "one_f_one_b_step", "zero_bubble_step"]

@@ -38,10 +38,6 @@ ANYTHING: Any = _Anything()  # an expected result that is not looked at
 KINDS = ("value", "bytes", "steps", "memory", "overlap")  # what checks look at, in the order in which they are shown
 
 
-class NotWritten(Exception):
-    """The stub as shipped raises NotImplementedError; this one is for programs that find something else missing."""
-
-
 @dataclass(frozen=True)
 class Case:
     """One run of the learner's function.

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from parallel101.grade import frames
-from parallel101.grade.exercise import NotWritten, exercises_in, find, module_of
+from parallel101.grade.exercise import exercises_in, find, module_of
 from parallel101.grade.frames import BEGIN, COMPUTE, END, Frame
 from parallel101.grade.users import use_library_copy
 from parallel101.ranks.watcher import exit_process
@@ -163,7 +163,7 @@ class Connection:
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
         text: dict[str, Any] = {"type": type(error).__name__, "message": str(error)[:2000], "where": place, "traceback": lines[-6000:]}
-        text["not_written"] = isinstance(error, NotImplementedError | NotWritten)
+        text["not_written"] = isinstance(error, NotImplementedError)
         self.send(frames.FAILED, text)
 
     # ---- the recorder's part ----

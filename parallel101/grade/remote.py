@@ -171,8 +171,8 @@ class Ranks:
     They serve one case after the other, of any world size: starting a process takes longer than most cases.
     """
 
-    def __init__(self, exercise: Exercise, submission: Submission, memory: int = MEMORY):
-        self.exercise, self.submission, self.memory = exercise, submission, memory
+    def __init__(self, exercise: Exercise, submission: Submission):
+        self.exercise, self.submission = exercise, submission
         self.ranks: list[RemoteRank] = []
         self.scratch: tempfile.TemporaryDirectory | None = None
 
@@ -224,7 +224,7 @@ class Ranks:
     def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
         return {
-            "rank": rank, "user": user, "scratch": scratch, "memory": self.memory,
+            "rank": rank, "user": user, "scratch": scratch, "memory": MEMORY,
             "allowed": sorted(exercise.allowed), "function": exercise.function,
             "exercise_path": exercise.path, "exercise_source": exercise.source,
             "path": str(submission.path), "source": submission.source, "module": submission.module,
