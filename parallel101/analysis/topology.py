@@ -23,7 +23,7 @@ class Topology:
 
     Attributes:
         kind: "pair", "ring", "chain", "star", "tree", "grid" or "circle".
-        order: the ranks, along the ring or chain; otherwise ascending.
+        order: the ranks, along the ring or chain; otherwise, and in a ring from each rank to the one before it, ascending.
         links: the (src, dst) that sent at least once, in the order of their first message.
         root: of a star or a tree, else None.
         columns: of a grid whose ranks are numbered row by row, else 0.
@@ -108,7 +108,10 @@ def _line_order(order: list[int], links: list[Link]) -> list[int] | None:
         line = [first]
         while after.get(line[-1], first) not in line:
             line.append(after[line[-1]])
-        return line if len(line) == n else None
+        if len(line) < n:
+            return None
+        leftwards = len(links) == n and [first, *reversed(line[1:])] == order  # a ring from each rank to the one before it
+        return order if leftwards else line
     # in both directions: only in the order of the rank numbers
     steps = {abs(order.index(dst) - order.index(src)) for src, dst in links}
     neighbours = neighbours_of(links)

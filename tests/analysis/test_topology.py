@@ -63,6 +63,13 @@ def test_a_ring_has_its_own_order():
     assert topology_of(range(4), [(0, 2), (2, 1), (1, 3), (3, 0)]).order == [0, 2, 1, 3]
 
 
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_a_ring_and_the_same_ring_backwards_have_one_order(n):
+    """So their pictures differ in the arrows alone."""
+    assert topology_of(range(n), ring(n)).order == list(range(n))
+    assert topology_of(range(n), [(b, a) for a, b in ring(n)]).order == list(range(n))
+
+
 def test_the_root_of_a_tree():
     up = [(b, a) for a, b in binomial(8)]
     for pairs in (binomial(8), up, up[::-1] + binomial(8)):
