@@ -22,6 +22,7 @@ from parallel101.viz.palette import FONT, LIGHT, PLOTTED, with_colours
 from parallel101.viz.scene import Scene
 
 Series = Mapping[str, Mapping[float, float]]
+Spread = Mapping[str, Mapping[float, tuple[float, float]]]
 
 WIDTH, HEIGHT, DPI = 960, 420, 72  # at 72 dots per inch, a point is a pixel
 MARKERS = "os^Dv"
@@ -66,6 +67,7 @@ def sweep(
     measured: Series,
     model: Series | None = None,
     *,
+    spread: Spread | None = None,
     title: str,
     subtitle: str = "",
     x: str = "bytes",
@@ -77,6 +79,7 @@ def sweep(
     Args:
         measured: {label: {x: y}}, drawn as hollow points.
         model: the same, drawn as lines. A label in both has one colour.
+        spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`.
         title, subtitle: above the plot.
         x, y: the units: "bytes", "seconds", or "" for plain numbers.
         x_label: the name of the x axis, if the ticks do not say it.
@@ -87,9 +90,10 @@ def sweep(
     Raises:
         ValueError: nothing to draw, more than five labels, or a value that is not above zero.
     """
-    model = model or {}
+    model, spread = model or {}, spread or {}
     names = list(dict.fromkeys([*model, *measured]))
     values = [v for series in (measured, model) for points in series.values() for pair in points.items() for v in pair]
+    values += [v for bars in spread.values() for ends in bars.values() for v in ends]
     if not values or not 1 <= len(names) <= len(MARKERS):
         raise ValueError(f"got {len(names)} labels ({', '.join(names)}): expected 1 to {len(MARKERS)}, with points")
     if min(values) <= 0:
@@ -111,6 +115,8 @@ def sweep(
                     "markeredgewidth": 1.8,
                 }
                 axes.plot(list(measured[name]), list(measured[name].values()), MARKERS[i], **hollow)
+            for x_value, (low, high) in spread.get(name, {}).items():
+                axes.plot([x_value, x_value], [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
         _ticks(axes, sorted({v for s in (measured, model) for points in s.values() for v in points}), x, y)
         axes.set_xlabel(x_label, loc="right")
         ends = {name: max({**model.get(name, {}), **measured.get(name, {})}.items()) for name in names}

@@ -45,6 +45,15 @@ def test_points_are_hollow_and_lines_have_no_points():
     assert points.count("fill: var(--bg)") == 2 * len(SIZES) and "fill: var(--bg)" not in lines
 
 
+def test_the_spread_is_drawn_as_bars_within_the_axes():
+    spread = {"ring": {s: (t / 3, 3 * t) for s, t in MODEL["ring"].items()}}
+    without, with_bars = sweep(MODEL, title="a"), sweep(MODEL, spread=spread, title="a")
+    assert len(re.findall(r"<path|<use", with_bars.drawing)) >= len(re.findall(r"<path|<use", without.drawing)) + 3 * len(SIZES)
+    ET.fromstring(with_bars.svg())
+    with pytest.raises(ValueError, match="one value is 0"):
+        sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a")
+
+
 @pytest.mark.parametrize(
     ("measured", "message"),
     [
