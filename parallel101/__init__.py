@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel101 import keras
+    from parallel101 import cost, keras, layers
     from parallel101.autograd import (
         algorithms,
         all_gather,
@@ -68,13 +68,14 @@ _WHERE = {
     "parallel101.viz.watch": "watch",
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names.split()}
+_MODULES = ("cost", "keras", "layers")  # not in __all__: keras needs Keras
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used, because `parallel101 doctor` must also run where torch is missing."""
-    if name == "keras":  # needs Keras, so it is not in __all__
-        return import_module("parallel101.keras")
+    if name in _MODULES:
+        return import_module(f"parallel101.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'parallel101' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
@@ -82,4 +83,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, "keras"]
+    return [*globals(), *__all__, *_MODULES]

@@ -17,6 +17,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "mesh": {SPANS},
     "collectives": {"mesh", SPANS},
     "autograd": {"collectives", "mesh", SPANS},
+    "layers": {"autograd", "collectives", "mesh", SPANS},
     "models": set(),
     "cost": {"collectives", "mesh"},
     "trainers": {"autograd", "collectives", "mesh", SPANS},

@@ -1,0 +1,115 @@
+"""The axes of a mesh, and the blocks into which they cut a tensor: mesh axis i cuts dim i.
+
+    mesh 2 × 3      0 1 2        a tensor of shape [5, 7, 2]        3×3 3×2 3×2        dim 0 is cut in 3 + 2, dim 1 in 3 + 2 + 2;
+                    3 4 5        lies on it in six blocks           2×3 2×2 2×2        no axis cuts dim 2
+
+Blocks are balanced (`split_sizes`). This file sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel101.mesh import Group, group_of, split_sizes
+
+Axes = int | str | Sequence[int | str]
+
+
+class MeshAxes(NamedTuple):
+    """A mesh as a layer needs it, with the axes that the layer works along."""
+
+    mesh: Group  # its ranks; without a position on a rank outside the mesh
+    shape: tuple[int, ...]  # of the mesh, known outside it too
+    axes: tuple[int, ...]  # in ascending order
+    coordinate: tuple[int, ...] | None  # of this rank; None: it lies outside the mesh
+
+    def line(self, *axes: int) -> Group:
+        """The ranks that differ from this one along these axes only."""
+        return self.mesh.along(*axes)
+
+    def sizes(self, whole: Sequence[int] | None, axis: int) -> list[int] | None:
+        """Into which sizes this axis cuts a tensor of shape `whole`. None: into equal ones."""
+        return None if whole is None else split_sizes(whole[axis], self.shape[axis])
+
+    def block(self, whole: Sequence[int], cut: Sequence[int]) -> tuple[int, ...]:
+        """The shape of this rank's block of a tensor that the axes in `cut` cut."""
+        assert self.coordinate is not None
+        sizes = {axis: split_sizes(whole[axis], self.shape[axis])[self.coordinate[axis]] for axis in cut}
+        return tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
+
+    def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
+        """Raises ValueError if x can't be this rank's block of a tensor (of shape `whole`, if given) that the axes in `cut` cut."""
+        if whole is not None and tuple(x.shape) != self.block(whole, cut):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor of shape {tuple(whole)} has the block "
+                f"{self.block(whole, cut)} at coordinate {self.coordinate}: check shape=, which is that of the whole tensor"
+            )
+        check_dims(x.shape, self.shape, "x")
+
+    def __repr__(self) -> str:
+        return f"mesh {'×'.join(map(str, self.shape))}, axes={self.axes}"
+
+
+def mesh_axes(mesh: DeviceMesh, axes: Axes) -> MeshAxes:
+    """The mesh and its axes, given by number (negative counts from the end) or by name.
+
+    Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that is named twice.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: expected a DeviceMesh, such as torch.distributed.init_device_mesh('cpu', (2, 3)) returns")
+    chosen = [axis_of(mesh, axis) for axis in ((axes,) if isinstance(axes, int | str) else axes)]
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"axes={tuple(axes)!r} names an axis twice: expected each axis at most once")  # type: ignore[arg-type]
+    where = mesh.get_coordinate()
+    return MeshAxes(group_of(mesh), tuple(mesh.shape), tuple(sorted(chosen)), None if where is None else tuple(where))
+
+
+def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
+    """The axis, counted from the front."""
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str):
+        if axis not in names:
+            raise ValueError(f"axes: the mesh has no axis {axis!r}; " + (f"its axes are {names}" if names else "its axes have no names"))
+        return names.index(axis)
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(f"axes: {axis!r} is no axis: expected its number or its name")
+    if not -mesh.ndim <= axis < mesh.ndim:
+        raise ValueError(
+            f"axes: the mesh has no axis {axis}: it has shape {tuple(mesh.shape)}, so expected {-mesh.ndim} to {mesh.ndim - 1}"
+        )
+    return axis % mesh.ndim
+
+
+def whole_shape(shape: Sequence[int] | None, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The argument `shape=` of a layer, checked."""
+    if shape is None:
+        return None
+    if not isinstance(shape, Sequence) or not all(type(n) is int and n >= 0 for n in shape):
+        raise TypeError(f"shape={shape!r}: expected the shape of the whole tensor, such as (6, 14, 12), or None for equal blocks")
+    check_dims(shape, mesh_shape, "shape")
+    return tuple(shape)
+
+
+def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> None:
+    """Raises ValueError if the mesh has more axes than the tensor has dims."""
+    if len(shape) < len(mesh_shape):
+        raise ValueError(
+            f"{name} has {len(shape)} dims ({tuple(shape)}), and the mesh {len(mesh_shape)} axes {tuple(mesh_shape)}: axis i of the mesh "
+            "cuts dim i. Expected at least as many dims; use a mesh of fewer axes, such as mesh['name'], or add dims of size 1."
+        )
+
+
+def outside(x: Tensor) -> Tensor:
+    """What a rank outside the mesh gets: a copy of the zero-volume tensor that it gave."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
+    if x.numel():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} on a rank outside the layer's mesh: expected a zero-volume tensor there, such as torch.empty(0)"
+        )
+    return x.clone(memory_format=torch.contiguous_format)
