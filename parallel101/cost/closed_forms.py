@@ -21,6 +21,10 @@ class Cost(NamedTuple):
     sent: int  # bytes sent by the rank that sends most
     path: int  # bytes on the critical path
 
+    def seconds(self, latency: float, bandwidth: float) -> float:
+        """steps · α + path · β: on links of this latency (s) and bandwidth (bytes/s), such as a sim `Network`'s."""
+        return self.steps * latency + self.path / bandwidth
+
 
 # By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a gather or all-gather, the input of one rank
 # in an all-to-all, the input of the others.

@@ -1,0 +1,105 @@
+"""Public figures of accelerators: arithmetic, memory and links. Data only; times.py computes with it.
+
+TPU     each chip has links to its neighbours along 2 or 3 axes. An axis that is closed is a ring; one that is not is a line.
+GPU     each GPU has one link to the switch of its node, each node one to the leaf switch, each group of nodes one to the spine.
+
+All bandwidths are bytes per second. A link carries its `bandwidth` one way and as much the other way at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Links to the neighbours along each axis."""
+
+    axes: int
+    bandwidth: float  # of a link, one way
+    latency: float  # seconds per hop
+    ring_multiple: int  # an axis is closed to a ring if its length is a multiple of this; otherwise it is a line
+
+    @property
+    def both_ways(self) -> float:
+        """What a chip sends along one closed axis: to the right and to the left. The scaling book's W."""
+        return 2 * self.bandwidth
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a tree of switches: `size` children, each with a link into the switch."""
+
+    name: str
+    size: int
+    bandwidth: float  # of one child's link, one way
+    latency: float  # seconds per hop
+
+
+@dataclass(frozen=True)
+class Chip:
+    name: str
+    flops: float  # bf16, per second, without sparsity
+    hbm_bytes: float
+    hbm_bandwidth: float
+    links: Torus | tuple[Level, ...]  # levels from the inside out
+    source: str
+
+    @property
+    def link_bandwidth(self) -> float:
+        """One way, of one link: along an axis of a torus, or into the node's switch."""
+        return self.links.bandwidth if isinstance(self.links, Torus) else self.links[0].bandwidth
+
+
+BOOK = "Austin et al., How to Scale Your Model (2025), "
+TPUS = BOOK + 'part 2, "TPU specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
+GPUS = BOOK + 'part 12, "Summary of GPU specs" and "Beyond the node level"; hop latency: NCCL 2.2x, src/graph/tuning.cc, hwLat, ring, LL'
+HOP = 1e-6  # "typically around 1us"
+NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("TPU v3", 1.4e14, 32e9, 9.0e11, Torus(2, 1.0e11, HOP, ring_multiple=32), TPUS),
+        Chip("TPU v4p", 2.75e14, 32e9, 1.2e12, Torus(3, 4.5e10, HOP, ring_multiple=4), TPUS),
+        Chip("TPU v5p", 4.59e14, 96e9, 2.8e12, Torus(3, 9.0e10, HOP, ring_multiple=4), TPUS),
+        Chip("TPU v5e", 1.97e14, 16e9, 8.1e11, Torus(2, 4.5e10, HOP, ring_multiple=16), TPUS),
+        Chip("TPU v6e", 9.2e14, 32e9, 1.6e12, Torus(2, 9.0e10, HOP, ring_multiple=16), TPUS),
+        Chip("TPU7x", 2.3e15, 192e9, 7.4e12, Torus(3, 9.0e10, HOP, ring_multiple=4), TPUS),
+        Chip(
+            "A100",
+            3.12e14,
+            80e9,
+            2.0e12,
+            (Level("node", 8, 300e9, NVLINK_HOP), Level("leaf", 20, 200e9, NETWORK_HOP)),
+            GPUS + "; InfiniBand and nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX A100",
+        ),
+        Chip(
+            "H100",
+            9.9e14,
+            80e9,
+            3.35e12,
+            (Level("node", 8, 450e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP), Level("spine", 4, 12.8e12, NETWORK_HOP)),
+            GPUS,
+        ),
+        Chip(
+            "H200",
+            9.9e14,
+            141e9,
+            4.8e12,
+            (Level("node", 8, 450e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP), Level("spine", 4, 12.8e12, NETWORK_HOP)),
+            GPUS,
+        ),
+        Chip("B200", 2.25e15, 192e9, 8.0e12, (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP)), GPUS),
+        Chip("GB200", 2.5e15, 192e9, 8.0e12, (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP)), GPUS),
+    )
+}
+
+
+def chip_of(chip: str | Chip) -> Chip:
+    """The chip of that name, or the chip itself. Raises ValueError for a name that the table doesn't have."""
+    if isinstance(chip, Chip):
+        return chip
+    if chip not in CHIPS:
+        raise ValueError(f"chip={chip!r} is not in the table: expected one of {', '.join(map(repr, CHIPS))}, or a cost.Chip of your own")
+    return CHIPS[chip]

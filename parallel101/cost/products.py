@@ -1,0 +1,61 @@
+"""Seconds of a matrix product on one chip, and how much arithmetic is needed to hide communication behind it.
+
+    A[m, k] · B[k, n] → C[m, n]        2mkn flops / (flop/s)        against        (mk + kn + mn) elements / (HBM bandwidth)
+
+The larger of the two counts, because a chip computes while it loads.
+Source: Austin et al., "How to Scale Your Model" (2025), part 1, "Rooflines".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel101.cost.hardware import Chip, Torus, chip_of
+from parallel101.cost.times import decimal
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """How long a local matrix product takes, and whether arithmetic or memory decides."""
+
+    flops: int
+    nbytes: int  # read and written
+    flop_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.flop_seconds, self.memory_seconds)
+
+    @property
+    def bound(self) -> str:
+        return "flops" if self.flop_seconds >= self.memory_seconds else "memory"
+
+    def __repr__(self) -> str:
+        bounds = f"flops {decimal(self.flop_seconds, 's')}, memory {decimal(self.memory_seconds, 's')}"
+        return f"product of {decimal(self.flops, 'flop')}: {decimal(self.seconds, 's')}, {self.bound}-bound ({bounds})"
+
+
+def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) -> ProductTime:
+    """The product of an (m, k) and a (k, n) matrix on one chip, by default in bf16.
+
+    Raises ValueError for an unknown chip, and for sizes that are no ints of 0 or more.
+    """
+    chip = chip_of(chip)
+    if not all(type(size) is int and size >= 0 for size in (m, k, n, element_bytes)):
+        raise ValueError(f"matmul({m!r}, {k!r}, {n!r}), element_bytes={element_bytes!r}: expected ints, 0 or more")
+    flops, nbytes = 2 * m * k * n, (m * k + k * n + m * n) * element_bytes
+    return ProductTime(flops, nbytes, flops / chip.flops, nbytes / chip.hbm_bandwidth)
+
+
+def flops_per_byte(chip: str | Chip, axes: int = 1) -> float:
+    """Flops that a chip does while its links carry one byte of an all-gather over `axes` axes: C / (W · axes).
+
+    A product whose flops are fewer than this for each byte that it communicates is communication-bound. On switches: inside a node.
+    """
+    chip = chip_of(chip)
+    if isinstance(chip.links, Torus):
+        if type(axes) is not int or not 1 <= axes <= chip.links.axes:
+            raise ValueError(f"axes={axes!r}: {chip.name} has 1 to {chip.links.axes} axes")
+        return chip.flops / (chip.links.both_ways * axes)
+    return chip.flops / chip.links[0].bandwidth
