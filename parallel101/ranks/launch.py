@@ -62,11 +62,15 @@ class Run:
 
         return collective_scene(self._recorded("animate"), self.results, title=title, watched=self.watched)
 
-    def timeline(self):
-        """Every rank's sends, receives, collectives and spans over time, as a picture. Raises ValueError when the run was not recorded."""
+    def timeline(self, *, critical_path: bool = False):
+        """Every rank's sends, receives, collectives and spans over time, as a picture.
+
+        With `critical_path`, it shows the chain of messages and compute that ends last, and says what lies on it.
+        Raises ValueError when the run was not recorded.
+        """
         from parallel101.viz.timeline import timeline_scene
 
-        return timeline_scene(self._recorded("timeline"))
+        return timeline_scene(self._recorded("timeline"), critical_path=critical_path)
 
     def _recorded(self, method: str) -> Trace:
         if self.trace is None:

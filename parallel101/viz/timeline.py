@@ -2,7 +2,7 @@
 
     rank 0  ▇▇forward▇▇        ▇▇backward▇▇      compute
               ▬▬send▬▬ ╲                         sends, receives, collectives
-    rank 1             ╲▬▬recv▬▬                 an arrow for each message, if there are few
+    rank 1             ╲▬▬recv▬▬                 an arrow for each message, if there are few; or the critical path
 
 The times are those of the record: on gloo and NCCL, a receive lasts from the call until its data has arrived, so it includes
 the wait. How much communication overlaps with compute is in lanes.py.
@@ -14,6 +14,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from parallel101.analysis.critical_path import CriticalPath, Segment
+from parallel101.analysis.critical_path import critical_path as path_of
 from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed, round_step
@@ -21,7 +23,7 @@ from parallel101.record.where import named
 from parallel101.viz.scene import HATCHING, Node, Scene
 
 LEFT, RIGHT, TOP = 92.0, 932.0, 112.0
-MOST_RANKS, MOST_ARROWS, MOST_LANES = 128, 160, 3
+MOST_RANKS, MOST_ARROWS, MOST_LANES, MOST_NUMBERS = 128, 160, 3, 32
 SPAN_COLOURS = {
     "forward": 0,
     "layer forward": 0,
@@ -37,6 +39,12 @@ STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
     ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
 )
+JUMP = "the next message waited for its receiver, or for a link"
+PATH_STYLE = (
+    ".dim{opacity:.3}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
+    ".under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}"
+    ".number{fill:var(--bg);stroke:var(--warn);stroke-width:1.5}"
+)
 
 
 class Bar:
@@ -48,12 +56,13 @@ class Bar:
         self.event, self.start, self.end, self.count = event, event.start, event.end, 1
 
 
-def timeline_scene(trace: Trace, title: str = "Timeline") -> Scene:
+def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool = False) -> Scene:
     """Draw a run's record over time.
 
     Args:
         trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
         title: stands above the picture.
+        critical_path: draw the chain of messages and compute that ends last, and say what lies on it. The rest is faded.
 
     Returns:
         A still Scene. A bar's tooltip gives its details and the line of source that made the call.
@@ -73,14 +82,18 @@ def timeline_scene(trace: Trace, title: str = "Timeline") -> Scene:
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
     thin = 10.0 if n <= 16 else 6.0 if n <= 40 else 4.0
-    row = depth * tall + thin + (10 if n <= 16 else 4 if n <= 40 else 1)
+    row = depth * tall + thin + 14 * (critical_path and n <= 16) + (10 if n <= 16 else 4 if n <= 40 else 1)
     scene = Scene(960, math.ceil(TOP + n * row + 44), title, f"{n} ranks on {trace.backend}, {human_seconds(span)}")
-    scene.style += STYLE
+    scene.style += STYLE + PATH_STYLE * critical_path
     scene.definitions.append(HATCHING)
 
     def x(t: float) -> float:
         return LEFT + (RIGHT - LEFT) * ((t - begin) / span if span else 0.0)
 
+    def message_lane(rank: int) -> float:
+        return TOP + rank * row + depth * tall + thin / 2
+
+    path = path_of(trace) if critical_path else None
     _head(scene, trace, span)
     for rank in range(n):
         y = TOP + rank * row
@@ -88,17 +101,20 @@ def timeline_scene(trace: Trace, title: str = "Timeline") -> Scene:
         if rank % math.ceil(15 / row) == 0:
             scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + (depth * tall + thin) / 2 + 4, font_size=12, class_="m e")
     colours = span_colours(e for e in trace.spans() if not e.waiting)
-    _legend(scene, trace, colours)
+    _legend(scene, trace, colours, path)
+    drawn = scene.add("g", class_="dim") if path else scene
     for (rank, kind, lane), bars in _bars(trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0).items():
         y = TOP + rank * row
         if kind == "span":
             for bar in bars:
-                draw_span(scene, bar, x, y + lane * tall, tall, colours)
+                draw_span(drawn, bar, x, y + lane * tall, tall, colours)
         else:
             low = {"send": 0.0, "recv": 0.5}.get(kind, 0.0)
             for bar in bars:
-                draw_bar(scene, bar, x, y + depth * tall + 1 + low * (thin - 2), (thin - 2) * (0.5 if kind in P2P else 1.0) - 0.4, kind)
-    _arrows(scene, trace, x, lambda rank: TOP + rank * row + depth * tall + thin / 2)
+                draw_bar(drawn, bar, x, y + depth * tall + 1 + low * (thin - 2), (thin - 2) * (0.5 if kind in P2P else 1.0) - 0.4, kind)
+    _arrows(drawn, trace, x, message_lane)
+    if path:
+        _critical_path(scene, path, x, message_lane)
     time_axis(scene, span, TOP + n * row + 4, LEFT, RIGHT)
     return scene
 
@@ -114,7 +130,7 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
     scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
 
 
-def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
+def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalPath | None) -> None:
     kinds = {e.kind for e in trace.events}
     entries = span_entries(colours) + [("wait", "idle")] * any(e.waiting for e in trace.spans())
     entries += [(label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds]
@@ -124,7 +140,16 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     below = "messages and collectives below" if colours else "Messages and collectives"
     parts = ["Compute on top"] * bool(colours) + [below] * bool(kinds - {"span"})
     sentence = ", ".join(parts) + ". Hover over a bar for details." if entries else unfinished_text(trace) or "Nothing was recorded."
-    scene.add("text", sentence, x=x, y=64, font_size=14, class_="m")
+    if path:
+        sentence = f"On the critical path: {path}."
+        scene.add("path", d=f"M{x} 85h14", class_="path")
+        scene.add("text", "critical path", x=x + 20, y=89, font_size=12.5, class_="m")
+        x += 38 + 7 * len("critical path")
+        if _jumps(path):
+            scene.add("path", d=f"M{x} 85h14", class_="hop")
+            scene.add("text", JUMP, x=x + 20, y=89, font_size=12.5, class_="m")
+            x += 38 + 6.5 * len(JUMP)
+    scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     for label, class_ in entries:
         scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
         scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
@@ -190,7 +215,7 @@ def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[
     return rows
 
 
-def draw_bar(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
+def draw_bar(scene: Node, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
     class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
     width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
     rect = scene.add("rect", x=x(bar.start), y=y, width=width, height=height, rx=1.5 if width > 3 else 0, class_=class_)
@@ -198,7 +223,7 @@ def draw_bar(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, heig
     return rect
 
 
-def draw_span(scene: Scene, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
+def draw_span(scene: Node, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
     """A span, with its name and the value of its first label, or with one of them, if that fits. One in which the rank waits is hatched."""
     if bar.event.waiting:
         scene.add("rect", x=x(bar.start), y=y + 0.5, width=max(0.8, x(bar.end) - x(bar.start) - 0.6), height=height - 1, class_="card")
@@ -228,13 +253,39 @@ def _tooltip(bar: Bar) -> str:
     return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {last}{where}"
 
 
-def _arrows(scene: Scene, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]) -> None:
+def _arrows(scene: Node, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]) -> None:
     """A line for each message, from its start at the sender to its end at the receiver, if there are few enough to follow."""
     messages = trace.messages()
     if len(messages) <= MOST_ARROWS:
         path = "".join(f"M{x(m.start):.1f} {y(m.src):.1f}L{x(m.end):.1f} {y(m.dst):.1f}" for m in messages if m.src != m.dst)
         if path:
             scene.add("path", d=path, class_="arrow")
+
+
+def last_rank(segment: Segment) -> int:
+    """The rank at which a segment of a critical path ends."""
+    return segment.rank if segment.peer is None else segment.peer
+
+
+def _jumps(path: CriticalPath) -> list[tuple[Segment, Segment]]:
+    """Where a path goes on at another rank: a message waited for its receiver, or for a link that the one before it used."""
+    return [(a, b) for a, b in zip(path.segments, path.segments[1:]) if last_rank(a) != b.rank]
+
+
+def _critical_path(scene: Scene, path: CriticalPath, x: Callable[[float], float], y: Callable[[int], float]) -> None:
+    """The path as one line: along a row for compute, from row to row for a message. The messages are numbered if they are few."""
+    lines = [(s, (x(s.start), y(s.rank)), (x(s.end), y(last_rank(s)))) for s in path.segments]
+    for before, after in _jumps(path):
+        scene.add("path", d=f"M{x(before.end):.1f} {y(last_rank(before)):.1f}V{y(after.rank):.1f}", class_="hop")
+    for class_ in ("under", "path"):
+        for segment, (x0, y0), (x1, y1) in lines:
+            line = scene.add("path", d=f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}", class_=class_)
+            if class_ == "path":
+                line.add("title", f"{segment.label}: {human_seconds(segment.end - segment.start)}")
+    messages = [line for line in lines if line[0].kind == "message"]
+    for k, (_, (x0, y0), (x1, y1)) in enumerate(messages if len(messages) <= MOST_NUMBERS else [], start=1):
+        scene.add("circle", cx=(x0 + x1) / 2, cy=(y0 + y1) / 2, r=8, class_="number")
+        scene.add("text", k, x=(x0 + x1) / 2, y=(y0 + y1) / 2 + 3.8, font_size=10.5, class_="b c")
 
 
 def time_axis(scene: Scene, span: float, y: float, left: float, right: float) -> None:
