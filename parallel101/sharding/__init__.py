@@ -1,0 +1,18 @@
+"""Arrays named by how they are sharded, the collectives that a product of them needs, and the product on real ranks.
+
+    plan = p101.sharding.plan("A[I, J_X] · B[J, K] → C[I, K]", {"X": 4}, I=8, J=12, K=4)
+    print(plan)                          # the collectives, their bytes and steps, and the alternatives
+    plan.run(a_block, b_block)           # on each rank
+
+notation.py   A[I_X, J_Y] {U_Z}: what the names mean
+reshard.py    AllGather, ReduceScatter, AllReduce, AllToAll and Slice: from one sharding of an array to another
+plan.py       the steps of a product: their cost, and how they are run
+choose.py     which steps: those that send the fewest bytes
+"""
+
+from parallel101.sharding.choose import plan
+from parallel101.sharding.notation import Sharding
+from parallel101.sharding.plan import Multiply, Plan
+from parallel101.sharding.reshard import Step
+
+__all__ = ["Multiply", "Plan", "Sharding", "Step", "plan"]

@@ -1,0 +1,208 @@
+"""From one sharding of an array to another: the collectives that do it, those that send the fewest bytes.
+
+    AllGather_X           A[I_X, J] → A[I, J]               removes a subscript
+    ReduceScatter_{X,J}   A[I, J] {U_X} → A[I, J_X]         adds the terms up, and leaves the sum cut
+    AllReduce_X           A[I, J] {U_X} → A[I, J]           adds the terms up: a ReduceScatter and an AllGather
+    AllToAll_{X,J}        A[I_X, J] → A[I, J_X]             moves a subscript
+    Slice_{X,J}           A[I, J] → A[I, J_X]               each rank keeps its own block and sends nothing
+
+Along an axis of p ranks, with n bytes in the larger of the two blocks, the rank sends n(p−1)/p bytes, and 2n(p−1)/p for AllReduce. All are
+rings, along one axis after the other, except AllToAll. A new subscript is always the innermost, and only the innermost can be removed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import combinations, count, permutations
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parallel101.autograd import all_gather, all_reduce, all_to_all, reduce_scatter
+from parallel101.mesh import Group, split_sizes
+from parallel101.sharding.notation import Sharding, interval
+
+
+class Step(NamedTuple):
+    """A collective on one array, or a slice."""
+
+    operation: str  # AllGather, ReduceScatter, AllReduce, AllToAll or Slice
+    axes: tuple[str, ...]
+    before: Sharding
+    after: Sharding
+    joined: int | None = None  # the dim that loses the axes
+    cut: int | None = None  # the dim that gains them
+
+    @property
+    def title(self) -> str:
+        """AllGather_X or ReduceScatter_{X,K}"""
+        axes = "".join(self.axes) if all(len(axis) == 1 for axis in self.axes) else ",".join(self.axes)
+        if self.cut is not None:
+            return f"{self.operation}_{{{axes},{self.before.dims[self.cut]}}}"
+        return f"{self.operation}_{axes if len(axes) == 1 or ',' not in axes else '{' + axes + '}'}"
+
+    def __str__(self) -> str:
+        return f"{self.title} {self.before} → {self.after}"
+
+
+# ── Which steps there are, and the cheapest way
+
+
+def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
+    """Every step that an array with this sharding can take, except those that put an axis where `wanted` does not have it."""
+    for d, axes in enumerate(array.axes):
+        for k in range(len(axes)):
+            kept, removed = axes[:k], axes[k:]
+            yield Step("AllGather", removed, array, array.replace({d: kept}), joined=d)
+            for e, there in enumerate(array.axes):
+                if e != d and set(removed) <= set(wanted.axes[e]):
+                    yield Step("AllToAll", removed, array, array.replace({d: kept, e: there + removed}), joined=d, cut=e)
+    for k in range(1, len(array.unreduced) + 1):
+        for reduced in combinations(array.unreduced, k):
+            left = set(array.unreduced) - set(reduced)
+            yield Step("AllReduce", reduced, array, array.replace({}, left))
+            for d, there in enumerate(array.axes):
+                if set(reduced) <= set(wanted.axes[d]):
+                    for order in permutations(reduced):
+                        yield Step("ReduceScatter", order, array, array.replace({d: there + order}, left), cut=d)
+    for d, there in enumerate(array.axes):
+        for axis in wanted.axes[d]:
+            if axis not in array.used:
+                yield Step("Slice", (axis,), array, array.replace({d: (*there, axis)}), cut=d)
+
+
+def reshard(array: Sharding, wanted: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Step] | None:
+    """The steps from one sharding to another that send the fewest bytes, and of those the fewest steps. None: there is no way.
+
+    This is Dijkstra's algorithm: a sharding is a place, a step leads from one to the next, and its bytes are the distance.
+    """
+    numbered = count()
+    queue: list[tuple[float, int, int, Sharding, list[Step]]] = [(0.0, 0, next(numbered), array, [])]
+    done: set[Sharding] = set()
+    while queue:
+        sent, length, _, here, steps = heappop(queue)
+        if here == wanted:
+            return steps
+        if here in done:
+            continue
+        done.add(here)
+        for step in moves(here, wanted):
+            if step.after not in done:
+                further = round(sent + elements_sent(step, sizes, mesh), 3)
+                heappush(queue, (further, length + 1, next(numbered), step.after, [*steps, step]))
+    return None
+
+
+def elements_sent(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
+    """Elements that a rank sends in a step if all blocks were equal: n(p−1)/p. `sent_in` counts them for uneven blocks."""
+    if step.operation == "Slice":
+        return 0.0
+    whole = step.after if step.operation == "AllGather" else step.before
+    n = math.prod(sizes[dim] / math.prod(mesh[axis] for axis in axes) for dim, axes in zip(whole.dims, whole.axes))
+    p = math.prod(mesh[axis] for axis in step.axes)
+    return n * (p - 1) / p * (2 if step.operation == "AllReduce" else 1)
+
+
+# ── What a step costs, exactly
+
+
+def rounds(step: Step, mesh: Mapping[str, int]) -> int:
+    """Messages on the critical path."""
+    along = sum(mesh[axis] - 1 for axis in step.axes)
+    p = math.prod(mesh[axis] for axis in step.axes)
+    return {"AllGather": along, "ReduceScatter": along, "AllReduce": 2 * along, "AllToAll": p - 1, "Slice": 0}[step.operation]
+
+
+def sent_in(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]) -> int:
+    """Elements that the rank at these coordinates sends in a step."""
+    extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
+    n = math.prod(extents)
+    if step.operation == "AllReduce":
+        return ring_sent(n, step.axes, mesh, at, gather=False) + ring_sent(n, step.axes, mesh, at, gather=True)
+    if step.operation == "ReduceScatter":
+        assert step.cut is not None
+        return n // max(extents[step.cut], 1) * ring_sent(extents[step.cut], step.axes, mesh, at, gather=False)
+    if step.operation == "AllGather":
+        assert step.joined is not None
+        whole = step.after.block(sizes, mesh, at)[step.joined]
+        row = math.prod(extent for d, extent in enumerate(extents) if d != step.joined)
+        return row * ring_sent(whole.stop - whole.start, step.axes, mesh, at, gather=True)
+    if step.operation == "AllToAll":
+        assert step.cut is not None
+        own = interval(extents[step.cut], step.axes, mesh, at)
+        return n - n // max(extents[step.cut], 1) * (own.stop - own.start)
+    return 0
+
+
+def ring_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int], gather: bool) -> int:
+    """Elements that a rank sends in rings along one axis after the other, of n that are split over them (or gathered to n).
+
+    A ring sends every block but one: reduce-scatter not the rank's own, all-gather not its right neighbour's.
+    """
+    sent = 0
+    for axis in axes:
+        blocks = split_sizes(n, mesh[axis])
+        sent += n - blocks[(at[axis] + gather) % mesh[axis]]
+        n = blocks[at[axis]]
+    return sent
+
+
+# ── How it is done on a rank
+
+
+def apply(step: Step, x: Tensor, group: Group, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
+    """A rank's block before the step → its block after it. All ranks of the mesh call it, and it is differentiable.
+
+    Args:
+        x: the block of step.before that this rank holds.
+        group: the ranks of the mesh, row by row; its shape is the mesh's.
+        sizes, mesh: of the whole array's dims, and of the axes.
+        at: this rank's coordinates, by axis.
+    """
+    names = list(mesh)
+
+    def along(*axes: str) -> Group:
+        return group.along(*(names.index(axis) for axis in axes))
+
+    if step.operation == "AllGather":
+        for axis in reversed(step.axes):  # the innermost axis first: its blocks are neighbours
+            dim, whole = step.joined or 0, interval(sizes[step.before.dims[step.joined or 0]], outside(step, axis), mesh, at)
+            x = all_gather(x, dim, group=along(axis), sizes=split_sizes(whole.stop - whole.start, mesh[axis]), algorithm="ring")
+    elif step.operation == "ReduceScatter":
+        for axis in step.axes:
+            x = reduce_scatter(x, step.cut or 0, group=along(axis), algorithm="ring")
+    elif step.operation == "AllReduce":
+        x = all_reduce(x, group=along(*step.axes), algorithm="ring" if len(step.axes) == 1 else "torus")
+    elif step.operation == "AllToAll":
+        joined, cut = step.joined or 0, step.cut or 0
+        whole = interval(sizes[step.before.dims[joined]], step.after.axes[joined], mesh, at)
+        x = all_to_all(
+            x,
+            cut,
+            joined,
+            group=along(*step.axes),
+            split_sizes=parts(x.shape[cut], step.axes, mesh),
+            concat_sizes=parts(whole.stop - whole.start, step.axes, mesh),
+            algorithm="pairwise",
+        )
+    else:
+        cut = step.cut or 0
+        own = interval(x.shape[cut], step.axes, mesh, at)
+        x = x.narrow(cut, own.start, own.stop - own.start).clone()
+    return x
+
+
+def outside(step: Step, axis: str) -> tuple[str, ...]:
+    """The axes outside `axis` in the dim that an AllGather joins."""
+    axes = step.before.axes[step.joined or 0]
+    return axes[: axes.index(axis)]
+
+
+def parts(n: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> list[int]:
+    """The sizes of n things split over the axes, one after the other."""
+    sizes = [n]
+    for axis in axes:
+        sizes = [part for size in sizes for part in split_sizes(size, mesh[axis])]
+    return sizes

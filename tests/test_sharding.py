@@ -1,0 +1,235 @@
+"""Sharded products equal whole ones, their gradients too, and they send the bytes and take the steps that the plan says."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+from parallel101.sharding import Sharding, plan
+from parallel101.sharding.notation import array_in
+
+LATENCY_ONLY = p101.Network(latency=1.0, bandwidth=math.inf)
+SIZES = {"I": 5, "J": 7, "K": 6}  # none is a multiple of 4
+FOUR_CASES = [
+    "A[I_X, J] · B[J, K] → C[I_X, K]",
+    "A[I, J_X] · B[J, K] → C[I, K]",
+    "A[I, J_X] · B[J_X, K] → C[I, K]",
+    "A[I, J_X] · B[J_X, K] → C[I, K_X]",
+    "A[I, J_X] · B[J_X, K] → C[I, K] {U_X}",
+    "A[I_X, J] · B[J, K_X] → C[I_X, K]",
+    "A[I_X, J] · B[J, K_X] → C[I, K]",
+]
+
+
+def placements(name, dims, axes, unreduced=False):
+    """An array with each axis on each of its dims, or on none, or unreduced."""
+    places = [*range(len(dims)), None, *(["U"] if unreduced else [])]
+    for chosen in product(places, repeat=len(axes)):
+        cut = tuple(tuple(axis for axis, place in zip(axes, chosen) if place == d) for d in range(len(dims)))
+        yield Sharding(name, tuple(dims), cut, tuple(axis for axis, place in zip(axes, chosen) if place == "U"))
+
+
+def all_products(axes):
+    for a, b, c in product(placements("A", "IJ", axes), placements("B", "JK", axes), placements("C", "IK", axes, unreduced=True)):
+        yield f"{a} · {b} → {c}"
+
+
+def all_reshards(axes):
+    for before, after in product(placements("A", "IJ", axes, unreduced=True), placements("A", "IJ", axes)):
+        yield f"{before} → {after}"
+
+
+def run_plans(plans, blocks, mesh=None):
+    """Each plan in a span of its own. Returns by plan (result, cotangent, gradients of the operands)."""
+    rank, made = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for number, (chosen, by_rank) in enumerate(zip(plans, blocks)):
+        mine = [block.requires_grad_() for block in by_rank[rank]]
+        dist.barrier()
+        with p101.span(f"plan {number}"):
+            result = chosen.run(*mine, mesh=mesh)
+        y = torch.randn(result.shape, generator=made, dtype=result.dtype)
+        (result * y).sum().backward()
+        found.append((result.detach(), y, [block.grad for block in mine]))
+    return found
+
+
+def measured(trace):
+    """By span: the seconds it took, and the bytes that each rank sent in it."""
+    spans, sent, times = defaultdict(list), defaultdict(lambda: [0] * trace.world_size), defaultdict(list)
+    for event in trace.spans():
+        if event.name.startswith("plan"):
+            spans[event.rank].append(event)
+            times[event.name].append((event.start, event.end))
+    for event in trace.events:
+        if event.kind == "send":
+            for span in spans[event.rank]:
+                if span.start <= event.posted and event.end <= span.end:
+                    sent[span.name][event.rank] += event.nbytes
+    return {name: (max(end for _, end in ends) - min(start for start, _ in ends), sent[name]) for name, ends in times.items()}
+
+
+def check(texts, mesh, sizes=SIZES, **launched):
+    made = torch.Generator().manual_seed(0)
+    plans, wholes = [], []
+    for text in texts:
+        dims = {dim: n for dim, n in sizes.items() if dim in text}
+        plans.append(plan(text, mesh, dtype=torch.float64, **dims))
+        wholes.append([torch.randn([dims[d] for d in array.dims], generator=made, dtype=torch.float64) for array in plans[-1].operands])
+    blocks = [chosen.shard(*whole) for chosen, whole in zip(plans, wholes)]
+    run = p101.launch(run_plans, plans, blocks, world_size=math.prod(mesh.values()), **launched)
+    counted = measured(run.trace)
+    for number, (text, chosen, whole) in enumerate(zip(texts, plans, wholes)):
+        results, ys, gradients = zip(*(found[number] for found in run.results))
+        expected = whole[0] @ whole[1] if len(whole) == 2 else whole[0]
+        assert torch.allclose(chosen.unshard(results), expected, rtol=1e-10, atol=1e-12), text
+        forward = sum((result * y).sum() for result, y in zip(results, ys))
+        for operand in range(len(whole)):  # the result is linear in each operand, and its backward is the adjoint
+            back = sum((by_rank[operand] * grads[operand]).sum() for by_rank, grads in zip(blocks[number], gradients))
+            assert torch.allclose(forward, back, rtol=1e-10), text
+        replicas_agree(chosen, results, text)
+        seconds, sent = counted[f"plan {number}"]
+        assert sent == chosen.bytes_sent, text
+        if launched["backend"] == "sim" and all(n >= chosen.world_size for n in chosen.sizes.values()):
+            assert seconds == chosen.rounds, text
+
+
+def replicas_agree(chosen, results, text):
+    """Ranks that differ only along axes of which the result knows nothing hold the same block."""
+    held = {}
+    for at, block in zip(chosen.coordinates(), results):
+        key = tuple(i for axis, i in at.items() if axis in chosen.result.used)
+        assert torch.allclose(held.setdefault(key, block), block, rtol=1e-12), text
+
+
+def test_every_placement_on_one_axis():
+    texts = [*all_products("X"), *all_reshards("X")]
+    check([text for text in texts if possible(text, {"X": 4})], {"X": 4}, backend="sim", network=LATENCY_ONLY)
+
+
+def possible(text, mesh):
+    """Whether the result can be reached: it can't be unreduced along an axis that sums nothing."""
+    try:
+        return plan(text, mesh, **{dim: n for dim, n in SIZES.items() if dim in text})
+    except ValueError as error:
+        if "there is no way" not in str(error):
+            raise
+        return False
+
+
+@pytest.mark.parametrize(("mesh", "every"), [({"X": 2, "Y": 3}, 17), ({"X": 2, "Y": 2, "Z": 2}, 997)], ids=["2x3", "2x2x2"])
+def test_placements_on_several_axes(mesh, every):
+    texts = [*list(all_products("".join(mesh)))[::every], *list(all_reshards("".join(mesh)))[:: every // 8 + 1]]
+    sizes = {"I": 9, "J": 11, "K": 10}
+    check([text for text in texts if possible(text, mesh)], mesh, sizes, backend="sim", network=LATENCY_ONLY)
+
+
+def test_on_gloo_and_under_nccl_rules():
+    check(FOUR_CASES, {"X": 3}, backend="gloo", trace=True)
+    check([*FOUR_CASES, "A[I_X, J] → A[I, J_X]"], {"X": 3}, backend="sim", rules="nccl", network=LATENCY_ONLY)
+
+
+def on_a_device_mesh(chosen, blocks):
+    """Four ranks, of which the mesh has ranks 1 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("Y", "X"))
+    x = [block.requires_grad_() for block in blocks[mesh.get_local_rank("X")]]
+    along_x = chosen.run(*x, mesh=mesh["X"])
+    rank = dist.get_rank()
+    mine = blocks[rank] if rank < 2 else [torch.empty(0, dtype=torch.float64)] * 2
+    first = chosen.run(*[block.detach().requires_grad_() for block in mine])
+    first.sum().backward()
+    return along_x.detach(), first.detach()
+
+
+def test_on_a_device_mesh_and_with_idle_ranks():
+    chosen = plan(FOUR_CASES[1], {"X": 2}, dtype=torch.float64, **SIZES)
+    a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
+    run = p101.launch(on_a_device_mesh, chosen, chosen.shard(a, b), world_size=4, backend="sim")
+    for along_x, _ in run.results:
+        assert torch.allclose(along_x, a @ b)
+    assert [first.shape for _, first in run.results] == [(5, 6), (5, 6), (0,), (0,)]
+
+
+def test_the_books_plans():
+    """The rule of each case, as the book states it, for square matrices."""
+    expected = {
+        FOUR_CASES[0]: ["A[I_X, J] · B[J, K] → C[I_X, K]"],
+        FOUR_CASES[1]: ["AllGather_X A[I, J_X] → A[I, J]", "A[I, J] · B[J, K] → C[I, K]"],
+        FOUR_CASES[2]: ["A[I, J_X] · B[J_X, K] → C[I, K] {U_X}", "AllReduce_X C[I, K] {U_X} → C[I, K]"],
+        FOUR_CASES[3]: ["A[I, J_X] · B[J_X, K] → C[I, K] {U_X}", "ReduceScatter_{X,K} C[I, K] {U_X} → C[I, K_X]"],
+        FOUR_CASES[4]: ["A[I, J_X] · B[J_X, K] → C[I, K] {U_X}"],
+        FOUR_CASES[5]: ["AllGather_X B[J, K_X] → B[J, K]", "A[I_X, J] · B[J, K] → C[I_X, K]"],
+    }
+    for text, steps in expected.items():
+        assert [str(step) for step in plan(text, {"X": 4}, I=8, J=8, K=8).steps] == steps
+    assert [str(step) for step in plan("A[I_X, J] → A[I, J_X]", {"X": 4}, I=8, J=8).steps] == ["AllToAll_{X,J} A[I_X, J] → A[I, J_X]"]
+    two_axes = plan("A[I_XY, J] → A[I, J]", {"X": 2, "Y": 2}, I=8, J=8)
+    assert [str(step) for step in two_axes.steps] == ["AllGather_XY A[I_XY, J] → A[I, J]"]
+
+
+def test_question_4_the_cheaper_strategy_depends_on_the_shape():
+    """Gathering B sends its DF, reducing C sends twice its BF: so the second is cheaper if D > 2B."""
+    text = "A[B, D] · W[D_X, F] → C[B, F]"
+    assert plan(text, {"X": 4}, B=16, D=16, F=8).short.startswith("AllGather_X W, multiply")
+    assert plan(text, {"X": 4}, B=16, D=64, F=8).short.startswith("Slice_{X,D} A, multiply, AllReduce_X C")
+    assert plan(text, {"X": 4}, B=16, D=64, F=8).alternatives[0].short.startswith("AllGather_X W, multiply")
+
+
+def test_a_batch_and_named_axes():
+    chosen = plan("x[B_dp, T, D] @ w[D, F_tp] -> y[B_dp, T, F_tp]", {"dp": 2, "tp": 2}, B=4, T=3, D=5, F=6)
+    assert chosen.bytes_sent == [0] * 4
+    assert str(array_in("A[I_{dp,tp}, J_XY] {U_Z}")) == "A[I_{dp,tp}, J_XY] {U_Z}"
+    batched = plan("Q[B_X, T, D] · K[B_X, S, D] → P[B_X, T, S]", {"X": 2}, B=4, T=3, D=5, S=6)
+    assert batched.bytes_sent == [0] * 2
+
+
+def test_what_is_printed():
+    printed = str(plan(FOUR_CASES[1], {"X": 4}, I=8, J=8, K=8)).splitlines()
+    assert printed[1].split("   ")[0].strip() == "AllGather_X A[I, J_X] → A[I, J]" and printed[1].endswith("192 B in 3 steps")
+    assert printed[-2:] == ["A rank sends 192 B in 3 steps.", "Or: Slice_{X,J} B, multiply, AllReduce_X C: 384 B in 6 steps, 256 flops"]
+
+
+WRONG = {
+    "A[I_X, J_X] · B[J, K] → C[I, K]": r"A\[I_X, J_X\] uses the axis X twice",
+    "A[I, J] · B[J, K_Z] → C[I, K]": "uses the axis Z, but the mesh has X, Y",
+    "A[I, J] · B[J, K] → C[I_X, K_X]": "uses the axis X twice",
+    "A[I, J] · B[J, K]": "expected one arrow",
+    "A[I, J] · B[J, K → C[I, K]": "can't read 'B",
+    "A[I J] · B[J, K] → C[I, K]": "can't read 'A",
+    "A[I, J] · B[K, L] → C[I, K]": "only A has the dim J",
+    "A[I, J] · B[J, K] → C[I, L]": "neither A nor B has it",
+    "A[I, J] · A[J, K] → C[I, K]": "uses a name twice",
+    "A[I_X, J] → C[I, J_X]": "the same array with the same dims",
+    "A[I, J] → A[I, J] {U_X}": "there is no way to",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
+def test_errors_of_a_text(text):
+    with pytest.raises(ValueError, match=WRONG[text]):
+        plan(text, {"X": 2, "Y": 2}, **{dim: 4 for dim in "IJKL" if dim in text})
+
+
+def test_other_errors():
+    with pytest.raises(ValueError, match="the size of K is missing"):
+        plan(FOUR_CASES[0], {"X": 2}, I=4, J=4)
+    with pytest.raises(ValueError, match="no array has a dim M"):
+        plan(FOUR_CASES[0], {"X": 2}, I=4, J=4, K=4, M=4)
+    chosen = plan(FOUR_CASES[0], {"X": 2}, I=4, J=4, K=4)
+    with pytest.raises(ValueError, match=r"A has shape \(4, 5\): expected \(4, 4\)"):
+        chosen.shard(torch.ones(4, 5), torch.ones(4, 4))
+    with pytest.raises(ValueError, match="has 2 ranks, but this run has 1"):
+        chosen.run(torch.ones(2, 4), torch.ones(4, 4))
+    one = plan(FOUR_CASES[0], {"X": 1}, I=4, J=4, K=4)
+    with pytest.raises(ValueError, match=r"has shape \(2, 4\), but expected \(4, 4\)"):
+        one.run(torch.ones(2, 4), torch.ones(4, 4))
+    with pytest.raises(ValueError, match=r"has dtype torch\.float64"):
+        one.run(torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float64))
+    assert torch.equal(one.run(torch.ones(4, 4), torch.ones(4, 4)), torch.full((4, 4), 4.0))
