@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel101 import cost, keras, layers
+    from parallel101 import cost, keras, layers, sharding
     from parallel101.autograd import (
         algorithms,
         all_gather,
@@ -68,7 +68,7 @@ _WHERE = {
     "parallel101.viz.watch": "watch",
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names.split()}
-_MODULES = ("cost", "keras", "layers")  # not in __all__: keras needs Keras
+_MODULES = ("cost", "keras", "layers", "sharding")  # not in __all__: keras needs Keras
 __all__ = sorted(_HOME)
 
 
