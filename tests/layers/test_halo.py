@@ -1,0 +1,361 @@
+"""Halo exchange: the published tables, one process's values and gradients, the adjoint, and no message more than the sizes say."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import parallel101 as p101
+from parallel101.layers.halo import HaloExchange
+from parallel101.layers.halo_sizes import halos, messages
+from parallel101.layers.halo_spatial import SpatialParallel
+from tests.autograd.test_collectives import adjoint_error, random
+
+# Hewett and Grady (arXiv 2006.03108), appendix on halo exchange. (n, ranks, kernel, stride, padding) → halo left and right of every rank
+PUBLISHED = {
+    "normal convolution": ((11, 3, 5, 1, 2), [(0, 2), (2, 2), (2, 0)]),
+    "unbalanced convolution": ((11, 3, 5, 1, 0), [(0, 3), (1, 1), (3, 0)]),
+    "simple unbalanced pooling": ((11, 3, 2, 2, 0), [(0, 0), (0, 0), (0, -1)]),
+    "complex unbalanced pooling": ((20, 6, 2, 2, 0), [(0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0)]),
+    "DistDL's test_halo_mixin": ((10, 4, 2, 2, 0), [(0, 1), (-1, 0), (0, 0), (0, 0)]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), PUBLISHED.values(), ids=PUBLISHED)
+def test_the_published_tables(arguments, expected):
+    assert [(halo.left, halo.right) for halo in halos(*arguments)] == expected
+
+
+def test_halos_are_what_the_kernel_touches():
+    """Against a loop over all outputs and all entries under the kernel."""
+    for n, p, k, s, pad, d in itertools.product((1, 5, 11, 16), (1, 2, 3, 5), (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2)):
+        outputs = (n + 2 * pad - d * (k - 1) - 1) // s + 1
+        if n + 2 * pad < d * (k - 1) + 1:
+            with pytest.raises(ValueError, match="kernel covers"):
+                halos(n, p, k, s, pad, d)
+            continue
+        line = halos(n, p, k, s, pad, d)
+        assert [i for halo in line for i in halo.holds] == list(range(n))
+        assert [i for halo in line for i in halo.computes] == list(range(outputs))
+        sent = messages(line)
+        for rank, halo in enumerate(line):
+            touched = [o * s - pad + d * tap for o in halo.computes for tap in range(k)]
+            whole = range(min(touched), max(touched) + 1) if touched else range(0)
+            assert list(halo.needs) == [i for i in whole if 0 <= i < n]
+            assert halo.padding == (sum(i < 0 for i in whole), sum(i >= n for i in whole))
+            foreign = sorted(i for (_, to), block in sent.items() if to == rank for i in block)
+            assert foreign == [i for i in halo.needs if i not in halo.holds]
+            assert all(i in line[source].holds for (source, to), block in sent.items() if to == rank for i in block)
+
+
+def test_padding_may_differ_before_and_after():
+    assert [halo.padding for halo in halos(4, 2, 4, padding=(1, 2))] == [(1, 0), (0, 2)]
+
+
+def mesh_of(shape):
+    """Of the first ranks; the others are outside."""
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape))
+
+
+def block_of(whole, layer_mesh):
+    """This rank's block, by split_sizes."""
+    if layer_mesh.get_coordinate() is None:
+        return whole.new_empty(0)
+    for dim, (position, size) in enumerate(zip(layer_mesh.get_coordinate(), layer_mesh.shape)):
+        whole = whole.split(p101.split_sizes(whole.shape[dim], size), dim)[position]
+    return whole.clone()
+
+
+def seeded(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def conv(dims, *arguments, **options):
+    return lambda: (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](*arguments, **options)
+
+
+# DistDL's tests/layers/test_conv_feature.py and test_pooling.py: mesh, shape, kernel_size, padding, stride, dilation
+DISTDL = {
+    "no stride, ideal padding": ((1, 1, 2, 2), (1, 5, 10, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "stride 2, ideal padding": ((1, 1, 2, 2), (1, 5, 10, 10), (5, 5), (2, 2), (2, 2), (1, 1)),
+    "odd local shape with stride": ((1, 1, 2, 2), (1, 5, 5, 5), (3, 3), (1, 1), (2, 2), (1, 1)),
+    "kernel needs offset": ((1, 1, 2, 2), (1, 5, 6, 10), (5, 5), (2, 2), (4, 4), (1, 1)),
+    "non-ideal padding": ((1, 1, 2, 2), (1, 5, 10, 8), (5, 5), (1, 1), (1, 1), (1, 1)),
+    "even kernel size": ((1, 1, 2, 2), (1, 5, 8, 8), (4, 4), (1, 1), (1, 1), (1, 1)),
+    "3-D input": ((1, 1, 2, 1, 2), (1, 3, 5, 5, 6), (5, 5, 5), (2, 2, 2), (2, 2, 1), (1, 1, 1)),
+    "1-D input": ((1, 1, 4), (1, 3, 15), (3,), (1,), (1,), (1,)),
+    "dilation 2": ((1, 1, 2, 2), (1, 3, 10, 10), (5, 5), (1, 1), (1, 1), (2, 2)),
+    "many ranks, small input": ((1, 1, 4, 4), (1, 3, 10, 10), (5, 5), (2, 2), (2, 2), (1, 1)),
+}
+# And what a user meets besides: the module, the mesh, the shape
+OURS = {
+    "same padding, even kernel": (conv(2, 2, 3, (4, 3), padding="same", dilation=(1, 2)), (1, 1, 3, 2), (2, 2, 7, 9)),
+    "samples cut too, groups": (conv(2, 4, 4, 3, groups=2, bias=False), (2, 1, 2, 3), (3, 4, 9, 8)),
+    "a mesh of one axis": (conv(1, 2, 3, 3, padding=1), (3,), (5, 2, 8)),
+    "shards smaller than the halo": (conv(1, 1, 2, 7, padding=3), (1, 1, 6), (2, 1, 8)),
+    "fewer entries than ranks": (conv(1, 1, 2, 3, padding=1), (1, 1, 5), (2, 1, 3)),
+    "fewer outputs than ranks": (conv(2, 1, 2, (3, 5), stride=2), (1, 1, 2, 4), (2, 1, 7, 9)),
+    "a stride larger than the kernel": (conv(1, 1, 2, 2, stride=5), (1, 1, 4), (1, 1, 23)),
+    "max pooling with padding": (lambda: nn.MaxPool2d(3, stride=2, padding=1), (1, 2, 2, 2), (2, 3, 7, 6)),
+    "max pooling with dilation": (lambda: nn.MaxPool1d(3, stride=1, dilation=2), (1, 1, 4), (1, 2, 11)),
+    "mean pooling": (lambda: nn.AvgPool2d(2), (1, 1, 3, 2), (2, 2, 11, 7)),
+    "mean pooling with padding": (lambda: nn.AvgPool1d(4, stride=3, padding=2), (1, 1, 5), (2, 2, 13)),
+    "1-D max pooling, fewer outputs than ranks": (lambda: nn.MaxPool1d(4), (1, 1, 5), (2, 2, 13)),
+}
+
+
+class Whole(NamedTuple):
+    """A case as one process computes it."""
+
+    module: nn.Module
+    mesh: tuple[int, ...]
+    x: torch.Tensor
+    y: torch.Tensor
+    gradients: list[torch.Tensor]  # of x and the weights
+
+
+@functools.cache
+def one_process():
+    cases = dict(OURS)
+    for name, (mesh, shape, kernel, padding, stride, dilation) in DISTDL.items():
+        dims = len(kernel)
+        cases[name] = conv(dims, shape[1], 2, kernel, stride, padding, dilation), mesh, shape
+        if all(2 * before <= k for before, k in zip(padding, kernel)):
+            kind = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1]
+            cases[f"{name}, max pooling"] = functools.partial(kind, kernel, stride, padding, dilation), mesh, shape
+    wholes = {}
+    for name, (make, mesh, shape) in cases.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            module = make().double()
+        x = seeded(shape).requires_grad_()
+        y = module(x)
+        gradients = torch.autograd.grad((y * seeded(y.shape, 1)).sum(), [x, *module.parameters()])
+        wholes[name] = Whole(module, mesh, x.detach(), y.detach(), list(gradients))
+    return wholes
+
+
+def differences(wholes, meshes):
+    """Where SpatialParallel differs from one process by more than 1e-10. The ranks beyond a mesh are outside."""
+    meshes = {shape: mesh_of(shape) for shape in meshes}
+    wrong = []
+    for name, whole in wholes.items():
+        mesh, rank = meshes[whole.mesh], dist.get_rank()
+        layer = SpatialParallel(whole.module, mesh, shape=whole.x.shape)
+        x = block_of(whole.x, mesh).requires_grad_()
+        y = layer(x)
+        (y * block_of(seeded(whole.y.shape, 1), mesh)).sum().backward()
+        expected = [block_of(whole.y, mesh), block_of(whole.gradients[0], mesh)]
+        found = [y, x.grad]
+        if mesh.get_coordinate() is not None:
+            found += [weight.grad for weight in layer.parameters()]
+            expected += whole.gradients[1:]
+        close = [torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(found, expected, strict=True)]
+        if not all(close) or layer.output_shape != whole.y.shape:
+            wrong.append((rank, name, close))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(17, {"backend": "sim"}), (8, {"backend": "sim", "rules": "nccl"}), (4, {"backend": "gloo"})],
+    ids=["sim", "NCCL's rules", "gloo"],
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_convolutions_and_pooling_equal_one_process(world_size, options):
+    wholes = {name: whole for name, whole in one_process().items() if math.prod(whole.mesh) <= world_size}
+    assert len(wholes) > 20
+    meshes = sorted({whole.mesh for whole in wholes.values()})
+    assert p101.launch(differences, wholes, meshes, world_size=world_size, **options).results == [[]] * world_size
+
+
+# DistDL's tests/primitives/test_halo_exchange.py, then what it leaves out: corners, padding, strides, dilation, far neighbours
+ADJOINTS = [
+    {"mesh": (1, 1, 3, 3), "shape": (1, 1, 10, 7), "kernel_size": (3, 3)},
+    {"mesh": (1, 1, 3), "shape": (1, 1, 10), "kernel_size": 2, "stride": 2},
+    {"mesh": (2, 2, 3), "shape": (5, 6, 7), "kernel_size": (3, 2, 5), "stride": (1, 2, 1), "padding": (1, 0, 2)},
+    {"mesh": (2, 4), "shape": (3, 9, 11), "kernel_size": (5, 4), "padding": ((0, 3), 1), "dilation": 2},
+    {"mesh": (9,), "shape": (7,), "kernel_size": 5, "padding": 2},
+    {"mesh": (4,), "shape": (9,), "kernel_size": 1, "stride": 3},
+    {"mesh": (1,), "shape": (6,), "kernel_size": 3},
+]
+
+
+def layer_of(case):
+    options = {name: value for name, value in case.items() if name != "mesh"}
+    return HaloExchange(mesh_of(case["mesh"]), **options)
+
+
+def windows(layer, whole):
+    """What every rank of the layer's mesh should get, as one process cuts it out of the padded tensor."""
+    for dim, line in enumerate(layer.lines):
+        before, after = (max(halo.padding[side] for halo in line) for side in (0, 1))
+        whole = nn.functional.pad(whole, [0, 0] * (whole.dim() - dim - 1) + [before, after])
+    for place in itertools.product(*(range(len(line)) for line in layer.lines)):
+        y = whole
+        for dim, (line, at) in enumerate(zip(layer.lines, place, strict=True)):
+            halo = line[at]
+            start = halo.needs.start - halo.padding[0] + max(halo.padding[0] for halo in line)
+            y = y.narrow(dim, start if halo.computes else 0, len(halo.needs) + sum(halo.padding))
+        yield y
+
+
+def wrong_exchanges(cases):
+    """Values, gradients and second derivatives against one process, and the adjoint test."""
+    wrong = []
+    for i, case in enumerate(cases):
+        layer, x = layer_of(case), seeded(case["shape"], i).requires_grad_()
+        mine = block_of(x.detach(), mesh_of(case["mesh"])).requires_grad_()
+        y = layer(mine)
+        wholes = list(windows(layer, x))
+        inside = layer.mesh.coordinate is not None
+        same = [torch.equal(y, wholes[layer.mesh.mesh.position] if inside else mine)]
+
+        (g,) = torch.autograd.grad(y.pow(3).sum(), mine, create_graph=True)
+        (h,) = torch.autograd.grad(g.pow(2).sum(), mine)
+        (g_whole,) = torch.autograd.grad(sum(y.pow(3).sum() for y in wholes), x, create_graph=True)
+        (h_whole,) = torch.autograd.grad(g_whole.pow(2).sum(), x)
+        for found, expected in ((g, g_whole), (h, h_whole)):
+            same.append(torch.allclose(found, block_of(expected, mesh_of(case["mesh"])), rtol=1e-10, atol=1e-10))
+
+        same.append(adjoint_error(layer, random(mine.shape, i)) < 1e-13)
+        same.append(adjoint_error(lambda x: torch.cat([layer(x).flatten(), layer(x * 2).flatten()]), random(mine.shape, i)) < 1e-13)  # noqa: B023
+        with torch.no_grad():
+            kept = mine.clone()
+            plain = layer(mine.detach())
+        same += [
+            torch.equal(plain, y),
+            not plain.requires_grad,
+            torch.equal(kept, mine),
+            not plain.numel() or plain.data_ptr() != mine.data_ptr(),
+        ]
+        wrong += [(i, same)] * (not all(same))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(13, {"backend": "sim"}), (12, {"backend": "sim", "rules": "nccl"}), (4, {"backend": "gloo"})],
+    ids=["sim", "NCCL's rules", "gloo"],
+)
+def test_values_gradients_and_adjoints(world_size, options):
+    cases = [case for case in ADJOINTS if math.prod(case["mesh"]) <= world_size]
+    assert p101.launch(wrong_exchanges, cases, world_size=world_size, **options).results == [[]] * world_size
+
+
+def exchanged(case, backward):
+    layer = layer_of(case)
+    x = block_of(seeded(case["shape"]), mesh_of(case["mesh"])).requires_grad_()
+    y = layer(x)
+    if backward:
+        y.sum().backward()
+    return layer.lines
+
+
+def predicted_bytes(lines):
+    """float64, by position: the dims in order, each with the halos of the dims before it."""
+    places = list(itertools.product(*(range(len(line)) for line in lines)))
+    sent = dict.fromkeys(places, 0)
+    for dim, line in enumerate(lines):
+        for (source, _), entries in messages(line).items():
+            for place in places:
+                if place[dim] == source:
+                    before = [len(lines[d][at].needs) + sum(lines[d][at].padding) for d, at in enumerate(place[:dim])]
+                    after = [len(lines[d][at].holds) for d, at in enumerate(place) if d > dim]
+                    sent[place] += 8 * len(entries) * math.prod(before + after)
+    return list(sent.values())
+
+
+@pytest.mark.parametrize("case", ADJOINTS[:4], ids=lambda case: str(case["mesh"]))
+def test_the_sizes_predict_the_bytes_and_backward_sends_them_back(case):
+    ranks = math.prod(case["mesh"])
+    run = p101.launch(exchanged, case, False, world_size=ranks + 1, backend="sim")
+    assert run.trace.bytes_sent == [*predicted_bytes(run.results[0]), 0]
+    there = [(message.src, message.dst, message.nbytes) for message in run.trace.messages()]
+    both = p101.launch(exchanged, case, True, world_size=ranks + 1, backend="sim").trace.messages()
+    assert sorted((message.src, message.dst, message.nbytes) for message in both) == sorted(there + [(b, a, n) for a, b, n in there])
+
+
+NO_MESSAGES = {
+    "pooling whose windows lie within the blocks": {"mesh": (1, 1, 3), "shape": (1, 1, 12), "kernel_size": 2, "stride": 2},
+    "a kernel of one": {"mesh": (1, 3), "shape": (5, 7), "kernel_size": 1},
+    "a dim that is not cut": {"mesh": (3,), "shape": (6, 5), "kernel_size": 3, "padding": 1},
+}
+
+
+@pytest.mark.parametrize("case", NO_MESSAGES.values(), ids=NO_MESSAGES)
+def test_no_message_where_none_is_needed(case):
+    assert p101.launch(exchanged, case, True, world_size=4, backend="sim").trace.messages_sent == [0] * 4
+
+
+def test_two_steps_for_each_dim_that_is_cut():
+    """A middle rank sends to its left, then to its right. Corners take no steps of their own."""
+    steps = p101.Network(latency=1.0, bandwidth=math.inf)
+    case = {"mesh": (3, 3), "shape": (9, 9), "kernel_size": (3, 3)}
+    assert p101.launch(exchanged, case, False, world_size=9, backend="sim", network=steps).trace.makespan == 4
+    assert p101.launch(exchanged, case, True, world_size=9, backend="sim", network=steps).trace.makespan == 8
+
+
+ERRORS = {
+    "large": "ValueError: dim 2 of a tensor of shape (2, 3, 8): the kernel covers 9 entries (kernel_size=9, dilation=1), but the input has",
+    "many": "ValueError: kernel_size=(1, 1, 1, 1) has 4 sizes: expected at most 3 for a tensor of shape (2, 3, 8)",
+    "strides": "ValueError: stride=(1, 2): expected an int, or one for each dim of the kernel, whose size is (3,)",
+    "zero": "ValueError: dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1",
+    "float": "TypeError: kernel_size=3.5: expected an int, or one for each dim of the kernel",
+    "dims": "ValueError: shape has 1 dims ((8,)), and the mesh 3 axes (1, 1, 2)",
+    "mesh": "TypeError: mesh=[0, 1]: expected a DeviceMesh",
+    "module": "TypeError: module is a Linear: expected a convolution or pooling, Conv1d",
+    "unbatched": "ValueError: shape=(3, 8): expected 3 dims for a Conv1d, samples and channels first",
+    "channels": "ValueError: the mesh has shape (1, 2): expected one rank on axis 1, since a Conv1d needs all channels",
+    "circular": "ValueError: padding_mode='circular' has no distributed form here: use padding_mode='zeros'",
+    "ceil": "ValueError: ceil_mode=True has no distributed form here: use ceil_mode=False",
+    "count": "ValueError: count_include_pad=False has no distributed form here",
+}
+WRONG_BLOCK = "ValueError: x has shape (2, 3, 8), but on a mesh of shape (1, 1, 2) a tensor of shape (2, 3, 8) has the block (2, 3, 4)"
+OUTSIDE = "ValueError: x has shape (2, 3, 8) on a rank outside the layer's mesh"
+
+
+def error_of(make):
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def errors():
+    mesh, channels = mesh_of((1, 1, 2)), mesh_of((1, 2))
+    exchange = functools.partial(HaloExchange, mesh, shape=(2, 3, 8))
+    layer = functools.partial(SpatialParallel, mesh=mesh, shape=(2, 3, 8))
+    wrong = {
+        "large": lambda: exchange(kernel_size=9),
+        "many": lambda: exchange(kernel_size=(1, 1, 1, 1)),
+        "strides": lambda: exchange(kernel_size=3, stride=(1, 2)),
+        "zero": lambda: exchange(kernel_size=3, stride=0),
+        "float": lambda: exchange(kernel_size=3.5),
+        "dims": lambda: HaloExchange(mesh, shape=(8,), kernel_size=3),
+        "mesh": lambda: HaloExchange([0, 1], shape=(8,), kernel_size=3),
+        "module": lambda: layer(nn.Linear(3, 3)),
+        "unbatched": lambda: layer(nn.Conv1d(3, 3, 3), shape=(3, 8)),
+        "channels": lambda: layer(nn.Conv1d(3, 3, 3), mesh=channels),
+        "circular": lambda: layer(nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular")),
+        "ceil": lambda: layer(nn.MaxPool1d(3, ceil_mode=True)),
+        "count": lambda: layer(nn.AvgPool1d(3, padding=1, count_include_pad=False)),
+    }
+    return {name: error_of(make) for name, make in wrong.items()}, error_of(lambda: exchange(kernel_size=3)(torch.zeros(2, 3, 8)))
+
+
+def test_errors_are_clear_and_the_same_on_all_ranks():
+    results = p101.launch(errors, world_size=3, backend="sim").results
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert {name: message[: len(ERRORS[name])] for name, message in results[0][0].items()} == ERRORS
+    for (_, message), expected in zip(results, (WRONG_BLOCK, WRONG_BLOCK, OUTSIDE), strict=True):
+        assert message.startswith(expected)
