@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (lab, lessons):
         sub.add_argument("--lessons", metavar="FOLDER", help="folder with the notebooks (default: lessons/ in this clone)")
     lessons.add_argument("names", nargs="*", metavar="NAME", help="lessons to run, e.g. 01 or 01_collectives (default: all)")
+    lessons.add_argument("--only", metavar="NAMES", help="build a course of these lessons alone, e.g. 01,04; the index lists no others")
     lessons.add_argument("--out", metavar="FOLDER", type=Path, default=Path("site"), help="folder for the pages (default: site)")
     lessons.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="time limit for each cell (default: 600)")
 
@@ -151,12 +152,13 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
     from parallel101.publish import make_output_folder, publish, select_lessons
 
     try:
-        notebooks = select_lessons(_lessons_folder(args), args.names)
+        names = [*args.names, *(args.only or "").replace(",", " ").split()]
+        notebooks = select_lessons(_lessons_folder(args), names)
         make_output_folder(args.out)
     except ValueError as error:
         args.parser.error(str(error))
     print(f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: {', '.join(n.stem for n in notebooks)}", flush=True)
-    done = publish(notebooks, args.out, timeout=args.timeout)
+    done = publish(notebooks, args.out, only=args.only is not None, timeout=args.timeout)
     print("Wrote", *(f"  {page}  {page.stat().st_size / 1000:,.0f} kB" for page in done.written), sep="\n")
     for failure in done.failed:
         print(f"\n✗ {failure}", file=sys.stderr)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
-from parallel101.publish.page import Lesson, index_page, lesson_body, lesson_page
+from parallel101.publish.glossary import read_terms
+from parallel101.publish.page import Lesson, cover_of, glossary_page, homework_page, index_page, lesson_body, lesson_page
 
 __all__ = ["LessonFailed", "Published", "find_lessons", "make_output_folder", "publish", "select_lessons"]
 
@@ -80,12 +82,15 @@ def make_output_folder(out: Path) -> None:
         raise ValueError(f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. --out site") from error
 
 
-def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, report: Callable[[str], None] = print) -> Published:
+def publish(
+    notebooks: Sequence[Path], out: Path, *, only: bool = False, timeout: float = 600.0, report: Callable[[str], None] = print
+) -> Published:
     """Run each notebook from top to bottom and write it as a page. If a lesson fails, the others still run.
 
     Args:
-        notebooks: the lessons to run, all from one folder. The index also lists lessons of this folder whose pages are in `out` already.
+        notebooks: the lessons to run, all from one folder.
         out: the folder for the pages and index.html; it is created if it is missing. The old page of a lesson that fails is deleted.
+        only: whether these lessons are the whole course. If not, the index also lists the folder's lessons that have a page in `out`.
         timeout: time limit for each cell, in seconds.
         report: called with one line of progress per lesson. Progress bars go to standard error if that is a terminal.
 
@@ -94,6 +99,12 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, rep
         OSError: a page could not be written, for example because the disk is full. `.filename` is that page; its old content is kept.
     """
     make_output_folder(out)
+    folder = notebooks[0].parent
+    course = list(notebooks) if only else select_lessons(folder)
+    homework = _write_homework(folder, out)
+    terms = read_terms(folder)
+    if terms:
+        _write(out / "glossary.html", glossary_page(terms))
     ran: dict[Path, tuple[str, float]] = {}
     failed = []
     try:
@@ -102,31 +113,45 @@ def publish(notebooks: Sequence[Path], out: Path, *, timeout: float = 600.0, rep
             try:
                 notebook = run_notebook(path, timeout=timeout)
                 seconds = time.perf_counter() - began
-                ran[path] = lesson_body(notebook, path.parent), seconds
+                ran[path] = lesson_body(notebook, path.parent, homework), seconds
             except (LessonFailed, ValueError) as error:
                 failed.append(error if isinstance(error, LessonFailed) else LessonFailed(path.stem, str(error)))
                 (out / f"{path.stem}.html").unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
             else:
-                _write_pages(path.parent, out, {path: ran[path]})
+                _write_pages(course, out, {path: ran[path]}, homework, bool(terms))
                 report(f"✓ {path.stem} ran in {seconds:.1f} s")
     finally:  # also after Ctrl-C: links the finished pages to each other
-        written = _write_pages(notebooks[0].parent, out, ran)
+        written = _write_pages(course, out, ran, homework, bool(terms))
     return Published(written, failed)
 
 
-def _write_pages(folder: Path, out: Path, ran: Mapping[Path, tuple[str, float]]) -> list[Path]:
-    """Write the pages of the lessons that ran, and the index of all lessons that have a page. Returns the paths."""
+def _write_pages(
+    course: Sequence[Path], out: Path, ran: Mapping[Path, tuple[str, float]], homework: Mapping[int, Lesson], glossary: bool
+) -> list[Path]:
+    """Write the pages of the lessons that ran, and the index of all lessons of the course that have a page. Returns the paths."""
     lessons = {}
-    for path in select_lessons(folder):
+    for path in course:
         if path in ran or (out / f"{path.stem}.html").exists():
             with suppress(LessonFailed):  # a notebook that did not run now and that has become unreadable
                 lessons[path] = Lesson.of(path.stem, read_notebook(path))
     pages = {out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()]) for path in ran}
-    pages[out / "index.html"] = index_page([*lessons.values()])
     for page, html in pages.items():
         _write(page, html)
-    return [*pages]
+    covers = {path.stem: cover_of((out / f"{path.stem}.html").read_text(encoding="utf-8")) for path in lessons}
+    _write(out / "index.html", index_page([*lessons.values()], covers, homework, glossary))
+    return [*pages, out / "index.html"]
+
+
+def _write_homework(folder: Path, out: Path) -> dict[int, Lesson]:
+    """Write a page for each homework in the folder homework/ beside the lessons. Returns them by number."""
+    written = {}
+    for path in sorted((folder.parent / "homework").glob("hw*_*/hw*.ipynb")):
+        notebook, name = read_notebook(path), path.parent.name
+        if number := re.match(r"hw(\d+)_", name):
+            homework = written[int(number[1])] = Lesson.of(name, notebook)
+            _write(out / f"{name}.html", homework_page(homework, lesson_body(notebook, path.parent)))
+    return written
 
 
 def _write(page: Path, html: str) -> None:

@@ -2,6 +2,8 @@
 
 nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas become MathML, which browsers draw
 themselves. An explorer, which needs a kernel, says how to get one. A page that would still load something is refused.
+
+    cells ── nbconvert ──▶ HTML ── arrange.py: sections, folded answers ── glossary.py: links to terms ──▶ the page's body
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, Tag
 from jinja2 import pass_context
 from latex2mathml.converter import convert as to_mathml
 from nbconvert import HTMLExporter
@@ -25,26 +28,35 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
+from parallel101.publish import glossary
+from parallel101.publish.arrange import arrange
+
 WIDGET = "application/vnd.jupyter.widget-view+json"
+HOMEWORK = re.compile(r"Homework (\d+), exercises?")
 NEEDS_KERNEL = "This explorer runs the program again after each change, so it needs a kernel. Open the lesson with <code>make lab</code>."
+
+PRESENTER = files("parallel101.publish").joinpath("presenter.js").read_text(encoding="utf-8")
+NONE: Mapping = MappingProxyType({})
 
 # With this policy the browser loads nothing from outside the page. `external_addresses` tells the lesson's author earlier.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; media-src data:"
 
 
 class Lesson(NamedTuple):
-    """A lesson as the index and the links between lessons show it."""
+    """A lesson, or a homework, as the index and the links between pages show it."""
 
     name: str
     title: str
     summary: str  # its first paragraph, as plain text
+    homework: tuple[int, ...] = ()  # the numbers of the homeworks that it names
 
     @classmethod
     def of(cls, name: str, notebook: NotebookNode) -> Lesson:
         """Take the first heading as the title and the first paragraph as the summary."""
         prose = BeautifulSoup("\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"), "html.parser")
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
-        return cls(name, heading.get_text() if heading else name, paragraph.get_text() if paragraph else "")
+        numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
+        return cls(name, heading.get_text() if heading else name, paragraph.get_text() if paragraph else "", tuple(numbers))
 
 
 class _OfflineRenderer(IPythonRenderer):
@@ -87,20 +99,40 @@ def _formula(tex: str, display: str) -> str:
     return mathml
 
 
-def lesson_body(notebook: NotebookNode, folder: Path) -> str:
+def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Lesson] = NONE) -> str:
     """Return the cells and outputs of a notebook that has run, as HTML that loads nothing.
 
     Args:
-        folder: the notebook's folder. Images from this folder are embedded in the page.
+        folder: the notebook's folder. Images from this folder are embedded in the page, and terms of its glossary.md become links.
+        homework: those that have a page, by number. Where the text names one, it becomes a link.
 
     Raises:
         ValueError: the page would load something, such as an image from the web, or a formula cannot be converted.
     """
     exporter = _OfflineExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(_without_kernel(notebook), {"metadata": {"path": str(folder)}})
-    if addresses := sorted(set(external_addresses(body))):
+    soup = BeautifulSoup(body, "html.parser")
+    if addresses := sorted(set(external_addresses(soup))):
         raise ValueError(f"the page would load {', '.join(addresses)}, but pages must work offline; put the file in the notebook's folder")
-    return body
+    arrange(soup)
+    for text in list(soup.find_all("strong", string=HOMEWORK)):
+        if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
+            text.wrap(soup.new_tag("a", href=_page(task)))
+    glossary.link_first_uses(soup, glossary.read_terms(folder))
+    if figure := _cover(soup):
+        figure["class"] = "p101 cover"
+    return str(soup)
+
+
+def _cover(soup: BeautifulSoup) -> Tag | None:
+    """The picture for the index: that of the cell with the tag `cover`, or the first that plays."""
+    return soup.select_one(".celltag_cover figure.p101") or soup.select_one("figure.p101:has(source)") or soup.select_one("figure.p101")
+
+
+def cover_of(page: str) -> str:
+    """The picture of a lesson's page for the index, as an <img>; "" if the page has none."""
+    found = re.search(r'<figure class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"', page, re.DOTALL)
+    return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
 
 
 def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
@@ -108,27 +140,56 @@ def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Les
     at = lessons.index(lesson)
     before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
     after = [f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]]
+    present = '<button class="present" title="One section at a time, in large type (p)" hidden>Present</button>'
     links = '<nav><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
+    top = links.replace("</nav>", f"{present}</nav>")
     ran = f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with {_machine()}.</footer>"
-    return offline_html(lesson.title, f"{links}\n<main>\n{body}\n</main>\n{ran}\n{links}")
+    return offline_html(lesson.title, f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n<script>{PRESENTER}</script>")
 
 
-def index_page(lessons: Sequence[Lesson]) -> str:
-    """Return the page that lists the lessons in order."""
-    rows = [
-        f'<li><a href="{_page(e)}"><strong>{escape(e.title)}</strong></a><p>{escape(e.summary)}</p><small>{escape(e.name)}</small></li>'
-        for e in lessons
-    ]
+def homework_page(homework: Lesson, body: str) -> str:
+    """Return the page of a homework as it is handed out: what is to be written."""
+    how = "<p class='needs-kernel'>To write and check it, open it with <code>make homework</code>.</p>"
+    return offline_html(homework.title, f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>')
+
+
+def glossary_page(terms: Sequence[glossary.Term]) -> str:
+    """Return the page of the glossary."""
+    rows = "".join(f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{_markdown(term.definition)}</dd>' for term in terms)
+    return offline_html(
+        "Glossary", f'<nav><a href="index.html">All lessons</a></nav><main><h1>Glossary</h1><dl class="glossary">{rows}</dl></main>'
+    )
+
+
+def index_page(
+    lessons: Sequence[Lesson], covers: Mapping[str, str] = NONE, homework: Mapping[int, Lesson] = NONE, glossary: bool = False
+) -> str:
+    """Return the page that lists the lessons in order.
+
+    Args:
+        covers: by the lesson's name, its picture as an <img>.
+        homework: by number, the homeworks that have a page.
+        glossary: whether the glossary has a page.
+    """
+    rows = []
+    for lesson in lessons:
+        tasks = [homework[number] for number in lesson.homework if number in homework]
+        links = ", ".join(f'<a href="{_page(task)}">{escape(task.title)}</a>' for task in tasks)
+        rows.append(
+            f'<li>{covers.get(lesson.name, "")}<div><a href="{_page(lesson)}"><strong>{escape(lesson.title)}</strong></a>'
+            f"<p>{escape(lesson.summary)}</p><small>{escape(lesson.name)}{'. ' + links if links else ''}</small></div></li>"
+        )
     intro = (
         "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from programs that ran in the lessons.</p>"
     )
     listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
-    return offline_html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}</main>")
+    terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
+    return offline_html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}{terms}</main>")
 
 
-def external_addresses(html: str) -> Iterator[str]:
-    """Yield every address that a browser would load when it opens `html`. Links that a reader can click are not loaded."""
-    soup = BeautifulSoup(html, "html.parser")
+def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
+    """Yield every address that a browser would load when it opens the page. Links that a reader can click are not loaded."""
+    soup = BeautifulSoup(html, "html.parser") if isinstance(html, str) else html
     for tag in soup.find_all(True):
         names = ["src", "srcset", "poster", "data"] + ([] if tag.name in ("a", "area") else ["href", "xlink:href"])
         addresses = [str(tag[name]) for name in names if tag.get(name)]

@@ -79,13 +79,13 @@ class Monitor:
         self, processes: Sequence[RankProcess], timeout: float, prefixes: Sequence[str], *, checked: bool = False, on_gloo: bool = False
     ):
         self.wait_for = WaitForGraph(len(processes))
-        screen = Screen()
+        self.screen = Screen()
         self.ranks = [
             MonitoredRank(
                 rank,
                 process,
                 Wire(process.control),
-                (RankOutput(prefixes[rank], "stdout", screen), RankOutput(prefixes[rank], "stderr", screen)),
+                (RankOutput(prefixes[rank], "stdout", self.screen), RankOutput(prefixes[rank], "stderr", self.screen)),
                 self.wait_for.ranks[rank],
             )
             for rank, process in enumerate(processes)
@@ -296,6 +296,7 @@ class Monitor:
             for rank in self.ranks:
                 for output in rank.outputs:
                     output.close(explained)
+            self.screen.close()
 
 
 def _send(rank: MonitoredRank, kind: bytes) -> bool:

@@ -1,6 +1,7 @@
 """What ranks print, shown line by line as it arrives, each line with its rank before it.
 
 rank's stdout, stderr ──▶ RankOutput: whole lines, "[rank 2] …" ──▶ Screen: this process's stdout, stderr (a notebook's cell)
+                                                                        └▶ LongOutput: what is too long for a cell, folded
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import io
 import re
 import socket
 import sys
+import time
+from html import escape
+from typing import Any
 
 # What gloo's C++ prints when it aborts a rank. The error that the launch raises explains it.
 GLOO_ABORT = re.compile(
@@ -24,9 +28,19 @@ class Screen:
     def __init__(self) -> None:
         self.widths: dict[str, int] = {}  # of the bar on the terminal, or on each stream that is no terminal
         self.closed = False  # nobody reads the output any more (`| head`): this raises once
+        self.room = LongOutput.AFTER  # lines that a notebook's cell still shows as they come
+        self.long: LongOutput | None = None
 
     def lines(self, stream: str, lines: list[str]) -> None:
         """Write whole lines. The first one overwrites a bar."""
+        if in_notebook():
+            lines, rest = lines[: self.room], lines[self.room :]
+            self.room -= len(lines)
+            if rest:
+                self.long = self.long or LongOutput()
+                self.long.add(rest)
+            if not lines:
+                return
         out, place, width = self._at(stream)
         self.widths[place] = 0
         self._write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
@@ -36,6 +50,11 @@ class Screen:
         out, place, width = self._at(stream)
         self.widths[place] = len(text)
         self._write(out, "\r" + text.ljust(width))
+
+    def close(self) -> None:
+        """Show the last lines, at the end of a launch."""
+        if self.long:
+            self.long.show()
 
     def _at(self, stream: str):
         out = getattr(sys, stream)
@@ -50,6 +69,60 @@ class Screen:
         except (OSError, ValueError):
             self.closed = True
             raise
+
+
+class LongOutput:
+    """The lines of a launch after the first 400, in a notebook: the last 20 are shown, and the reader can open the rest.
+
+    A cell with 80,000 lines would make JupyterLab and the lesson's page slow.
+    """
+
+    AFTER, LAST = 400, 20  # lines
+    KEPT = 20 << 20  # characters of folded lines
+    EVERY = 0.25  # seconds between two updates
+
+    def __init__(self) -> None:
+        self.count = self.size = 0
+        self.folded: list[str] = []
+        self.last: list[str] = []
+        self.display: Any = None
+        self.updated = 0.0
+
+    def add(self, lines: list[str]) -> None:
+        self.count += len(lines)
+        self.last += lines
+        older, self.last = self.last[: -self.LAST], self.last[-self.LAST :]
+        if self.size < self.KEPT:
+            self.folded += older
+            self.size += sum(map(len, older))
+        if time.monotonic() - self.updated > self.EVERY:
+            self._update(self._html(()))
+
+    def show(self) -> None:
+        """Show all of it, with the folded lines. Until then the cell shows how many there are."""
+        self._update(self._html(self.folded))
+
+    def _html(self, folded: list[str] | tuple[()]) -> str:
+        older, last = self.count - len(self.last), escape("\n".join(self.last))
+        if not folded:
+            return f"<p>… {older:,} more lines</p><pre>{last}</pre>" if older else f"<pre>{last}</pre>"
+        left_out = f" (the first {len(folded):,} of them)" if len(folded) < older else ""
+        text = escape("\n".join(folded))
+        return f"<details><summary>{older:,} more lines{left_out}</summary><pre>{text}</pre></details><pre>{last}</pre>"
+
+    def _update(self, html: str) -> None:
+        from IPython.display import HTML, display  # there is IPython, since this is a notebook
+
+        self.updated = time.monotonic()
+        if self.display is None:
+            self.display = display(HTML(html), display_id=True)
+        else:
+            self.display.update(HTML(html))
+
+
+def in_notebook() -> bool:
+    """Whether this process's output goes to the cell of a notebook."""
+    return type(sys.stdout).__module__.startswith("ipykernel")
 
 
 class RankOutput:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.ranks import output
 from parallel101.ranks.output import RankOutput, Screen
 
 
@@ -115,6 +116,36 @@ def test_progress_bars_of_several_ranks_overwrite_each_other(capsys):
     second.feed(b"\ntext\n")
     err = capsys.readouterr().err
     assert err == "\r[0] long bar" + "\r[1] bar     " + "\r[0] long bar" + "\r[1] bar     \n[1] text\n"
+
+
+def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, capsys):
+    shown: list[str] = []
+
+    class Display:
+        def update(self, html):
+            shown.append(html.data)
+
+    def display(html, display_id):
+        shown.append(html.data)
+        return Display()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(output, "in_notebook", lambda: True)
+    monkeypatch.setattr(output.LongOutput, "KEPT", 1000)
+    screen = Screen()
+    ranks = [RankOutput(f"[{r}] ", "stdout", screen) for r in range(2)]
+    for i in range(250):
+        for rank in ranks:
+            rank.feed(f"<{i}>\n".encode())
+    live = capsys.readouterr().out.splitlines()
+    assert len(live) == 400 and shown[0].startswith("<pre>[0] &lt;200&gt;")
+    screen.close()
+    assert shown[-1].startswith("<details><summary>80 more lines</summary><pre>[0] &lt;200&gt;\n[1] &lt;200&gt;\n")
+    assert shown[-1].endswith("[1] &lt;249&gt;</pre>") and shown[-1].count("&lt;") == 100
+    for _ in range(2):
+        ranks[0].feed(b"x\n" * 1000)
+    screen.close()
+    assert "<summary>2,080 more lines (the first" in shown[-1], "more than LongOutput.KEPT characters are not kept"
 
 
 GLOO_ABORT = """terminate called after throwing an instance of 'gloo::EnforceNotMet'

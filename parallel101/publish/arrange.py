@@ -1,0 +1,110 @@
+"""Arranges the cells of a lesson's page for readers and lecturers: sections, folded code, folded answers, shortened output.
+
+    ## Waiting           <section>                                  the presenter's view shows one section at a time
+    > Predict. …           the question stays visible
+    code                   …so does the code
+    output, text, …        <details> Show what happened             folded until the reader opens it; always open on paper
+    80,000 lines           20 lines, <details> the rest, 20 lines
+
+This file moves elements of the page. How they look is in page.css, and the presenter's view is in presenter.js.
+"""
+
+from __future__ import annotations
+
+from bs4 import BeautifulSoup, Tag
+
+SHOWN_LINES = 20  # at the beginning and at the end of a long output
+LONGEST = 3 * SHOWN_LINES
+
+
+def arrange(body: BeautifulSoup) -> None:
+    """Arrange the cells in `body`, in place."""
+    for text in body.select(".output_text pre"):
+        shorten(body, text)
+    cells = body.find_all("div", class_="cell", recursive=False)
+    for cell in cells:
+        if source := cell.find("div", class_="input"):
+            _wrap([source], _details(body, "code", "Code", open_=True))
+    fold_answers(body, cells)
+    make_sections(body)
+
+
+def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
+    """Fold what follows a prediction: from the first output on, up to the next heading, prediction or homework."""
+    asked, answer = False, list[Tag]()
+    for cell in [*cells, None]:
+        if cell is None or begins_anew(cell):
+            if answer:
+                _wrap(answer, _details(body, "answer", "Show what happened"))
+            asked, answer = cell is not None and is_prediction(cell), []
+        elif answer:
+            answer.append(cell)
+        elif asked and (output := cell.find("div", class_="output_wrapper")):
+            output = output.extract()  # the code stays visible
+            cell.insert_after(output)
+            answer.append(output)
+
+
+def make_sections(body: BeautifulSoup) -> None:
+    """Put each heading of the first or second level and all that follows it into a section."""
+    section = body.new_tag("section")
+    for element in list(body.contents):
+        if isinstance(element, Tag) and begins_section(element) and section.contents:
+            section = body.new_tag("section")
+        if section.parent is None:
+            element.insert_before(section)
+        section.append(element.extract())
+
+
+def shorten(body: BeautifulSoup, text: Tag) -> None:
+    """Show the first and the last lines of a long text, and fold the lines between them."""
+    if text.find(True):  # coloured text: a colour may begin in one line and end in another
+        if (count := text.get_text().count("\n")) > LONGEST:
+            _wrap([text], _details(body, "lines", f"{count:,} lines"))
+        return
+    lines = text.get_text().splitlines(keepends=True)
+    if len(lines) <= LONGEST:
+        return
+    first, middle, last = lines[:SHOWN_LINES], lines[SHOWN_LINES:-SHOWN_LINES], lines[-SHOWN_LINES:]
+    folded = _details(body, "lines", f"{len(middle):,} more lines")
+    for place, part in ((text, first), (None, middle), (None, last)):
+        shown = place or body.new_tag("pre")
+        shown.string = "".join(part)
+        if part is middle:
+            folded.append(shown)
+            text.insert_after(folded)
+        elif part is last:
+            folded.insert_after(shown)
+
+
+def is_text(cell: Tag) -> bool:
+    return "text_cell" in cell.get_attribute_list("class")
+
+
+def is_prediction(cell: Tag) -> bool:
+    return is_text(cell) and any(strong.get_text().startswith("Predict") for strong in cell.select("blockquote strong"))
+
+
+def begins_anew(cell: Tag) -> bool:
+    """Whether an answer before this cell ends: it begins a section, asks something or sets homework."""
+    return is_text(cell) and (cell.find(["h1", "h2", "h3", "h4"]) is not None or cell.select_one("blockquote > p > strong") is not None)
+
+
+def begins_section(cell: Tag) -> bool:
+    heading = cell.find(["h1", "h2"]) if is_text(cell) else None
+    return heading is not None
+
+
+def _details(body: BeautifulSoup, kind: str, summary: str, *, open_: bool = False) -> Tag:
+    details = body.new_tag("details", attrs={"class": kind, **({"open": ""} if open_ else {})})
+    label = body.new_tag("summary")
+    label.string = summary
+    details.append(label)
+    return details
+
+
+def _wrap(elements: list[Tag], wrapper: Tag) -> None:
+    """Put the elements into the wrapper, which takes the place of the first."""
+    elements[0].insert_before(wrapper)
+    for element in elements:
+        wrapper.append(element.extract())

@@ -1,0 +1,87 @@
+"""The glossary: the terms of lessons/glossary.md as a page, and a link to it from the first use of each term in a lesson.
+
+## all-reduce, all-reduced           a term, and other forms in which it is used (a plural needs none)
+The sum of all ranks' arrays, …     its definition, as Markdown; the first sentence is also shown when the reader points at the link
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bs4 import BeautifulSoup, NavigableString
+from bs4.element import PageElement
+
+FILE, PAGE = "glossary.md", "glossary.html"
+NOT_LINKED = ("a", "code", "pre", "math", "summary", "button", "h1", "h2", "h3", "h4", "th", "script", "style")
+
+
+class Term(NamedTuple):
+    """A term of the glossary."""
+
+    name: str
+    forms: tuple[str, ...]  # the name and the other forms in which lessons use it
+    definition: str  # Markdown
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    @property
+    def short(self) -> str:
+        """The first sentence of the definition, as plain text."""
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*$\\]", r"\1", self.definition)
+        return re.split(r"(?<=[.:])\s", plain, maxsplit=1)[0].rstrip(":")
+
+
+def read_terms(folder: Path) -> list[Term]:
+    """The terms of the folder's glossary.md in alphabetical order; none if there is no such file.
+
+    Raises ValueError for a term without a definition, or one that is defined twice.
+    """
+    if not (folder / FILE).exists():
+        return []
+    _, *entries = re.split(r"(?m)^## +", (folder / FILE).read_text(encoding="utf-8"))
+    terms = []
+    for entry in entries:
+        heading, _, definition = entry.partition("\n")
+        forms = tuple(form.strip() for form in heading.split(","))
+        if not definition.strip():
+            raise ValueError(f"{folder / FILE}: {heading.strip()!r} has no definition; write one under its heading")
+        terms.append(Term(forms[0], forms, definition.strip()))
+    names = [form.lower() for term in terms for form in term.forms]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{folder / FILE} defines {', '.join(map(repr, twice))} twice; keep one")
+    return sorted(terms, key=lambda term: term.name.lower())
+
+
+def link_first_uses(body: BeautifulSoup, terms: Sequence[Term]) -> None:
+    """Link the first use of each term in the lesson's prose to the glossary, in place. Code, headings and formulas stay as they are."""
+    by_form = {form.lower(): term for term in terms for form in term.forms}
+    if not by_form:
+        return
+    longest_first = "|".join(re.escape(form) for form in sorted(by_form, key=len, reverse=True))
+    use = re.compile(rf"(?<![\w-])({longest_first})(?=(s|es)?(?![\w-]))", re.IGNORECASE)
+    linked: set[str] = set()
+    for text in body.select(".text_cell_render"):
+        for node in list(text.find_all(string=use)):
+            if not node.find_parent(NOT_LINKED):
+                _link(body, node, use, by_form, linked)
+
+
+def _link(body: BeautifulSoup, node: NavigableString, use: re.Pattern[str], by_form: dict[str, Term], linked: set[str]) -> None:
+    parts: list[PageElement] = []
+    done = 0
+    for match in use.finditer(str(node)):
+        term = by_form[match[1].lower()]
+        if term.name in linked:
+            continue
+        linked.add(term.name)
+        link = body.new_tag("a", attrs={"class": "term", "href": f"{PAGE}#{term.anchor}", "title": term.short})
+        link.string = match[0]
+        parts += [NavigableString(node[done : match.start()]), link]
+        done = match.end()
+    if parts:
+        node.replace_with(*parts, NavigableString(node[done:]))

@@ -1,0 +1,79 @@
+// The presenter's view of a page: one section at a time, in large type. The key p, or the button, enters and leaves it.
+//
+//   next (PageDown, →, space)    shows the next block of this section, opens a folded answer, or goes on to the next section
+//   back (PageUp, ←, shift+space)          c shows or folds the code          Home, End: first, last section          Escape leaves
+//
+// A clicker sends PageDown and PageUp. While a picture has the focus, the arrow keys and space belong to the picture.
+(() => {
+  const page = document.documentElement, sections = [...document.querySelectorAll("main > section")];
+  const button = document.querySelector("button.present"), place = document.createElement("output");
+  if (!button || !sections.length) return;
+  let at = 0, restore = 0;
+  const presenting = () => page.classList.contains("presenting");
+  const shown = element => element.offsetParent !== null;
+  place.className = "place";
+  document.body.append(place);
+
+  const show = (index, end = false) => {
+    at = Math.max(0, Math.min(index, sections.length - 1));
+    sections.forEach((section, i) => section.classList.toggle("now", i === at));
+    place.textContent = `${at + 1} / ${sections.length}`;
+    scrollTo(0, end ? page.scrollHeight : 0);
+  };
+  const codes = open => document.querySelectorAll("details.code").forEach(code => { code.open = open; });
+  const fitPictures = () => document.querySelectorAll("figure.p101").forEach(figure => {
+    const svg = figure.querySelector("div")?.shadowRoot?.querySelector(".stage svg");
+    if (svg) figure.style.setProperty("--aspect", svg.viewBox.baseVal.width / svg.viewBox.baseVal.height);
+  });
+  const enter = () => {
+    restore = scrollY;
+    const top = sections.findLastIndex(section => section.getBoundingClientRect().top < innerHeight / 10);
+    page.classList.add("presenting");
+    codes(false);
+    fitPictures();
+    show(Math.max(top, 0));
+  };
+  const leave = () => {
+    const section = sections[at];
+    page.classList.remove("presenting");
+    codes(true);
+    if (at) section.scrollIntoView(); else scrollTo(0, Math.min(restore, section.offsetHeight));
+  };
+
+  // The blocks of a section, in order: texts, code, outputs, and the summaries of folded answers.
+  const blocks = () => [...sections[at].querySelectorAll(".text_cell_render > *, details > summary, .output_area")].filter(shown);
+  const next = () => {
+    const below = blocks().find(block => block.getBoundingClientRect().bottom > innerHeight + 2);
+    const closed = [...sections[at].querySelectorAll("details.answer:not([open])")].filter(shown)[0];
+    const inSight = closed && closed.getBoundingClientRect().bottom <= innerHeight + 2;
+    if (inSight) {
+      closed.open = true;
+      fitPictures();
+      const answer = closed.querySelector(".output_area");
+      if (answer && answer.getBoundingClientRect().bottom > innerHeight) answer.scrollIntoView();
+    } else if (below) {
+      if (below.getBoundingClientRect().top <= 2) scrollBy(0, innerHeight * .8); else below.scrollIntoView();
+    } else if (at + 1 < sections.length) show(at + 1);
+  };
+  const back = () => {
+    if (scrollY > 2) scrollBy(0, -innerHeight * .8);
+    else if (at) show(at - 1, true);
+  };
+
+  const keys = {
+    PageDown: next, ArrowRight: next, ArrowDown: next, PageUp: back, ArrowLeft: back, ArrowUp: back, Escape: leave, p: leave,
+    Home: () => show(0), End: () => show(sections.length - 1), " ": event => (event.shiftKey ? back() : next()),
+    c: () => codes(!document.querySelector("details.code")?.open),
+  };
+  addEventListener("keydown", event => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea, [contenteditable]")) return;
+    if (!presenting()) { if (event.key === "p") enter(); return; }
+    if (event.key === " " && event.target.matches("button, summary, a")) return;
+    if (!(event.key in keys)) return;
+    event.preventDefault();
+    keys[event.key](event);
+  });
+  button.hidden = false;
+  button.onclick = () => { button.blur(); enter(); };
+  addEventListener("beforeprint", () => document.querySelectorAll("details.answer, details.code").forEach(folded => { folded.open = true; }));
+})();
