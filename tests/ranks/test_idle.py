@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from parallel101.ranks import diagnosis
 from parallel101.ranks.diagnosis import BUSY_FOR, IDLE_CPU, IDLE_FOR, SAMPLE, IdleDetector
 
 
@@ -30,8 +31,19 @@ def stuck_at(detector, all_wait=lambda now: True, until=10.0, dropped_receive=Fa
             return None
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """A machine with less work than cores, whatever else runs on it."""
+    monkeypatch.setattr(diagnosis, "work_per_core", lambda: 0.5)
+
+
 def test_ranks_that_do_not_work_count_as_stuck_after_a_while():
     assert stuck_at(GivenTimes([1.0, 2.0 + 0.1 * IDLE_CPU * k] for k in range(5))) == IDLE_FOR
+
+
+def test_on_a_busy_machine_it_takes_longer(monkeypatch):
+    monkeypatch.setattr(diagnosis, "work_per_core", lambda: 4.0)
+    assert stuck_at(GivenTimes([0.0] for _ in count())) == 4 * IDLE_FOR
 
 
 @pytest.mark.parametrize("busy", [0, 1])
