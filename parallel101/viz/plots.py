@@ -1,7 +1,7 @@
-"""Plots of measurements: hollow points for what was measured, lines for a model, labels at the lines, log axes.
+"""Plots of measurements: hollow points for what was measured, with bars for their spread; lines for a model, labels at the lines, log axes.
 
-time │      ╱ ring          `sweep(measured, model)` draws it with matplotlib, as an SVG whose colours follow the page's
-     │  ○─○╱  tree          theme, as those of every other picture here do.
+time │      ╱ ring          `sweep(measured, model)` draws times, and `bandwidth(measured, model)` bytes per second.
+     │  ○─○╱  tree          matplotlib draws them as an SVG whose colours follow the page's theme, as in every other picture here.
      └─────────── bytes
 """
 
@@ -10,23 +10,32 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from parallel101.record.units import human_bytes, human_seconds
+from parallel101.record.units import decimal_bytes, human_bytes, human_seconds
 from parallel101.viz.palette import FONT, LIGHT, PLOTTED, with_colours
 from parallel101.viz.scene import Scene
 
 Series = Mapping[str, Mapping[float, float]]
 Spread = Mapping[str, Mapping[float, tuple[float, float]]]
+Model = Mapping[str, Mapping[float, float] | Callable[[float], float]]
 
 WIDTH, HEIGHT, DPI = 960, 420, 72  # at 72 dots per inch, a point is a pixel
+APART = 19.0  # pixels between two labels
 MARKERS = "os^Dv"
-UNITS = {"bytes": human_bytes, "seconds": human_seconds, "": lambda value: f"{value:,.0f}"}
+LINE_POINTS = 61  # of a model that is a function
+UNITS = {
+    "bytes": human_bytes,
+    "seconds": human_seconds,
+    "bytes/s": lambda value: f"{decimal_bytes(value)}/s",
+    "": lambda value: f"{value:,.0f}",
+}
 STYLE: dict[Any, Any] = {
     "font.size": 13,
     "svg.fonttype": "none",
@@ -65,7 +74,7 @@ class Plot(Scene):
 
 def sweep(
     measured: Series,
-    model: Series | None = None,
+    model: Model | None = None,
     *,
     spread: Spread | None = None,
     title: str,
@@ -78,10 +87,10 @@ def sweep(
 
     Args:
         measured: {label: {x: y}}, drawn as hollow points.
-        model: the same, drawn as lines. A label in both has one colour.
+        model: {label: {x: y}}, or {label: a function of x}, drawn as lines. A label in both has one colour.
         spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`.
         title, subtitle: above the plot.
-        x, y: the units: "bytes", "seconds", or "" for plain numbers.
+        x, y: the units: "bytes", "seconds", "bytes/s", or "" for plain numbers.
         x_label: the name of the x axis, if the ticks do not say it.
 
     Returns:
@@ -92,11 +101,14 @@ def sweep(
     """
     model, spread = model or {}, spread or {}
     names = list(dict.fromkeys([*model, *measured]))
-    values = [v for series in (measured, model) for points in series.values() for pair in points.items() for v in pair]
-    values += [v for bars in spread.values() for ends in bars.values() for v in ends]
-    if not values or not 1 <= len(names) <= len(MARKERS):
+    known = [*measured.values(), *(of for of in model.values() if isinstance(of, Mapping))]
+    swept = sorted({at for of in known for at in of})
+    if not swept or not 1 <= len(names) <= len(MARKERS):
         raise ValueError(f"got {len(names)} labels ({', '.join(names)}): expected 1 to {len(MARKERS)}, with points")
-    if min(values) <= 0:
+    lines = {name: _line(of, swept[0], swept[-1]) for name, of in model.items()}
+    values = [*swept, *(v for series in (measured, lines) for of in series.values() for v in of.values())]
+    values += [v for bars in spread.values() for ends in bars.values() for v in ends]
+    if not min(values) > 0:
         raise ValueError(f"the axes are logarithmic, and one value is {min(values)}: expected values above zero")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
@@ -105,8 +117,8 @@ def sweep(
         axes.set_yscale("log")
         for i, name in enumerate(names):
             colour = LIGHT[PLOTTED[i]]
-            if name in model:
-                axes.plot(list(model[name]), list(model[name].values()), color=colour, linewidth=1.8)
+            if name in lines:
+                axes.plot(list(lines[name]), list(lines[name].values()), color=colour, linewidth=1.8)
             if name in measured:
                 hollow: dict[str, Any] = {
                     "markerfacecolor": LIGHT["bg"],
@@ -115,20 +127,59 @@ def sweep(
                     "markeredgewidth": 1.8,
                 }
                 axes.plot(list(measured[name]), list(measured[name].values()), MARKERS[i], **hollow)
-            for x_value, (low, high) in spread.get(name, {}).items():
-                axes.plot([x_value, x_value], [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
-        _ticks(axes, sorted({v for s in (measured, model) for points in s.values() for v in points}), x, y)
+            for at, (low, high) in spread.get(name, {}).items():
+                axes.plot([at, at], [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
+        _ticks(axes, swept, x, y)
         axes.set_xlabel(x_label, loc="right")
-        ends = {name: max({**model.get(name, {}), **measured.get(name, {})}.items()) for name in names}
-        _labels(axes, ends)
+        _labels(axes, {name: max((lines.get(name) or measured[name]).items()) for name in names})
         return Plot(figure, title, subtitle)
+
+
+def bandwidth(
+    measured: Series, model: Model | None = None, *, spread: Spread | None = None, title: str, subtitle: str = "", factor: float = 1.0
+) -> Plot:
+    """Plot bytes per second against bytes. Where latency decides, the line rises; where bandwidth decides, it is flat.
+
+    Args:
+        measured, model, spread: seconds by bytes, as for `sweep`.
+        title, subtitle: above the plot.
+        factor: by which bytes per second are multiplied. For bus bandwidth (nccl-tests, PERFORMANCE.md) it is 2(p−1)/p for an all-reduce,
+            (p−1)/p for an all-gather, reduce-scatter or all-to-all, and 1 for a broadcast or reduce.
+
+    Returns, raises: as `sweep`.
+    """
+
+    def rate(nbytes: float, seconds: float) -> float:
+        if not seconds > 0:
+            raise ValueError(f"{human_bytes(nbytes)} took {seconds} s: expected times above zero")
+        return factor * nbytes / seconds
+
+    def rates(seconds: Mapping[float, float]) -> Mapping[float, float]:
+        return {n: rate(n, t) for n, t in seconds.items()}
+
+    lines = {name: rates(of) if isinstance(of, Mapping) else partial(_rate_of, rate, of) for name, of in (model or {}).items()}
+    bars = {name: {n: (rate(n, slow), rate(n, fast)) for n, (fast, slow) in of.items()} for name, of in (spread or {}).items()}
+    points = {name: rates(of) for name, of in measured.items()}
+    return sweep(points, lines, spread=bars, title=title, subtitle=subtitle, y="bytes/s")
+
+
+def _rate_of(rate: Callable[[float, float], float], seconds: Callable[[float], float], nbytes: float) -> float:
+    return rate(nbytes, seconds(nbytes))
+
+
+def _line(model: Mapping[float, float] | Callable[[float], float], first: float, last: float) -> Mapping[float, float]:
+    """The points of a model's line; of a function, at sizes that are evenly spaced on the axis."""
+    if isinstance(model, Mapping):
+        return model
+    sizes = [first * (last / first) ** (k / (LINE_POINTS - 1)) for k in range(LINE_POINTS)]
+    return {size: model(size) for size in sizes}
 
 
 def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
     shown = xs[:: -(-len(xs) // 8)]
     axes.set_xticks(shown, [UNITS[x](v) for v in shown])
     low, high = axes.get_ylim()
-    base = 10.0 if y == "seconds" else 2.0
+    base = 10.0 if y in ("seconds", "bytes/s") else 2.0
     powers = range(math.ceil(math.log(low, base)), math.floor(math.log(high, base)) + 1)
     axes.set_yticks([base**k for k in powers if k % max(1, -(-len(powers) // 8)) == 0])
     axes.set_yticklabels([UNITS[y](v) for v in axes.get_yticks()])
@@ -137,23 +188,32 @@ def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
 
 
 def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Each label at the end of its line, with labels that would touch pushed apart."""
+    """Each label at the end of its line. Labels that would touch are pushed apart, around the middle of their lines."""
     right = max(x for x, _ in ends.values())
     heights = {name: axes.transData.transform(point)[1] for name, point in ends.items()}
-    bottom, gap = float("-inf"), 19.0
-    for i, name in sorted(enumerate(ends), key=lambda item: heights[item[1]]):
-        bottom = max(bottom + gap, heights[name])
-        at = (axes.transData.transform((right, 1))[0] + 14, bottom)
-        axes.annotate(
-            name,
-            at,
-            xycoords="figure pixels",
-            va="center",
-            color=LIGHT[PLOTTED[i]],
-            fontweight="bold",
-            fontsize=13,
-            annotation_clip=False,
-        )
+    names = list(ends)
+    groups: list[list[str]] = []
+    for name in sorted(names, key=lambda name: heights[name]):
+        groups.append([name])
+        while (
+            len(groups) > 1
+            and _middle(groups[-1], heights) - _middle(groups[-2], heights) < APART * (len(groups[-1]) + len(groups[-2])) / 2
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    x = axes.transData.transform((right, 1))[0] + 14
+    for group in groups:
+        for k, name in enumerate(group):
+            y = _middle(group, heights) + APART * (k - (len(group) - 1) / 2)
+            style: dict[str, Any] = {"fontweight": "bold", "fontsize": 13, "color": LIGHT[PLOTTED[names.index(name)]]}
+            axes.annotate(name, (x, y), xycoords="figure pixels", va="center", annotation_clip=False, **style)
+
+
+def _touch(below: Sequence[str], above: Sequence[str], heights: Mapping[str, float]) -> bool:
+    return _middle(above, heights) - _middle(below, heights) < APART * (len(above) + len(below)) / 2
+
+
+def _middle(group: Sequence[str], heights: Mapping[str, float]) -> float:
+    return sum(heights[name] for name in group) / len(group)
 
 
 def _with_variables(drawing: str) -> str:

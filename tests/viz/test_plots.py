@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.viz.palette import LIGHT, PLOTTED, THEMES
-from parallel101.viz.plots import sweep
+from parallel101.viz.plots import bandwidth, sweep
 
 SIZES = [2.0**k for k in range(6, 27, 4)]
 MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01e9 for s in SIZES}}
@@ -52,6 +52,36 @@ def test_the_spread_is_drawn_as_bars_within_the_axes():
     ET.fromstring(with_bars.svg())
     with pytest.raises(ValueError, match="one value is 0"):
         sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a")
+
+
+def test_five_labels_that_would_touch_lie_around_their_lines():
+    names = ["a-label", "b-label", "c-label", "d-label", "e-label"]
+    alike, apart = ({name: {1: 1.0, 64: 2.0 * (1 + e * k)} for k, name in enumerate(names)} for e in (1e-4, 9.0))
+    first = heights(sweep(alike, title="a").svg(), *names)
+    assert [round(a - b) for a, b in zip(first, first[1:])] == [19] * 4
+    (alone,) = heights(sweep({names[2]: alike[names[2]]}, model={names[0]: alike[names[0]]}, title="a").svg(), names[0])
+    assert abs(first[2] - alone) < 19
+    wide = heights(sweep(apart, title="a").svg(), *names)
+    assert wide == sorted(wide, reverse=True)
+
+
+def test_bandwidth_is_bytes_over_seconds():
+    times = {size: 1e-4 + size / 1e9 for size in SIZES}
+    spread = {"ring": {size: (t / 2, 3 * t) for size, t in times.items()}}
+    plot = bandwidth({"ring": times}, {"ring": times}, spread=spread, title="a", factor=1.5)
+    rates = {"ring": {size: 1.5 * size / t for size, t in times.items()}}
+    bars = {"ring": {size: (rate / 3, 2 * rate) for size, rate in rates["ring"].items()}}
+    assert heights(plot.svg(), "1 GB/s", "1 MB/s") == heights(
+        sweep(rates, rates, spread=bars, title="a", y="bytes/s").svg(), "1 GB/s", "1 MB/s"
+    )
+    with pytest.raises(ValueError, match=r"64 B took 0\.0 s: expected times above zero"):
+        bandwidth({"ring": {64: 0.0}}, title="a")
+
+
+def test_a_model_that_is_a_function_is_a_smooth_line():
+    points = {"ring": dict.fromkeys(SIZES, 1.0)}
+    few, many = sweep(points, MODEL, title="a"), sweep(points, {"ring": lambda size: 1e-4 + size / 1e9}, title="a")
+    assert many.drawing.count("\nL ") > few.drawing.count("\nL ") + 40
 
 
 @pytest.mark.parametrize(
