@@ -1,20 +1,22 @@
-"""AllGather, ReduceScatter and AllSumReduce: the documents' examples, values against one process, adjoints, and what is sent."""
+"""The layers along mesh axes: values against one process, adjoints, uneven blocks, ranks outside the mesh, and what is sent."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import parallel101 as p101
-
-SHAPE, NAMES = (2, 2, 3), ("a", "b", "c")
-SUBSETS = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
+from parallel101.layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, SumReduce
+from tests.collectives.cases import values
+from tests.layers.cases import block, check, inner_products
 
 
 def the_documents_examples():
-    mesh = init_device_mesh("cpu", SHAPE)
+    mesh = init_device_mesh("cpu", (2, 2, 3))
     gathered = p101.layers.AllGather(mesh, axes=(2,))(torch.rand(3, 7, 4))
     summed = p101.layers.AllSumReduce(mesh, axes=(1, 2))(torch.ones(3, 7, 5))
     return gathered.shape, summed.shape, summed.unique().tolist()
@@ -23,3 +25,101 @@ def the_documents_examples():
 def test_the_documents_examples():
     results = p101.launch(the_documents_examples, world_size=12, backend="sim").results
     assert results == [((3, 7, 12), (3, 7, 5), [6.0])] * 12
+
+
+class Box:
+    """A mesh of all ranks but the last, in another order than the world's. It says, in one process, what the layers must return."""
+
+    def __init__(self, shape):
+        count = torch.Size(shape).numel()
+        self.ranks = ((torch.arange(count) * 5 + 3) % count).view(shape)
+        assert self.ranks.unique().numel() == count
+        self.mesh = DeviceMesh("cpu", self.ranks, mesh_dim_names=("a", "b", "c")[: len(shape)])
+        self.shape = shape
+        self.where = self.mesh.get_coordinate()
+
+    def at(self, coordinate):
+        return int(self.ranks[tuple(coordinate)])
+
+    def line(self, axes):
+        """The ranks that differ from this one along these axes, row by row."""
+        return self.ranks[tuple(slice(None) if axis in axes else c for axis, c in enumerate(self.where))].flatten().tolist()
+
+    def root(self, axes):
+        return self.at(0 if axis in axes else c for axis, c in enumerate(self.where))
+
+
+def expected_of(box, axes, whole, others):
+    """By layer: what this rank gives, and what it must get. Without a mesh around it: nothing, twice."""
+    if box.where is None:
+        nothing = torch.empty(0, dtype=torch.float64)
+        return dict.fromkeys((AllGather, ReduceScatter, AllSumReduce, SumReduce, Broadcast), (nothing, nothing))
+    x = values(7, whole)  # the whole tensor
+    shape = block(x, box.mesh, others).shape  # of what is whole along the axes, and cut by the others
+    line, root = box.line(axes), box.root(axes)
+    total = torch.stack([values(rank, shape) for rank in line]).sum(0)
+    mine = values(dist.get_rank(), shape)
+    absent = mine.new_empty(0, *shape)
+    is_root = dist.get_rank() == root
+    return {
+        AllGather: (block(x, box.mesh), block(x, box.mesh, others)),
+        ReduceScatter: (mine, block(total, box.mesh, axes)),
+        AllSumReduce: (mine, total),
+        SumReduce: (mine, total if is_root else absent),
+        Broadcast: (mine if is_root else absent, values(root, shape)),
+    }
+
+
+def wrong_on_a_box(shape, wholes):
+    """Everything that is wrong: every layer, with every subset of the axes, on tensors of these shapes."""
+    box, wrong, products = Box(shape), [], {}
+    every = range(len(shape))
+    subsets = [axes for count in range(len(shape) + 1) for axes in itertools.combinations(every, count)]
+    for whole, axes in itertools.product(wholes, subsets):
+        equal = all(n % p == 0 for n, p in zip(whole, shape))
+        others = [axis for axis in every if axis not in axes]
+        for kind, (x, expected) in expected_of(box, axes, whole, others).items():
+            options = {} if kind is AllSumReduce or (equal and kind is not Broadcast) else {"shape": whole}
+            layer = kind(box.mesh, axes, **options)
+            before, y = x.clone(), layer(x)
+            checks = {
+                "value": y.shape == expected.shape and torch.equal(y, expected),
+                "no graph": not y.requires_grad,
+                "not in place": torch.equal(x, before) and (y.numel() == 0 or y.data_ptr() != x.data_ptr()),
+                "by name": kind(box.mesh, [("a", "b", "c")[axis] for axis in axes], **options).mesh == layer.mesh,
+            }
+            products[kind, axes, whole] = inner_products(layer, x)
+            wrong += [(kind.__name__, axes, whole, name) for name, right in checks.items() if not right]
+        wrong += [(axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)]
+    return wrong, products
+
+
+def used_twice_and_composed(box, axes, whole, others):
+    """An input used twice gets both gradients. SumReduce, then Broadcast, is AllSumReduce, though most ranks hold no tensor in between."""
+    shape = (0,) if box.where is None else block(values(7, whole), box.mesh, others).shape
+    x, u = values(dist.get_rank(), shape).requires_grad_(), values(dist.get_rank() + 50, shape)
+    all_sum, down, up = AllSumReduce(box.mesh, axes), SumReduce(box.mesh, axes), Broadcast(box.mesh, axes)
+    ((all_sum(x) * u).sum() + (all_sum(x * 3) * u).sum()).backward()
+    twice, x.grad = x.grad, None
+    y = up(down(x))
+    (y * u).sum().backward()
+    if not torch.equal(twice, 4 * x.grad):
+        yield "used twice"
+    if not torch.equal(y, all_sum(x)):
+        yield "SumReduce, then Broadcast"
+
+
+WHOLES = {  # shapes of whole tensors, by mesh
+    (2, 2, 3): [(2, 4, 6, 2), (5, 3, 7), (1, 2, 2)],  # equal blocks; unequal ones; some are empty
+    (2, 2): [(4, 2, 3), (3, 5), (1, 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "rules", "shape"),
+    [("sim", "gloo", (2, 2, 3)), ("sim", "nccl", (2, 2, 3)), ("gloo", "gloo", (2, 2))],
+    ids=["sim", "under NCCL's rules", "gloo"],
+)
+def test_every_layer_on_every_subset_of_the_axes(backend, rules, shape):
+    world_size = torch.Size(shape).numel() + 1
+    check(p101.launch(wrong_on_a_box, shape, WHOLES[shape], world_size=world_size, backend=backend, rules=rules).results)

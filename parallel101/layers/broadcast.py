@@ -1,0 +1,182 @@
+"""Broadcast copies tensors along axes of a mesh. Its adjoint, SumReduce, sums along them. A dot is a rank that holds no tensor.
+
+    axes=(1,) of a mesh 2 × 3:     a · ·      a a a        Broadcast ─▶
+                                   d · ·      d d d
+
+                                   a b c      s · ·        SumReduce ─▶        s = a + b + c
+                                   d e f      t · ·                            t = d + e + f
+
+A rank that holds no tensor of shape [3, 7] has a zero-volume one of shape [0, 3, 7]. So it still knows the shape that it will receive, and
+nobody sends a message to ask: SumReduce followed by Broadcast is AllSumReduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel101.autograd import broadcast, reduce
+from parallel101.layers.axes import Axes, MeshAxes, mesh_axes, outside, whole_shape
+from parallel101.mesh import Group, split_sizes
+
+
+class Broadcast(nn.Module):
+    """Copies each source's tensor to all ranks of its line along some axes of the mesh.
+
+    On a mesh of shape (2, 3), `Broadcast(mesh, axes=(1,))` copies from the two ranks with coordinate 0 along axis 1 to six.
+
+    Args:
+        mesh: a DeviceMesh, of the ranks that get a tensor. Any other rank gives and gets a zero-volume tensor, and sends nothing.
+        axes: its axes by number or name. Without any, the result is a clone.
+        source: a DeviceMesh of the ranks that have a tensor, of the mesh's shape but 1 along `axes` (ones on the left may be left out).
+            Its ranks may lie anywhere. Default: the ranks with coordinate 0 along `axes`.
+        shape: of the whole tensor, if the mesh's other axes cut it into blocks by `split_sizes`. Default: not needed if each rank's x says
+            which shape it will receive.
+
+    Forward takes a source's tensor; on the other ranks a zero-volume one of shape (0, *shape of the source's), which torch.empty makes and
+    SumReduce returns, or with `shape` any zero-volume one. Returns a new tensor; on a source outside the mesh a zero-volume one.
+    Adjoint: SumReduce. Raises ValueError or TypeError for wrong arguments and tensors.
+    Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108).
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: Axes, *, source: DeviceMesh | None = None, shape: Sequence[int] | None = None):
+        super().__init__()
+        self.mesh = mesh_axes(mesh, axes)
+        self.lines = lines_of(mesh, self.mesh, source, "source", whole_shape(shape, self.mesh.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return along_lines(broadcast, x, self.lines, gives=lambda line: line.is_root, gets=lambda line: line.in_mesh)
+
+    def extra_repr(self) -> str:
+        return str(self.mesh)
+
+
+class SumReduce(nn.Module):
+    """Sums tensors along some axes of the mesh. One rank of each line, its target, gets the sum.
+
+    On a mesh of shape (2, 3), `SumReduce(mesh, axes=(1,))` sums over three ranks, twice. The sums are on the ranks with coordinate 0.
+
+    Args:
+        mesh: a DeviceMesh, of the ranks that have a tensor. Any other rank gives and gets a zero-volume tensor, and sends nothing.
+        axes: its axes by number or name. Without any, the result is a clone.
+        target: a DeviceMesh of the ranks that get a sum; see `source` of Broadcast. Default: the ranks with coordinate 0 along `axes`.
+        shape: see Broadcast. Only a target outside the mesh needs it, or an x that says which shape it will receive.
+
+    Forward takes tensors of one shape on all ranks of a line. Returns a new tensor on the targets, and elsewhere a zero-volume one of shape
+    (0, *shape of x), which Broadcast takes. Adjoint: Broadcast. Errors and source are those of Broadcast.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: Axes, *, target: DeviceMesh | None = None, shape: Sequence[int] | None = None):
+        super().__init__()
+        self.mesh = mesh_axes(mesh, axes)
+        self.lines = lines_of(mesh, self.mesh, target, "target", whole_shape(shape, self.mesh.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return along_lines(reduce, x, self.lines, gives=lambda line: line.in_mesh, gets=lambda line: line.is_root)
+
+    def extra_repr(self) -> str:
+        return str(self.mesh)
+
+
+class Line(NamedTuple):
+    """The ranks of one broadcast or reduction: a line (plane, …) of the mesh, and its root, which may lie elsewhere."""
+
+    group: Group
+    root: int  # its position in the group
+    in_mesh: bool  # whether this rank is one of the mesh's in this line, and not only its root
+    block: tuple[int, ...] | None  # the shape of the tensors, if shape= was given
+
+    @property
+    def is_root(self) -> bool:
+        return self.group.position == self.root
+
+
+def lines_of(mesh: DeviceMesh, chosen: MeshAxes, roots: DeviceMesh | None, name: str, whole: Sequence[int] | None) -> list[Line]:
+    """The lines in which this rank takes part: none, one, or two if it is the root of another line than its own.
+
+    All ranks have them in the same order, so that no two ranks wait for each other.
+    """
+    kept = [axis for axis in range(mesh.ndim) if axis not in chosen.axes]
+    one_root_each = tuple(mesh.shape[axis] if axis in kept else 1 for axis in range(mesh.ndim))
+    lines = mesh.mesh.permute(*kept, *chosen.axes).reshape(torch.Size(one_root_each).numel(), -1)
+    at = lines[:, 0] if roots is None else _ranks_of(roots, one_root_each, name)
+    names = tuple(mesh.mesh_dim_names[axis] for axis in chosen.axes) if mesh.mesh_dim_names else ()
+    coordinates = list(product(*(range(mesh.shape[axis]) for axis in kept)))
+    me, found = dist.get_rank(), []
+    for i in ((lines == me).any(1) | (at == me)).nonzero().flatten().tolist():
+        members, root = lines[i].tolist(), int(at[i])
+        ranks = tuple(members if root in members else [root, *members])
+        group = Group(
+            ranks, ranks.index(me), tuple(mesh.shape[axis] for axis in chosen.axes) if root in members else (len(ranks),), None, names
+        )
+        block = None
+        if whole is not None:
+            sizes = {axis: split_sizes(whole[axis], mesh.shape[axis])[c] for axis, c in zip(kept, coordinates[i])}
+            block = tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
+        found.append(Line(group, ranks.index(root), me in members, block))
+    return found
+
+
+def _ranks_of(roots: DeviceMesh, expected: tuple[int, ...], name: str) -> Tensor:
+    if not isinstance(roots, DeviceMesh):
+        raise TypeError(f"{name}={roots!r}: expected a DeviceMesh of shape {expected}, or None for the ranks with coordinate 0")
+    if (1,) * (len(expected) - roots.ndim) + tuple(roots.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(roots.shape)}: expected {expected}, the shape of the mesh with 1 along the layer's axes")
+    return roots.mesh.flatten()
+
+
+def along_lines(
+    operation: Callable[..., Tensor], x: Tensor, lines: list[Line], *, gives: Callable[[Line], bool], gets: Callable[[Line], bool]
+) -> Tensor:
+    """Broadcast or reduce in each of this rank's lines. x is given in one of them at most, and the result got from one at most."""
+    if not lines:
+        return outside(x)
+    has_x = any(map(gives, lines))
+    result, absent = None, []
+    for line in lines:
+        shape = shape_in(line, x, gives(line), has_x)
+        given = x if gives(line) else zeros(x).expand(shape)
+        y = operation(given, line.root, group=line.group)
+        if gets(line):
+            result = y
+        else:
+            absent.append(y.reshape(-1)[:0].view(0, *shape))
+    if result is None:
+        return absent[0]
+    for y in absent:  # this rank got nothing there, but takes part in the backward
+        result = result + zeros(y) if y.requires_grad else result
+    return result
+
+
+def shape_in(line: Line, x: Tensor, gives: bool, has_x: bool) -> tuple[int, ...]:
+    """The shape of the tensors in this line. Raises ValueError if x contradicts it or doesn't tell it."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
+    if gives and line.block not in (None, tuple(x.shape)):
+        raise ValueError(f"x has shape {tuple(x.shape)}, but this rank's block of the whole tensor has shape {line.block}: check shape=")
+    if not has_x and x.numel():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} on a rank that only receives: expected a zero-volume tensor there, "
+            f"such as x.new_empty(0, *x.shape) of shape {(0, *x.shape)}"
+        )
+    if line.block is not None:
+        return line.block
+    if has_x:
+        return tuple(x.shape)
+    if x.dim() < 2 or x.shape[0]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, which doesn't say what this rank will receive: expected a zero-volume tensor such as "
+            "torch.empty(0, 3, 7) for a tensor of shape (3, 7); or give the layer shape=, the shape of the whole tensor"
+        )
+    return tuple(x.shape[1:])
+
+
+def zeros(x: Tensor) -> Tensor:
+    """A zero of shape () that depends on x, so that a rank which only receives belongs to the graph as the others do."""
+    return x.reshape(-1)[:0].sum(dtype=x.dtype)
