@@ -1,0 +1,100 @@
+"""BatchNorm over a mesh equals torch's on the whole batch: outputs, gradients, running statistics, evaluation."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import parallel101 as p101
+from parallel101.layers import BatchNorm
+from parallel101.mesh import split_sizes
+from tests.layers.cases import block, mesh_of
+
+CASES = {  # mesh, shape of the whole batch; most as in DistDL's tests/layers/test_batchnorm.py
+    "batch and length": ((2, 1, 2), (4, 3, 10)),
+    "channels": ((1, 4, 1), (4, 4, 10)),
+    "channels and length, uneven": ((1, 2, 2), (7, 13, 11)),
+    "no further dims": ((2, 2), (7, 13)),
+    "images": ((1, 2, 2, 1), (7, 13, 11, 3)),
+    "a mesh of the batch alone": ((4,), (6, 5, 3, 3)),
+    "ranks without samples": ((4,), (3, 5, 2)),
+}
+OPTIONS = [{}, {"momentum": None, "eps": 1e-3}, {"affine": False}, {"track_running_stats": False}]
+
+
+def trained(norm, batches, channels=slice(None), cut=lambda x: x):
+    """Two steps of training and an evaluation: outputs, gradients of x, weight and bias, and the state."""
+    torch.manual_seed(0)
+    found = {}
+    if norm.weight is not None:
+        for i, parameter in enumerate((norm.weight, norm.bias)):
+            whole = torch.linspace(0.5, 2, 17, dtype=torch.float64).roll(3 * i)[: batches.shape[2]]
+            parameter.data = whole[channels].clone() if parameter.numel() else parameter.data
+    for step, batch in enumerate(batches):
+        norm.train(step < 2)
+        x, g = (cut(t).clone().requires_grad_() for t in (batch, batch.cos()))
+        y = norm(x)
+        (y * g.detach()).sum().backward()
+        found[f"y {step}"], found[f"∂x {step}"] = y.detach(), x.grad
+    found |= {f"∂{name}": parameter.grad for name, parameter in norm.named_parameters()}
+    return found | {name: value.clone() for name, value in norm.state_dict().items()}
+
+
+def batches_of(shape):
+    return torch.randn((3, *shape), generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 3 + 100
+
+
+def differences():
+    """On this rank, for all cases: what isn't as in one process."""
+    wrong = []
+    for name, (mesh_shape, shape) in CASES.items():
+        mesh = mesh_of(1, mesh_shape)  # rank 0 lies outside, or the ranks after it
+        for options in OPTIONS if name == "channels and length, uneven" else OPTIONS[:1]:
+            norm = BatchNorm(mesh, shape[1], dtype=torch.float64, **options)
+            where = mesh.get_coordinate()
+            if where is None:
+                wrong += [name] * (norm(torch.empty(0)).numel() != 0)
+                continue
+            sizes = split_sizes(shape[1], mesh_shape[1] if len(mesh_shape) > 1 else 1)
+            at = where[1] if len(mesh_shape) > 1 else 0
+            channels = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
+            found = trained(norm, batches_of(shape), channels, cut=functools.partial(block, mesh=mesh))
+            torchs = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](shape[1], dtype=torch.float64, **options)
+            for key, whole in trained(torchs, batches_of(shape)).items():
+                expected = block(whole, mesh) if whole.dim() > 1 else whole[channels] if whole.dim() else whole
+                if not torch.allclose(found[key].to(expected.dtype), expected, rtol=1e-10, atol=1e-11):
+                    wrong.append((name, options, key))
+    return wrong
+
+
+@pytest.mark.parametrize("rules", ["gloo", "nccl"])
+def test_it_equals_torchs_of_the_whole_batch(rules):
+    assert p101.launch(differences, world_size=5, backend="sim", rules=rules).results == [[]] * 5
+
+
+def messages_and_errors():
+    mesh = mesh_of(0, (2,))
+    norm = BatchNorm(mesh, 3)
+    norm.eval()
+    norm(torch.ones(4, 3, 2))
+    said = []
+    for x in (torch.ones(4, 5), torch.ones(4), torch.ones(1 - mesh.get_coordinate()[0], 3)):
+        try:
+            norm.train()(x)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_evaluation_sends_nothing_and_what_it_refuses():
+    run = p101.launch(messages_and_errors, world_size=2, backend="sim")
+    assert run.results[0] == run.results[1]
+    for said, expected in zip(
+        run.results[0], ("expected (samples, 3 channels, …)", "expected (samples", "expected at least 2 in training")
+    ):
+        assert expected in said
+    assert len(run.results[0]) == 3
+    assert sum(run.trace.messages_sent) == 2, "the all-reduce that found one value only"
