@@ -1,4 +1,4 @@
-"""What every test may rely on: plots without a screen, readable test ids, and skips that give the reason."""
+"""What every test may rely on: plots without a screen, one thread, readable test ids, and skips that give the reason."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 from parallel101.doctor import find_chromium
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+# One thread for torch's operations, here and in the processes that tests start: `pytest -n 2` occupies the cores with whole tests. Threads
+# that wait for each other spin: with two in each of two workers on two cores, training a small GPT takes three times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 MOST_RANKS = 5  # no test uses more real ranks
 
 
