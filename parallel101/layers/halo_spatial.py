@@ -56,14 +56,16 @@ class SpatialParallel(nn.Module):
         self.window = window_of(module, dims)
         self.exchange = HaloExchange(mesh, shape=shape, **self.window, fill=-math.inf if "MaxPool" in kind else 0.0)
         self.group = self.exchange.mesh.mesh
-        self.module, self.output_shape = copy.deepcopy(module), self.exchange.output_shape
-        vars(self.module)["padding"] = (0,) * dims  # the exchange adds it
+        self.output_shape = self.exchange.output_shape
+        local: Any = copy.deepcopy(module)
+        local.padding = (0,) * dims  # the exchange adds it
+        self.module = local
         if "Conv" in kind:
             if self.exchange.mesh.shape[1:2] not in ((), (1,)):
                 raise ValueError(
                     f"the mesh has shape {self.exchange.mesh.shape}: expected one rank on axis 1, since a {kind} needs all channels"
                 )
-            self.output_shape = (self.output_shape[0], vars(module)["out_channels"], *self.output_shape[2:])
+            self.output_shape = (self.output_shape[0], local.out_channels, *self.output_shape[2:])
         if self.group.position is not None:
             for parameter in self.module.parameters():
                 parameter.data = broadcast(parameter.data, group=self.group)

@@ -177,6 +177,44 @@ def test_convolutions_and_pooling_equal_one_process(world_size, options):
     assert p101.launch(differences, wholes, meshes, world_size=world_size, **options).results == [[]] * world_size
 
 
+def network(wrap=lambda module, shape: (module, module(torch.zeros(shape).double()).shape)):
+    """Convolutions and pooling after each other, where `wrap` returns the layer and the shape of its output."""
+    torch.manual_seed(5)
+    shape, layers = torch.Size((2, 1, 12, 9)), []
+    for module in (nn.Conv2d(1, 3, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(3, 2, (2, 3), stride=(1, 2))):
+        layer, shape = wrap(module.double(), shape)
+        layers += [layer, nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def trained(model, x, target):
+    """The weights after three steps. The loss is a sum, so the ranks' losses add up to that of one process."""
+    weights = list(model.parameters())
+    for _ in range(3):
+        loss = (model(x) - target).pow(2).sum()
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.data -= 0.01 * gradient
+    return [weight.detach() for weight in weights]
+
+
+def a_network_in_parallel(target):
+    mesh = mesh_of((1, 1, 3, 2))
+
+    def wrap(module, shape):
+        layer = SpatialParallel(module, mesh, shape=shape)
+        return layer, layer.output_shape
+
+    return trained(network(wrap), block_of(seeded((2, 1, 12, 9)), mesh), block_of(target, mesh))
+
+
+def test_a_network_trains_as_in_one_process():
+    model, x = network(), seeded((2, 1, 12, 9))
+    target = seeded(model(x).shape, 1)
+    expected = trained(model, x, target)
+    for weights in p101.launch(a_network_in_parallel, target, world_size=6, backend="sim", rules="nccl").results:
+        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
 # DistDL's tests/primitives/test_halo_exchange.py, then what it leaves out: corners, padding, strides, dilation, far neighbours
 ADJOINTS = [
     {"mesh": (1, 1, 3, 3), "shape": (1, 1, 10, 7), "kernel_size": (3, 3)},
@@ -251,37 +289,35 @@ def test_values_gradients_and_adjoints(world_size, options):
     assert p101.launch(wrong_exchanges, cases, world_size=world_size, **options).results == [[]] * world_size
 
 
-def exchanged(case, backward):
+def exchanged(case, backward=True):
     layer = layer_of(case)
-    x = block_of(seeded(case["shape"]), mesh_of(case["mesh"])).requires_grad_()
-    y = layer(x)
+    y = layer(block_of(seeded(case["shape"]), mesh_of(case["mesh"])).requires_grad_())
     if backward:
         y.sum().backward()
     return layer.lines
 
 
-def predicted_bytes(lines):
-    """float64, by position: the dims in order, each with the halos of the dims before it."""
+def predicted(lines):
+    """(source, destination, bytes of float64) of every message. The dims come in order, each with the halos of the dims before it."""
     places = list(itertools.product(*(range(len(line)) for line in lines)))
-    sent = dict.fromkeys(places, 0)
+    found = []
     for dim, line in enumerate(lines):
-        for (source, _), entries in messages(line).items():
+        for (source, to), entries in messages(line).items():
             for place in places:
-                if place[dim] == source:
-                    before = [len(lines[d][at].needs) + sum(lines[d][at].padding) for d, at in enumerate(place[:dim])]
-                    after = [len(lines[d][at].holds) for d, at in enumerate(place) if d > dim]
-                    sent[place] += 8 * len(entries) * math.prod(before + after)
-    return list(sent.values())
+                before = [len(lines[d][at].needs) + sum(lines[d][at].padding) for d, at in enumerate(place[:dim])]
+                after = [len(lines[d][at].holds) for d, at in enumerate(place) if d > dim]
+                nbytes = 8 * len(entries) * math.prod(before + after)
+                if place[dim] == source and nbytes:
+                    found.append((places.index(place), places.index((*place[:dim], to, *place[dim + 1 :])), nbytes))
+    return found
 
 
 @pytest.mark.parametrize("case", ADJOINTS[:4], ids=lambda case: str(case["mesh"]))
-def test_the_sizes_predict_the_bytes_and_backward_sends_them_back(case):
-    ranks = math.prod(case["mesh"])
-    run = p101.launch(exchanged, case, False, world_size=ranks + 1, backend="sim")
-    assert run.trace.bytes_sent == [*predicted_bytes(run.results[0]), 0]
-    there = [(message.src, message.dst, message.nbytes) for message in run.trace.messages()]
-    both = p101.launch(exchanged, case, True, world_size=ranks + 1, backend="sim").trace.messages()
-    assert sorted((message.src, message.dst, message.nbytes) for message in both) == sorted(there + [(b, a, n) for a, b, n in there])
+def test_the_sizes_predict_every_message_and_backward_sends_them_back(case):
+    run = p101.launch(exchanged, case, world_size=math.prod(case["mesh"]) + 1, backend="sim")
+    there = predicted(run.results[0])
+    back = [(destination, source, nbytes) for source, destination, nbytes in there]
+    assert sorted((message.src, message.dst, message.nbytes) for message in run.trace.messages()) == sorted(there + back)
 
 
 NO_MESSAGES = {
@@ -293,15 +329,16 @@ NO_MESSAGES = {
 
 @pytest.mark.parametrize("case", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_no_message_where_none_is_needed(case):
-    assert p101.launch(exchanged, case, True, world_size=4, backend="sim").trace.messages_sent == [0] * 4
+    assert p101.launch(exchanged, case, world_size=4, backend="sim").trace.messages_sent == [0] * 4
 
 
 def test_two_steps_for_each_dim_that_is_cut():
     """A middle rank sends to its left, then to its right. Corners take no steps of their own."""
     steps = p101.Network(latency=1.0, bandwidth=math.inf)
     case = {"mesh": (3, 3), "shape": (9, 9), "kernel_size": (3, 3)}
-    assert p101.launch(exchanged, case, False, world_size=9, backend="sim", network=steps).trace.makespan == 4
-    assert p101.launch(exchanged, case, True, world_size=9, backend="sim", network=steps).trace.makespan == 8
+    for backward, expected in ((False, 4), (True, 8)):
+        run = p101.launch(exchanged, case, backward, world_size=9, backend="sim", network=steps)
+        assert run.trace.makespan == expected
 
 
 ERRORS = {
