@@ -44,6 +44,7 @@ class MeshAxes(NamedTuple):
 
     def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
         """Raises ValueError if x can't be this rank's block of a tensor (of shape `whole`, if given) that the axes in `cut` cut."""
+        check_tensor(x)
         if whole is not None and tuple(x.shape) != self.block(whole, cut):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor of shape {tuple(whole)} has the block "
@@ -104,10 +105,14 @@ def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> No
         )
 
 
-def outside(x: Tensor) -> Tensor:
-    """What a rank outside the mesh gets: a copy of the zero-volume tensor that it gave."""
+def check_tensor(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
+
+
+def outside(x: Tensor) -> Tensor:
+    """What a rank outside the mesh gets: a copy of the zero-volume tensor that it gave."""
+    check_tensor(x)
     if x.numel():
         raise ValueError(
             f"x has shape {tuple(x.shape)} on a rank outside the layer's mesh: expected a zero-volume tensor there, such as torch.empty(0)"

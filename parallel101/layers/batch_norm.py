@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import copy_to_group
 from parallel101.layers.all_sum_reduce import AllSumReduce
-from parallel101.layers.axes import check_dims, mesh_axes, outside
+from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside
 from parallel101.mesh import split_sizes
 
 
@@ -74,6 +74,7 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh.coordinate is None:
             return outside(x)
+        check_tensor(x)
         check_dims(x.shape, self.mesh.shape, "x")
         if x.dim() < 2 or x.shape[1] != self.channels:
             raise ValueError(f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, …) on this rank")

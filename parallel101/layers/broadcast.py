@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import broadcast, reduce
-from parallel101.layers.axes import Axes, MeshAxes, mesh_axes, outside, whole_shape
+from parallel101.layers.axes import Axes, MeshAxes, check_tensor, mesh_axes, outside, whole_shape
 from parallel101.mesh import Group, split_sizes
 
 
@@ -112,9 +112,7 @@ def lines_of(mesh: DeviceMesh, chosen: MeshAxes, roots: DeviceMesh | None, name:
     for i in ((lines == me).any(1) | (at == me)).nonzero().flatten().tolist():
         members, root = lines[i].tolist(), int(at[i])
         ranks = tuple(members if root in members else [root, *members])
-        group = Group(
-            ranks, ranks.index(me), tuple(mesh.shape[axis] for axis in chosen.axes) if root in members else (len(ranks),), None, names
-        )
+        group = Group(ranks, ranks.index(me), (len(ranks),), None, names)
         block = None
         if whole is not None:
             sizes = {axis: split_sizes(whole[axis], mesh.shape[axis])[c] for axis, c in zip(kept, coordinates[i])}
@@ -137,10 +135,11 @@ def along_lines(
     """Broadcast or reduce in each of this rank's lines. x is given in one of them at most, and the result got from one at most."""
     if not lines:
         return outside(x)
+    check_tensor(x)
     has_x = any(map(gives, lines))
+    shapes = [shape_in(line, x, gives(line), has_x) for line in lines]
     result, absent = None, []
-    for line in lines:
-        shape = shape_in(line, x, gives(line), has_x)
+    for line, shape in zip(lines, shapes):
         given = x if gives(line) else zeros(x).expand(shape)
         y = operation(given, line.root, group=line.group)
         if gets(line):
@@ -156,8 +155,6 @@ def along_lines(
 
 def shape_in(line: Line, x: Tensor, gives: bool, has_x: bool) -> tuple[int, ...]:
     """The shape of the tensors in this line. Raises ValueError if x contradicts it or doesn't tell it."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}: expected a tensor")
     if gives and line.block not in (None, tuple(x.shape)):
         raise ValueError(f"x has shape {tuple(x.shape)}, but this rank's block of the whole tensor has shape {line.block}: check shape=")
     if not has_x and x.numel():

@@ -22,7 +22,7 @@ from parallel101.autograd.linear import differentiable
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import compare, nothing, tensor_of
 from parallel101.collectives.comm import comm_of, wait_all
-from parallel101.layers.axes import check_dims, mesh_axes, outside, whole_shape
+from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside, whole_shape
 from parallel101.mesh import Group, split_sizes
 
 Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of the whole tensor
@@ -54,7 +54,10 @@ class Repartition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if dist.get_rank() not in self.source.ranks + self.target.ranks:
             return outside(x)
-        return repartition(x, self.source, self.target, self.shape or self.source.equal_blocks(x))
+        check_tensor(x)
+        whole = self.shape or self.source.equal_blocks(x)
+        check_dims(whole, self.target.shape, "x")
+        return repartition(x, self.source, self.target, whole)
 
     def elements_sent(self, shape: Sequence[int]) -> dict[tuple[int, int], int]:
         """Predicted: how many elements of a tensor of this whole shape each rank sends to each other one, {(from, to): elements}."""
@@ -107,7 +110,8 @@ class Layout(NamedTuple):
 
 
 def layout_of(mesh: DeviceMesh) -> Layout:
-    return Layout(tuple(mesh.mesh.flatten().tolist()), mesh_axes(mesh, ()).shape)
+    shape = mesh_axes(mesh, ()).shape
+    return Layout(tuple(mesh.mesh.flatten().tolist()), shape)
 
 
 def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int]) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallel101.collectives import all_reduce
+from parallel101.layers import AllSumReduce
 from parallel101.models.mlp import MLP
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
@@ -37,6 +38,8 @@ assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
 assert all_reduce.__code__.co_filename.startswith(os.getcwd()), "the copy, and not the package that is installed"
 if dist.is_initialized():
     print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    print(f"sum {AllSumReduce(mesh, axes=(0,))(torch.ones(1)).item()}\\n", end="", flush=True)
     dist.destroy_process_group()
 """
 
@@ -75,5 +78,5 @@ def test_the_subject_alone_trains_under_torchrun(tmp_path):
     expected = losses(alone.stdout.splitlines())
     assert [name for name, _ in expected] == ["DataParallelTrainer", "ShardedTrainer"]
     printed = together.stdout.splitlines()
-    assert printed.count("sum 2.0") == 2
+    assert printed.count("sum 2.0") == 4, "a collective and a layer, on two ranks"
     assert losses(line for line in printed if not line.startswith("sum")) == sorted(expected * 2)
