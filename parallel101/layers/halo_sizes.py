@@ -1,6 +1,6 @@
 """Halos: which entries of a cut tensor a rank must get from other ranks before it can slide a kernel over its own.
 
-n = 11 entries, a kernel of 5, 3 ranks: 7 outputs, cut into 3, 2 and 2
+n = 11 entries, a kernel of 5, 3 ranks, no padding: 7 outputs, cut into 3, 2 and 2 (the publication's unbalanced convolution)
 
 rank 0   [0  1  2  3] 4  5  6                       computes outputs 0 1 2     gets nothing from the left, 3 from the right
 rank 1             3 [4  5  6  7] 8                 computes outputs 3 4       gets 1 and 1

@@ -19,7 +19,8 @@ from parallel101.layers.halo_sizes import halos, messages
 from parallel101.layers.halo_spatial import SpatialParallel
 from tests.autograd.test_collectives import adjoint_error, random
 
-# Hewett and Grady (arXiv 2006.03108), appendix on halo exchange. (n, ranks, kernel, stride, padding) → halo left and right of every rank
+# The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the same numbers, and one of DistDL's tests:
+# (n, ranks, kernel_size, stride, padding) → left and right of each rank.
 PUBLISHED = {
     "normal convolution": ((11, 3, 5, 1, 2), [(0, 2), (2, 2), (2, 0)]),
     "unbalanced convolution": ((11, 3, 5, 1, 0), [(0, 3), (1, 1), (3, 0)]),
