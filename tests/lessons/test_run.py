@@ -54,6 +54,37 @@ PRINTED = {
         "data-parallel-run": [r"rank 3 differs by \d\.\de-1[67]|rank 3 differs by 0\.0e\+00"],
         "bug-numbers": [r"\[(?!4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0\])"],
     },
+    "03_adjoints": {
+        "problem-run": ["element 0 of tensors does not require grad and does not have a grad_fn"],
+        "own-run": [r"one process: 9e-01"],
+        "one-run": [r"gradient of x: 12\.0"],
+        "backward-bytes": [r"forward:  \[48, 48, 48, 48\]\n.*backward: \[48, 48, 48, 48\]"],
+        "function-run": [r"by hand .* (\de-1[67]|0e\+00)\np101.all_gather .* (\de-1[67]|0e\+00)"],
+        "function-source": ["return reduce_scatter"],
+        "test-run": [r"all ranks: .* difference -?(\de-1[56]|0e\+00)"],
+        "test-all-run": [r"(\w+ +-?[\d.]+ +-?[\d.]+   equal\n?){8}"],
+        "learn-test": [r"ring_all_gather_backward .* ratio 1\.000\nown_part_only .* different .*\nn_times_too_large .* ratio 4\.000"],
+        "loss-run": [r"measured: 4\.000"],
+        "loss-once": [r"factor: 1\.000\n.*all_reduce 480  reduce_from_group 240"],
+        "pair-run": [r"clone .* \de[-+]0\d\ncopy_to_group .* (\de-1[567]|0e\+00)"],
+        "axes-run": [r"\(0,\) .* \(6, 4\)\n.*\(1,\) .* \(3, 12\)\n.*\(0, 1\) .* \(6, 12\)"],
+        "cube-run": [
+            r"\(3, 7, 12\), every number is 1\.0\n.*\(3, 7, 4\), every number is 6\.0\n(\(.*\) +-?[\d.]+ +-?[\d.]+   equal\n?){8}"
+        ],
+        "uneven-run": [r"rank 3: .* \(2, 1\)  of \[4\.0\]   80 bytes sent\n(rank \d: whole \(0,\) .* of \[\]   0 bytes sent\n?){2}"],
+        "norm-run": [r"False +distance \de\+00\n.*True +distance \de-1[4-6]"],
+        "products-run": [r"case_1 .* 0 bytes .*\ncase_2 .* 576 bytes .*\ncase_3 .* 768 bytes .*\ncase_4 .* 576 bytes "],
+        "plan-run": [r"AllReduce_X .* 768 B in 6 steps(.|\n)*ReduceScatter_\{X,I\} .* 384 B in 3 steps"],
+        "plan-small": [r"Slice_\{X,J\} B(.|\n)*AllReduce_X C(.|\n)*Or: AllGather_X A"],
+        "training-run": [
+            r"samples cut +nothing +AllReduce W +nothing\nweights cut too +AllGather W +ReduceScatter W +AllGather W\n"
+            r"outputs cut +nothing +nothing +AllReduce X\ninputs cut +AllReduce Y +nothing +nothing"
+        ],
+        "break-place-run": [r"\[1\.0, 2\.0, 3\.0, 4\.0\]"],
+        "break-everything-run": [r"broadcast .* different\nall_reduce .* equal\nall_to_all .* different"],
+        "break-slice-run": [r"slice: .* equal\nring_all_gather_backward +3,000 .*\nall_reduce_then_slice +6,000 "],
+        "break-absent-run": [r"rank 0 waits in recv from rank 3 \(returned\), .* weights\.sum\(\)\.backward\(\)"],
+    },
     "04_data_parallel": {
         "alone-run": [r"<History: 20 steps, loss [45]\.\d+ → [23]\."],
         "alone-years": [r"tokens per second, so [\d.,]+ years"],
@@ -151,6 +182,16 @@ IN_PICTURES = {  # text in a picture
         "all-to-all-run": ["all-to-all"],
         "barrier-watch": ["Step 3 of 3", "Each rank sends 1 B to another rank"],
         "explorer-run": ["Ring all-reduce"],
+    },
+    "03_adjoints": {
+        "gather-watch": ["Ring all-gather"],
+        "backward-watch": [
+            "Forward: ring all-gather",
+            "Backward: ring reduce-scatter",
+            "Backward, step 1 of 3: Each rank sends a chunk to its left",
+        ],
+        "learn-run": ["ring_all_gather_backward: ", "own_part_only: ", "n_times_too_large: "],
+        "axes-watch": ["Forward: messages on a grid of 6 ranks", "Backward, step 2 of 2"],
     },
     "04_data_parallel": {
         "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
