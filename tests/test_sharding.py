@@ -233,3 +233,19 @@ def test_other_errors():
     with pytest.raises(ValueError, match=r"has dtype torch\.float64"):
         one.run(torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float64))
     assert torch.equal(one.run(torch.ones(4, 4), torch.ones(4, 4)), torch.full((4, 4), 4.0))
+
+
+def test_run_checks_the_whole_product():
+    a, b = torch.randn(5, 7), torch.randn(7, 6)
+    ran = p101.sharding.run(FOUR_CASES[1], a, b, mesh={"X": 3})
+    assert str(ran).endswith("C[I, K] on 3 ranks equals the whole A · B.") and ran.wrong == []
+    assert ran.run.trace.bytes_sent == ran.plan.bytes_sent
+    assert [list(state) for state in ran.held[0]] == [["A", "B"], ["A", "B"], ["A", "B", "C"]]
+    unreduced = p101.sharding.run(FOUR_CASES[4], a, b, mesh={"X": 3})
+    assert not unreduced.wrong and unreduced.found == array_in("C[I, K] {U_X}")
+    partly = p101.sharding.run(FOUR_CASES[2], a, b, mesh={"X": 2}, program=lambda x, y: p101.all_reduce(x @ y) + dist.get_rank())
+    assert partly.wrong == [1] and "wrong on rank 1" in partly.verdict
+    with pytest.raises(ValueError, match="expected J = 7, as in A"):
+        p101.sharding.run(FOUR_CASES[1], a, a, mesh={"X": 3})
+    with pytest.raises(ValueError, match="expected A and B, whole"):
+        p101.sharding.run(FOUR_CASES[1], a, mesh={"X": 3})

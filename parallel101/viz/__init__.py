@@ -6,6 +6,7 @@
     memory.py       bytes that each rank holds                                matrices.py   how tensor parallelism cuts a model
     deadlock.py     who waits for whom                                        run_table.py   the tables of `parallel101 run`
     between_ranks.py   what lies between each two ranks: waiting, bytes       waiting_overview.py   the timeline of a long run
+    sharding.py     which blocks each rank holds in a sharded product
     loss.py         loss curves, also live                                    plots.py   measurements and models over a swept size
 
 Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page without a kernel or a network

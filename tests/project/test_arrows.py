@@ -43,6 +43,7 @@ FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from
 DOORS = {  # module → what it may import inside a function, when it is called: the way up, or round
     "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture
+    "sharding.checked": {"ranks", "viz"},  # sharding.run(…) starts ranks, and .picture() draws what they held
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},

@@ -1,0 +1,183 @@
+"""`run`: cut whole arrays, launch ranks that carry out a plan (or a program of yours), and compare what they return with the whole result.
+
+    a, b ──shard──▶ blocks ──launch: each rank runs the plan──▶ blocks of C ──┬── equal to the blocks of a · b ?
+                                                                              └── if not: of which sharding of C are they the blocks?
+
+This is the one file of the folder that starts ranks and draws (`run(…).picture()`), so it needs the rest of parallel101 when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel101.sharding.choose import plan
+from parallel101.sharding.notation import Sharding, arrays_in
+from parallel101.sharding.plan import Multiply, Plan, equation
+
+RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}  # errors that rounding explains; of other floats 2 %, of integers none
+
+
+@dataclass(frozen=True, repr=False)
+class ShardedRun:
+    """What the ranks did with the blocks of whole arrays.
+
+    Attributes:
+        plan: that chose the blocks, and was run unless the ranks ran another program.
+        operands: the whole arrays. expected: the whole result.
+        held: by rank, what it held at first and after each step of the plan, by name of the array.
+        run: the Run, with its trace.
+        program: whether the ranks ran another program than the plan.
+    """
+
+    plan: Plan
+    operands: tuple[Tensor, ...]
+    expected: Tensor
+    held: list[list[dict[str, Tensor]]]
+    run: Any = field(repr=False)
+    program: bool = False
+
+    @property
+    def results(self) -> list[Any]:
+        """What each rank returned: its block of the result."""
+        return [states[-1][self.plan.result.name] for states in self.held]
+
+    @property
+    def wrong(self) -> list[int]:
+        """The ranks whose block is not that of the result."""
+        return wrong_ranks(self.results, self.plan.result, self.expected, self.plan)
+
+    @property
+    def found(self) -> Sharding | None:
+        """The sharding of the result whose blocks the ranks returned; None if there is none."""
+        return next((one for one in self._shardings() if not wrong_ranks(self.results, one, self.expected, self.plan)), None)
+
+    @property
+    def verdict(self) -> str:
+        """One or two sentences: whether the result is right, and what it is if it isn't."""
+        name, whole = self.plan.result.name, " · ".join(array.name for array in self.plan.operands)
+        if not self.wrong:
+            return f"{self.plan.result} on {len(self.held)} ranks equals the whole {whole}."
+        ranks = (
+            "every rank" if len(self.wrong) == len(self.held) else f"rank{'s' * (len(self.wrong) > 1)} {', '.join(map(str, self.wrong))}"
+        )
+        text = f"The block of {self.plan.result} is wrong on {ranks}."
+        if self.found is not None:
+            missing = [axis for axis in self.found.unreduced if axis not in self.plan.result.unreduced]
+            why = f": the sum over {', '.join(missing)} is missing" if missing else ""
+            return f"{text} The ranks hold {self.found}{why}."
+        rank = self.wrong[0]
+        block, at = self.results[rank], list(self.plan.coordinates())[rank]
+        expected = tuple(self.expected[self.plan.result.block(self.plan.sizes, self.plan.mesh, at)].shape)
+        if not isinstance(block, Tensor):
+            return f"{text} Rank {rank} returned a {type(block).__name__}: expected a tensor of shape {expected}."
+        if tuple(block.shape) != expected:
+            return f"{text} Rank {rank} returned shape {tuple(block.shape)}: expected {expected}."
+        return f"{text} Rank {rank} has the right shape, {expected}, with other values than {name} has there."
+
+    def picture(self, title: str | None = None) -> Any:
+        """Which blocks each rank held, before and after each step, drawn from their values. A notebook shows it; `.save("blocks.html")`."""
+        from parallel101.viz.sharding import sharding_scene
+
+        return sharding_scene(self, title=title)
+
+    def __str__(self) -> str:
+        return f"{'' if self.program else f'{self.plan}' + chr(10)}{self.verdict}"
+
+    __repr__ = __str__
+
+    def _shardings(self) -> Iterator[Sharding]:
+        """The result with each axis on each of its dims, on none, or unreduced."""
+        result, mesh = self.plan.result, self.plan.mesh
+        for chosen in product([None, *range(len(result.dims)), "U"], repeat=len(mesh)):
+            cut = {d: tuple(axis for axis, to in zip(mesh, chosen) if to == d) for d in range(len(result.dims))}
+            yield result.replace(cut, [axis for axis, to in zip(mesh, chosen) if to == "U"])
+
+
+def run(
+    text: str,
+    *wholes: Tensor,
+    mesh: Mapping[str, int],
+    program: Callable[..., Tensor] | None = None,
+    backend: str = "sim",
+    **launched: Any,
+) -> ShardedRun:
+    """Run a sharded product on ranks, and compare each rank's block with the whole product.
+
+    Args:
+        text, mesh: as for `plan`, which finds the steps; the sizes and the dtype are those of the arrays.
+        wholes: the whole operands: a and b, or one array to reshard.
+        program: instead of the plan, a function of this rank's blocks that returns its block of the result. It runs on every rank, with
+            torch.distributed initialised; rank r is at place r of the mesh, row by row.
+        backend, launched: as for `parallel101.launch`.
+
+    Returns:
+        A ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and `.run.trace` is the record.
+
+    Raises ValueError as `plan` does, and for arrays whose shapes or dtypes don't fit each other. An error of a rank: as launch does.
+    """
+    from parallel101.ranks.launch import launch
+
+    chosen = plan(text, mesh, dtype=wholes[0].dtype if wholes else torch.float32, **sizes_of(text, wholes))
+    blocks = chosen.shard(*wholes)
+
+    def on_a_rank() -> list[dict[str, Tensor]]:
+        mine = blocks[dist.get_rank()]
+        if program is None:
+            return list(chosen.walk(*mine))
+        held = {array.name: block.clone() for array, block in zip(chosen.operands, mine)}
+        return [held, held | {chosen.result.name: program(*mine)}]
+
+    ran = launch(on_a_rank, world_size=chosen.world_size, backend=backend, **{"trace": True, **launched})
+    expected = wholes[0]
+    if len(wholes) == 2:
+        a, b = chosen.operands
+        expected = torch.einsum(equation(Multiply(a, b, chosen.result)), *wholes)
+    return ShardedRun(chosen, wholes, expected, ran.results, ran, program is not None)
+
+
+def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
+    """The size of each dim, from the arrays. Raises ValueError if they disagree."""
+    operands, _ = arrays_in(text)
+    if len(wholes) != len(operands):
+        raise ValueError(f"run() got {len(wholes)} arrays: expected {' and '.join(array.name for array in operands)}, whole")
+    sizes: dict[str, int] = {}
+    for array, whole in zip(operands, wholes):
+        if whole.dim() != len(array.dims):
+            raise ValueError(f"{array.name} has shape {tuple(whole.shape)}: expected {len(array.dims)} dims, {', '.join(array.dims)}")
+        if whole.dtype != wholes[0].dtype:
+            raise ValueError(f"{array.name} has dtype {whole.dtype}, but {operands[0].name} has {wholes[0].dtype}: expected one dtype")
+        for dim, n in zip(array.dims, whole.shape):
+            if sizes.setdefault(dim, n) != n:
+                raise ValueError(f"{array.name} has shape {tuple(whole.shape)}: expected {dim} = {sizes[dim]}, as in {operands[0].name}")
+    return sizes
+
+
+def wrong_ranks(blocks: Sequence[Any], array: Sharding, whole: Tensor, plan: Plan) -> list[int]:
+    """The ranks whose blocks are not those of the whole array under this sharding. Unreduced blocks are added up first."""
+    places = list(plan.coordinates())
+    groups: dict[tuple[int, ...], list[int]] = {}  # ranks that differ only along axes along which the array is unreduced
+    for rank, at in enumerate(places):
+        groups.setdefault(tuple(i for axis, i in at.items() if axis not in array.unreduced), []).append(rank)
+    wrong = []
+    for ranks in groups.values():
+        expected = whole[array.block(plan.sizes, plan.mesh, places[ranks[0]])]
+        mine = [blocks[rank] for rank in ranks]
+        shaped = all(isinstance(block, Tensor) and block.shape == expected.shape for block in mine)
+        if not shaped or not close(torch.stack([block.detach() for block in mine]).sum(0), expected, whole):
+            wrong += ranks
+    return sorted(wrong)
+
+
+def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    """Whether the difference is one of rounding, for values as large as the whole array's."""
+    if not whole.dtype.is_floating_point:
+        return torch.equal(found.to(whole.dtype), expected)
+    largest = whole.abs().max().item() if whole.numel() else 0.0
+    return torch.allclose(found.double(), expected.double(), rtol=0, atol=RELATIVE.get(whole.dtype, 2e-2) * largest)

@@ -1,0 +1,361 @@
+"""Which blocks of each matrix a rank holds, before and after each collective of a sharded product.
+
+                A[I, J_X]    B[J_X, K]     multiply          AllReduce_X        a row for each rank, a column for each array as it changes
+    rank 0      [a| . ]      [ a ]         [a: 1 of 2]       [ a ]              a box is the whole matrix; what the rank holds is filled in
+                             [ . ]                                              colour and letter: which block
+    rank 1      [ . |b]      [ . ]         [a: 1 of 2]       [ a ]              a block with only some terms of its sum is filled in part
+
+What a block is, is found from its values (`parallel101.analysis.terms`): a sum that was forgotten or a wrong dim is drawn as it happened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, einsum
+
+from parallel101.analysis.terms import places, term_counts
+from parallel101.record.trace import Trace
+from parallel101.record.units import human_bytes
+from parallel101.viz.palette import CHUNK
+from parallel101.viz.scene import HATCHING, Node, Scene
+
+LEFT, RIGHT, TOP = 112.0, 948.0, 150.0
+WIDEST, LONG, SHORT = 280.0, 92.0, 20.0  # of a column; the longest side of a box, and the shortest
+MOST_RANKS, MOST_COLUMNS = 16, 9
+MOST_ELEMENTS = 4096  # of a block whose elements are looked up one by one
+
+
+class Part(NamedTuple):
+    """A rectangle to draw, in elements of the matrix."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    cell: int | None  # which block of the matrix it is; None: no part of it
+    counts: tuple[int, ...] = (1,)  # how often each term of the sum is in it
+
+
+class Column(NamedTuple):
+    """An array at one moment."""
+
+    title: str  # of the step that made it; "" for what the ranks began with
+    array: Any  # its sharding
+    state: int  # the number of the state in which the ranks hold it
+
+
+class ShardedRun(Protocol):
+    """What is drawn of a `parallel101.sharding.ShardedRun`."""
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def operands(self) -> Sequence[Tensor]: ...
+    @property
+    def expected(self) -> Tensor: ...
+    @property
+    def held(self) -> Sequence[Sequence[Mapping[str, Tensor]]]: ...
+    @property
+    def run(self) -> Any: ...
+    @property
+    def program(self) -> bool: ...
+    @property
+    def found(self) -> Any: ...
+    @property
+    def wrong(self) -> Sequence[int]: ...
+    @property
+    def verdict(self) -> str: ...
+
+
+def sharding_scene(run: ShardedRun, *, title: str | None = None) -> Scene:
+    """Draw which blocks the ranks held, before and after each step.
+
+    Args:
+        run: what `parallel101.sharding.run` returned.
+        title: of the picture.
+
+    Returns:
+        A still Scene. Under each collective stand the bytes of the rank that sent most, counted in the record.
+
+    Raises:
+        ValueError: more than 16 ranks, more than 9 columns, or an array of more than two dims.
+    """
+    plan, columns = run.plan, list(columns_of(run))
+    ranks = len(run.held)
+    if ranks > MOST_RANKS or len(columns) > MOST_COLUMNS:
+        raise ValueError(
+            f"the run has {ranks} ranks and {len(columns)} arrays to draw: expected at most {MOST_RANKS} ranks and {MOST_COLUMNS} arrays. "
+            "print(run) shows the steps"
+        )
+    for column in columns:
+        if not 1 <= len(column.array.dims) <= 2:
+            raise ValueError(f"{column.array} has {len(column.array.dims)} dims: expected one or two to draw")
+    across = min(WIDEST, (RIGHT - LEFT) / len(columns))
+    row = 104.0 if ranks <= 4 else 74.0 if ranks <= 8 else 56.0
+    side = min(across - 26, row - 16, LONG)
+    text = f"{' · '.join(map(str, plan.operands))} → {plan.result}"
+    drawn = [[parts_of(run, column, rank) for rank in range(ranks)] for column in columns]
+    counts = {count for of in drawn for parts in of for part in parts if part.cell is not None for count in part.counts}
+    scene = Scene(960, math.ceil(TOP + ranks * row + 30), title or text, description(run, columns, drawn))
+    scene.definitions.append(HATCHING)
+    scene.style += (
+        ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}.lack{fill:url(#hatching)}"
+        ".bad{fill:none;stroke:var(--warn);stroke-width:2}.due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}"
+        "text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;paint-order:stroke}.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
+        ".strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
+    )
+    if title:
+        scene.add("text", title, x=28, y=40, class_="h")
+    else:
+        subscripts(scene, text, 28, 40, 19, class_="h")
+    facts = " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items())
+    scene.add("text", f"{facts} · {run.run.backend}", x=932, y=40, font_size=13, class_="m e")
+    subscripts(scene, run.verdict, 28, 64, 13.5, class_="w" if run.wrong else "m")
+    sent = bytes_by_step(run.run.trace) if run.run.trace is not None else {}
+    for k, column in enumerate(columns):
+        x = LEFT + k * across
+        if column.state and (k == 0 or column.state != columns[k - 1].state):
+            scene.add("line", x1=x - 6, x2=x - 6, y1=84, y2=TOP + ranks * row - 8, class_="sep")
+        heading(scene, column, x, sent.get(column.state - 1) if not run.program else None)
+        for rank in range(ranks):
+            wrong = rank in run.wrong and k == len(columns) - 1
+            box(scene, run, column, drawn[k][rank], x, TOP + rank * row, side, rank, wrong)
+    for rank, at in enumerate(plan.coordinates()):
+        y = TOP + rank * row + side / 2
+        scene.add("text", f"rank {rank}", x=28, y=y, font_size=13, class_="b")
+        scene.add("text", ", ".join(f"{axis} {i}" for axis, i in at.items()), x=28, y=y + 16, font_size=11.5, class_="m")
+    words = "Letter and colour: which block of the matrix."
+    words += " Stripes: the terms of its sum." if counts - {1} else ""
+    words += " Hatched: missing." if 0 in counts else ""
+    words += " ×2: added twice." if max(counts, default=1) > 1 else ""
+    words += " Dashed: the block that the rank should hold." if any(x.attributes.get("class") == "due" for x in scene.children) else ""
+    scene.add("text", words, x=28, y=scene.height - 18, font_size=12.5, class_="m")
+    return scene
+
+
+# ── What is drawn
+
+
+def columns_of(run: ShardedRun) -> Iterator[Column]:
+    """The operands, and the array that each step makes."""
+    for array in run.plan.operands:
+        yield Column("", array, 0)
+    if run.program:
+        yield Column("your program", run.plan.result, 1)
+        return
+    for number, step in enumerate(run.plan.steps):
+        yield Column(step.title, step.after, number + 1)
+
+
+def parts_of(run: ShardedRun, column: Column, rank: int) -> list[Part]:
+    """The rectangles to draw for what a rank holds of an array."""
+    plan, at = run.plan, list(run.plan.coordinates())[rank]
+    block = run.held[rank][column.state].get(column.array.name)
+    last = column.array.name == plan.result.name and column.state == len(run.held[rank]) - 1
+    if not isinstance(block, Tensor):
+        return []
+    terms = terms_of(run, column.array)
+    cuts = cuts_of(run, column.array.name)
+    for array in [column.array, *([run.found] if last and run.found is not None else [])]:
+        region = array.block(plan.sizes, plan.mesh, at)
+        expected = [int(all(place.get(axis, at[axis]) == at[axis] for axis in array.unreduced)) for place, _ in terms]
+        counts = term_counts(block, [term[region] for _, term in terms], expected)
+        if counts is not None:
+            rows, columns = region if len(region) == 2 else (slice(0, 1), region[0])
+            return [
+                Part((top, bottom), (left, right), cell_of(cuts, top, left), counts)
+                for top, bottom in pairwise(within(cuts[0], rows))
+                for left, right in pairwise(within(cuts[1], columns))
+            ]
+    return strange_parts(block, sum(term for _, term in terms), cuts)  # type: ignore[arg-type]
+
+
+def strange_parts(block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]) -> list[Part]:
+    """A block that is in no place where the matrix has one: each element has the colour of the block that it is from."""
+    if block.dim() not in (1, 2) or block.numel() > MOST_ELEMENTS:
+        return []
+    block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
+    cells = [[None if place is None else cell_of(cuts, *place) for place in row] for row in places(block, whole)]
+    rows = [0, *(r for r in range(1, len(cells)) if cells[r] != cells[r - 1]), len(cells)]
+    across = list(zip(*cells))
+    columns = [0, *(c for c in range(1, len(across)) if across[c] != across[c - 1]), len(across)]
+    return [Part((top, low), (left, right), cells[top][left]) for top, low in pairwise(rows) for left, right in pairwise(columns)]
+
+
+def terms_of(run: ShardedRun, array: Any) -> list[tuple[dict[str, int], Tensor]]:
+    """The terms of the sum that an array is: (the coordinates of the ranks that compute it, as large as the whole array)."""
+    plan = run.plan
+    for operand, whole in zip(plan.operands, run.operands):
+        if operand.name == array.name:
+            if not operand.unreduced:
+                return [({}, whole)]
+            ways = [dict(zip(operand.unreduced, place)) for place in product(*(range(plan.mesh[axis]) for axis in operand.unreduced))]
+            return [(at, whole if not any(at.values()) else whole * 0) for at in ways]  # as `plan.shard` makes them
+    a, b = next(((step.a, step.b) for step in plan.steps if hasattr(step, "b")), plan.operands) if not run.program else plan.operands
+    letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a.dims + b.dims))}
+    equation = "{},{}->{}".format(*("".join(letters[dim] for dim in one.dims) for one in (a, b, plan.result)))
+    summed = {
+        dim: tuple(dict.fromkeys((*axes, *b.axes[b.dims.index(dim)])))
+        for dim, axes in zip(a.dims, a.axes)
+        if dim in b.dims and dim not in plan.result.dims
+    }
+    axes = list(dict.fromkeys(axis for of_dim in summed.values() for axis in of_dim))
+    pieces = a.replace({d: summed[dim] for d, dim in enumerate(a.dims) if dim in summed})
+    terms = []
+    for place in product(*(range(plan.mesh[axis]) for axis in axes)):
+        at = dict.fromkeys(plan.mesh, 0) | dict(zip(axes, place))
+        parts = {dim: part for dim, part in zip(pieces.dims, pieces.block(plan.sizes, plan.mesh, at)) if dim in summed}
+        index_a, index_b = (tuple(parts.get(dim, slice(None)) for dim in one.dims) for one in (a, b))
+        terms.append((dict(zip(axes, place)), einsum(equation, run.operands[0][index_a], run.operands[1][index_b])))
+    return terms
+
+
+def cuts_of(run: ShardedRun, name: str) -> tuple[list[int], list[int]]:
+    """Where the rows and the columns of a matrix are cut, in any of its shardings: between these lie its blocks."""
+    plan = run.plan
+    shardings = [column.array for column in columns_of(run) if column.array.name == name]
+    if run.program and name == plan.result.name:
+        of_dim = {dim: axes for array in plan.operands for dim, axes in zip(array.dims, array.axes)}
+        shardings.append(plan.result.replace({d: of_dim[dim] for d, dim in enumerate(plan.result.dims)}))  # of the blocks' product
+        shardings += [] if run.found is None else [run.found]
+    cuts: list[set[int]] = [{0, plan.sizes[dim]} for dim in shardings[0].dims]
+    for array in shardings:
+        for at in plan.coordinates():
+            for cut, part in zip(cuts, array.block(plan.sizes, plan.mesh, at)):
+                cut |= {part.start, part.stop}
+    rows, columns = [sorted(cut) for cut in cuts] if len(cuts) == 2 else ([0, 1], sorted(cuts[0]))
+    return rows, columns
+
+
+def cell_of(cuts: tuple[list[int], list[int]], row: int, column: int) -> int:
+    """The number of the block with this element, row by row."""
+    down, across = (sum(cut <= i for cut in of_dim) - 1 for of_dim, i in zip(cuts, (row, column)))
+    return down * (len(cuts[1]) - 1) + across
+
+
+def within(cuts: Sequence[int], part: slice) -> list[int]:
+    return [cut for cut in cuts if part.start <= cut <= part.stop]
+
+
+def bytes_by_step(trace: Trace) -> dict[int, int]:
+    """By number of the step: the bytes of the rank that sent most in it. The plan's steps are spans that carry the name of an array."""
+    spans = [[e for e in trace.spans() if e.rank == rank and "array" in (e.args or {})] for rank in range(trace.world_size)]
+    sent: dict[tuple[int, int], int] = {}
+    for event in trace.events:
+        if event.kind == "send":
+            number = sum(span.start <= event.posted for span in spans[event.rank]) - 1  # the span that began last
+            if number >= 0:
+                sent[number, event.rank] = sent.get((number, event.rank), 0) + event.nbytes
+    return {number: max(sent.get((number, rank), 0) for rank in range(trace.world_size)) for number in range(len(spans[0]))}
+
+
+# ── How it is drawn
+
+
+def heading(scene: Scene, column: Column, x: float, sent: int | None) -> None:
+    """The step above its column, then the array, then the bytes."""
+    subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
+    subscripts(scene, str(column.array), x, 116, 13)
+    if sent is not None:
+        scene.add("text", f"{human_bytes(sent)} a rank" if sent else "no message", x=x, y=134, font_size=12, class_="m")
+
+
+def box(
+    scene: Scene, run: ShardedRun, column: Column, parts: Sequence[Part], x: float, y: float, side: float, rank: int, wrong: bool
+) -> None:
+    """The outline of the whole matrix, and in it what the rank holds."""
+    extents, longest = [run.plan.sizes[dim] for dim in column.array.dims], max(run.plan.sizes.values())
+    rows, columns = extents if len(extents) == 2 else (1, extents[0])
+    height, width = (max(SHORT, side * math.sqrt(n / longest)) for n in (rows, columns))
+    whole = scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
+    block = run.held[rank][column.state].get(column.array.name)
+    shape = tuple(getattr(block, "shape", ()))
+    whole.add("title", f"rank {rank}: {column.array}, shape {shape} of {tuple(extents)}")
+    lowest, furthest = max((p.rows[1] for p in parts), default=rows), max((p.columns[1] for p in parts), default=columns)
+    scales = outline = height / rows, width / columns
+    if lowest > rows or furthest > columns:  # larger than the matrix: draw it with its own proportions
+        height, width = (max(SHORT, side * math.sqrt(n / max(longest, lowest, furthest))) for n in (lowest, furthest))
+        scales = height / lowest, width / furthest
+    at = list(run.plan.coordinates())[rank]
+    due = [(part.start, part.stop) for part in column.array.block(run.plan.sizes, run.plan.mesh, at)]
+    due = due if len(due) == 2 else [(0, 1), *due]
+    held = [(min(getattr(p, d)[0] for p in parts), max(getattr(p, d)[1] for p in parts)) for d in ("rows", "columns")] if parts else due
+    if wrong and held != due:
+        frame(scene, x, y, outline, due, "due")
+    for part in parts:
+        down, across = scales
+        left, top = x + part.columns[0] * across, y + part.rows[0] * down
+        draw_part(scene, part, left, top, (part.columns[1] - part.columns[0]) * across, (part.rows[1] - part.rows[0]) * down)
+    if wrong:
+        frame(scene, x, y, scales, held, "bad", margin=3)
+    counts = parts[0].counts if parts else (1,)
+    if min(counts) < 1 and all(part.counts == counts for part in parts):
+        words = f"{sum(count > 0 for count in counts)} of {len(counts)}"
+        scene.add("text", words, x=x + width + 8, y=y + 11, font_size=11, class_="w" if wrong else "m")
+
+
+def frame(
+    scene: Scene, x: float, y: float, scales: tuple[float, float], part: Sequence[tuple[int, int]], class_: str, margin: float = 0
+) -> None:
+    """An outline around some rows and columns of the matrix at (x, y)."""
+    (down, across), ((top, low), (left, right)) = scales, part
+    corner = {"x": x + left * across - margin, "y": y + top * down - margin}
+    size = {"width": (right - left) * across + 2 * margin, "height": (low - top) * down + 2 * margin}
+    scene.add("rect", **corner, **size, rx=margin, class_=class_)
+
+
+def draw_part(scene: Node, part: Part, x: float, y: float, width: float, height: float) -> None:
+    if part.cell is None:
+        scene.add("rect", x=x, y=y, width=width, height=height, class_="strange")
+        scene.add("text", "?", x=x + width / 2, y=y + height / 2 + 4, font_size=11, class_="c w")
+        return
+    colour, letter = part.cell % len(CHUNK), letters(part.cell)
+    whole = set(part.counts) == {1}
+    if whole:
+        scene.add("rect", x=x, y=y, width=width, height=height, class_=f"cut f{colour}")
+    else:
+        n, along = len(part.counts), width >= height
+        for k, count in enumerate(part.counts):
+            wide, tall = (width / n, height) if along else (width, height / n)
+            left, top = (x + k * wide, y) if along else (x, y + k * tall)
+            scene.add("rect", x=left, y=top, width=wide, height=tall, class_=f"cut f{colour}" if count else "lack")
+            if count > 1 and min(wide, tall) >= 9:
+                scene.add("text", f"×{count}", x=left + wide / 2, y=top + (14 if along else tall / 2 + 4), font_size=11, class_="c many")
+        scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
+    if min(width, height) >= 10 and width >= 7 * len(letter) + 3:
+        scene.add("text", letter, x=x + width / 2, y=y + height / 2 + 4, font_size=12, class_=f"c o{colour}" if whole else "c over")
+
+
+def letters(cell: int) -> str:
+    """a to z, then aa, ab, …"""
+    return (letters(cell // 26 - 1) if cell >= 26 else "") + chr(ord("a") + cell % 26)
+
+
+def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: str = "") -> None:
+    """Write a text in which _X and _{X,K} stand lower and smaller."""
+    line = scene.add("text", x=x, y=y, font_size=size, class_=class_)
+    lowered = False
+    for k, word in enumerate(re.split(r"_(\{[^}]*\}|[A-Za-z0-9]+)", text)):
+        if word:
+            below = bool(k % 2)
+            shift = size * 0.25 * (below - lowered)
+            line.add(
+                "tspan", word.strip("{}") if below else word, dy=shift, font_size=size * (0.72 if below else 1), style="white-space:pre"
+            )
+            lowered = below
+
+
+def description(run: ShardedRun, columns: Sequence[Column], drawn: Sequence[Sequence[Sequence[Part]]]) -> str:
+    """The picture in words."""
+    sentences = [run.verdict]
+    for column, by_rank in zip(columns, drawn):
+        held = []
+        for rank, parts in enumerate(by_rank):
+            names = "".join("?" if part.cell is None else letters(part.cell) for part in parts) or "nothing"
+            short = next((part.counts for part in parts if any(count != 1 for count in part.counts)), None)
+            held.append(f"rank {rank} {names}" + (f" (terms {list(short)})" if short else ""))
+        sentences.append(f"{column.title or 'At first'}, {column.array}: {', '.join(held)}.")
+    return " ".join(sentences)

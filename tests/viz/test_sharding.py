@@ -1,0 +1,110 @@
+"""The picture of a sharded product shows which blocks the ranks really held, in right programs and in wrong ones."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+import parallel101 as p101
+from parallel101.viz.sharding import bytes_by_step, columns_of, parts_of
+from tests.viz.drawn import SVG
+
+made = torch.Generator().manual_seed(0)
+A, B = (torch.randn(shape, generator=made, dtype=torch.float64) for shape in ((8, 12), (12, 8)))
+BOTH_CUT = "A[I, J_X] · B[J_X, K] → C[I, K]"
+
+
+def held(run):
+    """By column and rank: the letters of the blocks, and the counts of the terms."""
+    found = []
+    for column in columns_of(run):
+        parts = [parts_of(run, column, rank) for rank in range(len(run.held))]
+        found.append([("".join("?" if p.cell is None else chr(97 + p.cell) for p in of), of[0].counts if of else ()) for of in parts])
+    return found
+
+
+def words(scene):
+    return ["".join(text.itertext()) for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+
+
+def test_before_and_after_each_collective():
+    run = p101.sharding.run("A[I, J_X] · B[J_X, K] → C[I, K_X]", A, B, mesh={"X": 2})
+    whole, first, second = (1,), (1, 0), (0, 1)
+    assert held(run) == [
+        [("a", whole), ("b", whole)],
+        [("a", whole), ("b", whole)],
+        [("ab", first), ("ab", second)],  # C[I, K] {U_X}
+        [("a", (1, 1)), ("b", (1, 1))],
+    ]
+    said = words(run.picture())
+    assert said[0] == "A[I, JX] · B[JX, K] → C[I, KX]" and "C[I, KX] on 2 ranks equals the whole A · B." in said
+    assert said.count("1 of 2") == 2 and "ReduceScatterX,K" in said
+    assert bytes_by_step(run.run.trace) == {number: max(run.plan.sent_in(step)) for number, step in enumerate(run.plan.steps)}
+    assert "256 B a rank" in said and "no message" in said
+
+
+def test_two_axes_on_gloo():
+    run = p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2}, backend="gloo")
+    assert [[letters for letters, _ in of] for of in held(run)] == [
+        ["a", "b", "c", "d"],
+        ["a"] * 4,
+        ["ab", "ab", "cd", "cd"],
+        ["a", "a", "b", "b"],
+    ]
+    assert bytes_by_step(run.run.trace)[0] == max(run.plan.sent_in(run.plan.steps[0])) > 0
+
+
+WRONG = {
+    "forgotten sum": (BOTH_CUT, lambda a, b: a @ b, "The ranks hold C[I, K] {U_X}: the sum over X is missing."),
+    "wrong dim of a reduce-scatter": (
+        BOTH_CUT.replace("C[I, K]", "C[I_X, K]"),
+        lambda a, b: p101.reduce_scatter(a @ b, 1),
+        "The ranks hold C[I, K_X].",
+    ),
+    "forgotten gather": ("A[I_X, J] · B[J, K] → C[I, K]", lambda a, b: a @ b, "The ranks hold C[I_X, K]."),
+    "wrong dim of a gather": (
+        "A[I_X, J] · B[J, K] → C[I, K]",
+        lambda a, b: p101.all_gather(a @ b, 1),
+        "Rank 0 returned shape (4, 16): expected (8, 8).",
+    ),
+    "added twice": (BOTH_CUT, lambda a, b: p101.all_reduce(a @ b) + a @ b, "Rank 0 has the right shape, (8, 8), with other values"),
+    "no tensor": (BOTH_CUT, lambda a, b: 3, "Rank 0 returned a int: expected a tensor of shape (8, 8)."),
+    "unknown values": (BOTH_CUT, lambda a, b: torch.zeros(8, 8) + 7, "with other values than C has there."),
+}
+LAST = {
+    "forgotten sum": [("a", (1, 0)), ("a", (0, 1))],
+    "wrong dim of a reduce-scatter": [("ac", (1, 1)), ("bd", (1, 1))],
+    "forgotten gather": [("a", (1,)), ("b", (1,))],
+    "wrong dim of a gather": [("ab", (1,)), ("ab", (1,))],
+    "added twice": [("a", (2, 1)), ("a", (1, 2))],
+    "no tensor": [("", ())] * 2,
+    "unknown values": [("?", (1,))] * 2,
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_mistakes_are_visible(mistake):
+    text, program, verdict = WRONG[mistake]
+    run = p101.sharding.run(text, A, B, mesh={"X": 2}, program=program)
+    assert run.wrong == [0, 1] and verdict in run.verdict
+    assert held(run)[-1] == LAST[mistake]
+    svg = run.picture().svg()
+    assert len(re.findall('class="bad"', svg)) == 2
+    assert 'class="w"' in svg and "your program" in words(run.picture())
+
+
+def test_a_right_program_of_ones():
+    """Values that don't tell the terms apart: what the plan says is taken if it fits."""
+    run = p101.sharding.run(BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4), mesh={"X": 2}, program=lambda a, b: p101.all_reduce(a @ b))
+    assert not run.wrong and held(run)[-1] == [("a", (1, 1))] * 2
+    assert held(p101.sharding.run(BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4), mesh={"X": 2}))[2] == [("a", (1, 0)), ("a", (0, 1))]
+
+
+def test_what_is_not_drawn():
+    with pytest.raises(ValueError, match="has 3 dims: expected one or two to draw"):
+        p101.sharding.run("x[B_X, T, D] → x[B, T, D]", torch.ones(2, 3, 4), mesh={"X": 2}).picture()
+    with pytest.raises(ValueError, match="the run has 17 ranks"):
+        p101.sharding.run("x[B_X] → x[B]", torch.ones(17), mesh={"X": 17}).picture()
