@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
+from parallel101 import cost
+from parallel101.cost import Cost
 from parallel101.sharding import Sharding, plan
 from parallel101.sharding.notation import array_in
 
@@ -131,16 +133,22 @@ def test_placements_on_several_axes(mesh, every):
     check([text for text in texts if possible(text, mesh)], mesh, sizes, backend="sim", network=LATENCY_ONLY)
 
 
+def test_fewer_elements_than_ranks():
+    check(FOUR_CASES, {"X": 4}, {"I": 2, "J": 3, "K": 1}, backend="sim")
+
+
 def test_on_gloo_and_under_nccl_rules():
     check(FOUR_CASES, {"X": 3}, backend="gloo", trace=True)
     check([*FOUR_CASES, "A[I_X, J] → A[I, J_X]"], {"X": 3}, backend="sim", rules="nccl", network=LATENCY_ONLY)
 
 
 def on_a_device_mesh(chosen, blocks):
-    """Four ranks, of which the mesh has ranks 1 and 3."""
+    """Four ranks: two meshes along X, and then one mesh of ranks 0 and 1 only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("Y", "X"))
     x = [block.requires_grad_() for block in blocks[mesh.get_local_rank("X")]]
     along_x = chosen.run(*x, mesh=mesh["X"])
+    with pytest.raises(ValueError, match=r"is for the mesh \{'X': 2\}, but this DeviceMesh has \{'Y': 2\}"):
+        chosen.run(*x, mesh=mesh["Y"])
     rank = dist.get_rank()
     mine = blocks[rank] if rank < 2 else [torch.empty(0, dtype=torch.float64)] * 2
     first = chosen.run(*[block.detach().requires_grad_() for block in mine])
@@ -180,6 +188,37 @@ def test_question_4_the_cheaper_strategy_depends_on_the_shape():
     assert plan(text, {"X": 4}, B=16, D=16, F=8).short.startswith("AllGather_X W, multiply")
     assert plan(text, {"X": 4}, B=16, D=64, F=8).short.startswith("Slice_{X,D} A, multiply, AllReduce_X C")
     assert plan(text, {"X": 4}, B=16, D=64, F=8).alternatives[0].short.startswith("AllGather_X W, multiply")
+
+
+@pytest.mark.parametrize("text", [*FOUR_CASES, "A[I_X, J] → A[I, J_X]", "A[I_XY, J] → A[I, J]", "A[I, J] {U_XY} → A[I, J]"])
+def test_bytes_and_steps_are_those_of_the_closed_forms(text):
+    chosen = plan(text, {"X": 4, "Y": 2}, **{dim: 8 for dim in "IJK" if dim in text})
+    forms = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce", "AllToAll": "all_to_all"}
+    costs = []
+    for step in chosen.steps:
+        if step.title != "multiply" and len(step.axes) == 1:
+            whole = step.after if step.operation == "AllGather" else step.before
+            nbytes = 4 * math.prod(part.stop - part.start for part in whole.block(chosen.sizes, chosen.mesh, {"X": 0, "Y": 0}))
+            algorithm = "pairwise" if step.operation == "AllToAll" else "ring"
+            costs.append(cost.closed_form(forms[step.operation], algorithm, 4, nbytes))
+        elif step.title != "multiply":  # both axes: one ring after the other, on an array of 256 bytes
+            costs.append(Cost((3 + 1) * (1 + (step.operation == "AllReduce")), 224 * (1 + (step.operation == "AllReduce")), 0))
+    assert chosen.rounds == sum(c.steps for c in costs)
+    assert set(chosen.bytes_sent) == {sum(c.sent for c in costs)}
+
+
+def test_seconds_are_the_books():
+    """Pop quiz 2 (TPU v5e has no rings of 4), question 2.1, and question 4's comparison with D > 5100 on TPU v5p."""
+    bf16 = torch.bfloat16
+    (quiz,) = plan("A[E_Y, F] → A[E, F]", {"X": 8, "Y": 4}, E=2048, F=8192, dtype=bf16).times("TPU v5e")
+    assert quiz.seconds == pytest.approx(560e-6, rel=0.01)
+    cube = {"X": 4, "Y": 4, "Z": 4}
+    (question,) = plan("A[B_X, D_Y] → A[B, D_Y]", cube, B=1024, D=4096, dtype=bf16).times("TPU v4p")
+    assert question.seconds == pytest.approx(2 * 1024 * 4096 / (9e10 * 4), rel=0.01)
+    chosen = plan("A[B, D] · W[D_X, F] → C[B, F]", {"X": 16}, B=1024, D=8192, F=4096, dtype=bf16)
+    cut, multiply, reduce = chosen.times("TPU v5p")
+    _, math_of_strategy_1 = chosen.alternatives[0].times("TPU v5p")
+    assert cut is None and multiply.seconds < reduce.seconds < math_of_strategy_1.seconds
 
 
 def test_a_batch_and_named_axes():

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel101 import cost
+from parallel101.cost import Chip, ProductTime, Time
 from parallel101.mesh import Group, group_of
 from parallel101.record.spans import span
 from parallel101.sharding.notation import Sharding
@@ -87,6 +89,34 @@ class Plan:
         if isinstance(step, Multiply):
             return [0] * self.world_size
         return [sent_in(step, self.sizes, self.mesh, at) * self.dtype.itemsize for at in self.coordinates()]
+
+    def times(self, chip: str | Chip, *, wraparound: bool | None = None) -> list[Time | ProductTime | None]:
+        """Seconds of each step on a mesh of such chips, as `parallel101.cost` has them: None for a slice.
+
+        Args:
+            chip: a name in `cost.CHIPS`, such as "TPU v5e", or a Chip. Its flops are those in bf16.
+            wraparound: whether the axes are rings. Default: by the rule of the chip.
+        """
+        return [self._time(step, chip, wraparound) for step in self.steps]
+
+    def _time(self, step: Step | Multiply, chip: str | Chip, wraparound: bool | None) -> Time | ProductTime | None:
+        if isinstance(step, Multiply):
+            extents = self._extents(step)
+            in_a, in_b, in_c = (set(array.dims) for array in (step.a, step.b, step.after))
+            batch, m, n, k = (
+                math.prod(extents[dim] for dim in dims) for dims in (in_a & in_b & in_c, in_a - in_b, in_b - in_a, in_a & in_b - in_c)
+            )
+            one = cost.matmul(m, k, n, chip, element_bytes=self.dtype.itemsize)
+            return ProductTime(one.flops * batch, one.nbytes * batch, one.flop_seconds * batch, one.memory_seconds * batch)
+        if step.operation == "Slice":
+            return None
+        whole = step.after if step.operation == "AllGather" else step.before
+        block = whole.block(self.sizes, self.mesh, dict.fromkeys(self.mesh, 0))
+        nbytes, axes = math.prod(part.stop - part.start for part in block) * self.dtype.itemsize, [self.mesh[axis] for axis in step.axes]
+        operation = {"AllGather": cost.all_gather, "ReduceScatter": cost.reduce_scatter, "AllReduce": cost.all_reduce}
+        if step.operation == "AllToAll":  # whose V is the array of all ranks together
+            return cost.all_to_all(nbytes * math.prod(axes), axes, chip, wraparound=wraparound)
+        return operation[step.operation](nbytes, axes, chip, wraparound=wraparound)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """The place of each rank of the mesh, by axis: the last axis runs fastest."""

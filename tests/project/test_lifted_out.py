@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from parallel101.collectives import all_reduce
 from parallel101.layers import AllSumReduce
 from parallel101.models.mlp import MLP
+from parallel101.sharding import plan
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 
@@ -37,6 +38,8 @@ mine = {name for name in sys.modules if name.startswith("parallel101.")} - {"par
 assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
 assert all_reduce.__code__.co_filename.startswith(os.getcwd()), "the copy, and not the package that is installed"
 if dist.is_initialized():
+    halves = plan("A[I_X] → A[I]", {"X": 2}, I=2)
+    assert halves.run(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0]
     print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)
     mesh = dist.init_device_mesh("cpu", (2,))
     print(f"sum {AllSumReduce(mesh, axes=(0,))(torch.ones(1)).item()}\\n", end="", flush=True)
