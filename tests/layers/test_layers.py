@@ -90,7 +90,8 @@ def wrong_on_a_box(shape, wholes):
             }
             products[kind, axes, whole] = inner_products(layer, x)
             wrong += [(kind.__name__, axes, whole, name) for name, right in checks.items() if not right]
-        wrong += [(axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)]
+        if not equal:
+            wrong += [(axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)]
     return wrong, products
 
 
@@ -109,17 +110,9 @@ def used_twice_and_composed(box, axes, whole, others):
         yield "SumReduce, then Broadcast"
 
 
-WHOLES = {  # shapes of whole tensors, by mesh
-    (2, 2, 3): [(2, 4, 6, 2), (5, 3, 7), (1, 2, 2)],  # equal blocks; unequal ones; some are empty
-    (2, 2): [(4, 2, 3), (3, 5), (1, 3)],
-}
+WHOLES = [(2, 4, 6, 2), (5, 3, 7), (1, 2, 2)]  # shapes of whole tensors: equal blocks; unequal ones; some are empty
 
 
-@pytest.mark.parametrize(
-    ("backend", "rules", "shape"),
-    [("sim", "gloo", (2, 2, 3)), ("sim", "nccl", (2, 2, 3)), ("gloo", "gloo", (2, 2))],
-    ids=["sim", "under NCCL's rules", "gloo"],
-)
-def test_every_layer_on_every_subset_of_the_axes(backend, rules, shape):
-    world_size = torch.Size(shape).numel() + 1
-    check(p101.launch(wrong_on_a_box, shape, WHOLES[shape], world_size=world_size, backend=backend, rules=rules).results)
+@pytest.mark.parametrize(("rules", "wholes"), [("gloo", WHOLES), ("nccl", WHOLES[1:2])], ids=["sim", "under NCCL's rules"])
+def test_every_layer_on_every_subset_of_the_axes(rules, wholes):
+    check(p101.launch(wrong_on_a_box, (2, 2, 3), wholes, world_size=13, backend="sim", rules=rules).results)

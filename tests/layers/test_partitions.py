@@ -66,9 +66,9 @@ def lines(roots, mesh):
     return found, axes
 
 
-def wrong_between_two_meshes():
+def wrong_between_two_meshes(cases):
     me, wrong, products = dist.get_rank(), [], {}
-    for name, (roots, shape, transposed) in ROOTS_AND_MESH.items():
+    for name, (roots, shape, transposed) in cases.items():
         roots, mesh = mesh_of(*roots, transposed), mesh_of(*shape)
         members, axes = lines(roots, mesh)
         my_root = next((root for root, line in members.items() if me in line), None)
@@ -82,11 +82,6 @@ def wrong_between_two_meshes():
                 wrong.append((name, str(layer)))
             products[name, type(layer)] = inner_products(layer, given)
     return wrong, products
-
-
-@pytest.mark.parametrize("rules", ["gloo", "nccl"])
-def test_broadcast_and_sum_reduce_between_two_meshes_on_distdls_shapes(rules):
-    check(p101.launch(wrong_between_two_meshes, world_size=17, backend="sim", rules=rules).results)
 
 
 def wrong_repartitions(cases):
@@ -104,18 +99,14 @@ def wrong_repartitions(cases):
     return wrong, products
 
 
+def wrong_on_distdls_shapes():
+    return wrong_between_two_meshes(ROOTS_AND_MESH), wrong_repartitions(SOURCE_AND_TARGET)
+
+
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
-def test_repartition_on_distdls_shapes(rules):
-    check(p101.launch(wrong_repartitions, SOURCE_AND_TARGET, world_size=17, backend="sim", rules=rules).results)
-
-
-def test_between_meshes_on_gloo():
-    cases = {
-        "other cuts": ((0, (2, 2)), (0, (4, 1)), [5, 7]),
-        "more ranks": ((1, (2, 1)), (0, (2, 2)), [5, 7]),
-        "fewer": ((0, (4,)), (3, (2,)), [9, 2]),
-    }
-    check(p101.launch(wrong_repartitions, cases, world_size=5).results)
+def test_broadcast_sum_reduce_and_repartition_on_distdls_shapes(rules):
+    for results in zip(*p101.launch(wrong_on_distdls_shapes, world_size=17, backend="sim", rules=rules).results):
+        check(results)
 
 
 def moved(source, target, whole):
