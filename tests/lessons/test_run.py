@@ -13,7 +13,7 @@ from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
 DRAWING_CALL = re.compile(
-    r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|Explorer\(|LiveLoss\()"
+    r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|Explorer\(|LiveLoss\()"
 )  # in the last statement of a cell
 
 
@@ -53,6 +53,26 @@ PRINTED = {
         "tree-scale": [r" 64 ranks: +63 steps flat, 6 in a tree\n +256 ranks: +255 steps flat, 8 in a tree"],
         "data-parallel-run": [r"rank 3 differs by \d\.\de-1[67]|rank 3 differs by 0\.0e\+00"],
         "bug-numbers": [r"\[(?!4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0\])"],
+    },
+    "02_algorithms_and_cost": {
+        "problem-run": [r"flat 0\.28 ms  tree 0\.12 ms  ring 0\.28 ms", r"flat 47\.26 ms  tree 20\.25 ms  ring 6\.15 ms"],
+        "doubling-count": [*counted(3, "12,288", "12,288"), "the same messages as the package's"],
+        "crossing": ["they cross at 220 kB", "α / β is 25 kB"],
+        "path-run": ["rank 1 is late: .* 10 s", "rank 7 is late: .* 7 s"],
+        "fit-run": [r"fit: α = \d+ µs, [\d.]+ GB/s", r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d of the line"],
+        "real-ratio": [r"ring +measured / predicted: [\d.]+ to [\d.]+", r"1,024 bytes, fastest first: \w+, \w+, \w+, \w+"],
+        "work": [r"tree +4 +4\.00 +6 +6\.00", r"doubling +2 +2\.00 +8 +8\.00", r"ring +6 +1\.50 +24 +6\.00"],
+        "bus-run": [r"all_reduce +50\.0 +33\.3 +28\.6 +50\.0 +50\.0 +50\.0", r"all_to_all +100\.0 +66\.7 +57\.1 +50\.0 +50\.0 +50\.0"],
+        "bus-tree-run": [r"reduce_broadcast .* 14\.6", r"recursive_doubling .* 29\.2"],
+        "both-ways-run": [*counted(4, "2,048", "3,584"), "the same messages as the package's"],
+        "axes-run": [r"1 KiB .*: 2\.00 times.*: 8\.0 µs.*: 4\.0 µs", r"16 MiB .*: 0\.82 times"],
+        "levels-run": [
+            r"^ring .*1\.75 n +1 KiB: +70 µs +4 MiB: 217",
+            r"badly_placed_ring .*7\.00 n +1 KiB: 280.*867",
+            r"two_level .*1\.00 n .*150",
+        ],
+        "nccl-run": ["1 KiB .* tree LL; .* tree LL\n", "4 MiB .* tree LL128;", "4 GiB .* ring Simple; on 128 nodes: tree Simple"],
+        "auto-rule": ["algorithm='recursive_doubling'", "algorithm='reduce_broadcast', max_ranks=8", "algorithms: .*ring"],
     },
     "03_adjoints": {
         "problem-run": ["element 0 of tensors does not require grad and does not have a grad_fn"],
@@ -182,6 +202,15 @@ IN_PICTURES = {  # text in a picture
         "all-to-all-run": ["all-to-all"],
         "barrier-watch": ["Step 3 of 3", "Each rank sends 1 B to another rank"],
         "explorer-run": ["Ring all-reduce"],
+    },
+    "02_algorithms_and_cost": {
+        "doubling-watch": ["Recursive-doubling all-reduce"],
+        "regimes-run": ["α = 20 µs, 1.25 GB/s"],
+        "path-one": ["Timeline", "10 s"],
+        "path-seven": ["Timeline", "7 s"],
+        "fit-picture": ["A message between two processes"],
+        "both-ways-watch": ["Bidirectional ring all-gather"],
+        "nccl-picture": ["model of an all-reduce on 4 nodes"],
     },
     "03_adjoints": {
         "gather-watch": ["Ring all-gather"],
