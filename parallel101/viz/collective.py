@@ -2,7 +2,7 @@
 
     left   ranks as their messages connect them, tiles that move      right  ranks × chunks, a stripe for each
            (graph.py)                                                        rank whose data is in a cell (matrix.py)
-    below  every send as recorded, with a cursor
+    below  every send as recorded, with a cursor           more than 16 ranks: many_ranks.py
 
 Everything is drawn from the record, and nothing is specific to an algorithm. `parallel101.analysis` reads what is in a chunk
 from the values, the steps from what waited for what, and the topology from who sent to whom.
@@ -19,11 +19,13 @@ from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
 from parallel101.viz.captions import NO_DATA, NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
 from parallel101.viz.graph import draw_graph
+from parallel101.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.viz.matrix import draw_matrix, draw_traffic
 from parallel101.viz.scene import Scene, Stop, box
 from parallel101.viz.timing import Timing
 
-MOST_RANKS, MOST_MESSAGES, MOST_CHUNKS, MOST_STRIPED_RANKS = 64, 2000, 16, 17
+MOST_RANKS, MOST_MESSAGES = 128, 20_000
+MOST_DRAWN_RANKS, MOST_DRAWN_MESSAGES, MOST_CHUNKS = 16, 2000, 16  # one by one; more ranks are summed up (many_ranks.py)
 LEFT, WIDTH, TOP = 28.0, 904.0, 440.0  # of the bars of the sends
 STYLE = (
     ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
@@ -44,9 +46,10 @@ def collective_scene(
 
     If the run kept its messages and their values carry their origin (as those of `parallel101.watch` do), the picture shows whose data
     each rank holds of each chunk, and flags data that a sum contains twice or lacks. Otherwise it shows the bytes that moved.
+    More than 16 ranks are summed up: how far the messages of each step go, and between which ranks.
 
     Args:
-        trace: the record of a run of up to 64 ranks and 2,000 messages.
+        trace: the record of a run of up to 16 ranks and 2,000 messages, or up to 128 ranks and 20,000 messages.
         results: what each rank returned, by rank, if known.
         title: above the picture; None: a title derived from the record.
         inputs: what each rank was given, by rank; None: each rank starts with the part that carries its own origin.
@@ -62,15 +65,17 @@ def collective_scene(
     replay = replay_of(trace, results, inputs, watched, idle)
     if len(replay.ranks) > MOST_RANKS:
         raise ValueError(
-            f"{len(replay.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: use fewer, or run.timeline()"
+            f"{len(replay.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: "
+            "use fewer, or write run.trace.to_chrome(path) and open it at ui.perfetto.dev"
         )
-    if len(replay.messages) > MOST_MESSAGES:
+    many = len(replay.ranks) > MOST_DRAWN_RANKS
+    if len(replay.messages) > (most := MOST_MESSAGES if many else MOST_DRAWN_MESSAGES):
         raise ValueError(
-            f"the run has {len(replay.messages)} messages, and the collective view can show up to {MOST_MESSAGES}: "
+            f"the run has {len(replay.messages)} messages, and the collective view can show up to {most}: "
             "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
-    too_many = len(replay.chunks) > MOST_CHUNKS or len(replay.ranks) > MOST_STRIPED_RANKS
-    if too_many:
+    too_many = len(replay.chunks) > MOST_CHUNKS
+    if too_many or many:
         replay.known = False
     timing, captions = Timing(replay), Captions(replay)
     scene = Scene(960, 500, title or captions.title, f"{captions.size}. {captions.intro}")
@@ -80,15 +85,18 @@ def collective_scene(
     scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
     scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
     _draw_captions(scene, timing, captions)
-    draw_graph(scene, replay, timing, captions.phases)
+    if many:
+        draw_many_ranks(scene, replay, timing, captions.phases)
+    else:
+        draw_graph(scene, replay, timing, captions.phases)
     if replay.known:
         draw_matrix(scene, replay, timing, captions.legend)
-    else:
+    elif not many:
         kept = any(m.payload for m in replay.messages)
         note = TOO_MANY if too_many else NO_DATA if replay.no_data else NO_ORIGIN if kept else NOT_KEPT
         draw_traffic(scene, replay, timing, note)
     if replay.messages:
-        _draw_sends(scene, replay, timing)
+        _draw_sends(scene, replay, timing, many)
     return scene
 
 
@@ -129,8 +137,11 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         scene.stops.append(Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part)))
 
 
-def _draw_sends(scene: Scene, replay: Replay, timing: Timing) -> None:
-    """Every send on the record's own time axis, one row for each sender. As in the ring of steps, grey was added on arrival."""
+def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> None:
+    """Every send on the record's own time axis, one row for each sender. As in the ring of steps, grey was added on arrival.
+
+    Of `many` ranks: how many of them are sending.
+    """
     senders = {rank: i for i, rank in enumerate(sorted({m.src for m in replay.messages}))}
     row = min(6.0, 28.0 / len(senders))
     begin = min(m.start for m in replay.messages)
@@ -141,10 +152,14 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing) -> None:
         return LEFT + (WIDTH * (t - begin) / span if span else 0.0)
 
     paths: dict[str, str] = {"sum": "", "copy": ""}
-    for i, m in enumerate(replay.messages):
+    for i, m in enumerate(replay.messages if not many else ()):
         added = replay.known and any(landing.added for landing in replay.landings[i])
         width = max(0.8, x(m.end) - x(m.start) - 1)
         paths["sum" if added else "copy"] += box(x(m.start) + 0.5, TOP + senders[m.src] * row, width, row * 0.72)
+    if many and span:
+        tall, each = row * len(senders), WIDTH / BINS
+        shares = enumerate(sending_over_time(replay, begin, span))
+        paths["copy"] = "".join(box(LEFT + k * each, TOP + tall * (1 - share), each, tall * share) for k, share in shares)
     for name, path in paths.items():
         if path:
             bars.add("path", d=path, class_=name)
@@ -153,6 +168,8 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing) -> None:
     cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())])
     clock = "All sends, in virtual time." if replay.trace.backend == "sim" else "All sends, as recorded."
     legend = f"{clock} Grey: added on arrival. Blue: copied." if all(paths.values()) else clock
+    if many:
+        legend = f"How many of the {len(replay.ranks)} ranks are sending, {clock.split(', ')[1]}"
     for text, place, anchor, narrow in (
         ("0", LEFT, "", "translate(0,334)"),
         (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  # on a phone, one line lower

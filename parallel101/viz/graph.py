@@ -9,7 +9,7 @@ import math
 
 from parallel101.analysis.replay import Landing, Replay
 from parallel101.record.units import chunk_letters, human_bytes
-from parallel101.viz.diagram import CENTRE, Diagram, diagram_of
+from parallel101.viz.diagram import ASIDE, CENTRE, Diagram, diagram_of
 from parallel101.viz.scene import Node, Scene
 from parallel101.viz.timing import Timing
 
@@ -30,7 +30,7 @@ def draw_graph(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) 
     panel = scene.panel(narrow="translate(18,-16)")
     diagram = diagram_of(replay.topology)
     _links(scene, panel, diagram)
-    _step_ring(panel, replay, diagram, timing, phases)
+    draw_step_ring(panel, replay, diagram, timing, phases)
     _ranks(panel, diagram)
     _messages(panel, replay, diagram, timing)
 
@@ -64,12 +64,7 @@ def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
         return [(x0 + ux * reach, y0 + uy * reach), (x1 - ux * reach, y1 - uy * reach)]
     bow = 2.3 * diagram.node + 0.12 * math.hypot(x1 - x0, y1 - y0)  # arcs along a row bend upwards, arcs along a column to the right
     mx, my = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
-    curve = []
-    for k in range(25):  # a quadratic Bézier curve
-        u = k / 24
-        a0, a1, a2 = (1 - u) ** 2, 2 * u * (1 - u), u * u
-        curve.append((a0 * x0 + a1 * mx + a2 * x1, a0 * y0 + a1 * my + a2 * y1))
-    return [p for p in curve if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1]
+    return [p for p in _curve((x0, y0), (mx, my), (x1, y1)) if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1]
 
 
 def _ranks(panel: Node, diagram: Diagram) -> None:
@@ -85,7 +80,7 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
         panel.add("text", "rank", x=diagram.at[top][0], y=diagram.at[top][1] - diagram.node - 7, font_size=12, class_="m c")
 
 
-def _step_ring(panel: Node, replay: Replay, diagram: Diagram, timing: Timing, phases: list[str]) -> None:
+def draw_step_ring(panel: Node, replay: Replay, diagram: Diagram, timing: Timing, phases: list[str]) -> None:
     x, y, radius = diagram.clock
     steps, central = replay.steps, (x, y) == CENTRE
     big = radius / 66
@@ -126,14 +121,36 @@ def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> 
             _flash(flashes, diagram, rank, [landing for i in mine for landing in replay.landings[i]] if replay.known else [])
         for i in indices:
             m = replay.messages[i]
-            points = _path(diagram, m.src, m.dst)
-            if (m.dst, m.src) in pairs:  # both directions at once: each keeps to its right
-                points = _aside(points, 0.5 * tile_size(diagram) + 2)
+            points = flight(diagram, m.src, m.dst, both_ways=(m.dst, m.src) in pairs)
             leaves, arrives = timing.flight(i)
             tile = _tile(tiles, replay, i, tile_size(diagram))
             last = len(points) - 1
             frames = [(leaves + (arrives - leaves) * k / last, point) for k, point in enumerate(points)]
             tile.key("translate", *frames, mode="ease" if last == 1 else "linear")
+
+
+def flight(diagram: Diagram, src: int, dst: int, both_ways: bool) -> list[Point]:
+    """The way of a tile. On a circle it goes around the centre, where the tiles of a step would otherwise meet and hide each other."""
+    points, side = _path(diagram, src, dst), tile_size(diagram)
+    n = len(diagram.topology.order)
+    if diagram.topology.kind == "circle" and n > 3:
+        (x0, y0), (x1, y1) = points[0], points[-1]
+        mx, my = (x0 + x1) / 2 - ASIDE[0], (y0 + y1) / 2 - ASIDE[1]  # the middle of the way, seen from the centre
+        clear, near = max(n * (side + 4) / (2 * math.pi), 1.2 * side), math.hypot(mx, my)
+        if near < clear:
+            length = math.hypot(x1 - x0, y1 - y0) or 1.0
+            right = -(y1 - y0) / length, (x1 - x0) / length
+            ux, uy = right if both_ways or near < 1 else (mx / near, my / near)
+            cx, cy = 2 * clear * ux - mx + ASIDE[0], 2 * clear * uy - my + ASIDE[1]  # so that the curve's middle is `clear` from the centre
+            return _curve((x0, y0), (cx, cy), (x1, y1))
+    return _aside(points, 0.5 * side + 2) if both_ways else points  # both directions at once: each keeps to its right
+
+
+def _curve(start: Point, control: Point, end: Point) -> list[Point]:
+    """A quadratic Bézier curve."""
+    weights = [((1 - u) ** 2, 2 * u * (1 - u), u * u) for u in (k / 24 for k in range(25))]
+    (x0, y0), (mx, my), (x1, y1) = start, control, end
+    return [(a * x0 + b * mx + c * x1, a * y0 + b * my + c * y1) for a, b, c in weights]
 
 
 def _aside(points: list[Point], shift: float) -> list[Point]:

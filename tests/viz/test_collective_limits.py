@@ -7,27 +7,50 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+import parallel101 as p101
+from parallel101.analysis.replay import replay_of
 from parallel101.viz.collective import collective_scene
+from parallel101.viz.many_ranks import sending_over_time, step_facts
 from tests.viz import programs as p
 from tests.viz.programs import exchange, me, recorded
 
 
-@pytest.mark.parametrize("n", [17, 32, 64])
-def test_many_ranks_are_drawn_as_bytes_or_small(n):
+@pytest.mark.parametrize("n", [17, 64, 128])
+def test_many_ranks_are_summed_up(n):
     trace, results = recorded(p.binomial_broadcast, n, 1) if n < 20 else without_origin(n)
     scene = collective_scene(trace, results)
     ET.fromstring(scene.svg())
     assert len(scene.stops) == math.ceil(math.log2(n))
+    replay = replay_of(trace)
+    assert step_facts(replay, 0)[::2] == ["1 message of 8 B", f"1 of {n} ranks sends"]
+    share = sending_over_time(replay, 0.0, trace.makespan)
+    assert share[0] == pytest.approx(1 / n) and sum(share) / len(share) == pytest.approx((n - 1) / n / len(scene.stops), abs=0.01)
 
 
-def without_origin(n):
+def test_the_messages_of_a_step_are_said_in_words():
+    def steps(program):
+        trace = without_origin(20, program)[0]
+        replay = replay_of(trace)
+        return [step_facts(replay, step)[1] for step in range(replay.steps)]
+
+    assert set(steps(p.ring_all_gather)) == {"each to the rank 1 higher, modulo 20"}
+    assert steps(barrier) == [f"each to the rank {k} higher, modulo 20" for k in (1, 2, 4, 8)] + ["each to the rank 4 lower, modulo 20"]
+    assert steps(p.flat_gather)[:3] == [f"each to the rank {k} lower" for k in (1, 2, 3)]
+    assert "between ranks that are 2 apart" in steps(p.doubling_all_reduce)
+
+
+def barrier(x):
+    p101.barrier()
+
+
+def without_origin(n, program=p.binomial_broadcast):
     """More ranks than an int64 can tell apart: plain numbers."""
-    return recorded(p.binomial_broadcast, n, 0, payload=False)
+    return recorded(program, n, 0, payload=False)
 
 
 def test_too_many_ranks_or_messages_are_refused_with_advice():
-    trace, _ = without_origin(65)
-    with pytest.raises(ValueError, match=r"65 ranks.*run\.timeline\(\)"):
+    trace, _ = without_origin(129)
+    with pytest.raises(ValueError, match=r"129 ranks.*to_chrome\(path\)"):
         collective_scene(trace)
 
     def chatter(x):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from parallel101.analysis.topology import topology_of
 from parallel101.viz.diagram import diagram_of
+from parallel101.viz.graph import flight, tile_size
 from tests.analysis.test_topology import CASES, binomial, ring
 
 
@@ -37,3 +39,16 @@ def test_the_root_of_a_tree_is_on_top():
     for pairs in (binomial(8), up, up[::-1] + binomial(8)):
         at = diagram_of(topology_of(range(8), pairs)).at
         assert min(at, key=lambda rank: at[rank][1]) == 0
+
+
+@pytest.mark.parametrize("n", [4, 5, 8, 9, 12, 16])
+def test_tiles_do_not_hide_each_other_in_the_middle_of_a_step(n):
+    steps = [[(i, (i + k) % n) for i in range(n)] for k in range(1, n)]
+    steps += [[(i, i ^ k) for i in range(n)] for k in (1, 2, 4, 8) if k < n] if n & (n - 1) == 0 else []
+    diagram = diagram_of(topology_of(range(n), [pair for step in steps for pair in step]))
+    assert diagram.topology.kind == "circle"
+    for step in steps:
+        ways = [flight(diagram, src, dst, (dst, src) in step) for src, dst in step]
+        middles = [points[len(points) // 2] if len(points) > 2 else tuple((a + b) / 2 for a, b in zip(*points)) for points in ways]
+        apart = min(max(abs(x - u), abs(y - v)) for (x, y), (u, v) in itertools.combinations(middles, 2))
+        assert apart >= 0.8 * tile_size(diagram), (step, apart)
