@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel101.grade.checks import MESSAGES, bytes_sent, close, communicated, difference, failed, right
 from parallel101.grade.exercise import ANYTHING, COLLECTIVES, OPTIM, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.harness import Layer, LiveBytes, Optimizers, count_weights, gradients_of, make_model
+from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, Layer, LiveBytes, Optimizers, count_weights, gradients_of, make_model
 from parallel101.sim.network import Network
 
 LAYERS, WIDTH, STEPS = 8, 6, 2
@@ -29,16 +29,15 @@ def clipped(named: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     return {name: value * min(1.0, max_norm / norm_of(named)) for name, value in named.items()}
 
 
-def train_whole(weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float) -> tuple[nn.Sequential, Optimizers]:
-    """One process with the whole batch: the model, and the optimizer with its state."""
-    model, optimizers = make_model(SIZES, weights), Optimizers()
-    optimizer = optimizers.make(model.parameters())
+def train_whole(weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float) -> tuple[nn.Sequential, dict[str, Tensor]]:
+    """One process with the whole batch: the model and its momentum. By hand: at the first optimizer, torch imports its compiler."""
+    model, momentum = make_model(SIZES, weights), {}
     for x, y in zip(inputs, targets):
         gradients = clipped(gradients_of(model, F.mse_loss(model(x), y)), max_norm)
         for name, p in model.named_parameters():
-            p.grad = gradients[name]
-        optimizer.step()
-    return model, optimizers
+            momentum[name] = MOMENTUM * momentum[name] + gradients[name] if name in momentum else gradients[name]
+            p.data -= LEARNING_RATE * momentum[name]
+    return model, momentum
 
 
 def pieces_of(value: Tensor, n: int) -> list[Tensor]:
@@ -79,7 +78,7 @@ def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Cas
     local = [gradients_of(model, F.mse_loss(model(x[0]), y[0])) for x, y in zip(inputs, targets)]
     norm = norm_of(_mean(local))
     max_norm = 0.4 * norm if clip else math.inf
-    trained, optimizers = train_whole(weights, torch.cat(inputs, 1), torch.cat(targets, 1), max_norm)
+    trained, momentum = train_whole(weights, torch.cat(inputs, 1), torch.cat(targets, 1), max_norm)
     others = {"peak": ANYTHING, "state": ANYTHING, "squares": ANYTHING, "gradient bytes": ANYTHING}
     if in_pieces:
         arguments = [(weights, rank, n, inputs[rank], targets[rank]) for rank in range(n)]
@@ -92,7 +91,7 @@ def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Cas
         [{"weights": mine, **others} for mine in after],
         note="gradients clipped" if clip else "",
         facts={
-            "state": optimizers.result()["state"], "norm": min(norm, max_norm), "max_norm": max_norm,
+            "state": torch.cat([values.flatten() for values in momentum.values()]), "norm": min(norm, max_norm), "max_norm": max_norm,
             "clipped locally": norm_of(_mean([clipped(own, max_norm) for own in local])),
         },
         network=NETWORK,

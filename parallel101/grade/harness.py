@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from parallel101.record.spans import compute, span
 
 FORWARD, BACKWARD = 1.0, 2.0  # seconds that a layer takes on the virtual clock
+LEARNING_RATE, MOMENTUM = 0.1, 0.9  # of the optimizers that the learner's code makes
 
 
 class Layer(nn.Linear):
@@ -147,7 +148,7 @@ class Optimizers:
 
     def make(self, parameters: Any) -> torch.optim.Optimizer:
         """What the learner's code gets as `make_optimizer`."""
-        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
         steps = itertools.count()
 
         def before(*_: Any) -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from parallel101.grade.exercise import Exercise, find
 from parallel101.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.grade.learner import check_file, predicted, record_prediction
-from parallel101.grade.remote import Ranks
+from parallel101.grade.remote import Ranks, preload_for
 from parallel101.grade.report import Hints
 from parallel101.grade.submissions import read
 
@@ -114,13 +116,38 @@ def _body(code: types.CodeType) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+
+
 def _show(what: object) -> None:
     """Show something in a notebook; anywhere else, print it."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if getattr(shell, "kernel", None) is None:
-        print(what)
-    else:
+    if _in_notebook():
         from IPython.display import display
 
         display(what)
+    else:
+        print(what)
+
+
+def _prepare(folder: Path) -> threading.Thread:
+    """While the learner reads, another thread starts the fork server, with what the ranks of the homework in `folder` need.
+
+    Otherwise the first check waits for it: three seconds where the ranks use an optimizer, with which torch imports its compiler.
+    """
+    exercises: list[Exercise] = []
+    with suppress(Exception):  # no homework here, or a file that can't be read: check says so
+        exercises = [exercise for homework in find_sets(folder) for exercise in homework.exercises]
+
+    def preload() -> None:
+        with suppress(OSError):  # check says so too
+            preload_for(exercises)
+
+    thread = threading.Thread(target=preload, daemon=True)
+    thread.start()
+    return thread
+
+
+if _in_notebook():
+    _prepare(Path.cwd())

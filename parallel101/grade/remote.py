@@ -19,7 +19,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -157,6 +157,11 @@ class RemoteRank:
         return "?"
 
 
+def preload_for(exercises: Iterable[Exercise]) -> None:
+    """Let the fork server import what the ranks of these exercises need, before they start."""
+    preload({name for exercise in exercises for name in (*exercise.imports, *imported_modules(exercise.source))})
+
+
 @lru_cache
 def imported_modules(source: str) -> tuple[str, ...]:
     """The modules that a file of exercises imports at its top."""
@@ -200,7 +205,7 @@ class Ranks:
         if self.scratch is None:
             self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
             os.chmod(self.scratch.name, 0o711)
-            preload((*self.exercise.imports, *imported_modules(self.exercise.source)))
+            preload_for([self.exercise])
         new = [RemoteRank(n, process) for n, process in zip(missing, start_ranks(len(missing), "parallel101.grade.rank"), strict=True)]
         self.ranks += new
         for rank in new:
@@ -236,8 +241,7 @@ class Ranks:
             kill(rank.process)
         for rank in self.ranks:
             rank.process.close()
-            if (user := user_of(rank.number)) is not None:
-                end_processes_of(user)
+        end_processes_of({user for rank in self.ranks if (user := user_of(rank.number)) is not None})
         self.ranks = []
         if self.scratch is not None:
             self.scratch.cleanup()

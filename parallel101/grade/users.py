@@ -22,6 +22,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -47,11 +48,11 @@ def separate_users() -> bool:
     return all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
 
 
-def end_processes_of(user: int) -> None:
-    """Kill whatever runs as this user: what a rank has started, however it was started."""
-    for process in psutil.process_iter(["uids"]):
+def end_processes_of(users: Collection[int]) -> None:
+    """Kill whatever runs as these users: what a rank has started, however it was started."""
+    for process in psutil.process_iter(["uids"]) if users else ():
         uids = process.info["uids"]
-        if uids is not None and uids.real == user:
+        if uids is not None and uids.real in users:
             with suppress(psutil.Error):
                 process.kill()
 
@@ -64,8 +65,9 @@ def library_copy() -> tuple[str, str] | None:
 
 def use_library_copy(library: str, copy: str) -> None:
     """In a rank: import what is not imported yet from the copy."""
-    paths = [sys.path, *(module.__path__ for module in list(sys.modules.values()) if isinstance(getattr(module, "__path__", None), list))]
-    for path in paths:
+    # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of memory this process's own, in 10 ms.
+    packages = [sys.modules[name] for name in list(sys.modules) if name.partition(".")[0] in sys.stdlib_module_names]
+    for path in [sys.path, *(package.__path__ for package in packages if isinstance(getattr(package, "__path__", None), list))]:
         path[:] = [
             entry.replace(library, copy, 1) if entry.startswith(library) and "site-packages" not in entry else entry for entry in path
         ]

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 
+import parallel101 as p101
 from parallel101 import cli
 from parallel101.grade import check, hint, predict
 from parallel101.grade.homework import find_sets
 from parallel101.grade.learner import check_file
+from parallel101.grade.notebook import _prepare
+from parallel101.grade.remote import imported_modules
+from parallel101.ranks.processes import start_method
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n"
@@ -157,3 +161,13 @@ def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_ans
     assert "you said: 4,000 bytes · your run: 4,000 bytes ✓" in said and "you said: 3 steps · your run: 1 step ≠" in said
     noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
     assert noted["hints"] == 3 and noted["predictions"] == {"bytes": 4000, "steps": 3}
+
+
+@pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
+def test_what_ranks_need_is_imported_while_the_learner_reads(homework):
+    tests = homework / "test_hw1.py"
+    tests.write_text(tests.read_text().replace("import math\n", "import colorsys\nimport math\n", 1))
+    assert imported_modules(tests.read_text())[0] == "colorsys"
+    _prepare(homework).join()
+    assert p101.launch(lambda: "colorsys" in sys.modules, world_size=1).results == [True]
+    _prepare(homework.parent / "empty").join()  # no homework: nothing to prepare, and no error
