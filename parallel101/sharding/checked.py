@@ -128,7 +128,8 @@ def run(
     blocks = chosen.shard(*wholes)
 
     def on_a_rank() -> list[dict[str, Tensor]]:
-        mine = blocks[dist.get_rank()]
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mine = [block.to(device) for block in blocks[dist.get_rank()]]
         if program is None:
             return list(chosen.walk(*mine))
         held = {array.name: block.clone() for array, block in zip(chosen.operands, mine)}

@@ -56,10 +56,21 @@ def plan(text: str, mesh: Mapping[str, int] | DeviceMesh, *, dtype: torch.dtype 
     else:
         ways = list(products(operands[0], operands[1], result, sizes, extents))
     if not ways:
-        raise ValueError(f"there is no way to {result}: the sum has no terms that ranks along {', '.join(result.unreduced)} could hold")
+        axes = ", ".join(result.unreduced)
+        raise ValueError(f"there is no way to {result}: only a product gives that, if a dim that it sums over is cut along {axes}")
     plans = [Plan(tuple(operands), result, steps, extents, sizes, dtype) for steps in ways]
     best, *others = sorted(plans, key=cost_of)
+    others = [other for other in others if not gathered_and_cut(other)]
     return Plan(best.operands, best.result, best.steps, extents, sizes, dtype, tuple(others))
+
+
+def gathered_and_cut(plan: Plan) -> bool:
+    """Whether the plan gathers along an axis and then keeps a block along it. That is right, but never worth showing."""
+    gathered, kept = (
+        {axis for step in plan.steps if isinstance(step, Step) and step.operation == operation for axis in step.axes}
+        for operation in ("AllGather", "Slice")
+    )
+    return bool(gathered & kept)
 
 
 def cost_of(plan: Plan) -> tuple[float, int, int]:

@@ -94,7 +94,7 @@ def sharding_scene(run: ShardedRun, *, title: str | None = None) -> Scene:
         if not 1 <= len(column.array.dims) <= 2:
             raise ValueError(f"{column.array} has {len(column.array.dims)} dims: expected one or two to draw")
     across = min(WIDEST, (RIGHT - LEFT) / len(columns))
-    row = 104.0 if ranks <= 4 else 74.0 if ranks <= 8 else 56.0
+    row = 104.0 if ranks <= 4 else 74.0
     side = min(across - 26, row - 16, LONG)
     text = f"{' · '.join(map(str, plan.operands))} → {plan.result}"
     drawn = [[parts_of(run, column, rank) for rank in range(ranks)] for column in columns]
@@ -325,7 +325,8 @@ def draw_part(scene: Node, part: Part, x: float, y: float, width: float, height:
             if count > 1 and min(wide, tall) >= 9:
                 scene.add("text", f"×{count}", x=left + wide / 2, y=top + (14 if along else tall / 2 + 4), font_size=11, class_="c many")
         scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
-    if min(width, height) >= 10 and width >= 7 * len(letter) + 3:
+    room = whole or max(width, height) >= 34  # on stripes a letter must leave them visible
+    if room and min(width, height) >= 10 and width >= 7 * len(letter) + 3:
         scene.add("text", letter, x=x + width / 2, y=y + height / 2 + 4, font_size=12, class_=f"c o{colour}" if whole else "c over")
 
 
