@@ -29,9 +29,9 @@ class BatchNorm(nn.Module):
         eps, momentum, affine, track_running_stats: see torch.nn.BatchNorm2d.
         device, dtype: of the parameters and statistics.
 
-    Forward takes (samples, channels, …) and returns a new tensor of that shape. In training it sends two messages of one number for each
-    channel (an all-reduce each), in evaluation none. The gradients of weight and bias are summed over the ranks that share them, as
-    if the whole batch were on one rank, so they are the same on these ranks and must not be averaged again.
+    Forward takes (samples, channels, …) and returns a new tensor of that shape and dtype; it computes in float32 at least. In training it
+    makes two all-reduces of one number for each channel, in evaluation none. The gradients of weight and bias are summed over the ranks
+    that share them, as if the whole batch were on one rank. So they are the same on these ranks: don't average them again.
     Raises ValueError or TypeError for wrong arguments; ValueError for other shapes, and in training for only one value per channel.
     Source: Ioffe and Szegedy (arXiv 1502.03167); DistDL's DistributedBatchNorm.
     """
@@ -78,6 +78,7 @@ class BatchNorm(nn.Module):
         check_dims(x.shape, self.mesh.shape, "x")
         if x.dim() < 2 or x.shape[1] != self.channels:
             raise ValueError(f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, …) on this rank")
+        given, x = x, x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 can't count to 257
         if self.training or self.running_mean is None or self.running_var is None:
             mean, variance, n = self.statistics(x)
             if self.training:
@@ -88,7 +89,7 @@ class BatchNorm(nn.Module):
         if self.weight is not None and self.bias is not None:
             affine = copy_to_group(torch.stack([self.weight, self.bias]), group=self.mesh.line(*self.mesh.axes))
             y = y * along_dim_1(affine[0], x) + along_dim_1(affine[1], x)
-        return y
+        return y.to(given.dtype)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
         """Mean and variance of each channel over all ranks, and over how many values."""
@@ -108,8 +109,8 @@ class BatchNorm(nn.Module):
             return
         self.num_batches_tracked += 1
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance, share)
+        self.running_mean.lerp_(mean.to(self.running_mean), share)
+        self.running_var.lerp_(variance.to(self.running_var), share)
 
     def extra_repr(self) -> str:
         return f"{self.channels}, eps={self.eps}, momentum={self.momentum}"

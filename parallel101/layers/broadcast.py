@@ -39,8 +39,9 @@ class Broadcast(nn.Module):
         shape: of the whole tensor, if the mesh's other axes cut it into blocks by `split_sizes`. Default: not needed if each rank's x says
             which shape it will receive.
 
-    Forward takes a source's tensor; on the other ranks a zero-volume one of shape (0, *shape of the source's), which torch.empty makes and
-    SumReduce returns, or with `shape` any zero-volume one. Returns a new tensor; on a source outside the mesh a zero-volume one.
+    Forward takes a source's tensor. On the other ranks x only says which shape and dtype they receive. It is a zero-volume tensor of shape
+    (0, *shape), which SumReduce returns (with `shape=` any zero-volume one), or a tensor of that shape, whose values are ignored.
+    Returns a new tensor; on a source outside the mesh a zero-volume one.
     Adjoint: SumReduce. Raises ValueError or TypeError for wrong arguments and tensors.
     Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108).
     """
@@ -155,16 +156,11 @@ def along_lines(
 
 def shape_in(line: Line, x: Tensor, gives: bool, has_x: bool) -> tuple[int, ...]:
     """The shape of the tensors in this line. Raises ValueError if x contradicts it or doesn't tell it."""
-    if gives and line.block not in (None, tuple(x.shape)):
-        raise ValueError(f"x has shape {tuple(x.shape)}, but this rank's block of the whole tensor has shape {line.block}: check shape=")
-    if not has_x and x.numel():
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} on a rank that only receives: expected a zero-volume tensor there, "
-            f"such as x.new_empty(0, *x.shape) of shape {(0, *x.shape)}"
-        )
     if line.block is not None:
+        if tuple(x.shape) != line.block and (gives or (x.numel() and not has_x)):
+            raise ValueError(f"x has shape {tuple(x.shape)}, but here the whole tensor has a block of shape {line.block}: check shape=")
         return line.block
-    if has_x:
+    if has_x or x.numel():
         return tuple(x.shape)
     if x.dim() < 2 or x.shape[0]:
         raise ValueError(

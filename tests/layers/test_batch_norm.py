@@ -73,6 +73,18 @@ def test_it_equals_torchs_of_the_whole_batch():
     assert p101.launch(differences, CASES, world_size=5, backend="sim", rules="nccl").results == [[]] * 5
 
 
+def in_half_precision():
+    """300 samples in bfloat16: more than it can count."""
+    x = torch.linspace(-1, 3, 300 * 2).view(300, 2).bfloat16()
+    y = BatchNorm(mesh_of(0, (2,)), 2)(block(x, mesh_of(0, (2,))))
+    return y, block(nn.BatchNorm1d(2)(x), mesh_of(0, (2,)))
+
+
+def test_half_precision():
+    for y, expected in p101.launch(in_half_precision, world_size=2, backend="sim").results:
+        torch.testing.assert_close(y, expected)
+
+
 def messages_and_errors():
     mesh = mesh_of(0, (2,))
     norm = BatchNorm(mesh, 3)

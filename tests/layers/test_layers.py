@@ -90,7 +90,7 @@ def wrong_on_a_box(shape, wholes):
             }
             products[kind, axes, whole] = inner_products(layer, x)
             wrong += [(kind.__name__, axes, whole, name) for name, right in checks.items() if not right]
-        if not equal:
+        if whole == wholes[-1]:
             wrong += [(axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)]
     return wrong, products
 
@@ -108,6 +108,8 @@ def used_twice_and_composed(box, axes, whole, others):
         yield "used twice"
     if not torch.equal(y, all_sum(x)):
         yield "SumReduce, then Broadcast"
+    if box.where is not None and not torch.equal(Broadcast(box.mesh, axes, shape=whole)(x.detach()), values(box.root(axes), shape)):
+        yield "Broadcast ignores the values of the ranks that only receive"
 
 
 WHOLES = [(2, 4, 6, 2), (5, 3, 7), (1, 2, 2)]  # shapes of whole tensors: equal blocks; unequal ones; some are empty
