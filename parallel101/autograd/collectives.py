@@ -196,7 +196,7 @@ def all_to_all(
 def algorithms(operation: str) -> dict[str, Callable[..., Any]]:
     """The operation once for each of its algorithms, by name: `algorithms("all_reduce")["ring"](x)` is `all_reduce(x, algorithm="ring")`.
 
-    These are the algorithms for any flat group of any size; "two_level" and "torus" of all_reduce need a mesh and are not among them.
+    These are the algorithms for any flat group of any size; "torus" and "two_level" need a mesh and are not among them.
     `inspect.getsource` shows the few lines of each. Raises ValueError for an unknown operation.
     """
     return raw.fixed(operation, globals())

@@ -18,10 +18,10 @@ from torch import Size, Tensor
 
 from parallel101 import collectives as raw
 from parallel101.autograd.linear import differentiable, scaled
-from parallel101.collectives import torus
 from parallel101.collectives.auto import check_algorithm
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
 from parallel101.collectives.comm import begin
+from parallel101.collectives.torus import check_axes
 from parallel101.mesh import GroupLike, group_of, split_sizes
 
 __all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_to_group"]
@@ -40,11 +40,11 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
 
     Returns a new contiguous tensor like x, so x does not change with it. Raises ValueError or TypeError for wrong arguments.
     """
-    check_algorithm("all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], torus.ALGORITHMS)
+    check_algorithm("all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], raw.ON_A_MESH["all_reduce"])
 
     def forward(x: Tensor) -> Tensor:
         x, members = tensor_of(x), group_of(group)
-        torus.check_axes(algorithm, members)  # now, rather than in backward
+        check_axes(algorithm, members)  # now, rather than in backward
         if members.position is not None:
             begin("copy_to_group", members, x, algorithm=algorithm)
         return x.clone(memory_format=torch.contiguous_format)
@@ -90,13 +90,14 @@ def scatter_to_group(
 
     Returns a new contiguous tensor. Raises ValueError or TypeError for wrong arguments.
     """
-    check_algorithm("all_gather", algorithm, raw.TEXTBOOK["all_gather"])
+    check_algorithm("all_gather", algorithm, raw.TEXTBOOK["all_gather"], raw.ON_A_MESH["all_gather"])
 
     def forward(x: Tensor) -> Tensor:
         x, members = tensor_of(x), group_of(group)
         axis = dim_of(x, dim)
         if members.position is None:
             return nothing(x)
+        check_axes(algorithm, members)  # now, rather than in backward
         cut = cut_sizes(x, axis, split_sizes(x.shape[axis], members.size) if sizes is None else sizes, members)
         begin("scatter_to_group", members, x, dim=axis, sizes=cut, algorithm=algorithm)
         return x.split(cut, axis)[members.position].clone(memory_format=torch.contiguous_format)

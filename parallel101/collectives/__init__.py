@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel101.collectives.all_gather import ALGORITHMS as _ALL_GATHER
+from parallel101.collectives.all_gather import ON_A_MESH as _ALL_GATHER_ON_A_MESH
 from parallel101.collectives.all_gather import all_gather
 from parallel101.collectives.all_reduce import ALGORITHMS as _ALL_REDUCE
+from parallel101.collectives.all_reduce import ON_A_MESH as _ALL_REDUCE_ON_A_MESH
 from parallel101.collectives.all_reduce import all_reduce
 from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
 from parallel101.collectives.all_to_all import all_to_all
@@ -28,11 +30,12 @@ from parallel101.collectives.gather import gather
 from parallel101.collectives.reduce import ALGORITHMS as _REDUCE
 from parallel101.collectives.reduce import reduce
 from parallel101.collectives.reduce_scatter import ALGORITHMS as _REDUCE_SCATTER
+from parallel101.collectives.reduce_scatter import ON_A_MESH as _REDUCE_SCATTER_ON_A_MESH
 from parallel101.collectives.reduce_scatter import reduce_scatter
 from parallel101.collectives.scatter import ALGORITHMS as _SCATTER
 from parallel101.collectives.scatter import scatter
 
-__all__ = ["TEXTBOOK", "fixed"]
+__all__ = ["ON_A_MESH", "TEXTBOOK", "fixed"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
 
 # The algorithms for any flat group of any size, by operation and name.
@@ -46,6 +49,13 @@ TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
     "all_reduce": _ALL_REDUCE,
     "all_to_all": _ALL_TO_ALL,
     "barrier": _BARRIER,
+}
+
+# Those that need a mesh of two axes or more.
+ON_A_MESH: dict[str, dict[str, Callable[..., Any]]] = {
+    "all_gather": _ALL_GATHER_ON_A_MESH,
+    "reduce_scatter": _REDUCE_SCATTER_ON_A_MESH,
+    "all_reduce": _ALL_REDUCE_ON_A_MESH,
 }
 
 

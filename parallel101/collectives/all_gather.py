@@ -17,6 +17,8 @@ from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
 from parallel101.collectives.checks import dim_of, nothing, shard_sizes, tensor_of
 from parallel101.collectives.comm import Comm, begin, blocking, wait_all
 from parallel101.collectives.power_of_two import copy_from_core, nearest_power_of_two
+from parallel101.collectives.torus import all_gather as torus
+from parallel101.collectives.torus import check_axes
 from parallel101.mesh import GroupLike, group_of
 
 
@@ -101,6 +103,7 @@ def bruck(blocks: Blocks, comm: Comm) -> None:
 
 
 ALGORITHMS = {f.__name__: f for f in (direct, ring, bidirectional_ring, recursive_doubling, bruck)}
+ON_A_MESH = {"torus": torus}
 
 
 def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto") -> Tensor:
@@ -111,7 +114,8 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
         dim: along which the shards are joined; negative counts from the end.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         sizes: the size of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all as large as mine.
-        algorithm: "auto" or one of `algorithms("all_gather")`. "auto" takes, by the bytes of the result: bruck up to
+        algorithm: "auto", one of `algorithms("all_gather")`, or "torus" (see torus.py) if the group is a DeviceMesh of two axes
+            or more. "auto" takes, by the bytes of the result: bruck up to
             256 KiB, else direct on up to 8 ranks, else ring (see auto.py).
 
     Returns:
@@ -121,16 +125,17 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
     (by recursive_doubling more, if p is no power of two).
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1.
     """
-    check_algorithm("all_gather", algorithm, ALGORITHMS)
+    check_algorithm("all_gather", algorithm, ALGORITHMS, ON_A_MESH)
     x, members = tensor_of(x), group_of(group)
     dim = dim_of(x, dim)
     sizes = shard_sizes(x, dim, sizes, members)
     if members.position is None:
         return nothing(x)
+    check_axes(algorithm, members)
     comm = begin("all_gather", members, x, uneven=dim, dim=dim, sizes=sizes, algorithm=algorithm)
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     result = x.new_empty(shape)
     blocks = Blocks(result.view(-1) if dim == 0 else x.new_empty(result.numel()), [size * row_of(x, dim) for size in sizes])
     blocks[comm.rank].copy_(flat_of(x, dim))
-    choose("all_gather", algorithm, ALGORITHMS, result.nbytes, comm.size)(blocks, comm)
+    choose("all_gather", algorithm, ALGORITHMS | ON_A_MESH, result.nbytes, comm.size)(blocks, comm)
     return result if dim == 0 else shaped(blocks.flat, shape, dim)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel101.collectives import torus
 from parallel101.collectives.all_gather import bidirectional_ring as bidirectional_all_gather
 from parallel101.collectives.all_gather import direct as direct_all_gather
 from parallel101.collectives.all_gather import double
@@ -27,6 +26,9 @@ from parallel101.collectives.reduce_scatter import direct as direct_reduce_scatt
 from parallel101.collectives.reduce_scatter import halve
 from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
 from parallel101.collectives.reductions import Reduction, reduction_of
+from parallel101.collectives.torus import all_gather as torus_all_gather
+from parallel101.collectives.torus import check_axes
+from parallel101.collectives.torus import reduce_scatter as torus_reduce_scatter
 from parallel101.mesh import GroupLike, group_of
 
 
@@ -97,7 +99,34 @@ def rabenseifner(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
     return result.flat
 
 
+def torus(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
+    """Reduce-scatter and all-gather over all links of the torus at the same time: 2 Σ (pᵢ − 1) steps."""
+    result = blocks.empty()
+    torus_reduce_scatter(blocks, result[comm.rank], op, comm)
+    op.finish(result[comm.rank], comm.size)
+    torus_all_gather(result, comm)
+    return result.flat
+
+
+def two_level(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
+    """Reduce-scatter inside the node (the mesh's last axis), all-reduce across nodes (all other axes), all-gather inside the node."""
+    *across, inside = range(len(comm.shape))
+    result = blocks.flat.new_empty(blocks.flat.shape)
+    share, room, levels = blocks.flat, result, []  # what is left to reduce, and where its result will lie
+    for line in (comm.along(inside), comm.along(*across)):
+        if line.size > 1:
+            whole = even_blocks(room, line.size)
+            ring_reduce_scatter(even_blocks(share, line.size), whole[line.rank], op, line)
+            levels.append((whole, line))
+            share = room = whole[line.rank]
+    op.finish(share, comm.size)
+    for whole, line in reversed(levels):
+        ring_all_gather(whole, line)
+    return result
+
+
 ALGORITHMS = {f.__name__: f for f in (reduce_broadcast, direct, ring, bidirectional_ring, recursive_doubling, rabenseifner)}
+ON_A_MESH = {f.__name__: f for f in (torus, two_level)}
 
 
 def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
@@ -107,8 +136,8 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
         x: this rank's array, of the same shape and dtype on every rank.
         op: "sum", "mean", "product", "max" or "min"; see reductions.py for the dtypes that each accepts.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        algorithm: "auto", one of `algorithms("all_reduce")`, or, if the group is a DeviceMesh of two axes or more, "two_level" or
-            "torus" (see torus.py). "auto" takes, by the bytes of x: recursive_doubling up to 4 MiB on up
+        algorithm: "auto", one of `algorithms("all_reduce")`, or, if the group is a DeviceMesh of two axes or more, "torus" or
+            "two_level". "auto" takes, by the bytes of x: recursive_doubling up to 4 MiB on up
             to 2 ranks, else reduce_broadcast up to 1 MiB on up to 8 ranks, else recursive_doubling up to 64 KiB, else ring (see auto.py).
 
     Returns:
@@ -117,13 +146,13 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm
     Raises ValueError or TypeError, before any message, for wrong arguments.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5.
     """
-    check_algorithm("all_reduce", algorithm, ALGORITHMS, torus.ALGORITHMS)
+    check_algorithm("all_reduce", algorithm, ALGORITHMS, ON_A_MESH)
     x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
     if members.position is None:
         return nothing(x)
-    torus.check_axes(algorithm, members)
+    check_axes(algorithm, members)
     comm = begin("all_reduce", members, x, op=op, algorithm=algorithm)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    run = choose("all_reduce", algorithm, ALGORITHMS | torus.ALGORITHMS, x.nbytes, comm.size)
+    run = choose("all_reduce", algorithm, ALGORITHMS | ON_A_MESH, x.nbytes, comm.size)
     return run(even_blocks(flat_of(x), comm.size), reduction, comm).view(x.shape)

@@ -82,6 +82,12 @@ class Comm:
         group = Group(ranks, positions.index(self.rank), (len(ranks),), self.group.process_group, self.group.axes)
         return Comm(group, self.device, self.batched, self.collective, self.tag)
 
+    def in_order(self, positions: Sequence[int]) -> Comm:
+        """The same ranks, numbered anew in this order: a ring in the other direction, for example."""
+        turned = self.subset(positions)
+        assert turned is not None
+        return turned
+
     def along(self, *axes: int) -> Comm:
         """The Comm of the ranks on my line (plane, …) along these axes of the mesh."""
         group = self.group.along(*axes)

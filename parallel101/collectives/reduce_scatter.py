@@ -18,6 +18,8 @@ from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
 from parallel101.collectives.comm import Comm, begin, blocking, wait_all
 from parallel101.collectives.power_of_two import nearest_power_of_two, reduce_to_core
 from parallel101.collectives.reductions import Reduction, reduction_of
+from parallel101.collectives.torus import check_axes
+from parallel101.collectives.torus import reduce_scatter as torus
 from parallel101.mesh import GroupLike, group_of, split_sizes
 
 
@@ -111,6 +113,7 @@ def halve(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 ALGORITHMS = {f.__name__: f for f in (direct, ring, bidirectional_ring, recursive_halving)}
+ON_A_MESH = {"torus": torus}
 
 
 def reduce_scatter(
@@ -124,7 +127,8 @@ def reduce_scatter(
         op: "sum", "mean", "product", "max" or "min"; see reductions.py for the dtypes that each accepts.
         group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
         sizes: the size of every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
-        algorithm: "auto" or one of `algorithms("reduce_scatter")`. "auto" takes, by the bytes of x: direct on up to 8 ranks,
+        algorithm: "auto", one of `algorithms("reduce_scatter")`, or "torus" (see torus.py) if the group is a DeviceMesh of two axes
+            or more. "auto" takes, by the bytes of x: direct on up to 8 ranks,
             else recursive_halving up to 256 KiB, else ring (see auto.py).
 
     Returns:
@@ -134,17 +138,18 @@ def reduce_scatter(
     (by recursive_halving up to n, if p is no power of two).
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.3.
     """
-    check_algorithm("reduce_scatter", algorithm, ALGORITHMS)
+    check_algorithm("reduce_scatter", algorithm, ALGORITHMS, ON_A_MESH)
     x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
     dim = dim_of(x, dim)
     if members.position is None:
         return nothing(x)
+    check_axes(algorithm, members)
     sizes = cut_sizes(x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members)
     comm = begin("reduce_scatter", members, x, dim=dim, op=op, sizes=sizes, algorithm=algorithm)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     blocks = Blocks(flat_of(x, dim), [size * row_of(x, dim) for size in sizes])
     out = x.new_empty(blocks.sizes[comm.rank])
-    choose("reduce_scatter", algorithm, ALGORITHMS, x.nbytes, comm.size)(blocks, out, reduction, comm)
+    choose("reduce_scatter", algorithm, ALGORITHMS | ON_A_MESH, x.nbytes, comm.size)(blocks, out, reduction, comm)
     reduction.finish(out, comm.size)
     return shaped(out, [*x.shape[:dim], sizes[comm.rank], *x.shape[dim + 1 :]], dim)

@@ -1,55 +1,135 @@
-"""All-reduce along the axes of a mesh: reduce-scatter along one axis after the other, then all-gather in reverse order.
+"""All-gather and reduce-scatter over all links of a torus at the same time.
 
-    mesh (2, 3)    0 1 2       two_level: the last axis lies inside a node and comes first, so only 1/3 of the bytes
-                   3 4 5       cross the slow links between nodes;  torus: every axis has links of its own
+The array is cut into one part per axis and direction. Each part goes along all axes, but begins with another axis, or goes the other way:
 
-Both send 2n(p−1)/p bytes, as a flat ring does, but in 2 Σ (pᵢ − 1) steps instead of 2 (Π pᵢ − 1).
-They are algorithms of `all_reduce` for a group that is a DeviceMesh; they do not choose or build the mesh.
+    mesh (2, 3)    0 1 2        part 0   → along axis 1, then ↓ along axis 0        part 2   ↓ along axis 0, then → along axis 1
+                   3 4 5        part 1   ← along axis 1, then ↑ along axis 0        part 3   ↑ along axis 0, then ← along axis 1
+
+So on k axes of one length, the n(p−1)/p bytes that a rank sends leave over 2k links. If lengths differ, parts meet on the longer axes.
+These are algorithms for a group that is a DeviceMesh; they do not choose or build the mesh. See `torus` and `two_level` of all_reduce.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from parallel101.collectives.all_gather import ring as ring_all_gather
-from parallel101.collectives.blocks import Blocks, even_blocks
-from parallel101.collectives.comm import Comm
-from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
+from parallel101.collectives.blocks import Blocks
+from parallel101.collectives.comm import Comm, Work, wait_all
 from parallel101.collectives.reductions import Reduction
-from parallel101.mesh import Group
+from parallel101.mesh import Group, split_sizes
 
 
-def two_level(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Reduce-scatter inside the node (the mesh's last axis), all-reduce across nodes (all other axes), all-gather inside the node."""
-    *across, inside = range(len(comm.shape))
-    return along_lines(blocks.flat, op, [comm.along(inside), comm.along(*across)], comm.size)
+def all_gather(blocks: Blocks, comm: Comm) -> None:
+    """Each part is gathered along one axis after the other, all parts at the same time: Σ (pᵢ − 1) steps."""
+    routes = routes_of(comm)
+    if not routes:  # one rank alone
+        return
+    pieces = cut(blocks, len(routes))
+    parts = [joined([piece[position] for position in route.order]) for piece, route in zip(pieces, routes)]  # only my own is valid yet
+    at_once([gather_steps(part, route) for part, route in zip(parts, routes)])
+    for piece, part, route in zip(pieces, parts, routes):
+        for place, position in enumerate(route.order):
+            piece[position].copy_(part[place])
 
 
-def torus(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """A ring along each axis in turn, each on a smaller share of the array, and back in reverse order."""
-    return along_lines(blocks.flat, op, [comm.along(axis) for axis in range(len(comm.shape))], comm.size)
+def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
+    """The all-gather backwards: each part is summed along its last axis first, where its share is largest."""
+    routes = routes_of(comm)
+    parts = [joined([piece[position] for position in route.order]) for piece, route in zip(cut(blocks, len(routes)), routes)]
+    outs = out.split(split_sizes(out.numel(), len(routes)))
+    at_once([scatter_steps(part, out, op, route) for part, out, route in zip(parts, outs, routes)])
 
 
-def along_lines(x: Tensor, op: Reduction, lines: list[Comm], ranks: int) -> Tensor:
-    """All-reduce over the ranks of a mesh, given the lines through this rank that span the mesh."""
-    result = x.new_empty(x.shape)
-    share, room, levels = x, result, []  # what is left to reduce, and where its result will lie
-    for line in lines:
-        if line.size > 1:
-            whole = even_blocks(room, line.size)
-            ring_reduce_scatter(even_blocks(share, line.size), whole[line.rank], op, line)
-            levels.append((whole, line))
-            share = room = whole[line.rank]
-    op.finish(share, ranks)
-    for whole, line in reversed(levels):
-        ring_all_gather(whole, line)
-    return result
+def cut(blocks: Blocks, parts: int) -> list[tuple[Tensor, ...]]:
+    """By part and position: every block cut into so many pieces."""
+    return list(zip(*(blocks[i].split(split_sizes(size, parts)) for i, size in enumerate(blocks.sizes))))
+
+
+def joined(pieces: Sequence[Tensor]) -> Blocks:
+    """A copy of the pieces, one after the other."""
+    return Blocks(torch.cat(list(pieces)), [piece.numel() for piece in pieces])
+
+
+# ── The way of one part
+
+
+class Route(NamedTuple):
+    """The lines through this rank along which a part goes, and all positions in the order of their blocks in the part.
+
+    The first line's coordinate runs fastest in that order, so what a rank has gathered along the first lines is contiguous.
+    """
+
+    lines: list[Comm]
+    order: list[int]
+    place: int  # of this rank in the order
+
+    def windows(self) -> list[tuple[Comm, list[slice]]]:
+        """For each line, the blocks that each of its ranks brings to the gathering along it."""
+        found, width = [], 1
+        for line in self.lines:
+            first = self.place // (width * line.size) * (width * line.size)
+            found.append((line, [slice(first + i * width, first + (i + 1) * width) for i in range(line.size)]))
+            width *= line.size
+        return found
+
+
+def routes_of(comm: Comm) -> list[Route]:
+    """A route for each axis to begin with and each direction."""
+    axes = [axis for axis, length in enumerate(comm.shape) if length > 1]
+    routes = []
+    for first in reversed(range(len(axes))):
+        for direction in (1, -1):
+            lines, order = [], [0]
+            for axis in axes[first:] + axes[:first]:
+                line, stride = comm.along(axis), math.prod(comm.shape[axis + 1 :])
+                coordinates = range(line.size)[::direction]
+                lines.append(line.in_order(coordinates))
+                order = [position + stride * coordinate for coordinate in coordinates for position in order]
+            routes.append(Route(lines, order, order.index(comm.rank)))
+    return routes
+
+
+Steps = Iterator[list[Work]]  # the messages of one step after the other; the next step is asked for when these have arrived
+
+
+def gather_steps(blocks: Blocks, route: Route) -> Steps:
+    """Ring all-gather along one line after the other, each time of all that was gathered before."""
+    for line, windows in route.windows():
+        p, rank = line.size, line.rank
+        for step in range(p - 1):
+            received = line.irecv(blocks[windows[(rank - step - 1) % p]], source=(rank - 1) % p)
+            sent = line.isend(blocks[windows[(rank - step) % p]], to=(rank + 1) % p)
+            yield [received, sent]
+
+
+def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> Steps:
+    """Ring reduce-scatter along one line after the other, from the last to the first, each time of what is left."""
+    for line, windows in reversed(route.windows()):
+        p, rank = line.size, line.rank
+        partial = blocks[windows[rank - 1]]
+        for step in range(1, p):
+            mine = blocks[windows[(rank - step - 1) % p]]
+            inbox = torch.empty_like(mine)
+            received = line.irecv(inbox, source=(rank - 1) % p)
+            sent = line.isend(partial, to=(rank + 1) % p)
+            yield [received, sent]
+            partial = op(inbox, mine, out=inbox)
+        blocks = Blocks(partial, blocks.sizes, first=windows[rank].start)
+    out.copy_(blocks[route.place])
+
+
+def at_once(parts: list[Steps]) -> None:
+    """Run the parts side by side: post one step of each, and wait for all of them."""
+    while works := [work for part in parts for work in next(part, [])]:
+        wait_all(works)
 
 
 def check_axes(algorithm: str, group: Group) -> None:
-    """Raises ValueError if `algorithm` is one of these and the group is not a mesh of two axes or more."""
-    if algorithm in ALGORITHMS and group.position is not None and len(group.shape) < 2:
+    """Raises ValueError if `algorithm` needs a mesh of two axes or more and the group is none."""
+    if algorithm in ("two_level", "torus") and group.position is not None and len(group.shape) < 2:
         raise ValueError(f"algorithm={algorithm!r} needs a DeviceMesh of two axes or more as its group; this group has shape {group.shape}")
-
-
-ALGORITHMS = {f.__name__: f for f in (two_level, torus)}

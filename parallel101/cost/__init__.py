@@ -1,6 +1,7 @@
 """Predicted cost: steps, bytes, memory and seconds, in closed form. Nothing here runs or measures a program.
 
-closed_forms.py    steps and bytes of each algorithm, to be compared with a run on the simulator
+closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a run on the simulator
+mesh_forms.py      of the algorithms for a torus and for nodes
 times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and GPUs
 products.py        seconds of a local matrix product, and when communication takes longer
 hardware.py        the public figures with which these compute
@@ -8,8 +9,10 @@ hardware.py        the public figures with which these compute
 
 from parallel101.cost.closed_forms import Cost, closed_form
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
+from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
 from parallel101.cost.times import Memory, Time, all_gather, all_reduce, all_to_all, memory, reduce_scatter
 
-__all__ = ["CHIPS", "Chip", "Cost", "Level", "Memory", "ProductTime", "Time", "Torus"]
+__all__ = ["CHIPS", "Chip", "Cost", "Level", "Memory", "ProductTime", "Time", "Torus", "TwoLevelCost"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "closed_form", "flops_per_byte", "matmul", "memory", "reduce_scatter"]
+__all__ += ["torus_form", "two_level_form"]

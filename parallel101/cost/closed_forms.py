@@ -2,15 +2,23 @@
 
     time = steps · α + path · β        α: latency of a message, in seconds        β: seconds per byte, 1 / bandwidth
 
-The makespan of a run on `Network(latency=1, bandwidth=inf)` is exactly the steps, and on `Network(latency=0, bandwidth=1)` the path. Tests
-compare them. The textbooks give the forms with lg p for powers of two; any other p takes two more steps (power_of_two.py).
-Not here: links that several messages share, and the time of the additions.
+The makespan of a run on a `Network` with latency 1 and infinite bandwidth is exactly the steps, with latency 0 and bandwidth 1 the path;
+tests compare them. The textbooks give the forms with lg p for powers of two; any other p takes two more steps (power_of_two.py).
+
+    switch          every rank has a link of its own into the switch, and one out of it
+    ring            ⇄ 0 ⇄ 1 ⇄ 2 ⇄ 3 ⇄        a message to a rank d places away takes the shorter way, and occupies min(d, p − d) links
+    one_way_ring    → 0 → 1 → 2 → 3 →        d or p − d of them
+
+A message that meets no other is as fast over many links as over one (see `Torus` in sim/network.py). So algorithms that send to
+neighbours, and trees, whose messages don't meet, cost the same on a ring as on a switch. The others pay for the links: if all ranks send
+d places to the right, every link carries d messages. The bytes that a rank sends are the same on every network.
+
+Not here: the axes of a mesh (mesh_forms.py), and the time of the additions.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from parallel101.collectives.broadcast import SEGMENT_BYTES
@@ -22,7 +30,7 @@ class Cost(NamedTuple):
     path: int  # bytes on the critical path
 
     def seconds(self, latency: float, bandwidth: float) -> float:
-        """steps · α + path · β: on links of this latency (s) and bandwidth (bytes/s), such as a sim `Network`'s."""
+        """steps · α + path · β, on links of this latency (s) and bandwidth (bytes/s), such as those of a sim `Network`."""
         return self.steps * latency + self.path / bandwidth
 
 
@@ -96,28 +104,83 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
 }
 
 
-def closed_form(operation: str, algorithm: str, p: int, nbytes: int) -> Cost:
+# On rings: (steps, path) by operation and algorithm, where they differ from those on a switch. None: not simple, because the order in which
+# messages of different rounds happen to ask for a link decides. Counted from the code, like the forms with ⌈⌉ above.
+RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int] | None]]] = {
+    "ring": {
+        ("broadcast", "flat"): lambda p, n, b: each(p // 2, n),  # the root's two links work at once
+        ("scatter", "flat"): lambda p, n, b: each(p // 2, b),
+        ("gather", "flat"): lambda p, n, b: each(p // 2, b),
+        ("all_gather", "direct"): lambda p, n, b: each(all_pairs(p), b),
+        ("all_gather", "bidirectional_ring"): lambda p, n, b: each(p // 2, b),
+        ("all_gather", "recursive_doubling"): lambda p, n, b: None,
+        ("all_gather", "bruck"): lambda p, n, b: bruck(p, b) if power_of_two(p) else None,
+        ("reduce_scatter", "direct"): lambda p, n, b: each(all_pairs(p), b),
+        ("reduce_scatter", "bidirectional_ring"): lambda p, n, b: each(p // 2, b),
+        ("reduce_scatter", "recursive_halving"): lambda p, n, b: None,
+        ("all_reduce", "direct"): lambda p, n, b: each(2 * all_pairs(p), b),
+        ("all_reduce", "bidirectional_ring"): lambda p, n, b: each(2 * (p // 2), b),
+        ("all_reduce", "recursive_doubling"): lambda p, n, b: None,
+        ("all_reduce", "rabenseifner"): lambda p, n, b: None,
+        ("all_to_all", "direct"): lambda p, n, b: each(all_pairs(p), b),
+        ("all_to_all", "pairwise"): lambda p, n, b: each(sum(load(d, p) for d in range(1, p)), b),
+        ("all_to_all", "bruck"): lambda p, n, b: None,
+        ("barrier", "dissemination"): lambda p, n, b: None,
+    },
+    "one_way_ring": {  # to a rank d places to the left it is p − d to the right
+        ("gather", "binomial"): lambda p, n, b: (p - 1, ones(p) * b),
+        ("reduce", "binomial"): lambda p, n, b: each(p - 1, n),
+        ("reduce", "reduce_scatter_gather"): lambda p, n, b: (2 * (p - 1), (p - 1 + ones(p)) * b),
+        ("all_gather", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
+        ("all_gather", "bidirectional_ring"): lambda p, n, b: each(p // 2 + (p - 1) // 2 * (p - 1), b),
+        ("all_gather", "recursive_doubling"): lambda p, n, b: one_way_doubling(p, b),
+        ("all_gather", "bruck"): lambda p, n, b: one_way_bruck(p, b),
+        ("reduce_scatter", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
+        ("reduce_scatter", "bidirectional_ring"): lambda p, n, b: each(p // 2 + (p - 1) // 2 * (p - 1), b),
+        ("reduce_scatter", "recursive_halving"): lambda p, n, b: one_way_doubling(p, b),
+        ("all_reduce", "reduce_broadcast"): lambda p, n, b: each(p - 1 + lg_up(p), n),
+        ("all_reduce", "direct"): lambda p, n, b: each(p * (p - 1), b),
+        ("all_reduce", "bidirectional_ring"): lambda p, n, b: each(2 * (p // 2 + (p - 1) // 2 * (p - 1)), b),
+        ("all_reduce", "recursive_doubling"): lambda p, n, b: each(p * lg_up(p) // 2, n) if power_of_two(p) else None,
+        ("all_reduce", "rabenseifner"): lambda p, n, b: one_way_doubling(p, b, passes=2),
+        ("all_to_all", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
+        ("all_to_all", "pairwise"): lambda p, n, b: each(p * (p - 1) // 2, b),
+        ("all_to_all", "bruck"): lambda p, n, b: ((1 << lg_up(p)) - 1, p * (p - 1) // 2 * b),
+        ("barrier", "dissemination"): lambda p, n, b: each((1 << lg_up(p)) - 1, 1),
+    },
+}
+
+
+def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str = "switch") -> Cost:
     """The cost of `algorithm` on p ranks for an array of `nbytes` bytes, which p must divide.
 
-    Raises ValueError for an unknown operation or algorithm, for p < 1, and if p does not divide `nbytes`.
+    Args:
+        nbytes: the result of a gather or all-gather, the input of one rank in an all-to-all, the input of the others.
+        links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring", `Network.ring(bidirectional=False)`, with the root at
+            position 0.
+
+    Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not divide `nbytes`, and where these links
+    have no simple form.
     """
     if algorithm not in FORMS.get(operation, {}):
         known = ", ".join(f"{op} by {name}" for op, forms in FORMS.items() for name in forms)
         raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: there are {known}")
+    if links != "switch" and links not in RINGS:
+        raise ValueError(f"links={links!r}: expected 'switch', {', '.join(map(repr, RINGS))}. Others: torus_form and two_level_form")
     if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:
         raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks")
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
-    return FORMS[operation][algorithm](p, nbytes, nbytes // p)
-
-
-def torus_all_reduce(shape: Sequence[int], nbytes: int) -> Cost:
-    """The cost of all-reduce by "torus", or by "two_level" on a mesh of two axes: 2 Σ (pᵢ − 1) steps, 2n(p−1)/p bytes."""
-    p = math.prod(shape)
-    if p < 1 or nbytes < 0 or nbytes % p:
-        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected an array that splits into {p} equal blocks")
-    moved = 2 * nbytes // p * (p - 1)
-    return Cost(2 * sum(extent - 1 for extent in shape) if nbytes else 0, moved, moved)
+    cost = FORMS[operation][algorithm](p, nbytes, nbytes // p)
+    if links == "switch" or (operation, algorithm) not in RINGS[links]:
+        return cost
+    form = RINGS[links][operation, algorithm](p, nbytes, nbytes // p)
+    if form is None:
+        raise ValueError(
+            f"{operation} by {algorithm} has no simple closed form on links={links!r} for p={p}: run it on backend='sim' and read "
+            "run.trace.makespan. Each rank sends as many bytes as on a switch"
+        )
+    return cost._replace(steps=form[0], path=form[1])
 
 
 def lg_up(p: int) -> int:
@@ -148,3 +211,35 @@ def sent_by_rank_0(p: int) -> int:
 def ones(p: int) -> int:
     """The number of bits set in 0 … p − 1: the blocks that a rank sends in Bruck's all-to-all. p lg p / 2 for a power of two."""
     return sum(j.bit_count() for j in range(p))
+
+
+def each(n: int, nbytes: int) -> tuple[int, int]:
+    """n steps of so many bytes."""
+    return n, n * nbytes
+
+
+def load(d: int, p: int) -> int:
+    """Messages on the busiest link of a ring if every rank sends d places to the right. To the opposite rank, half of them go left."""
+    return -(-p // 4) if 2 * d == p else min(d, p - d)
+
+
+def all_pairs(p: int) -> int:
+    """Messages on the busiest link of a ring if every rank sends to every other: p² / 8."""
+    return -(-(p * p - 1) // 8)
+
+
+def bruck(p: int, n: int) -> tuple[int, int]:
+    """Everybody sends 1, 2, 4, … blocks of n bytes as many places to the left. Only for powers of two."""
+    widths = [1 << k for k in range(lg_up(p))]
+    return sum(load(w, p) for w in widths), sum(w * load(w, p) for w in widths) * n
+
+
+def one_way_doubling(p: int, n: int, passes: int = 1) -> tuple[int, int] | None:
+    """Of each pair, one sends w places to the right and the other p − w: p / 2 messages on every link."""
+    return (passes * p * lg_up(p) // 2, passes * p * (p - 1) // 2 * n) if power_of_two(p) else None
+
+
+def one_way_bruck(p: int, n: int) -> tuple[int, int]:
+    """1, 2, 4, … places to the left are p − 1, p − 2, … to the right; the last message has only the blocks that are missing."""
+    widths = [1 << k for k in range(lg_up(p))]
+    return sum(p - w for w in widths), sum((p - w) * min(w, p - w) for w in widths) * n

@@ -68,6 +68,8 @@ def adjoints_on_a_box(shape):
                 for name in ("two_level", "torus"):
                     for op in ("sum", "mean"):
                         errors[axes, name, op] = adjoint_error(autograd.all_reduce, random((5, 7), 0), op=op, group=group, algorithm=name)
+                for function in (autograd.all_gather, autograd.reduce_scatter):
+                    errors[axes, function.__name__] = adjoint_error(function, random((5, 7), 0), dim=1, group=group, algorithm="torus")
     return {key: error for key, error in errors.items() if not error < 1e-12}, len(errors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 
 import numpy as np
@@ -49,6 +50,8 @@ WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g), ValueError, "keeps"),
     (lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"), ValueError, "'bruck' passes on blocks"),
     (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
+    (lambda c, g: c.all_gather(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
+    (lambda c, g: c.reduce_scatter(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
     (lambda c, g: c.all_gather([1, 2], group=g), TypeError, "x is a list: expected a tensor"),
     (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
     (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
@@ -144,23 +147,45 @@ def test_idle_ranks_send_nothing():
     assert [received > 0 for received in trace.bytes_received] == [False, True, True, False, True]
 
 
-def on_a_mesh():
-    wrong = []
-    for shape in ((2, 4), (4, 2), (8, 1), (2, 2, 2)):
+def on_a_mesh(shapes):
+    rank, p, wrong = dist.get_rank(), dist.get_world_size(), []
+
+    def check(operation, xs, algorithm, **given):
+        fault = differs(
+            answer(operation, xs, rank, **given), getattr(autograd, operation), xs[rank], group=mesh, algorithm=algorithm, **given
+        )
+        wrong.extend([(shape, operation, algorithm, given, fault)] * bool(fault))
+
+    for shape in shapes:
         mesh = init_device_mesh("cpu", shape)
-        xs = [values(r, (13, 3)) for r in range(8)]
+        sizes = [(3 * r + 2) % 5 for r in range(p)]
         for algorithm in ("two_level", "torus"):
             for op in ("sum", "mean", "max"):
-                fault = differs(
-                    answer("all_reduce", xs, 0, op=op), autograd.all_reduce, xs[dist.get_rank()], op, group=mesh, algorithm=algorithm
-                )
-                wrong += [(shape, algorithm, op, fault)] * bool(fault)
+                check("all_reduce", [values(r, (13, 3)) for r in range(p)], algorithm, op=op)
+        for dim in (0, 1):
+            whole, shards = (3, sum(sizes)), [(3, size) for size in sizes]
+            check("all_gather", [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)], "torus", dim=dim, sizes=sizes)
+            check("all_gather", [values(r, (2, 3)) for r in range(p)], "torus", dim=dim)
+            check("reduce_scatter", [values(r, whole if dim else whole[::-1]) for r in range(p)], "torus", dim=dim, sizes=sizes)
+            check("reduce_scatter", [values(r, (13, 5)) for r in range(p)], "torus", dim=dim, op="max")
     return wrong
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_all_reduce_along_the_axes_of_a_mesh(backend):
-    assert p101.launch(on_a_mesh, world_size=8, backend=backend).results == [[]] * 8
+@pytest.mark.parametrize(
+    ("backend", "rules", "shapes"),
+    [
+        ("gloo", "gloo", [(3, 2)]),
+        ("sim", "gloo", [(2, 4), (8, 1), (2, 2, 2)]),
+        ("sim", "gloo", [(3, 3)]),
+        ("sim", "nccl", [(2, 3)]),
+        ("sim", "nccl", [(4, 2), (2, 2, 2)]),
+        ("sim", "gloo", [(1, 1)]),
+    ],
+    ids=str,
+)
+def test_along_the_axes_of_a_mesh(backend, rules, shapes):
+    p = math.prod(shapes[0])
+    assert p101.launch(on_a_mesh, shapes, world_size=p, backend=backend, rules=rules).results == [[]] * p
 
 
 def overlapping_groups():

@@ -1,10 +1,11 @@
-"""Steps and bytes counted on the virtual clock equal the closed forms exactly. A bidirectional ring takes half the steps of a ring."""
+"""Steps and bytes counted on the virtual clock equal the closed forms exactly: on a switch, on rings, on tori and on nodes."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ import torch.distributed as dist
 import parallel101 as p101
 from parallel101 import collectives
 from parallel101.collectives.broadcast import SEGMENT_BYTES
-from parallel101.cost.closed_forms import FORMS, Cost, closed_form, torus_all_reduce
+from parallel101.cost.closed_forms import FORMS, RINGS, Cost, closed_form
+from parallel101.cost.mesh_forms import torus_form, two_level_form
 from parallel101.mesh import split_sizes
 from parallel101.sim.network import Network
 from tests.collectives.cases import ROOTED
 
 BLOCK = 3  # bytes of a block: the whole array has p of them
-STEPS = Network(latency=1.0, bandwidth=math.inf)
-BYTES = Network(latency=0.0, bandwidth=1.0)
+STEPS = {"latency": 1.0, "bandwidth": math.inf}  # the makespan is the number of steps
+BYTES = {"latency": 0.0, "bandwidth": 1.0}  # the bytes on the critical path
+NETWORKS = {"switch": Network, "ring": Network.ring, "one_way_ring": partial(Network.ring, bidirectional=False)}
 LOGARITHMIC = {"binomial", "recursive_doubling", "recursive_halving", "rabenseifner", "bruck", "dissemination", "reduce_broadcast"}
 
 
@@ -28,20 +31,20 @@ def array_bytes(algorithm: str, p: int) -> int:
     return 5 * SEGMENT_BYTES // 2 // p * p if algorithm == "chain" else BLOCK * p
 
 
-def roots(operation: str, p: int) -> list[int]:
-    if operation not in ROOTED:
+def roots(operation: str, p: int, links: str = "switch") -> list[int]:
+    if operation not in ROOTED or links == "one_way_ring":  # on which the root matters
         return [0]
     return sorted({0, p // 2, p - 1}) if p <= 9 else [p // 2]
 
 
-def run_all(names: list[tuple[str, str]]) -> None:
+def run_all(names: list[tuple[str, str]], links: str) -> None:
     """Each algorithm once for each of a few roots, in its own span; all ranks start at the same time."""
     p = dist.get_world_size()
     for operation, name in names:
         function = collectives.fixed(operation, vars(collectives))[name]
         shard = operation in ("gather", "all_gather")
         x = torch.ones(array_bytes(name, p) // (p if shard else 1), dtype=torch.uint8)
-        for root in roots(operation, p):
+        for root in roots(operation, p, links):
             dist.barrier()
             with p101.span(f"{operation} {name} {root}"):
                 if operation == "barrier":
@@ -66,17 +69,29 @@ def measured(trace: p101.Trace) -> dict[str, tuple[float, int]]:
     return {name: (max(ends[name]) - min(starts[name]), max(sent[name, rank] for rank in spans)) for name in starts}
 
 
-def mismatches(p: int, names: list[tuple[str, str]]) -> list:
-    steps, path = (measured(p101.launch(run_all, names, world_size=p, backend="sim", network=network).trace) for network in (STEPS, BYTES))
+def mismatches(p: int, names: list[tuple[str, str]], links: str = "switch") -> list:
+    """The algorithms that a run on these links contradicts. Where there is no closed form, only the bytes that a rank sends count."""
+    networks = [NETWORKS[links](**speed) for speed in (STEPS, BYTES)]
+    steps, path = (measured(p101.launch(run_all, names, links, world_size=p, backend="sim", network=network).trace) for network in networks)
     wrong = []
     for operation, name in names:
-        expected = closed_form(operation, name, p, p if operation == "barrier" else array_bytes(name, p))
-        for root in roots(operation, p):
+        expected = form(operation, name, p, p if operation == "barrier" else array_bytes(name, p), links)
+        for root in roots(operation, p, links):
             label = f"{operation} {name} {root}"
             (count, sent), (seconds, sent_again) = steps[label], path[label]
+            if (expected.steps, expected.path) == (None, None):
+                count = seconds = None
             if Cost(count, sent, seconds) != expected or sent_again != sent:
                 wrong.append((label, p, Cost(count, sent, seconds), expected))
     return wrong
+
+
+def form(operation: str, name: str, p: int, nbytes: int, links: str) -> Cost:
+    """The closed form, with None for steps and path where these links have none."""
+    try:
+        return closed_form(operation, name, p, nbytes, links)
+    except ValueError:
+        return closed_form(operation, name, p, nbytes)._replace(steps=None, path=None)
 
 
 def with_nothing_in_it(names: list[tuple[str, str]]) -> None:
@@ -87,7 +102,7 @@ def with_nothing_in_it(names: list[tuple[str, str]]) -> None:
 def test_an_empty_array_costs_nothing():
     names = [(operation, name) for operation, name in ALL if operation != "barrier"]
     assert p101.launch(with_nothing_in_it, names, world_size=5, backend="sim").trace.events == []
-    assert {closed_form(operation, name, 5, 0) for operation, name in names} == {torus_all_reduce((2, 3), 0)} == {Cost(0, 0, 0)}
+    assert {closed_form(operation, name, 5, 0) for operation, name in names} == {torus_form("all_reduce", (2, 3), 0)} == {Cost(0, 0, 0)}
 
 
 ALL = [(operation, name) for operation, forms in FORMS.items() for name in forms]
@@ -100,6 +115,32 @@ def test_there_is_a_closed_form_for_every_algorithm():
 @pytest.mark.parametrize("p", range(2, 34))
 def test_steps_and_bytes_are_those_of_the_closed_forms(p):
     assert mismatches(p, ALL) == []
+
+
+@pytest.mark.parametrize("links", RINGS)
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
+def test_steps_and_bytes_on_rings(links, p):
+    assert mismatches(p, ALL, links) == []
+
+
+def test_what_has_no_closed_form_on_a_ring():
+    """Where messages of different rounds meet: what doubles or halves, and on a two-way ring Bruck's all-to-all and the barrier."""
+    missing = {
+        (links, p): {f"{operation} {name}" for operation, name in ALL if form(operation, name, p, 5 * p, links).steps is None}
+        for links in RINGS
+        for p in (8, 12)
+    }
+    doubling = {"all_gather recursive_doubling", "reduce_scatter recursive_halving", "all_reduce recursive_doubling"}
+    doubling.add("all_reduce rabenseifner")
+    bruck = {"all_to_all bruck", "barrier dissemination"}
+    assert missing == {
+        ("ring", 8): bruck | doubling,
+        ("ring", 12): bruck | doubling | {"all_gather bruck"},
+        ("one_way_ring", 8): set(),
+        ("one_way_ring", 12): doubling,
+    }
+    with pytest.raises(ValueError, match="all_to_all by bruck has no simple closed form on links='ring' for p=8: run it on backend='sim'"):
+        closed_form("all_to_all", "bruck", 8, 16, "ring")
 
 
 @pytest.mark.parametrize("p", [64, 128, 256])
@@ -123,44 +164,87 @@ def test_the_textbooks_own_numbers():
     for wrong in ((3, 1600), (2.0, 8), (2, -8)):
         with pytest.raises(ValueError, match="equal blocks"):
             closed_form("all_reduce", "ring", *wrong)
-    for shape, nbytes in (((2, 2), -4), ((0, 2), 8)):
+    for shape, nbytes in (((2, 2), -4), ((0, 2), 8), ((2, 2), 6)):
+        with pytest.raises(ValueError, match="equal parts"):
+            torus_form("all_reduce", shape, nbytes)
         with pytest.raises(ValueError, match="equal blocks"):
-            torus_all_reduce(shape, nbytes)
+            two_level_form(shape, nbytes)
+    with pytest.raises(ValueError, match="expected all_gather, reduce_scatter or all_reduce on 'torus' or 'switch'"):
+        torus_form("broadcast", (2, 2), 16)
+    with pytest.raises(ValueError, match="links='mesh': expected 'switch', 'ring', 'one_way_ring'"):
+        closed_form("all_reduce", "ring", 4, 16, "mesh")
     with pytest.raises(ValueError, match="no closed form for 'all_reduce' by 'brukc'"):
         closed_form("all_reduce", "brukc", 4, 1600)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_a_bidirectional_ring_takes_half_the_steps_where_links_go_both_ways(operation, p):
-    def one(algorithm):
-        x = torch.ones(BLOCK if operation == "all_gather" else BLOCK * p, dtype=torch.uint8)
-        getattr(collectives, operation)(x, algorithm=algorithm)
-
-    twice = 2 if operation == "all_reduce" else 1
-    for network, unit in ((Network.ring(latency=1.0, bandwidth=math.inf), 1), (Network.ring(latency=0.0, bandwidth=1.0), BLOCK)):
-        both_ways, one_way = (
-            p101.launch(one, name, world_size=p, backend="sim", network=network).trace.makespan for name in ("bidirectional_ring", "ring")
-        )
-        assert both_ways == twice * (p // 2) * unit
-        assert one_way == twice * (p - 1) * unit
+TORI = [(2, 2), (2, 3), (3, 3), (4, 2), (1, 4), (2, 2, 3)]
+ON_A_TORUS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (4, 2), (1, 4), (2, 2, 3)])
-def test_along_the_axes_of_a_mesh(shape):
-    def run(algorithm):
-        mesh = dist.device_mesh.init_device_mesh("cpu", shape)
+def on_a_mesh(shape, names):
+    """Each algorithm once over the mesh, with a block of twelve bytes for each rank, in its own span."""
+    mesh, p = dist.device_mesh.init_device_mesh("cpu", shape), math.prod(shape)
+    for operation, name in names:
+        group = mesh if name in ("torus", "two_level") else None
+        x = torch.ones(12 if operation == "all_gather" else 12 * p, dtype=torch.uint8)
         dist.barrier()
-        with p101.span(algorithm):
-            collectives.all_reduce(torch.ones(math.prod(shape) * BLOCK, dtype=torch.uint8), group=mesh, algorithm=algorithm)
+        with p101.span(f"{operation} {name}"):
+            getattr(collectives, operation)(x, group=group, algorithm=name)
 
-    expected = torus_all_reduce(shape, math.prod(shape) * BLOCK)
-    for algorithm in ["torus", "two_level"][: 2 if len(shape) == 2 else 1]:
-        steps, path = (
-            p101.launch(run, algorithm, world_size=math.prod(shape), backend="sim", network=network).trace for network in (STEPS, BYTES)
-        )
-        (count, sent), (seconds, _) = measured(steps)[algorithm], measured(path)[algorithm]
-        assert Cost(count, sent, seconds) == expected
+
+def counted(shape, names, network):
+    """What runs of these algorithms cost on `network(latency=, bandwidth=)`."""
+    p = math.prod(shape)
+    runs = [p101.launch(on_a_mesh, shape, names, world_size=p, backend="sim", network=network(**speed)) for speed in (STEPS, BYTES)]
+    steps, path = (measured(run.trace) for run in runs)
+    return {label: Cost(steps[label][0], steps[label][1], path[label][0]) for label in steps}
+
+
+@pytest.mark.parametrize("shape", TORI)
+@pytest.mark.parametrize("links", ["torus", "switch"])
+def test_all_axes_of_a_torus_at_once(shape, links):
+    network = partial(Network.torus, shape) if links == "torus" else Network
+    runs = counted(shape, [(operation, "torus") for operation in ON_A_TORUS], network)
+    assert runs == {f"{operation} torus": torus_form(operation, shape, 12 * math.prod(shape), links) for operation in ON_A_TORUS}
+
+
+def test_on_axes_of_one_length_the_bytes_leave_over_all_links():
+    """V (N − 1) / N over two links for each axis, in Σ (pᵢ − 1) steps."""
+    for shape in ((16, 16), (4, 4, 4), (3, 5)):
+        p, axes = math.prod(shape), len(shape)
+        cost = torus_form("all_gather", shape, 60 * p)
+        assert (cost.steps, cost.sent) == (sum(shape) - axes, 60 * (p - 1)) or shape == (3, 5)
+        assert cost.path == cost.sent / (2 * axes) if len(set(shape)) == 1 else cost.path > cost.sent / (2 * axes)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4)])
+def test_a_flat_ring_costs_the_same_on_a_torus(shape):
+    """Its messages go to the next rank, at the end of a row by two links that nobody else needs."""
+    p = math.prod(shape)
+    runs = counted(shape, [(operation, "ring") for operation in ON_A_TORUS], partial(Network.torus, shape))
+    assert runs == {f"{operation} ring": closed_form(operation, "ring", p, 12 * p) for operation in ON_A_TORUS}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 4), (4, 2), (1, 3), (3, 1)])
+def test_two_levels(shape):
+    """Inside the nodes and across them; a flat ring goes at the speed of the links between nodes."""
+    p, names = math.prod(shape), [("all_reduce", "two_level"), ("all_reduce", "ring")]
+
+    def across(latency, bandwidth):
+        fast = {"inside_latency": 0.0, "inside_bandwidth": math.inf}
+        return Network.two_level(shape[1], latency=latency, bandwidth=bandwidth, **fast)
+
+    def inside(latency, bandwidth):
+        return Network.two_level(shape[1], latency=0.0, bandwidth=math.inf, inside_latency=latency, inside_bandwidth=bandwidth)
+
+    form = two_level_form(shape, 12 * p)
+    for network, cost in ((across, form.across), (inside, form.inside)):
+        run = counted(shape, names, network)
+        assert (run["all_reduce two_level"].steps, run["all_reduce two_level"].path) == (cost.steps, cost.path)
+        if cost.steps:  # otherwise no time passes
+            assert run["all_reduce two_level"].sent == form.inside.sent + form.across.sent
+        if network is across and shape[0] > 1:
+            assert run["all_reduce ring"] == closed_form("all_reduce", "ring", p, 12 * p)
 
 
 def test_a_rank_with_nothing_to_send_sends_nothing():

@@ -1,0 +1,83 @@
+"""The closed forms of the algorithms that follow the axes of a mesh, on the networks for which they are made.
+
+    torus        all axes and both directions at once: Σ (pᵢ − 1) steps, and n(p−1)/p bytes over 2k links on k axes of one length
+    two_level    inside the nodes and across them, two times that add up
+
+See closed_forms.py for what is counted, and collectives/torus.py and all_reduce.py for the algorithms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from parallel101.cost.closed_forms import Cost
+
+
+def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "torus") -> Cost:
+    """The cost of "torus" on a mesh of this shape: all axes and directions at once, each with a part of every block.
+
+    On k axes of the same length above 2: Σ (pᵢ − 1) steps, n(p−1)/p / 2k bytes on the critical path, all-reduce twice that. If lengths
+    differ, parts meet on the longer axes, so what each step takes is added up here. On an axis of length 2 both directions are one link.
+
+    Args:
+        operation: "all_gather", "reduce_scatter" or "all_reduce".
+        nbytes: the result of an all-gather, the input of the others.
+        links: "torus", `Network.torus(shape)`, or "switch".
+
+    Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each.
+    """
+    lengths = [length for length in shape if length > 1]
+    p, parts = math.prod(shape), 2 * len(lengths)
+    if operation not in ("all_gather", "reduce_scatter", "all_reduce") or links not in ("torus", "switch"):
+        raise ValueError(f"{operation!r} on {links!r}: expected all_gather, reduce_scatter or all_reduce on 'torus' or 'switch'")
+    if not shape or p < 1 or nbytes < 0 or nbytes % (p * max(parts, 1)):
+        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected {p} blocks, each of {parts} equal parts")
+    if p == 1 or nbytes == 0:
+        return Cost(0, 0, 0)
+    steps = path = 0
+    for messages in zip_longest(*(steps_of(first, lengths) for first in range(len(lengths)))):
+        count, pieces = Counter[int](), Counter[int]()  # by link
+        for axis, width in filter(None, messages):
+            link = axis if links == "torus" else 0
+            both = 2 if links == "switch" or lengths[axis] == 2 else 1  # the parts in both directions go over one link
+            count[link] += both
+            pieces[link] += both * width
+        steps += max(count.values())
+        path += max(pieces.values())
+    passes, block = 2 if operation == "all_reduce" else 1, nbytes // p
+    return Cost(passes * steps, passes * (p - 1) * block, passes * path * block // parts)
+
+
+def steps_of(first: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """For each step of the part that begins with axis `first`: the axis, and how many pieces of blocks the message has."""
+    width, steps = 1, []
+    for axis in (*range(first, len(lengths)), *range(first)):
+        steps += [(axis, width)] * (lengths[axis] - 1)
+        width *= lengths[axis]
+    return steps
+
+
+class TwoLevelCost(NamedTuple):
+    """Times add up: inside.seconds(…) + across.seconds(…), each with its own latency and bandwidth."""
+
+    inside: Cost  # a node
+    across: Cost  # the link of a node, which its ranks share
+
+
+def two_level_form(shape: Sequence[int], nbytes: int) -> TwoLevelCost:
+    """The cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node) on `Network.two_level(ranks per node)`.
+
+    A flat "ring" over all ranks has the steps and bytes there that it has on a switch, at the latency and bandwidth between nodes.
+    Raises ValueError for other shapes, and if the array can't be cut into equal blocks.
+    """
+    if len(shape) != 2 or min(shape) < 1 or nbytes < 0 or nbytes % math.prod(shape):
+        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected (nodes, ranks per node), and as many equal blocks")
+    nodes, ranks = shape
+    share = nbytes // ranks
+    inside = Cost(2 * (ranks - 1), 2 * (ranks - 1) * share, 2 * (ranks - 1) * share)
+    across = Cost(2 * (nodes - 1) * ranks, 2 * (nodes - 1) * share // nodes, 2 * (nodes - 1) * share // nodes * ranks)
+    return TwoLevelCost(inside, across) if nbytes else TwoLevelCost(Cost(0, 0, 0), Cost(0, 0, 0))
