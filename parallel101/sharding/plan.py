@@ -77,7 +77,8 @@ class Plan:
     @property
     def bytes_sent(self) -> list[int]:
         """Bytes that each rank sends, exactly."""
-        return [sum(self.sent_in(step)[rank] for step in self.steps) for rank in range(self.world_size)]
+        by_step = [self.sent_in(step) for step in self.steps]
+        return [sum(of_rank) for of_rank in zip(*by_step)] or [0] * self.world_size
 
     @property
     def rounds(self) -> int:
