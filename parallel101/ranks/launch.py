@@ -72,6 +72,12 @@ class Run:
 
         return timeline_scene(self._recorded("timeline"), critical_path=critical_path)
 
+    def before_after(self):
+        """What each rank was given and what it returned, as two matrices of blocks. For a run of `p101.watch`; others raise ValueError."""
+        from parallel101.viz.before_after import before_after_scene
+
+        return before_after_scene(self._recorded("before_after"), self.results, self.watched)
+
     def _recorded(self, method: str) -> Trace:
         if self.trace is None:
             raise ValueError(f"run.{method}() needs a recorded run, and this run was not recorded: launch it with trace=True")

@@ -4,6 +4,7 @@
     timeline.py     every rank's spans, messages and collectives over time    lanes.py   how much communication overlaps with compute
     pipeline.py     what each rank of a pipeline computes, and when           axes.py    which axis of a mesh communicates when
     memory.py       bytes that each rank holds                                matrices.py   how tensor parallelism cuts a model
+    before_after.py what each rank was given and returned, in blocks
     deadlock.py     who waits for whom                                        run_table.py   the tables of `parallel101 run`
     between_ranks.py   what lies between each two ranks: waiting, bytes       waiting_overview.py   the timeline of a long run
     sharding.py     which blocks each rank holds in a sharded product

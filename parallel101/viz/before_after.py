@@ -1,0 +1,192 @@
+"""Before and after a collective, as two matrices: a row for each rank, with its blocks in the order in which they lie in its tensor.
+
+    before   a0 b0 c0        after   a0 a1 a2       the blocks fly from where they were to where they are;
+             a1 b1 c1    ──▶         b0 b1 b2       an all-to-all is a transposition
+             a2 b2 c2                c0 c1 c2
+
+What the blocks are is computed in `parallel101.analysis.blocks`, from what each rank returned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from parallel101.analysis.blocks import Block, given_blocks, is_transposed, returned_blocks
+from parallel101.analysis.replay import Replay, replay_of
+from parallel101.analysis.unwritten import Watched
+from parallel101.record.trace import Trace
+from parallel101.record.units import ranks_text
+from parallel101.viz.captions import Captions
+from parallel101.viz.diagram import Point
+from parallel101.viz.scene import Node, Scene, Stop
+
+MOST_RANKS, MOST_BLOCKS = 16, 16
+WIDTH, TOP, GAP = 384.0, 124.0, 2.0  # of a matrix; TOP is the y of the first row
+LEFTS = 92.0, 548.0
+LEAD, LONGEST, STEPS, LAST = 0.6, 1.4, 14.0, 1.6  # seconds: before the first row moves, for a row, for all rows, for the end
+
+
+def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Watched | None, title: str | None = None) -> Scene:
+    """Draw what each rank was given and what it returned, block by block.
+
+    Args:
+        trace, results, watched: of a run of `parallel101.watch`, with up to 16 ranks.
+        title: above the picture; None: the collective, if the values prove which it was.
+
+    Returns:
+        A Scene with one stop for each rank, in which the blocks that it was given move to where they were returned.
+
+    Raises:
+        ValueError: the run was not watched, or has too many ranks or blocks.
+    """
+    replay = replay_of(trace, results, watched=watched, idle=True)
+    given, returned = given_blocks(replay), returned_blocks(replay)
+    n, most = len(replay.ranks), max(map(len, [*given, *returned]))
+    if n > MOST_RANKS or most > MOST_BLOCKS:
+        raise ValueError(
+            f"the run has {n} ranks with up to {most} blocks each, and this picture can show up to {MOST_RANKS} ranks "
+            f"and {MOST_BLOCKS} blocks: use fewer ranks, or run.animate()"
+        )
+    captions = Captions(replay)
+    text, wrong = result_text(replay, captions, given, returned), bool(captions.verdict.faults)
+    cell = min(64.0, WIDTH / most), min(44.0, 300.0 / n)
+    scene = Scene(960, math.ceil(TOP + n * cell[1] + 44), title or captions.title, text)
+    scene.style += ".gone{fill:none;stroke:var(--line);stroke-dasharray:3 3}.twice{fill:none;stroke:var(--warn);stroke-width:2.5}"
+    scene.add("text", scene.title, x=28, y=40, class_="h")
+    scene.add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
+    note = "A letter is a part of the data, a number the rank it came from." if _numbered(replay) else "A letter is a part of the data."
+    note += " Stripes are the ranks whose data is summed." if replay.sums else ""
+    note += " Dashed: values that are not used." if any(block.chunk is None for row in given for block in row) else ""
+    scene.add("text", note, x=28, y=scene.height - 18, font_size=12, class_="m")
+    for left, name, rows in ((LEFTS[0], "before", given), (LEFTS[1], "after", returned)):
+        _frame(scene, replay, left, name, rows, cell)
+    places: dict[tuple[int | None, int], Point] = {}
+    for i, (rank, row) in enumerate(zip(replay.ranks, given)):
+        for k, block in enumerate(row):
+            places[block.chunk, rank] = (LEFTS[0] + k * cell[0], TOP + i * cell[1])
+            _block(scene, replay, block, places[block.chunk, rank], cell)
+    moving = _flights(replay, returned, places, cell)
+    step = min(LONGEST, STEPS / max(len(moving), 1))
+    scene.duration = round(LEAD + step * len(moving) + LAST, 2)
+    scene.intro = "What each rank was given."
+    _sentence(scene, scene.intro, 0.0, LEAD)
+    for number, (origin, flights) in enumerate(moving.items()):
+        begin, last = LEAD + number * step, number == len(moving) - 1
+        words = _row_text(replay, origin, flights, is_transposed(given, returned))
+        landed = begin + 0.75 * step
+        _sentence(scene, words, begin, landed + 0.5 if last else begin + step)
+        scene.stops.append(Stop(begin, scene.duration if last else begin + step - 0.03, f"{words} {text}" if last else words))
+        for flight in flights:
+            (x, y), (x0, y0) = flight.to, places[flight.block.chunk, origin]
+            group = scene.add("g").show((begin, scene.duration + 1))
+            group.key("translate", (begin, (x0 - x, y0 - y)), (landed, (0.0, 0.0)), mode="ease")
+            _block(group, replay, flight.block, (x, y), cell, only=origin)
+        if last:
+            _sentence(scene, text, landed + 0.5, scene.duration + 1, wrong)
+    sums = scene.add("g").show((scene.duration - LAST, scene.duration + 1))
+    for i, row in enumerate(returned):
+        for k, block in enumerate(row):
+            if sum(block.counts) > 1:
+                _block(sums, replay, block, (LEFTS[1] + k * cell[0], TOP + i * cell[1]), cell)
+    return scene
+
+
+class Flight(NamedTuple):
+    """A block on its way to a place in what `rank` returned."""
+
+    rank: int
+    block: Block  # as it was returned
+    to: Point
+
+
+def _flights(
+    replay: Replay, returned: list[list[Block]], places: Mapping[tuple[int | None, int], Point], cell: Point
+) -> dict[int, list[Flight]]:
+    """By the rank that was given it: each block, and each summand of a block, that is in what a rank returned."""
+    found: dict[int, list[Flight]] = {rank: [] for rank in replay.ranks}
+    for i, (rank, row) in enumerate(zip(replay.ranks, returned)):
+        for k, block in enumerate(row):
+            for origin, count in enumerate(block.counts):
+                if count and (block.chunk, origin) in places:
+                    found[origin].append(Flight(rank, block, (LEFTS[1] + k * cell[0], TOP + i * cell[1])))
+    return {origin: flights for origin, flights in found.items() if flights}
+
+
+def _sentence(scene: Scene, text: str, begin: float, end: float, wrong: bool = False) -> None:
+    scene.add("text", text, x=28, y=64, font_size=14, class_="w b" if wrong else "m").show((begin, end))
+
+
+def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed: bool) -> str:
+    to = sorted({flight.rank for flight in flights})
+    if transposed:
+        place = replay.ranks.index(origin)
+        return f"Row {place} becomes column {place}: rank {origin} has one block for each rank."
+    return f"Rank {origin} keeps its data." if to == [origin] else f"What rank {origin} was given goes to {ranks_text(to, replay.ranks)}."
+
+
+def result_text(replay: Replay, captions: Captions, given: list[list[Block]], returned: list[list[Block]]) -> str:
+    """What happened to the matrix, in a sentence."""
+    first, operation = replay.ranks[0], captions.operation
+    holder = next((rank for rank, row in zip(replay.ranks, given) if len(row) > 1 or row[0].chunk is not None), first)
+    receiver = next((rank for rank, row in zip(replay.ranks, returned) if row), first)
+    if is_transposed(given, returned):
+        return "Each column has become a row: the matrix of blocks is transposed."
+    if operation == "all-gather":
+        return "The column of blocks has become a row, and every rank has it."
+    if operation == "gather":
+        return f"The column of blocks has become the row of rank {receiver}."
+    if operation == "scatter":
+        return f"The row of rank {holder} has become a column."
+    if operation == "reduce-scatter":
+        return "Each column is added up, and its sum becomes the row of one rank."
+    if operation == "all-reduce":
+        return "Each column is added up, and every rank has the sums."
+    return captions.verdict.sentence()
+
+
+def _numbered(replay: Replay) -> bool:
+    """Whether the same letter came from several ranks."""
+    return any(len(chunk.stripes) > 1 for chunk in replay.chunks)
+
+
+def _frame(scene: Scene, replay: Replay, left: float, name: str, rows: list[list[Block]], cell: Point) -> None:
+    scene.add("text", name, x=left, y=TOP - 12, font_size=15, class_="b")
+    for i, (rank, row) in enumerate(zip(replay.ranks, rows)):
+        y = TOP + i * cell[1]
+        scene.add("text", f"rank {rank}", x=left - 10, y=y + cell[1] / 2 + 4, font_size=12.5, class_="m e")
+        for k, block in enumerate(row):
+            if block.chunk is not None:
+                scene.add(
+                    "rect", x=left + k * cell[0] + GAP, y=y + GAP, width=cell[0] - 2 * GAP, height=cell[1] - 2 * GAP, rx=4, class_="faint"
+                )
+        if not row:
+            scene.add("text", "nothing", x=left + 6, y=y + cell[1] / 2 + 4, font_size=12, class_="m")
+
+
+def _inside(at: Point, cell: Point) -> dict[str, float]:
+    return {"x": at[0] + GAP, "y": at[1] + GAP, "width": cell[0] - 2 * GAP, "height": cell[1] - 2 * GAP}
+
+
+def _block(parent: Node, replay: Replay, block: Block, at: Point, cell: Point, only: int | None = None) -> None:
+    """A block at its place: one colour, or a stripe for each rank whose data is summed. `only`: the stripe of this rank."""
+    place = _inside(at, cell)
+    if block.chunk is None:
+        parent.add("rect", **place, rx=4, class_="gone")
+        return
+    chunk, colour = replay.chunks[block.chunk], block.chunk % 8
+    origins = [rank for rank, count in enumerate(block.counts) if count]
+    text = f"{chunk.label}{origins[0]}" if len(origins) == 1 and len(chunk.stripes) > 1 else chunk.label
+    if len(origins) == 1:
+        parent.add("rect", **place, rx=4, class_=f"f{colour}")
+    elif only is not None:
+        each = place["width"] / len(origins)
+        k = origins.index(only)
+        parent.add("rect", **place | {"x": place["x"] + k * each, "width": each - min(1.2, 0.2 * each)}, class_=f"f{colour}")
+    if only is None or len(origins) == 1:
+        size = min(15.0, 0.62 * place["height"], 1.35 * place["width"] / len(text))
+        middle = {"x": place["x"] + place["width"] / 2, "y": place["y"] + place["height"] / 2 + 0.35 * size}
+        parent.add("text", text, **middle, font_size=size, class_=f"b c o{colour}")
+        if any(count > 1 for count in block.counts):
+            parent.add("rect", **place, rx=4, class_="twice")

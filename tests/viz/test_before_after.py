@@ -1,0 +1,71 @@
+"""Before and after: the blocks that each rank was given and returned are those of the values, and the sentence says what became of them."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+import parallel101 as p101
+from parallel101.analysis.blocks import given_blocks, returned_blocks
+from parallel101.analysis.replay import replay_of
+from tests.viz import programs as p
+from tests.viz.drawn import SVG
+
+
+def names(run, which):
+    """Each rank's blocks: "a0" is the part a of rank 0, "a012" a sum of three."""
+    replay = replay_of(run.trace, run.results, watched=run.watched, idle=True)
+    return [
+        " ".join(
+            "–" if b.chunk is None else replay.chunks[b.chunk].label + "".join(str(r) * k for r, k in enumerate(b.counts)) for b in row
+        )
+        for row in which(replay)
+    ]
+
+
+CASES = {
+    "all-to-all": (p101.all_to_all, ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"], ["a0 a1 a2", "b0 b1 b2", "c0 c1 c2"], "is transposed."),
+    "all-gather": (p101.all_gather, ["a0", "b1", "c2"], ["a0 b1 c2"] * 3, "has become a row, and every rank has it."),
+    "gather": (p101.gather, ["a0", "b1", "c2"], ["a0 b1 c2", "", ""], "has become the row of rank 0."),
+    "scatter": (p101.scatter, ["a0 b0 c0", "–", "–"], ["a0", "b0", "c0"], "The row of rank 0 has become a column."),
+    "reduce-scatter": (
+        p101.reduce_scatter,
+        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
+        ["a012", "b012", "c012"],
+        "its sum becomes the row of one rank.",
+    ),
+    "all-reduce": (p.ring_all_reduce, ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"], ["a012 b012 c012"] * 3, "every rank has the sums."),
+    "a part summed twice": (
+        lambda x: p.broken_ring_all_reduce(x, twice=(1, 0)),
+        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
+        ["a0012 b012 c012"] * 3,
+        "rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_those_of_the_values(name):
+    fn, given, returned, sentence = CASES[name]
+    run = p101.watch(fn, 3, backend="sim")
+    assert names(run, given_blocks) == given
+    assert names(run, returned_blocks) == returned
+    scene = run.before_after()
+    root = ET.fromstring(scene.svg())
+    assert any(sentence in (text.text or "") for text in root.iter(f"{SVG}text"))
+    assert ('class="twice"' in scene.svg()) == (name == "a part summed twice")
+    for rect in root.iter(f"{SVG}rect"):
+        assert float(rect.get("x")) + float(rect.get("width")) <= scene.width
+    written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
+    assert {float(seconds) for seconds in written} == {scene.duration} and scene.stops[-1].end == scene.duration
+
+
+def test_runs_that_have_no_such_picture_are_refused():
+    run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=2, backend="sim")
+    with pytest.raises(ValueError, match=r"run it with p101\.watch\(fn, …\)"):
+        run.before_after()
+    with pytest.raises(ValueError, match=r"17 ranks with up to 17 blocks each"):
+        p101.watch(lambda x: p101.all_gather(x), 17, numel=1, backend="sim").before_after()
