@@ -63,9 +63,12 @@ def mesh_axes(mesh: DeviceMesh, axes: Axes) -> MeshAxes:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh={mesh!r}: expected a DeviceMesh, such as torch.distributed.init_device_mesh('cpu', (2, 3)) returns")
-    chosen = [axis_of(mesh, axis) for axis in ((axes,) if isinstance(axes, int | str) else axes)]
+    several: object = (axes,) if isinstance(axes, int | str) else axes
+    if not isinstance(several, Sequence):
+        raise TypeError(f"axes={axes!r}: expected axes of the mesh by number or name, such as (0, 2); () for none")
+    chosen = [axis_of(mesh, axis) for axis in several]
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"axes={tuple(axes)!r} names an axis twice: expected each axis at most once")  # type: ignore[arg-type]
+        raise ValueError(f"axes={axes!r} names an axis twice: expected each axis at most once")
     where = mesh.get_coordinate()
     return MeshAxes(group_of(mesh), tuple(mesh.shape), tuple(sorted(chosen)), None if where is None else tuple(where))
 

@@ -29,6 +29,7 @@ REFUSED = {
     "an axis out of range": (lambda mesh: AllSumReduce(mesh, (2,)), "no axis 2: it has shape (2, 3), so expected -2 to 1"),
     "an axis named twice": (lambda mesh: ReduceScatter(mesh, (1, "b")), "names an axis twice"),
     "an axis that is no axis": (lambda mesh: Broadcast(mesh, (1.5,)), "1.5 is no axis"),
+    "no axes": (lambda mesh: AllSumReduce(mesh, None), "axes=None: expected axes of the mesh by number or name"),
     "no mesh": (lambda mesh: AllGather([0, 1], (0,)), "expected a DeviceMesh"),
     "no source mesh": (lambda mesh: Repartition([0, 1], mesh), "expected a DeviceMesh"),
     "a shape of fewer dims than axes": (
