@@ -33,6 +33,7 @@ def test_nothing_is_run_or_drawn_before_its_prediction():
         "bus-tree": "bandwidths('all_reduce'",
         "both-ways": "p101.watch(two_way,",
         "axes": "ON_16.items()",
+        "torus": "seconds(torus,",
         "levels": "sent_between_nodes(fn, ",
         "nccl": "winner(n, 4)",
     }
@@ -75,7 +76,8 @@ def test_the_code_by_hand_sends_the_messages_that_were_watched():
 def test_algorithms_for_tori_and_nodes_are_right():
     for name in ("two_level", "badly_placed_ring"):
         assert all(torch.equal(r, sum(arrays(8))) for r in results(LESSON[name], 8)), name
-    assert all(torch.equal(r, torch.cat(arrays(16))) for r in results(LESSON["rows_then_columns"], 16))
+    for name in ("rows_then_columns", "torus"):
+        assert all(torch.equal(r, torch.cat(arrays(16))) for r in results(LESSON[name], 16)), name
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
