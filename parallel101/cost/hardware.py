@@ -53,7 +53,10 @@ class Chip:
 
 BOOK = "Austin et al., How to Scale Your Model (2025), "
 TPUS = BOOK + 'part 2, "TPU specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
-GPUS = BOOK + 'part 12, "Summary of GPU specs" and "Beyond the node level"; hop latency: NCCL 2.2x, src/graph/tuning.cc, hwLat, ring, LL'
+GPUS = (
+    BOOK
+    + 'part 12, "Summary of GPU specs" and "Beyond the node level"; hop latency: NCCL, src/graph/tuning.cc, hwLat of ring with protocol LL'
+)
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 
@@ -91,7 +94,14 @@ CHIPS: dict[str, Chip] = {
             GPUS,
         ),
         Chip("B200", 2.25e15, 192e9, 8.0e12, (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP)), GPUS),
-        Chip("GB200", 2.5e15, 192e9, 8.0e12, (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP)), GPUS),
+        Chip(
+            "GB200",
+            2.5e15,
+            186e9,
+            8.0e12,
+            (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP)),
+            GPUS + ", and appendix A; flops and memory: NVIDIA, GB200 NVL72 data sheet, per GPU",
+        ),
     )
 }
 

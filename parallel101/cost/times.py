@@ -9,8 +9,10 @@ V bytes on a ring of n chips, links of w bytes per second each way (W = 2w both 
     reduce-scatter   an all-gather backwards: the same         all-reduce   both: twice         all-to-all   a quarter on a ring
 
 V is always the whole array: the result of an all-gather, the input of a reduce-scatter or all-reduce, all ranks' inputs of an all-to-all.
-Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs). It takes the larger of the two bounds; a program that
-waits for each hop pays their sum. On several rings it leaves out a factor (N−1)/N: a chip need not receive its own shard.
+Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs). The book takes the larger of the two times. The
+bidirectional ring on the simulator has exactly these two, but it waits for each hop, so it takes their sum. On several axes the book leaves
+out that a chip has its own shard already: "torus" takes (N−1)/N of the time on N chips, if the axes are equally long.
+Not here: switches that add (SHARP), and ragged all-to-alls.
 """
 
 from __future__ import annotations
@@ -122,9 +124,12 @@ def _gather_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus)
 
 
 def _all_to_all_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
-    """The axes work at the same time, and the longest has most to carry: V · max(nᵢ) / (4 · N · W)."""
+    """The axes work at the same time, and the longest has most to carry: V · max(nᵢ) / (4 · N · W).
+
+    Of the n² pairs of ranks on an axis, n² / 4 cross each cut in each direction, on a ring over two links.
+    """
     N = math.prod(axes)
-    bandwidth = max(V * n / (4 * N) / (links.both_ways if ring else links.bandwidth) for n, ring in zip(axes, rings))
+    bandwidth = max(V * (n * n // 4) / n / N / (links.both_ways if ring else links.bandwidth) for n, ring in zip(axes, rings))
     return bandwidth, sum(n // 2 if ring else n - 1 for n, ring in zip(axes, rings)) * links.latency
 
 
