@@ -47,6 +47,15 @@ def test_the_mistakes_give_other_weights(samples, combine):
     assert not any(torch.allclose(weights, by_one(samples), rtol=1e-6) for weights in by_hand(samples, 4, combine))
 
 
+@pytest.mark.parametrize("every", [False, True], ids=["one all-reduce", "one for each microbatch"])
+def test_accumulated_gradients_equal_those_of_the_whole_batch(every):
+    """The text says that only the bytes differ."""
+    model, (x, y) = MLP([8, 16, 1], dtype=torch.float64), batch(12)
+    F.mse_loss(model(x), y).backward()
+    for gradients in p101.launch(LESSON["accumulate_by_hand"], (x, y), 3, every, world_size=2, backend="sim").results:
+        assert all(torch.allclose(mine, p.grad, rtol=1e-10, atol=1e-14) for mine, p in zip(gradients, model.parameters(), strict=True))
+
+
 def steps_of(options):
     names = {**LESSON["VARIANTS"], "mine": options}
     batch = [torch.randn(8, 64) for _ in range(2)]

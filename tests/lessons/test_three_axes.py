@@ -30,13 +30,13 @@ def far(run, norm=None):
     return max(LESSON["distance"](run, LESSON["one_process"](batch(), norm)))
 
 
-@pytest.mark.parametrize("norm", [None, "whole_model"])
+@pytest.mark.parametrize("norm", [None, "over_pp_tp"])
 def test_by_hand_equals_one_process(norm):
     run = by_hand(norm=norm and LESSON[norm])
     assert far(run, norm and LESSON["own"]) < 1e-12
 
 
-@pytest.mark.parametrize("norm", ["own", "all_ranks"])
+@pytest.mark.parametrize("norm", ["own", "over_all"])
 def test_other_norms_differ(norm):
     assert far(by_hand(norm=LESSON[norm]), LESSON["own"]) > 1e-3
 
