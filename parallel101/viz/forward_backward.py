@@ -51,8 +51,8 @@ def forward_backward_scene(forward: WatchedRun, backward: WatchedRun, *, title: 
     first, second = _replay(forward, "forward"), _replay(backward, "backward")
     turn = Timing(first).reveal + PAUSE  # when the backward run starts
     scene.duration = turn + Timing(second).duration
-    _half(scene, "Forward", first, x=0, narrow=f"translate(0,{TOP})", begin=0.0, end=turn)
-    _half(scene, "Backward", second, x=HALF, narrow=f"translate({-HALF},{TOP + HEIGHT})", begin=turn, end=scene.duration)
+    _half(scene, "Forward", first, x=0, narrow="translate(0,0)", begin=0.0, end=turn)
+    _half(scene, "Backward", second, x=HALF, narrow=f"translate({-HALF},{HEIGHT})", begin=turn, end=scene.duration)
     scene.intro = Captions(first).intro
     return scene
 
