@@ -175,10 +175,10 @@ def on_a_mesh(shapes):
     ("backend", "rules", "shapes"),
     [
         ("gloo", "gloo", [(3, 2)]),
-        ("sim", "gloo", [(2, 4), (8, 1), (2, 2, 2)]),
+        ("sim", "gloo", [(2, 4), (2, 2, 2)]),
         ("sim", "gloo", [(3, 3)]),
-        ("sim", "nccl", [(2, 3)]),
-        ("sim", "nccl", [(4, 2), (2, 2, 2)]),
+        ("sim", "nccl", [(2, 3), (1, 6)]),
+        ("sim", "nccl", [(2, 2, 2)]),
         ("sim", "gloo", [(1, 1)]),
     ],
     ids=str,
