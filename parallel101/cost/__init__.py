@@ -3,6 +3,7 @@
 closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a run on the simulator
 mesh_forms.py      of the algorithms for a torus and for nodes
 times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and GPUs
+model_states.py    bytes of weights, gradients and optimizer state on each rank, with ZeRO
 products.py        seconds of a local matrix product, and when communication takes longer
 hardware.py        the public figures with which these compute
 """
@@ -10,9 +11,10 @@ hardware.py        the public figures with which these compute
 from parallel101.cost.closed_forms import Cost, closed_form
 from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
+from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
 from parallel101.cost.times import Memory, Time, all_gather, all_reduce, all_to_all, memory, reduce_scatter
 
-__all__ = ["CHIPS", "Chip", "Cost", "Level", "Memory", "ProductTime", "Time", "Torus", "TwoLevelCost"]
-__all__ += ["all_gather", "all_reduce", "all_to_all", "closed_form", "flops_per_byte", "matmul", "memory", "reduce_scatter"]
+__all__ = ["CHIPS", "PRECISIONS", "Chip", "Cost", "Level", "Memory", "ModelStates", "ProductTime", "Time", "Torus", "TwoLevelCost"]
+__all__ += ["all_gather", "all_reduce", "all_to_all", "closed_form", "flops_per_byte", "matmul", "memory", "model_states", "reduce_scatter"]
 __all__ += ["torus_form", "two_level_form"]

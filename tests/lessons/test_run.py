@@ -13,7 +13,7 @@ from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
 DRAWING_CALL = re.compile(
-    r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|Explorer\(|LiveLoss\()"
+    r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|explore_[a-z]+\(|LiveLoss\()"
 )  # in the last statement of a cell
 
 
@@ -354,7 +354,7 @@ def test_a_lesson_shows_what_its_text_says(name):
             assert text in pictures(cells[cell_id])[0], (cell_id, text)
     page = lesson_body(notebook, LESSONS)  # raises an error if something must be fetched
     assert page.count("<figure") == sum(len(pictures(cell)) for cell in cells.values())
-    assert page.count("needs-kernel") == sum("Explorer(" in cell.source for cell in cells.values())
+    assert page.count("needs-kernel") == sum("= explore_" in f"= {cell.source.splitlines()[-1]}" for cell in cells.values())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,7 +29,9 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
-    "viz.explore": {"analysis", "record", "autograd", "sim"},  # the same, at each move of a slider
+    "viz.explore.collectives": {"analysis", "record", "autograd", "cost", "ranks", "sim"},  # the same, at each move of a slider
+    "viz.explore.schedules": {"trainers"},
+    "viz.explore.memory": {"cost", "record"},
     "grade": {"analysis", "record", "ranks", "sim"},
     "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "grade.release": {"analysis", "record", "ranks", "sim", "__init__"},  # the version

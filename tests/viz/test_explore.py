@@ -1,100 +1,176 @@
-"""The explorer: every control starts a run, each run is drawn, and an error is shown in place of the picture."""
+"""The explorers: every control leads to a new result, the prediction stands beside it, and what can't be is said in words."""
 
 from __future__ import annotations
 
 import pytest
 
 from parallel101 import autograd
-from parallel101.viz.explore import LINKS, MOST_RANKS, OPERATIONS, ROOT, Explorer
+from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
+from parallel101.viz.explore.collectives import FORMS, MOST_RANKS, OPERATIONS, ROOT, TOPOLOGIES
 
 
 @pytest.fixture(scope="module")
-def explorer():
-    return Explorer(backend="sim")
+def collective():
+    return explore_collective(world="sim")
 
 
-def shown(explorer: Explorer) -> str:
-    """The plain-text form of the picture: the repr of the run's record."""
-    return explorer.picture.outputs[0]["data"]["text/plain"]
+def move(explorer, **values) -> None:
+    """Move some controls, in this order."""
+    for name, value in values.items():
+        explorer.controls[name].value = value
 
 
-def test_every_operation_and_algorithm_runs_and_is_drawn(explorer):
-    explorer.ranks.value = 4
-    for operation in OPERATIONS:
-        explorer.operation.value = operation
-        assert explorer.algorithm.options == tuple(autograd.algorithms(operation))
-        assert explorer.root.disabled == (operation not in ROOT)
-        for algorithm in explorer.algorithm.options:
-            explorer.algorithm.value = algorithm
-            assert "<figure" in explorer.html and shown(explorer).startswith("<Trace of 4 ranks on sim"), (operation, algorithm)
+def rows(explorer) -> dict[str, list[str]]:
+    """What → its values, from the plain text of the result."""
+    plain = explorer.output.outputs[0]["data"]["text/plain"]
+    return {what: values.split(", ") for what, values in (row.split(": ", 1) for row in plain.split("; "))}
 
 
-def test_ranks_root_size_and_links_change_the_run(explorer):
-    explorer.operation.value, explorer.algorithm.value, explorer.links.value = "broadcast", "flat", "switch"
-    explorer.ranks.value = 7
-    assert "6 messages, 6 s" in shown(explorer)
-    explorer.root.value = 6
-    assert "rank 6 starts" in explorer.html.lower()
-    explorer.ranks.value = 3  # so there is no rank 6
-    assert explorer.root.value == 2 and "2 messages, 2 s" in shown(explorer)
-    explorer.operation.value, explorer.algorithm.value, explorer.ranks.value = "all_gather", "bidirectional_ring", 8
-    explorer.links.value = "ring, one way"
-    one_way = shown(explorer)
-    explorer.links.value = "ring, both ways"
-    assert "56 messages, 4 s" in shown(explorer) and shown(explorer) != one_way
-    explorer.numbers.value = 1
-    assert "<figure" in explorer.html
+# ── What all explorers have
 
 
-def test_the_run_has_as_many_numbers_as_the_slider_says(explorer):
-    explorer.operation.value, explorer.ranks.value = "all_gather", 2
-    explorer.numbers.value = 48
-    assert f"{2 * 48 * 8} B" in explorer.html
-    explorer.ranks.value = 16  # with room for 40 numbers each
-    assert explorer.numbers.max == explorer.numbers.value == 40
-    assert " 5 KiB" in explorer.html and 16 * 40 * 8 == 5 * 1024
-    explorer.ranks.value = 2
-    assert explorer.numbers.max == 48
-    explorer.numbers.value = 8
+def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
+    explorer = explore_schedule("1f1b")
+    before = explorer.html
+    assert ">–</td>" in before
+    explorer.prediction.value = "a bubble of <30 %"
+    move(explorer, stages=2, microbatches=4)
+    assert explorer.html == before and "Press Run" in explorer.status.value
+    explorer.run_button.click()
+    assert '<td rowspan="4">a bubble of &lt;30 %</td>' in explorer.html and rows(explorer)["bubble rate"] == ["20.0%", "20.0%"]
+    assert explorer.prediction.value == explorer.status.value == ""
+    move(explorer, microbatches=2)
+    assert "&lt;30 %" not in explorer.html and rows(explorer)["bubble rate"][0] == "33.3%"
 
 
-def test_switching_back_to_gloo_lowers_the_number_of_ranks(explorer):
-    explorer.operation.value, explorer.ranks.value = "barrier", MOST_RANKS["sim"]
-    explorer.ranks.value = 2
-    explorer.backend.value = "gloo"
-    assert explorer.ranks.max == MOST_RANKS["gloo"] and explorer.links.disabled
-    assert shown(explorer).startswith("<Trace of 2 ranks on gloo")
-    explorer.backend.value = "sim"
-
-
-def test_an_error_is_shown_in_place_of_the_picture(explorer, monkeypatch):
-    monkeypatch.setattr(explorer, "program", lambda: lambda x: 1 // 0)
-    explorer.numbers.value += 1
-    assert "ZeroDivisionError" in explorer.html and "<figure" not in explorer.html
-
-
-def test_a_page_without_a_kernel_gets_the_picture(explorer):
-    data, _ = explorer._repr_mimebundle_()
-    assert data["text/html"] == explorer.html
+def test_a_page_without_a_kernel_gets_the_table_and_the_picture(collective):
+    data, _ = collective._repr_mimebundle_()
+    assert data["text/html"] == collective.html and "<table>" in collective.html and "<figure" in collective.html
     assert "application/vnd.jupyter.widget-view+json" in data
 
 
+@pytest.mark.parametrize("explorer", [explore_schedule, explore_memory], ids=["schedule", "memory"])
+def test_every_control_has_a_label_and_keeps_its_keys(explorer):
+    explorer = explorer()
+    assert all(control.description for control in (*explorer.controls.values(), explorer.prediction, explorer.run_button))
+    assert "data-lm-suppress-shortcuts" in explorer.output.outputs[0]["data"]["text/html"]
+
+
+# ── Collectives
+
+
+def test_every_operation_and_algorithm_runs_and_equals_its_closed_form(collective):
+    for operation in OPERATIONS:
+        move(collective, operation=operation)
+        algorithm = collective.controls["algorithm"]
+        assert algorithm.options == tuple(autograd.algorithms(operation))
+        assert collective.controls["root"].disabled == (operation not in ROOT)
+        for name in algorithm.options:
+            algorithm.value = name
+            assert "<figure" in collective.html
+            assert all(run == form for run, form in rows(collective).values()), (operation, name, rows(collective))
+
+
+def test_networks_and_speeds_change_the_run(collective):
+    move(collective, operation="all_gather", algorithm="bidirectional_ring", ranks=8, numbers=2, latency="1 s", bandwidth="no limit")
+    found = {}
+    for network in TOPOLOGIES:
+        move(collective, network=network)
+        found[network] = rows(collective)
+        assert ("no simple closed form" in collective.html) == (network not in FORMS)
+    assert [found[name]["time"] for name in FORMS] == [["7 s", "7 s"], ["4 s", "4 s"], ["25 s", "25 s"]]
+    assert [found[name]["steps"] for name in FORMS] == [["7", "7"], ["4", "4"], ["25", "25"]]
+    assert float(found["two nodes"]["time"][0].removesuffix(" s")) > 4
+    move(collective, network="switch", latency="20 µs", bandwidth="1 MB/s")
+    assert rows(collective)["time"] == ["252 µs", "252 µs"]
+
+
+def test_ranks_root_and_numbers(collective):
+    move(collective, operation="broadcast", algorithm="flat", ranks=7, root=6, numbers=7)
+    assert "rank 6 starts" in collective.html.lower() and rows(collective)["steps"] == ["6", "6"]
+    move(collective, ranks=3)  # so there is no rank 6
+    assert collective.controls["root"].value == 2 and rows(collective)["steps"][0] == "2"
+    assert "3 ranks don&#x27;t divide 7 numbers" in collective.html
+    move(collective, network="one-way ring")
+    move(collective, numbers=6)
+    assert "with root 2" in collective.html
+    move(collective, network="switch", operation="all_gather", ranks=16, numbers=40)  # with room for 40 numbers each
+    assert collective.controls["numbers"].max == 40 and " 5 KiB" in collective.html and 16 * 40 * 8 == 5 * 1024
+    move(collective, ranks=2)
+    assert collective.controls["numbers"].max == 48
+
+
+def test_worlds(collective):
+    move(collective, operation="all_reduce", algorithm="ring", ranks=16, numbers=8, world="sim, NCCL's rules")
+    assert rows(collective)["steps"][0] == "30"
+    move(collective, ranks=4)
+    assert all(run == form for run, form in rows(collective).values())
+    move(collective, world="gloo")
+    assert collective.controls["ranks"].max == MOST_RANKS["gloo"] and collective.controls["network"].disabled
+    found = rows(collective)
+    assert found["steps"] == ["6", "6"] and found["busiest rank sends"] == ["96 B", "96 B"] and found["time"][1] == "–"
+    move(collective, world="sim")
+
+
+def test_an_error_is_shown_in_place_of_the_picture(collective, monkeypatch):
+    monkeypatch.setattr(collective, "run", lambda **_: (_ for _ in ()).throw(RuntimeError("1 < 0")))
+    collective.run_button.click()
+    assert "1 &lt; 0" in collective.html and "<figure" not in collective.html
+
+
+# ── Schedules and memory
+
+
+def test_schedules_equal_their_closed_forms_and_the_numbers_that_are_known():
+    explorer = explore_schedule()
+    for name, idle in {"gpipe": "9", "1f1b": "9", "interleaved": "4.5", "zb-h1": "3", "zb-h2": "0"}.items():
+        move(explorer, name=name)
+        found = rows(explorer)
+        assert found["it is idle"][0] == idle and found["it is idle"][1].endswith(f" = {idle}"), name
+        assert explorer.controls["chunks"].disabled == (name != "interleaved") and "<figure" in explorer.html
+    assert found["activations held, by rank"][:4] == ["7"] * 4
+    move(explorer, name="1f1b", communication=0.5)
+    assert rows(explorer)["it is idle"][1] == "–" and "needs free communication" in explorer.html
+
+
+def test_a_schedule_that_cannot_be_is_explained_and_others_go_on():
+    explorer = explore_schedule("interleaved", microbatches=8)
+    move(explorer, microbatches=6)
+    assert "expected a multiple of stages=4" in explorer.html and "<figure" not in explorer.html and "Traceback" not in explorer.html
+    move(explorer, stages=3)
+    assert "<figure" in explorer.html
+
+
+def test_memory_has_the_figures_of_zeros_table():
+    explorer = explore_memory(7.5, ranks=64)
+    totals = []
+    for stage in range(4):
+        move(explorer, zero_stage=stage)
+        totals.append(rows(explorer)["total"])
+        assert "<figure" in explorer.html and "Rank 0 is drawn" in explorer.html
+    assert totals == [["120 GB", total] for total in ("120 GB", "31.4 GB", "16.6 GB", "1.88 GB")]
+    move(explorer, ranks=4, precision="fp32", billions=1.0)
+    assert rows(explorer)["weights"] == ["4 GB", "1 GB"] and "Rank 0 is drawn" not in explorer.html
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("explore", "wrong", "message"),
     [
-        ({"operation": "allreduce"}, "operation='allreduce' is unknown: expected one of 'broadcast'"),
-        ({"algorithm": "star"}, "algorithm='star' is unknown: expected one of 'reduce_broadcast'"),
-        ({"backend": "mpi"}, "backend='mpi' is unknown: expected one of 'gloo', 'sim'"),
-        ({"ranks": 99}, "ranks=99: expected a whole number from 1 to 8"),
-        ({"ranks": 0}, "ranks=0: expected a whole number from 1 to 8"),
-        ({"ranks": 17, "backend": "sim"}, "ranks=17: expected a whole number from 1 to 16"),
-        ({"ranks": 2.5}, r"ranks=2\.5: expected a whole number"),
-        ({"numbers": 49}, "numbers=49: expected a whole number from 1 to 48"),
-        ({"numbers": 48, "ranks": 16, "backend": "sim"}, "numbers=48: expected a whole number from 1 to 40"),
-        ({"root": 4}, "root=4: expected a whole number from 0 to 3"),
-        ({"links": "mesh"}, f"links='mesh' is unknown: expected one of {', '.join(map(repr, LINKS))}"),
+        (explore_collective, {"operation": "allreduce"}, "operation='allreduce' is unknown: expected one of 'broadcast'"),
+        (explore_collective, {"algorithm": "star"}, "algorithm='star' is unknown: expected one of 'reduce_broadcast'"),
+        (explore_collective, {"world": "mpi"}, "world='mpi' is unknown: expected one of 'gloo', 'sim'"),
+        (explore_collective, {"network": "mesh"}, "network='mesh' is unknown: expected one of 'switch'"),
+        (explore_collective, {"ranks": 99}, "ranks=99: expected a whole number from 1 to 8"),
+        (explore_collective, {"ranks": 2.5}, r"ranks=2\.5: expected a whole number"),
+        (explore_collective, {"numbers": 48, "ranks": 16, "world": "sim"}, "numbers=48: expected a whole number from 1 to 40"),
+        (explore_collective, {"root": 4}, "root=4: expected a whole number from 0 to 3"),
+        (explore_schedule, {"name": "2f2b"}, "schedule='2f2b' is unknown: expected one of 'gpipe'"),
+        (explore_schedule, {"forward": 9}, "F=9: expected a number from 0.5 to 4"),
+        (explore_memory, {"ranks": 0}, "ranks=0: expected a number from 1 to 65536"),
+        (explore_memory, {"zero_stage": 5}, "ZeRO stage=5 is unknown: expected one of 0, 1, 2, 3"),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_settings_are_refused(wrong, message):
+def test_wrong_settings_are_refused(explore, wrong, message):
     with pytest.raises(ValueError, match=message):
-        Explorer(**wrong)
+        explore(**wrong)

@@ -1,0 +1,190 @@
+"""An explorer of the collectives: each change runs the collective again, and shows the record of that run against the closed form.
+
+         your prediction    this run    closed form
+steps    6                  6           6              an operation, by an algorithm, on ranks that are processes (gloo) or
+bytes    …                  96 B        96 B           virtual (sim), which have links of some topology and speed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parallel101 import autograd
+from parallel101.analysis.critical_path import critical_path
+from parallel101.analysis.provenance import most_elements
+from parallel101.analysis.steps import steps_of
+from parallel101.cost.closed_forms import closed_form
+from parallel101.ranks.launch import Run, launch
+from parallel101.record.trace import Trace
+from parallel101.record.units import human_bytes, human_seconds
+from parallel101.sim.network import Network
+from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
+from parallel101.viz.watch import watch
+
+OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
+ROOT = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
+MOST_NUMBERS = 48
+WORLDS: dict[str, dict[str, Any]] = {
+    "gloo": {"backend": "gloo"},
+    "sim": {"backend": "sim"},
+    "sim, NCCL's rules": {"backend": "sim", "rules": "nccl"},
+}
+MOST_RANKS = {"gloo": 8, "sim": 16, "sim, NCCL's rules": 16}  # gloo: processes on a laptop; sim: stripes that can still be told apart
+LATENCIES = {"0 s": 0.0, "1 µs": 1e-6, "5 µs": 5e-6, "20 µs": 2e-5, "100 µs": 1e-4, "1 s": 1.0}
+BANDWIDTHS = {"1 B/s": 1.0, "1 MB/s": 1e6, "10 MB/s": 1e7, "1.25 GB/s": 1.25e9, "50 GB/s": 5e10, "no limit": math.inf}
+FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}  # topology → closed_form's links
+
+
+def torus_shape(ranks: int) -> tuple[int, int]:
+    """The most square grid of so many ranks: 8 → (2, 4)."""
+    short = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
+    return short, ranks // short
+
+
+TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of ranks
+    "switch": lambda ranks, **speed: Network(**speed),
+    "ring": lambda ranks, **speed: Network.ring(**speed),
+    "one-way ring": lambda ranks, **speed: Network.ring(bidirectional=False, **speed),
+    "torus": lambda ranks, **speed: Network.torus(torus_shape(ranks), **speed),
+    "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),
+}
+
+
+def most_numbers(ranks: int) -> int:
+    """The most elements per rank that fit the slider and can carry their origin."""
+    return min(MOST_NUMBERS, most_elements(ranks, torch.int64))
+
+
+def explore_collective(
+    operation: str = "all_reduce",
+    algorithm: str = "ring",
+    *,
+    ranks: int = 4,
+    numbers: int = 8,
+    root: int = 0,
+    world: str = "gloo",
+    network: str = "switch",
+    latency: str = "20 µs",
+    bandwidth: str = "1 MB/s",
+) -> Explorer:
+    """Run a collective, animate it, and compare its steps, bytes and time with the closed form.
+
+    Args:
+        numbers: elements of each rank's tensor, of 8 bytes each.
+        world: "gloo", "sim" or "sim, NCCL's rules". The others are for sim only:
+        network: "switch", "ring", "one-way ring", "torus" or "two nodes".
+        latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS.
+
+    Raises:
+        ValueError: an unknown setting, or a number outside its slider's range.
+    """
+    controls = {
+        "operation": menu("operation", OPERATIONS, operation),
+        "algorithm": menu("algorithm", autograd.algorithms(operation), algorithm),
+        "world": menu("world", WORLDS, world),
+        "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
+        "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
+        "root": slider("root", 0, ranks - 1, root),
+        "network": menu("network", TOPOLOGIES, network),
+        "latency": menu("latency", LATENCIES, latency),
+        "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
+    }
+    return Explorer(controls, run, adjust)
+
+
+def adjust(controls: Mapping[str, Any]) -> None:
+    """Offer what the operation, the world and the ranks have."""
+    operation, algorithm = controls["operation"].value, controls["algorithm"]
+    if algorithm.options != (names := tuple(autograd.algorithms(operation))):
+        kept = algorithm.value if algorithm.value in names else names[0]
+        algorithm.options, algorithm.value = names, kept
+    controls["ranks"].max = MOST_RANKS[controls["world"].value]
+    controls["numbers"].max = most_numbers(controls["ranks"].value)
+    controls["root"].max = controls["ranks"].value - 1
+    controls["root"].disabled = operation not in ROOT
+    for name in ("network", "latency", "bandwidth"):
+        controls[name].disabled = controls["world"].value == "gloo"
+
+
+def run(
+    operation: str,
+    algorithm: str,
+    world: str,
+    ranks: int,
+    numbers: int,
+    root: int,
+    network: str,
+    latency: str,
+    bandwidth: str,
+) -> Result:
+    """Run it once, and count."""
+    links = None
+    if world != "gloo":
+        links = TOPOLOGIES[network](ranks, latency=LATENCIES[latency], bandwidth=BANDWIDTHS[bandwidth])
+    function = program(operation, algorithm, root)
+    ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
+    trace = recorded(ran)
+    steps, path = counts(trace, network if links else None, function, numbers)
+    counted = {
+        "steps": steps,
+        "busiest rank sends": human_bytes(max(trace.bytes_sent)),
+        "bytes on the critical path": path,
+        "time": human_seconds(round(trace.makespan, 12)),
+    }
+    expected, note = predicted(operation, algorithm, ranks, numbers, root, network if links else "switch", links)
+    rows = [(what, value, expected.get(what, "–")) for what, value in counted.items()]
+    return Result(ran.animate(), rows, ("this run", "closed form"), note)
+
+
+def recorded(ran: Run) -> Trace:
+    """The record of a run of watch, which always has one."""
+    assert ran.trace is not None
+    return ran.trace
+
+
+def counts(trace: Trace, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int) -> tuple[str, str]:
+    """Steps, and bytes on the critical path. On rings, messages wait for links, so two more runs on the virtual clock count them."""
+    if network is None:  # gloo: the order of messages is known, and which chain took longest is chance
+        return str(1 + max(steps_of(trace.messages()), default=-1)), "–"
+    if network == "switch":
+        path = critical_path(trace)
+        return str(path.messages), human_bytes(path.nbytes)
+    if network not in FORMS:
+        return "–", "–"
+    x, n = torch.ones(numbers, dtype=torch.int64), trace.world_size
+    clocks = [TOPOLOGIES[network](n, latency=1.0, bandwidth=math.inf), TOPOLOGIES[network](n, latency=0.0, bandwidth=1.0)]
+    steps, nbytes = (recorded(launch(function, x, world_size=n, backend="sim", network=clock)).makespan for clock in clocks)
+    return f"{steps:.0f}", human_bytes(nbytes)
+
+
+def program(operation: str, algorithm: str, root: int) -> Callable[[torch.Tensor], Any]:
+    """The function that every rank calls with its tensor."""
+    options: dict[str, Any] = {"algorithm": algorithm}
+    if operation in ROOT:
+        options[ROOT[operation]] = root
+    function = getattr(autograd, operation)
+    return lambda x: function(**options) if operation == "barrier" else function(x, **options)
+
+
+def predicted(
+    operation: str, algorithm: str, ranks: int, numbers: int, root: int, network: str, links: Network | None
+) -> tuple[dict[str, str], str]:
+    """The rows of the closed form; without one, none, and a sentence that says why."""
+    blocks = operation in ("gather", "all_gather", "barrier")
+    if not blocks and numbers % ranks:
+        return {}, f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers."
+    if network not in FORMS or (network == "one-way ring" and operation in ROOT and root):
+        return {}, f"There is no simple closed form for this on the links of a {network}{f' with root {root}' * (network in FORMS)}."
+    nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
+    try:
+        cost = closed_form(operation, algorithm, ranks, nbytes, FORMS[network])
+    except ValueError:
+        return {}, f"There is no simple closed form for this on the links of a {network}."
+    rows = {"steps": str(cost.steps), "busiest rank sends": human_bytes(cost.sent), "bytes on the critical path": human_bytes(cost.path)}
+    if links is None:
+        return rows, "On gloo the time is measured, and includes what the record costs."
+    return rows | {"time": human_seconds(round(cost.seconds(links.latency, links.bandwidth), 12))}, ""

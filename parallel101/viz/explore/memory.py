@@ -1,0 +1,71 @@
+"""An explorer of memory: parameters, ranks, ZeRO stage and precision → the bytes of weights, gradients and optimizer state on a rank.
+
+one process   ▇▇▇▇ ▇▇▇▇ ▇▇▇▇▇▇▇▇▇▇▇▇     120 GB
+ZeRO-2        ▇▇▇▇ ▇/// ▇///////////    16.6 GB        nothing runs: parallel101.cost.model_states counts
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ipywidgets
+
+from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
+from parallel101.record.units import decimal_bytes
+from parallel101.viz.explore.explorer import STYLE, WIDE, Explorer, Result, menu
+from parallel101.viz.memory import memory_scene
+
+MOST_DRAWN = 8  # ranks; of more, rank 0 stands for all
+
+
+def explore_memory(billions: float = 7.5, *, ranks: int = 64, zero_stage: int = 2, precision: str = "mixed") -> Explorer:
+    """Draw what a rank holds of a model's states while it is trained with Adam.
+
+    Args:
+        billions: of parameters.
+        ranks: number of ranks that share the states.
+        zero_stage: 0 (none shared), 1, 2 or 3.
+        precision: one of `parallel101.cost.PRECISIONS`.
+
+    Raises:
+        ValueError: an unknown setting, or a number outside its field's range.
+    """
+    controls = {
+        "billions": field("parameters / 10⁹", ipywidgets.BoundedFloatText, 0.001, 10_000.0, billions),
+        "ranks": field("ranks", ipywidgets.BoundedIntText, 1, 65_536, ranks),
+        "zero_stage": menu("ZeRO stage", (0, 1, 2, 3), zero_stage),
+        "precision": menu("precision", PRECISIONS, precision),
+    }
+    return Explorer(controls, run)
+
+
+def field(name: str, kind: Any, low: float, high: float, value: float) -> Any:
+    """A field for a number. Raises ValueError if the value is out of range."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: expected a number from {low} to {high}")
+    return kind(value, description=name, min=low, max=high, layout=WIDE, style=STYLE)
+
+
+def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Result:
+    """Count the bytes, and draw them below those of one process."""
+    parameters = round(billions * 1e9)
+    alone = model_states(parameters, precision=precision)
+    shared = model_states(parameters, ranks, zero_stage=zero_stage, precision=precision)
+    drawn = range(ranks) if ranks <= MOST_DRAWN else range(1)
+    panels = {
+        "one process": holdings(alone, range(1)),
+        f"ZeRO-{zero_stage} on {ranks} ranks" if zero_stage else f"{ranks} replicas": holdings(shared, drawn),
+    }
+    rows = [(kind, decimal_bytes(one), decimal_bytes(of)) for kind, one, of in zip(KINDS, alone, shared)]
+    rows.append(("total", decimal_bytes(alone.total), decimal_bytes(shared.total)))
+    note = PRECISIONS[precision].words + (" Rank 0 is drawn; the others hold as much." if ranks > MOST_DRAWN else "")
+    return Result(memory_scene(panels, title="Model states per rank"), rows, ("one process", "each rank"), note)
+
+
+KINDS = ("weights", "gradients", "optimizer state")
+
+
+def holdings(states: ModelStates, ranks: range) -> Any:
+    """The same bytes on each of the ranks that are drawn, as memory_scene takes them."""
+    return SimpleNamespace(ranks=ranks, bytes={kind: [round(count)] * len(ranks) for kind, count in zip(KINDS, states)})
