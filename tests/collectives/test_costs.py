@@ -118,7 +118,7 @@ def test_steps_and_bytes_are_those_of_the_closed_forms(p):
 
 
 @pytest.mark.parametrize("links", RINGS)
-@pytest.mark.parametrize("p", [2, 3, 5, 6, 8, 12])
+@pytest.mark.parametrize("p", [2, 6, 7, 8])
 def test_steps_and_bytes_on_rings(links, p):
     assert mismatches(p, ALL, links) == []
 
