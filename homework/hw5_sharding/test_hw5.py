@@ -13,7 +13,7 @@ from parallel101.grade.exercise import ANYTHING, COLLECTIVES, OPTIM, P2P, Case, 
 from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, Layer, LiveBytes, Optimizers, count_weights, gradients_of, make_model
 from parallel101.sim.network import Network
 
-LAYERS, WIDTH, STEPS = 8, 6, 2
+LAYERS, WIDTH, STEPS = 5, 6, 2
 SIZES = [WIDTH] * (LAYERS + 1)
 COUNT = count_weights(SIZES)
 ITEM = 8  # bytes of a float64
@@ -355,8 +355,8 @@ EXERCISES = [
         questions=(
             Question(
                 "peak",
-                f"The gradients have {WHOLE} bytes, in eight layers of a weight ({PARAMETER} bytes) and a bias ({LAYER - PARAMETER}). If "
-                "each is freed at once, what is the largest number of bytes of whole gradients at any time?",
+                f"The gradients have {WHOLE} bytes, in {LAYERS} layers of a weight ({PARAMETER} bytes) and a bias ({LAYER - PARAMETER}). "
+                "If each is freed at once, what is the largest number of bytes of whole gradients at any time?",
                 lambda: sharded_case(Draw("question"), 4, True),
                 lambda trial: max(measured(trial, "peak")),
                 "bytes",

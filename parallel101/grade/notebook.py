@@ -139,12 +139,7 @@ def _prepare(folder: Path) -> threading.Thread:
     exercises: list[Exercise] = []
     with suppress(Exception):  # no homework here, or a file that can't be read: check says so
         exercises = [exercise for homework in find_sets(folder) for exercise in homework.exercises]
-
-    def preload() -> None:
-        with suppress(OSError):  # check says so too
-            preload_for(exercises)
-
-    thread = threading.Thread(target=preload, daemon=True)
+    thread = threading.Thread(target=preload_for, args=(exercises,), daemon=True)
     thread.start()
     return thread
 

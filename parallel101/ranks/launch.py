@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from parallel101.ranks.monitor import Monitor
 from parallel101.ranks.processes import preload, start_ranks
+from parallel101.ranks.program import will_import
 from parallel101.ranks.rendezvous import Rendezvous
 from parallel101.ranks.torchrun import in_a_job, join_job
 from parallel101.ranks.wire import JOB, PROGRAM, Job, RankRecord, pack, unpack
@@ -145,6 +146,7 @@ def launch(
         network.router(size)  # raises if its topology is for another number of ranks
     directory = _working_directory()
     program = _pack_program(fn, args, kwargs)
+    preload(will_import(program[0]))
     rendezvous = Rendezvous(size) if backend != "sim" else None
     processes = start_ranks(1 if backend == "sim" else size)
     prefixes = [""] if backend == "sim" else [f"[rank {rank}] " for rank in range(size)]

@@ -91,7 +91,8 @@ def kill(rank: RankProcess) -> None:
 def preload(modules: Iterable[str]) -> None:
     """Let the fork server import modules that ranks need, so that the next ranks have them. This does not wait for it."""
     if start_method() == "fork server" and (names := set(modules)):
-        _server.preload(names)
+        with contextlib.suppress(OSError):  # no server can be started: start_ranks says why
+            _server.preload(names)
 
 
 def stop_server() -> None:

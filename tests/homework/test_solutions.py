@@ -6,13 +6,15 @@ The solutions are in hwN/reference.py, unusual.py and wrong.py. A function `ring
 from __future__ import annotations
 
 import ast
+import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from parallel101.grade.exercise import STEPS, Draw, load_exercises
-from parallel101.grade.grading import PUBLIC_SEED, Verdict, grade_on, judge
+from parallel101.grade.exercise import STEPS, Case, Draw, load_exercises
+from parallel101.grade.grading import EXERCISE_SECONDS, PUBLIC_SEED, Verdict, judge, run_cases
 from parallel101.grade.launched import run_launched
 from parallel101.grade.remote import Ranks, Submission
 
@@ -53,6 +55,11 @@ def expected_names() -> dict[str, str]:
 EXPECTED = expected_names()
 
 
+@cache
+def cases_of(function: str) -> list[Case]:
+    return EXERCISES[function].cases(Draw(PUBLIC_SEED, function))
+
+
 @pytest.fixture(scope="module")
 def graded():
     """Grades a solution. Those of one exercise run on the same processes, one after the other: starting them takes longer."""
@@ -65,7 +72,7 @@ def graded():
                 shared.popitem()[1].stop()
             shared[function] = Ranks(EXERCISES[function], submission(name, file))
         shared[function].take(submission(name, file))
-        return grade_on(shared[function])
+        return judge(EXERCISES[function], run_cases(shared[function], cases_of(function), time.monotonic() + EXERCISE_SECONDS))
 
     yield grade_shared
     for ranks in shared.values():
@@ -90,7 +97,7 @@ def test_the_reference_gets_full_points(graded, function):
 def test_the_reference_is_right_on_other_ranks(function, backend):
     """On gloo, the clock is real: what only the virtual clock can tell is not judged there."""
     exercise = EXERCISES[function]
-    cases = list({case.world_size: case for case in exercise.cases(Draw(PUBLIC_SEED, function)) if case.world_size > 1}.values())
+    cases = list({case.world_size: case for case in cases_of(function) if case.world_size > 1}.values())
     if backend == "gloo":
         cases = cases[-1:]
     kinds = ({"value", "bytes"} | ({"steps"} if cases[0].network == STEPS else set())) if backend == "gloo" else None
@@ -104,7 +111,7 @@ def test_the_reference_is_right_on_other_ranks(function, backend):
 @pytest.mark.parametrize("function", list(EXERCISES))
 def test_the_reference_is_right_on_nccl(function):
     exercise = EXERCISES[function]
-    case = next(case for case in exercise.cases(Draw(PUBLIC_SEED, function)) if case.world_size == 2)
+    case = next(case for case in cases_of(function) if case.world_size == 2)
     verdict = judge(exercise, [run_launched(exercise, submission(function, "reference.py"), case, "nccl")], {"value", "bytes"})
     assert verdict.passed, complaint(verdict)
 

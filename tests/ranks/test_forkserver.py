@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import parallel101 as p101
 from parallel101.ranks import processes
@@ -34,6 +35,14 @@ def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
     stop_server()
     runs = [p101.launch(program, *names, world_size=1).results[0][0] for _ in range(2)]
     assert runs == [[False, False, False], [True, True, False]], "a module of the program's own may change between launches"
+
+
+def test_what_the_first_optimizer_imports_is_imported_once_for_all_ranks():
+    def trains(parameters):
+        return "torch._dynamo" in sys.modules or torch.optim.SGD(parameters)
+
+    stop_server()
+    assert p101.launch(trains, [torch.zeros(1)], world_size=2).results == [True, True]
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])

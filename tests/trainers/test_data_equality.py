@@ -13,7 +13,7 @@ from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.text import CharTokenizer, TextBatches, read_text
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.trainers.cases import OPTIMIZERS, TASKS, differences, one_process, trained
+from tests.trainers.cases import OPTIMIZERS, STEPS, TASKS, differences, one_process, trained
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},
@@ -66,7 +66,7 @@ def very_uneven():
     task, rank = TASKS["mlp"], dist.get_rank()
     trainer = DataParallelTrainer(task.build(), task.loss_fn, OPTIMIZERS["sgd"])
     expected = one_process(task, "sgd", None)
-    losses = [trainer.step(*(t.split([5, 1, 5])[rank] for t in task.batch(step))) for step in range(5)]
+    losses = [trainer.step(*(t.split([5, 1, 5])[rank] for t in task.batch(step))) for step in range(STEPS)]
     return differences(expected._replace(losses=losses, weights=trainer.state_dict()), expected)
 
 

@@ -1,4 +1,4 @@
-"""Three axes at once are one process, to ten digits: losses, gradients of every step, and weights after five steps.
+"""Three axes at once are one process, to ten digits: losses, gradients of every step, and weights after three steps.
 
 All cases of a test run in one launch, on a small GPT, with uneven shares and microbatches.
 """

@@ -1,4 +1,4 @@
-"""A pipeline of n ranks is one process, to ten digits: losses, gradients and weights after five steps, with every schedule."""
+"""A pipeline of n ranks is one process, to ten digits: losses, gradients and weights after three steps, with every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallel on n ranks is one process, to ten digits: losses, gradients and weights after five steps."""
+"""Tensor parallel on n ranks is one process, to ten digits: losses, gradients and weights after three steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.models.plans import GPT_PLAN
-from tests.trainers.cases import OPTIMIZERS, Task, differences, one_process, randn, trained
+from tests.trainers.cases import OPTIMIZERS, STEPS, Task, differences, one_process, randn, trained
 from tests.trainers.tensor_cases import FUSED_PLAN, WITHOUT_HEAD, fused, gpt, seeded
 
 
@@ -106,7 +106,7 @@ def test_in_a_pipeline_that_splits_backward(name):
     assert split.results == whole.results == [[]] * 4
     assert bytes_by_axis(split.trace)["tp"] == bytes_by_axis(whole.trace)["tp"]
     computed = [len([e for e in split.trace.spans("weight gradient") if e.rank == rank]) for rank in range(4)]
-    assert computed == [3 * 5] * 4, "a W for each microbatch and step, and none in between"
+    assert computed == [3 * STEPS] * 4, "a W for each microbatch and step, and none in between"
 
 
 # ── messages ──

@@ -110,7 +110,7 @@ TASKS = {kind.__name__: regression(kind) for kind in (Tied, OfNoElementsOrOne, S
 TASKS["OutputsInADict"] = regression(OutputsInADict, loss_fn=lambda outputs, y: F.mse_loss(outputs["y"], y))
 TASKS["float16"] = regression(lambda: MLP([4, 8, 4], dtype=torch.float16), torch.float16)
 TASKS["bfloat16"] = regression(lambda: MLP([4, 8, 4], dtype=torch.bfloat16), torch.bfloat16)
-HALF = {"float16": 0.02, "bfloat16": 0.05}  #  rounding, of 11 and 8 bits, in five steps
+HALF = {"float16": 0.02, "bfloat16": 0.05}  #  rounding, of 11 and 8 bits, in three steps
 
 
 def unlike_one_process(trainer, optimizer):
