@@ -17,7 +17,19 @@ from parallel101.record.events import P2P, Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz.scene import HATCHING, Scene
-from parallel101.viz.timeline import STYLE, Bar, draw_bar, draw_span, span_colours, span_entries, span_lanes, time_axis, trace_facts
+from parallel101.viz.timeline import (
+    STYLE,
+    Bar,
+    draw_bar,
+    draw_notes,
+    draw_span,
+    notes_of,
+    span_colours,
+    span_entries,
+    span_lanes,
+    time_axis,
+    trace_facts,
+)
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
 TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0  # heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
@@ -49,7 +61,9 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
     thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
     row = depth * TALL + thick + GAP
     high = n * row + (HEAD if within else 0.0)
-    scene = Scene(960, math.ceil(TOP + len(windows) * high + 40), title, " ".join(window_text(window, n) for window in windows))
+    notes = notes_of([e for window in windows for e in window.events])
+    height = math.ceil(TOP + len(windows) * high + 40) + 18 * len(notes)
+    scene = Scene(960, height, title, " ".join(window_text(window, n) for window in windows))
     scene.style += STYLE
     scene.definitions.append(HATCHING)
     colours = span_colours(e for of in spans.values() for e in of if not e.waiting)
@@ -62,6 +76,7 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
             scene.add("text", human_seconds(window.end - window.begin), x=RIGHT, y=top + 15, font_size=13, class_="m e")
         _window(scene, window, top + (HEAD - 6 if within else 0), row, depth, scale, colours, flows[window.name], n)
     time_axis(scene, longest, TOP + len(windows) * high, LEFT, RIGHT)
+    draw_notes(scene, notes)
     return scene
 
 
@@ -90,7 +105,7 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
 def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
     scene.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
-    sentence = "Top: what a rank computes. Bottom: its messages in flight. Hatched: the rank is idle."
+    sentence = "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing and waits."
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     x, kinds = 28.0, {e.kind for e in trace.events}
     entries = [*span_entries(colours), ("idle", "idle")]

@@ -39,7 +39,7 @@ STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
     ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
 )
-JUMP = "the next message waited for its receiver, or for a link"
+JUMP = "Dotted: the next message waited for its receiver, or for a link that the message before it used."
 PATH_STYLE = (
     ".dim{opacity:.3}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
     ".under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}"
@@ -83,7 +83,9 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
     thin = 10.0 if n <= 16 else 6.0 if n <= 40 else 4.0
     row = depth * tall + thin + 14 * (critical_path and n <= 16) + (10 if n <= 16 else 4 if n <= 40 else 1)
-    scene = Scene(960, math.ceil(TOP + n * row + 44), title, f"{n} ranks on {trace.backend}, {human_seconds(span)}")
+    path = path_of(trace) if critical_path else None
+    notes = [JUMP] * bool(path and _jumps(path)) + notes_of(trace.events)
+    scene = Scene(960, math.ceil(TOP + n * row + 44) + 18 * len(notes), title, f"{n} ranks on {trace.backend}, {human_seconds(span)}")
     scene.style += STYLE + PATH_STYLE * critical_path
     scene.definitions.append(HATCHING)
 
@@ -93,7 +95,6 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     def message_lane(rank: int) -> float:
         return TOP + rank * row + depth * tall + thin / 2
 
-    path = path_of(trace) if critical_path else None
     _head(scene, trace, span)
     for rank in range(n):
         y = TOP + rank * row
@@ -116,6 +117,7 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     if path:
         _critical_path(scene, path, x, message_lane)
     time_axis(scene, span, TOP + n * row + 4, LEFT, RIGHT)
+    draw_notes(scene, notes)
     return scene
 
 
@@ -145,12 +147,11 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalP
         scene.add("path", d=f"M{x} 85h14", class_="path")
         scene.add("text", "critical path", x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len("critical path")
-        if _jumps(path):
-            scene.add("path", d=f"M{x} 85h14", class_="hop")
-            scene.add("text", JUMP, x=x + 20, y=89, font_size=12.5, class_="m")
-            x += 38 + 6.5 * len(JUMP)
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     for label, class_ in entries:
+        if x + 20 + 7 * len(label) > 932:
+            scene.add("text", "…", x=x, y=89, font_size=12.5, class_="m")
+            break
         scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
         scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len(label)
@@ -224,19 +225,58 @@ def draw_bar(scene: Node, bar: Bar, x: Callable[[float], float], y: float, heigh
 
 
 def draw_span(scene: Node, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
-    """A span, with its name and the value of its first label, or with one of them, if that fits. One in which the rank waits is hatched."""
-    if bar.event.waiting:
-        scene.add("rect", x=x(bar.start), y=y + 0.5, width=max(0.8, x(bar.end) - x(bar.start) - 0.6), height=height - 1, class_="card")
-        draw_bar(scene, bar, x, y + 0.5, height - 1, "idle")
+    """A span with its name and its first label, or what fits of them. One in which the rank waits is hatched, if it waits at all."""
+    if bar.event.waiting and bar.end == bar.start:
         return
-    name = bar.event.name or "span"
-    colour = colours[name]
+    event, width, middle = bar.event, x(bar.end) - x(bar.start), (x(bar.start) + x(bar.end)) / 2
+    text = next((t for t in span_texts(event) if 6.6 * len(t) + 6 < width), None) if height >= 11 and bar.count == 1 else None
+    if event.waiting:
+        scene.add("rect", x=x(bar.start), y=y + 0.5, width=max(0.8, width - 0.6), height=height - 1, class_="card")
+        draw_bar(scene, bar, x, y + 0.5, height - 1, "idle")
+        if text:
+            halo = "stroke:var(--bg);stroke-width:3;paint-order:stroke"
+            scene.add("text", text, x=middle, y=y + height / 2 + 3.6, font_size=10.5, class_="m c", style=halo)
+        return
+    colour = colours[event.name or "span"]
     draw_bar(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
-    label = next((str(value) for value in (bar.event.args or {}).values()), None)
-    width = x(bar.end) - x(bar.start)
-    text = next((t for t in (name if label is None else f"{name} {label}", label or name) if 6.6 * len(t) + 6 < width), None)
-    if text and height >= 11 and bar.count == 1:
-        scene.add("text", text, x=(x(bar.start) + x(bar.end)) / 2, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}")
+    if text:
+        scene.add("text", text, x=middle, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}")
+
+
+def span_texts(event: Event) -> list[str]:
+    """What may stand in a span's bar, the longest first: "forward, microbatch 3", "microbatch 3", "3"."""
+    name = event.name or "span"
+    if not event.args or event.waiting:
+        return [name]
+    key, value = next(iter(event.args.items()))
+    short = f"{key} {value}" if str(value).isdigit() else str(value)
+    return [f"{name} {value}" if key in name else f"{name}, {short}", short, str(value)]
+
+
+def notes_of(events: Sequence[Event]) -> list[str]:
+    """What the numbers in the bars and the smallest messages are, in sentences below the picture."""
+    numbered: dict[str, list[str]] = defaultdict(list)
+    for event in events:
+        key, value = next(iter((event.args or {}).items()), ("", ""))
+        if event.kind == "span" and not event.waiting and str(value).isdigit() and event.name not in numbered[key]:
+            numbered[key].append(event.name or "span")
+    parts = [f"{key} ({', '.join(names)})" for key, names in numbered.items() if names]
+    notes = [f"A number in a bar is its {' or its '.join(parts)}."] if parts else []
+    agreeing: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.waiting and event.name == "agree":
+            agreeing[event.rank].append(event)
+    small = [e.nbytes for e in events if e.kind == "send" and any(a.start <= e.start < a.end for a in agreeing[e.rank])]
+    if small:
+        size = human_bytes(min(small)) if min(small) == max(small) else f"{human_bytes(min(small))} to {human_bytes(max(small))}"
+        notes.append(f"Small messages ({size}): the ranks agree on the number of samples, the loss and errors.")
+    return notes
+
+
+def draw_notes(scene: Scene, notes: Sequence[str]) -> None:
+    """The notes, at the bottom of a scene that has 18 pixels for each."""
+    for k, note in enumerate(notes):
+        scene.add("text", note, x=28, y=scene.height - 14 - 18 * (len(notes) - 1 - k), font_size=12, class_="m")
 
 
 def _tooltip(bar: Bar) -> str:
