@@ -73,6 +73,12 @@ class Run:
 
         return timeline_scene(self._recorded("timeline"), critical_path=critical_path)
 
+    def traffic(self):
+        """Who sent how much to whom, as squares of ranks × ranks. Raises ValueError when the run was not recorded."""
+        from parallel101.viz.between_ranks import traffic_scene
+
+        return traffic_scene(self._recorded("traffic"))
+
     def before_after(self):
         """What each rank was given and what it returned, as two matrices of blocks. For a run of `p101.watch`; others raise ValueError."""
         from parallel101.viz.before_after import before_after_scene

@@ -11,9 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from parallel101.analysis.waiting import traffic
+from parallel101.record.events import P2P
+from parallel101.record.trace import Trace
+from parallel101.record.units import human_bytes, human_seconds, listed
 from parallel101.viz.scene import Scene, box
+from parallel101.viz.timeline import trace_facts
 
-TOP, SIDE, MIDDLES = 116.0, 340.0, (280.0, 744.0)  # the squares: their top, their largest width, the x of their centres
+TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)  # the squares: their top, their largest width, the x of their centres
 STYLE = ".sent{fill:var(--accent)}text.on{fill:var(--bg)}"
 MOST_RANKS = 128
 
@@ -46,20 +51,64 @@ def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
     return scene
 
 
+def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
+    """Draw the bytes and the messages that each rank sent to each other rank, for any recorded run of up to 128 ranks."""
+    nbytes, n = traffic(trace), trace.world_size
+    messages = [[0] * n for _ in range(n)]
+    for event in trace.events:
+        if event.kind == "send" and event.peer is not None:
+            messages[event.rank][event.peer] += 1
+    squares = [
+        Square("Bytes sent", "from \\ to", nbytes, human_bytes),
+        Square("Messages sent", "from \\ to", messages, lambda count: f"{count:,.0f}"),
+    ]
+    scene = between_ranks_scene(title, squares)
+    scene.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
+    scene.add("text", _traffic_text(trace, messages), x=28, y=64, font_size=14, class_="m")
+    return scene
+
+
+def _traffic_text(trace: Trace, messages: Sequence[Sequence[int]]) -> str:
+    """To how many others the ranks send, and how much."""
+    others = collectives_of_torch(trace)
+    missing = f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
+    if not any(map(any, messages)):
+        return f"No rank sends a message.{missing}"
+    to = [sum(count > 0 for count in row) for row in messages]
+    sent, times = trace.bytes_sent, trace.messages_sent
+    who = "Each rank sends" if min(to) > 0 else f"{sum(map(bool, to))} of {len(to)} ranks send"
+    to_whom = f"{_range(to)} other{'s' * (max(to) > 1)}"
+    return f"{who} to {to_whom}, {_range(sent, human_bytes)} in {_range(times)} message{'s' * (max(times) > 1)}.{missing}"
+
+
+def _range(values: Sequence[int], text: Callable[[float], str] = str) -> str:
+    """The values that are not zero: "3", or "1 to 6"."""
+    found = sorted({value for value in values if value} or {0})
+    return text(found[0]) if len(found) == 1 else f"{text(found[0])} to {text(found[-1])}"
+
+
+def collectives_of_torch(trace: Trace) -> list[str]:
+    """The names of torch's own collectives in a record, which are one event for each rank."""
+    return sorted({e.kind for e in trace.events} - P2P - {"span"})
+
+
 def _draw(scene: Scene, square: Square, middle: float, width: float, height: float) -> None:
     n = len(square.values)
-    left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.5
+    left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.0
     every = 1 if n <= 16 else 8  # of a large square, label every eighth row and column
     scene.add("text", square.title, x=left, y=TOP - 34, font_size=14, class_="b")
     scene.add("text", square.corner, x=left - 12, y=TOP - 9, font_size=12, class_="m e")
     most = max((value for row in square.values for value in row), default=0.0) or 1.0
+    if n > 16:  # one area: a grid of so many lines would be all that is seen
+        scene.add("rect", x=left, y=TOP, width=n * width, height=n * height, class_="faint")
     for rank in range(n):
         y = TOP + rank * height
         if rank % every == 0:
             scene.add("text", rank, x=left + (rank + 0.5) * width, y=TOP - 9, font_size=12, class_="m c")
             scene.add("text", f"rank {rank}", x=left - 12, y=y + height / 2 + 4, font_size=12, class_="m e")
-        row = "".join(box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap) for c in range(n))
-        scene.add("path", d=row, class_="faint")
+        if n <= 16:
+            row = "".join(box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap) for c in range(n))
+            scene.add("path", d=row, class_="faint")
         for column, value in enumerate(square.values[rank]):
             if value > 0:
                 _cell(scene, square, rank, column, value / most, left + column * width, y, width, height, gap)
@@ -68,7 +117,9 @@ def _draw(scene: Scene, square: Square, middle: float, width: float, height: flo
 def _cell(scene: Scene, square: Square, rank: int, column: int, share: float, x: float, y: float, width: float, height: float, gap: float):
     value = square.text(square.values[rank][column])
     place = {"x": x + gap, "y": y + gap, "width": width - 2 * gap, "height": height - 2 * gap}
-    scene.add("rect", **place, rx=2, class_="sent", fill_opacity=0.12 + 0.78 * share).add("title", f"{rank}, {column}: {value}")
+    scene.add("rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=0.12 + 0.78 * share).add(
+        "title", f"{rank}, {column}: {value}"
+    )
     if width > 36:
         size = min(12.0, (width - 6) / (0.58 * len(value)))
         scene.add("text", value, x=x + width / 2, y=y + height / 2 + 4, font_size=size, class_="c on" if share > 0.5 else "c")

@@ -11,7 +11,7 @@ from parallel101.analysis.overlap import TimeWindow, intersection, seconds, time
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
 from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
-from parallel101.viz.timeline import span_colours, span_entries
+from parallel101.viz.timeline import span_colours, span_entries, timeline_scene
 from tests.viz.drawn import SVG, span, titled
 
 WORLD = EventGroup("world", (0, 1), None)
@@ -108,3 +108,22 @@ def test_unknown_spans_and_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match=r"17 ranks.*run\.timeline"):
         lanes_scene(Trace([], 17, "sim"))
     ET.fromstring(lanes_scene(Trace([], 2, "gloo")).svg())
+
+
+def test_numbers_waits_and_small_messages_are_explained():
+    events = [
+        *(span(0, "forward", 2.0 * k, 2.0 * k + 2, k, microbatch=k) for k in range(2)),
+        span(0, "layer forward", 4.0, 4.2, 2, layer="3"),
+        span(0, "agree", 4.2, 6.0, 3, waiting=True),
+        span(0, "wait for gradients", 4.2, 4.2, 4, waiting=True),
+        message("send", 0, 1, 4.3, 5.9, 8),
+        message("send", 0, 1, 1.0, 3.0, 4096),
+    ]
+    for scene in (lanes_scene(Trace(events, 2, "gloo")), timeline_scene(Trace(events, 2, "gloo"))):
+        texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
+        assert {"forward, microbatch 0", "forward, microbatch 1", "3", "agree"} <= set(texts)
+        assert "A number in a bar is its microbatch (forward) or its layer (layer forward)." in texts
+        assert "Small messages (8 B): the ranks agree on the number of samples, the loss and errors." in texts
+        assert not titled(scene, "wait for gradients")
+    plain = lanes_scene(Trace([span(0, "forward", 0.0, 1.0)], 1, "sim")).svg()
+    assert "A number in a bar" not in plain and "Small messages" not in plain

@@ -1,0 +1,41 @@
+"""Who sends to whom: the squares hold the bytes and messages of the record, and the sentence their range."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from tests.viz.drawn import SVG, titled
+
+
+def tree():
+    p101.broadcast(torch.ones(8), algorithm="binomial")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("n", "words"),
+    [
+        (1, "No rank sends a message. The messages inside torch's own all_reduce are not recorded."),
+        (
+            4,
+            "2 of 4 ranks send to 1 to 2 others, 32 B to 64 B in 1 to 2 messages. The messages inside torch's own all_reduce are not",
+        ),
+        (40, "20 of 40 ranks send to 1 to 6 others, 32 B to 192 B in 1 to 6 messages."),
+    ],
+)
+def test_squares_and_sentence(n, words):
+    run = p101.launch(tree, world_size=n, backend="sim")
+    scene = run.traffic()
+    assert words in scene.svg()
+    assert len(titled(scene, "32 B")) == len(titled(scene, ": 1")) == n - 1
+    assert len(titled(scene, "0, 1: 32 B")) == (n > 1)
+    for rect in ET.fromstring(scene.svg()).iter(f"{SVG}rect"):
+        assert float(rect.get("y")) + float(rect.get("height")) <= scene.height
+    if n == 1:
+        ring = p101.launch(lambda: p101.all_gather(torch.ones(2), algorithm="ring"), world_size=3, backend="sim")
+        assert "Each rank sends to 1 other, 16 B in 2 messages." in ring.traffic().svg()
