@@ -100,7 +100,8 @@ def replay_of(
     messages = [m for m in trace.messages() if m.src != m.dst]
     busy = {rank for m in messages for rank in (m.src, m.dst)}
     ranks = list(range(trace.world_size)) if idle or not busy else sorted(busy)
-    topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))])
+    groups = dict.fromkeys((m.send.group.ranks, m.send.group.axis) for m in messages)
+    topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))], groups)
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
     payloads = [_decode(m.payload, trace.world_size) for m in messages]

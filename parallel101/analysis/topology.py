@@ -1,7 +1,7 @@
 """The topology of an algorithm, read from its messages: who sent to whom.
 
     pair: one rank or two        chain: 0 → 1 → 2 → 3           tree: each rank but the root has one parent
-    ring: a closed chain         star: one hub and the others   grid: links only along rows and columns
+    ring: a closed chain         star: one hub and the others   grid: links only along rows and columns, or groups of a mesh
     circle: anything else
 
 So a "ring" whose code skips a rank is not called one. `parallel101.viz.diagram` places the ranks in a picture.
@@ -10,11 +10,12 @@ So a "ring" whose code skips a rank is not called one. `parallel101.viz.diagram`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 Link = tuple[int, int]  # (src, dst)
+Line = tuple[tuple[int, ...], str | None]  # the ranks of a group, and the axis of the mesh along which they lie
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Topology:
         links: the (src, dst) that sent at least once, in the order of their first message.
         root: of a star or a tree, else None.
         columns: of a grid whose ranks are numbered row by row, else 0.
+        axes: of a mesh: the names of the axes that lie in its rows, and of those in its columns, if they have names.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Topology:
     links: list[Link]
     root: int | None = None
     columns: int = 0
+    axes: tuple[str, str] = ("", "")
 
     @property
     def both_ways(self) -> bool:
@@ -42,18 +45,33 @@ class Topology:
 
     @cached_property
     def wrap_around(self) -> frozenset[Link]:
-        """The links of a grid that connect the two ends of a row or a column, as on a torus."""
+        """The links of a grid that pass over other ranks, such as those between the two ends of a row or a column of a torus."""
         return frozenset(link for link in self.links if self.columns and not self._adjacent(*map(self.order.index, link)))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the links of a grid that are not between neighbours join the ends of a row or of a column, as on a torus."""
+        last_row, last_column = len(self.order) // self.columns - 1, self.columns - 1
+        places = [[divmod(self.order.index(rank), self.columns) for rank in link] for link in self.wrap_around]
+        return all((abs(r0 - r1), abs(c0 - c1)) in ((last_row, 0), (0, last_column)) for (r0, c0), (r1, c1) in places)
 
     def _adjacent(self, a: int, b: int) -> bool:
         (row, column), (other_row, other_column) = divmod(a, self.columns), divmod(b, self.columns)
         return abs(row - other_row) + abs(column - other_column) == 1
 
 
-def topology_of(ranks: Iterable[int], pairs: Iterable[Link]) -> Topology:
-    """The topology of `ranks`, given the (src, dst) of their messages in order of time."""
+def topology_of(ranks: Iterable[int], pairs: Iterable[Link], groups: Iterable[Line] = ()) -> Topology:
+    """The topology of `ranks`, given the (src, dst) of their messages in order of time.
+
+    `groups`: (ranks, axis of the mesh or None) of the groups in which they were sent. If these are rows and columns, the ranks are a mesh.
+    """
     order = sorted(ranks)
     links = [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+    lines = [line for line in dict.fromkeys(groups) if len(line[0]) > 1 and set(line[0]) <= set(order)]
+    columns = _mesh_columns(order, [ranks for ranks, _ in lines])
+    if columns:
+        rows, downs = (_names(axis for ranks, axis in lines if _in_row(order, ranks, columns) == row) for row in (True, False))
+        return Topology("grid", order, links, columns=columns, axes=(rows, downs))
     if len(order) <= 2:
         return Topology("pair", order, links)
     in_line = _line_order(order, links)
@@ -132,22 +150,45 @@ def _root(order: list[int], links: list[Link]) -> int:
     return only_send[0] if len(only_send) == 1 else only_receive[0] if len(only_receive) == 1 else senders[-1]
 
 
+def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
+    """The number of columns with which every group lies in one row or in one column, and some do in either. 0 if there is none."""
+    n = len(order)
+    for columns in (c for c in range(2, n // 2 + 1) if n % c == 0):
+        kinds = {_in_row(order, ranks, columns) for ranks in groups}
+        if kinds == {True, False}:
+            return columns
+    return 0
+
+
+def _in_row(order: list[int], ranks: Sequence[int], columns: int) -> bool | None:
+    """True if these ranks lie in one row, False if in one column, None if in neither."""
+    rows, across = ({place(order.index(rank)) for rank in ranks} for place in (lambda i: i // columns, lambda i: i % columns))
+    return True if len(rows) == 1 else False if len(across) == 1 else None
+
+
+def _names(axes: Iterable[str | None]) -> str:
+    return ", ".join(dict.fromkeys(axis for axis in axes if axis))
+
+
 def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
     """The number of columns with which every link joins neighbours in a row or a column, wrap-around included. 0 if there is none.
 
-    If several numbers do, the grid nearest to a square is taken.
+    There must be links of both kinds. If several numbers do, the grid nearest to a square is taken, the wider one first.
     """
     n = len(order)
     place = {rank: i for i, rank in enumerate(order)}
 
     def fits(columns: int) -> bool:
         rows = n // columns
+        kinds = set()
         for rank, others in neighbours.items():
             for other in others:
                 (r0, c0), (r1, c1) = divmod(place[rank], columns), divmod(place[other], columns)
                 across, down = (c1 - c0) % columns, (r1 - r0) % rows
                 if not ((down == 0 and across in (1, columns - 1)) or (across == 0 and down in (1, rows - 1))):
                     return False
-        return True
+                kinds.add(down == 0)
+        return len(kinds) == 2
 
-    return next((c for c in range(2, n // 2 + 1) if n % c == 0 and c >= n // c and fits(c)), 0)
+    possible = [c for c in range(2, n // 2 + 1) if n % c == 0 and fits(c)]
+    return min(possible, key=lambda c: (max(c, n // c), -c), default=0)

@@ -215,7 +215,7 @@ class Captions:
         """The algorithm of ranks that are drawn on a circle or a grid, or "" if the record does not prove one."""
         replay = self.replay
         n, links = len(replay.ranks), replay.topology.links
-        if replay.topology.wrap_around:
+        if replay.topology.wrap_around and replay.topology.closed:
             return "Torus"
         rounds = (1, 2) if self.operation == "all-reduce" else (1,)  # with more messages, ranks pass on what others sent
         if len(links) == n * (n - 1) and len(replay.messages) in [len(links) * k for k in rounds]:

@@ -88,6 +88,7 @@ def _tree(topology: Topology) -> tuple[dict[int, Point], float]:
 def _grid(order: list[int], columns: int) -> tuple[dict[int, Point], float]:
     rows = len(order) // columns
     across, down = min(104.0, 300.0 / max(columns - 1, 1)), min(100.0, 200.0 / max(rows - 1, 1))
-    left, top = ASIDE[0] - across * (columns - 1) / 2, 306.0 - down * (rows - 1) / 2  # below the ring that counts the steps
+    middle = 306.0 if rows < 4 else 298.0  # below the ring that counts the steps
+    left, top = ASIDE[0] - across * (columns - 1) / 2, middle - down * (rows - 1) / 2
     at = {rank: (left + across * (i % columns), top + down * (i // columns)) for i, rank in enumerate(order)}
     return at, min(25.0, 0.3 * across, 0.3 * down)

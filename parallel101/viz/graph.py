@@ -79,6 +79,13 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
     if top is not None:
         panel.add("text", "rank", x=diagram.at[top][0], y=diagram.at[top][1] - diagram.node - 7, font_size=12, class_="m c")
 
+    for name, vertical in zip(topology.axes, (False, True)):
+        if name:  # of a mesh: along the lowest row, and along the first column
+            (x0, y0), (x1, y1) = diagram.at[topology.order[0]], diagram.at[topology.order[-1]]
+            at = (x0 - diagram.node - 12, (y0 + y1) / 2) if vertical else ((x0 + x1) / 2, y1 + diagram.node + 13)
+            turned = f"rotate(-90 {at[0]:.1f} {at[1]:.1f})" if vertical else None
+            panel.add("text", f"← {name}" if vertical else f"{name} →", x=at[0], y=at[1], font_size=13, class_="m c", transform=turned)
+
 
 def draw_step_ring(panel: Node, replay: Replay, diagram: Diagram, timing: Timing, phases: list[str]) -> None:
     x, y, radius = diagram.clock

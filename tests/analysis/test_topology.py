@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from parallel101.analysis.topology import connected_ranks, topology_of
@@ -84,3 +86,31 @@ def test_the_wrap_around_links_of_a_torus():
 
 def test_connected_ranks():
     assert connected_ranks(range(5), [(0, 1), (2, 3), (3, 2)]) == {0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}, 4: {4}}
+
+
+def lines(*extents):
+    """The groups along each axis of a mesh, whose last axis runs fastest, with the names x, y, z from the last one."""
+    n = math.prod(extents)
+    found = []
+    for axis, extent in enumerate(extents):
+        stride = math.prod(extents[axis + 1 :])
+        starts = [rank for rank in range(n) if rank // stride % extent == 0]
+        found += [(tuple(start + k * stride for k in range(extent)), "xyz"[len(extents) - 1 - axis]) for start in starts]
+    return found
+
+
+@pytest.mark.parametrize(("extents", "down"), [((2, 4), {"y"}), ((4, 2), {"y"}), ((2, 2, 3), {"y", "z"})], ids=str)
+def test_groups_along_the_axes_of_a_mesh_are_rows_and_columns(extents, down):
+    groups = lines(*extents)
+    links = [(a, b) for ranks, _ in groups for a in ranks for b in ranks if a != b]
+    topology = topology_of(range(math.prod(extents)), links, groups[::-1])
+    assert (topology.kind, topology.columns) == ("grid", extents[-1])
+    assert topology.axes[0] == "x" and {*topology.axes[1].split(", ")} == down
+    assert topology.wrap_around == {link for link in links if not topology._adjacent(*link)}
+
+
+def test_groups_of_one_kind_are_no_mesh():
+    everyone = [(tuple(range(8)), None)]
+    for groups in (everyone, [g for g in lines(2, 4) if g[1] == "x"], [*lines(2, 4), ((1, 2, 4, 7), None)]):
+        assert topology_of(range(8), hypercube(8), groups).kind == "circle"
+    assert topology_of(range(8), [(a, b) for a, b in torus(4, 2) if a != b]).columns == 2
