@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import textwrap
@@ -18,6 +17,8 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
+
+from parallel101.viz.chromium import find_chromium
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = "2.13"
@@ -205,11 +206,6 @@ def check_jupyter() -> Row:
     if missing:
         return Row("fails", f"not installed: {', '.join(missing)}", f"Run pip install {' '.join(missing)}")
     return Row("works", ", ".join(found))
-
-
-def find_chromium() -> str | None:
-    """Path of a Chromium or Chrome that tests can drive over DevTools, or None."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
 
 
 def check_browser() -> Row:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from parallel101.doctor import find_chromium
+from parallel101.viz.chromium import find_chromium
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # One thread for torch's operations, here and in the processes that tests start: `pytest -n 2` occupies the cores with whole tests. Threads

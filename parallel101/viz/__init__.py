@@ -10,6 +10,8 @@
     sharding.py     which blocks each rank holds in a sharded product
     loss.py         loss curves, also live                                    plots.py   measurements and models over a swept size
 
+    raster.py   a scene as PNG or GIF, drawn by Chromium (chromium.py)
+
 Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page without a kernel or a network
 (player.js). `watch` runs a function on values that carry their origin. The explorers in explore/ run again when a control
 is moved. What a record means, such as whose data is in a message, is computed in `parallel101.analysis`.

@@ -163,14 +163,19 @@ class Scene(Node):
         return self.html()
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write an HTML page with controls (.html) or an SVG that plays in a loop (.svg). Returns the path."""
+        """Write an HTML page with controls (.html), or an SVG that plays in a loop (.svg); with Chromium also a still (.png) or an
+        animation (.gif) for slides, in light colours. Returns the path."""
         path = Path(path)
         if path.suffix == ".html":
             path.write_text(self.page(), encoding="utf-8")
         elif path.suffix == ".svg":
             path.write_text(self.svg(smil=True), encoding="utf-8")
+        elif path.suffix in (".png", ".gif"):
+            from parallel101.viz import raster
+
+            path.write_bytes(raster.png(self) if path.suffix == ".png" else raster.gif(self))
         else:
-            raise ValueError(f"can't save a scene as {path}: expected a name that ends in .html (with controls) or .svg (a loop)")
+            raise ValueError(f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png or .gif")
         return path
 
 

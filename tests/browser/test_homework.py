@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.devtools import Browser
+from parallel101.viz.chromium import Browser
 from tests.browser.lab import TOKEN, jupyterlab
 
 pytestmark = pytest.mark.browser

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.browser.devtools import Browser
+from parallel101.viz.chromium import Browser
 from tests.browser.lab import TOKEN, jupyterlab
 
 pytestmark = pytest.mark.browser

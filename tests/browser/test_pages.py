@@ -9,8 +9,8 @@ import pytest
 from nbformat import v4
 
 from parallel101.publish.page import Lesson, lesson_body, lesson_page
+from parallel101.viz.chromium import Browser
 from parallel101.viz.collective import collective_scene
-from tests.browser.devtools import Browser
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser

@@ -36,7 +36,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "grade.release": {"analysis", "record", "ranks", "sim", "__init__"},  # the version
     "publish": {"viz", "analysis", "record"},
-    "doctor": set(),
+    "doctor": {"viz"},  # whether there is a browser
     "cli": {"doctor", "publish", "bench", "ranks", "record", "sim", "__init__"},
     "__main__": {"cli"},
 }

@@ -16,7 +16,7 @@ from parallel101 import cli
 from parallel101.publish import LessonFailed, find_lessons, publish, select_lessons
 from parallel101.publish.execute import run_notebook
 from parallel101.publish.page import POLICY, Lesson, external_addresses, lesson_body, lesson_page
-from tests.browser.devtools import Browser
+from parallel101.viz.chromium import Browser
 
 PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000") + b"\x1f\x15\xc4\x89"
 

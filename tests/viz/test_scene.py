@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import xml.etree.ElementTree as ET
 
@@ -73,7 +74,23 @@ def test_save_by_suffix(scene, tmp_path):
     assert page.startswith("<!doctype html>") and scene.html() in page
     ET.fromstring(scene.save(str(tmp_path / "ball.svg")).read_text())
     with pytest.raises(ValueError, match=r"\.html"):
-        scene.save(tmp_path / "ball.gif")
+        scene.save(tmp_path / "ball.mp4")
+
+
+def test_a_still_and_an_animation_for_slides(scene, tmp_path, chromium):
+    from PIL import Image
+
+    still, moving = (Image.open(io.BytesIO(scene.save(tmp_path / name).read_bytes())) for name in ("ball.png", "ball.gif"))
+    assert still.size == (2 * scene.width, 2 * scene.height) and moving.size == (scene.width, scene.height)
+    assert moving.n_frames > 2, "it moves"
+    bottom = still.convert("L").crop((0, still.height - 20, still.width, still.height))
+    assert bottom.getextrema()[0] < 255, "the card reaches down to the last pixel"
+
+
+def test_without_chromium_a_still_has_a_clear_error(scene, tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel101.viz.raster.find_chromium", lambda: None)
+    with pytest.raises(RuntimeError, match=r"install chromium .* or save as \.svg"):
+        scene.save(tmp_path / "ball.png")
 
 
 def test_bad_keyframes_are_named(scene):

@@ -1,5 +1,7 @@
 """Controls Chromium over DevTools with websocket-client: opens a page, presses keys, runs JavaScript and takes screenshots.
 
+It saves scenes as PNG and GIF (raster.py), and the tests use lessons as a reader would.
+
 with Browser(path) as browser: browser.open(url); browser.js("1 + 1"); browser.key("ArrowRight")
 """
 
@@ -16,8 +18,13 @@ import subprocess
 import tempfile
 import threading
 import urllib.request
+from typing import IO, cast
 
-import websocket
+
+def find_chromium() -> str | None:
+    """Path of a Chromium or Chrome on this machine, or None."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+
 
 FLAGS = [
     "--headless",
@@ -38,13 +45,16 @@ class Browser:
     """One tab of a headless Chromium with a temporary profile."""
 
     def __init__(self, path: str, width: int = 1000, height: int = 800):
+        import websocket  # comes with JupyterLab
+
         self.profile = tempfile.mkdtemp(prefix="p101-browser-")
         command = [path, *FLAGS, f"--user-data-dir={self.profile}", f"--window-size={width},{height}", "about:blank"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        log = self.log = cast(IO[str], self.process.stderr)
         self.errors: list[str] = []  # exceptions that scripts of the page have thrown
         self.number = 0
-        address = next(match[1] for line in self.process.stderr if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line)))
-        self.drain = threading.Thread(target=self.process.stderr.read, daemon=True)  # reads the log, so that it never fills the pipe
+        address = next(match[1] for line in log if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line)))
+        self.drain = threading.Thread(target=log.read, daemon=True)  # reads the log, so that it never fills the pipe
         self.drain.start()
         with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
             tab = next(target for target in json.load(answer) if target["type"] == "page")
@@ -66,7 +76,7 @@ class Browser:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.drain.join(10)
-        self.process.stderr.close()
+        self.log.close()
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def call(self, method: str, **parameters: object) -> dict:
