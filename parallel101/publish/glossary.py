@@ -15,7 +15,7 @@ from bs4 import BeautifulSoup, NavigableString
 from bs4.element import PageElement
 
 FILE, PAGE = "glossary.md", "glossary.html"
-NOT_LINKED = ("a", "code", "pre", "math", "summary", "button", "h1", "h2", "h3", "h4", "th", "script", "style")
+NOT_LINKED = ("a", "code", "pre", "math", "summary", "button", "h1", "h2", "h3", "h4", "th", "em", "script", "style")
 
 
 class Term(NamedTuple):

@@ -367,6 +367,10 @@ def test_a_lesson_is_committed_with_ids_and_short_cells_and_all_its_parts(name):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert len(cell.source.splitlines()) <= 18, f"{cell.id} is too long to be projected"
+            assert not re.search(r"^\s*assert ", cell.source, re.MULTILINE), f"{cell.id} asserts what the reader predicts: use PRINTED"
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>Answer</summary>")
+    (minutes,) = re.findall(r"takes about (\d+) minutes", prose)
+    assert int(minutes) <= 75 and re.search("You need|This lesson needs", prose), "a lesson says what it assumes and how long it takes"
+    assert re.search(r"stop after \*", prose), "a lesson says where to stop"
     assert "**Predict.**" in prose and "## What breaks" in prose and "## Exercises" in prose

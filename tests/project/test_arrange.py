@@ -63,7 +63,8 @@ def test_long_output_is_folded_in_the_middle_and_nothing_is_lost():
 
 def test_first_uses_of_terms_lead_to_the_glossary(tmp_path):
     (tmp_path / "glossary.md").write_text("# Glossary\n\n## all-reduce\nThe sum. Everybody gets it.\n\n## reduce\nOne gets it.\n")
-    body = page("# All-reduce\n\nNo `all-reduce` here. All-reduces are sums.", "Again all-reduce, then reduce.", folder=tmp_path)
+    first = "# All-reduce\n\nNo `all-reduce` here. Read *all-reduce on a ring*. All-reduces are sums."
+    body = page(first, "Again all-reduce, then reduce.", folder=tmp_path)
     assert [(a.get_text(), a["href"], a["title"]) for a in body.select("a.term")] == [
         ("All-reduce", "glossary.html#all-reduce", "The sum."),
         ("reduce", "glossary.html#reduce", "One gets it."),
