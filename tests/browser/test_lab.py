@@ -1,4 +1,4 @@
-"""In a real JupyterLab, an animation plays in its cell, keeps its key presses from the notebook, and follows the theme."""
+"""In a real JupyterLab, an animation plays in its cell and follows the theme, an explorer runs again, and both keep their key presses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ CELLS = [
     return x + got
 run = p101.watch(shift, 3, backend="sim")
 run.animate()""",
+    """from parallel101.viz.explore import explore_schedule
+explore_schedule("1f1b", stages=2, microbatches=4)""",
 ]
 FIGURE = "document.querySelector('figure')"
+EXPLORER = "document.querySelector('.p101-explorer')"
 PLAYER = "document.querySelector('figure > div').shadowRoot"
 
 
@@ -60,6 +63,12 @@ def test_a_run_plays_in_a_cell(lab, chromium):
             browser.key(key, key if len(key) == 1 else "")
         browser.until(f"{FIGURE}.dataset.step == 0")
         assert (browser.js(active), browser.js(cells)) == before
+        browser.until(f"{EXPLORER}.dataset.lmSuppressShortcuts && {EXPLORER}.querySelector('[aria-label=stages]')")
+        browser.js(f"{EXPLORER}.querySelector('[aria-label=stages]').focus()")
+        browser.key("b", "b")
+        browser.key("ArrowRight")  # three stages: it runs again
+        browser.until(f"{EXPLORER}.querySelector('table').innerText.includes('3, 2, 1')")
+        assert browser.js(cells) == before[1]
         dark = f"{PLAYER}.querySelector('.player').classList.contains('dark')"
         assert browser.js(dark) is False
         browser.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)")

@@ -277,6 +277,7 @@ IN_PICTURES = {  # text in a picture
         "path-seven": ["Timeline", "7 s"],
         "fit-picture": ["A message between two processes"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
+        "explorer-run": ["Ring all-reduce"],
         "nccl-picture": ["model of an all-reduce on 4 nodes"],
     },
     "03_adjoints": {
@@ -303,6 +304,7 @@ IN_PICTURES = {  # text in a picture
         "stages-run": ["Memory per rank"],
         "lanes-sim": ["on demand: 32.4 s", "prefetched: 20.4 s"],
         "real-lanes": ["ZeRO-3: "],
+        "explorer-run": ["Model states per rank", "<td>120 GB</td><td>120 GB</td>"],
         "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
     },
     "06_tensor_parallel": {
@@ -318,6 +320,7 @@ IN_PICTURES = {  # text in a picture
         "loop-run": ["GPipe", "1F1B", "makespan 33 s", "bubble rate 27.3 %"],
         "interleaved-run": ["makespan 33 · ", "makespan 28.5 · bubble rate 15.8 %"],
         "split-run": ["ZB-H1", "bubble rate 11.1 %", "ZB-H2", "bubble rate 0.0 %"],
+        "explorer-run": ["zb-h1 on 4 ranks"],
         "real-run": ["1F1B on two processes"],
         "break-send-picture": ["Deadlock: who waits for whom"],
         "hang-run": ["Deadlock: who waits for whom"],

@@ -165,7 +165,7 @@ def test_memory_has_the_figures_of_zeros_table():
         (explore_collective, {"numbers": 48, "ranks": 16, "world": "sim"}, "numbers=48: expected a whole number from 1 to 40"),
         (explore_collective, {"root": 4}, "root=4: expected a whole number from 0 to 3"),
         (explore_schedule, {"name": "2f2b"}, "schedule='2f2b' is unknown: expected one of 'gpipe'"),
-        (explore_schedule, {"forward": 9}, "F=9: expected a number from 0.5 to 4"),
+        (explore_schedule, {"forward": 9}, r"F \(forward\)=9: expected a number from 0.5 to 4"),
         (explore_memory, {"ranks": 0}, "ranks=0: expected a number from 1 to 65536"),
         (explore_memory, {"zero_stage": 5}, "ZeRO stage=5 is unknown: expected one of 0, 1, 2, 3"),
     ],

@@ -50,7 +50,7 @@ TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of r
     "ring": lambda ranks, **speed: Network.ring(**speed),
     "one-way ring": lambda ranks, **speed: Network.ring(bidirectional=False, **speed),
     "torus": lambda ranks, **speed: Network.torus(torus_shape(ranks), **speed),
-    "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),
+    "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),  # inside a node: 2 µs, 450 GB/s
 }
 
 

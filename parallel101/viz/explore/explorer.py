@@ -22,12 +22,13 @@ WIDE = {"width": "300px"}
 STYLE = {"description_width": "110px"}
 
 # ipywidgets can't set attributes from Python. Without the first, JupyterLab's shortcuts take the keys of sliders, menus and buttons. The
-# others name the sliders' handles, and let screen readers say when a prediction waits.
+# others name the parts of sliders, and let screen readers say that a prediction waits.
 ATTRIBUTES = """<script>setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer => {
   explorer.setAttribute("data-lm-suppress-shortcuts", "true");
   explorer.querySelector(".p101-status")?.setAttribute("aria-live", "polite");
   for (const slider of explorer.querySelectorAll(".widget-slider"))
-    slider.querySelector("[role=slider]")?.setAttribute("aria-label", slider.querySelector("label")?.textContent);
+    for (const part of slider.querySelectorAll("[role=slider], .widget-readout"))
+      part.setAttribute("aria-label", slider.querySelector("label").textContent);
 }))</script>"""
 
 

@@ -42,9 +42,9 @@ def explore_schedule(
         "stages": slider("stages", 1, 16, stages),
         "microbatches": slider("microbatches", 1, 48, microbatches),
         "chunks": slider("chunks", 1, 4, chunks),
-        "forward": slider("F", 0.5, 4, forward, 0.5),
-        "input_grad": slider("I", 0.5, 4, input_grad, 0.5),
-        "weight_grad": slider("W", 0.5, 4, weight_grad, 0.5),
+        "forward": slider("F (forward)", 0.5, 4, forward, 0.5),
+        "input_grad": slider("I (inputs)", 0.5, 4, input_grad, 0.5),
+        "weight_grad": slider("W (weights)", 0.5, 4, weight_grad, 0.5),
         "communication": slider("communication", 0, 2, communication, 0.1),
     }
     return Explorer(controls, run, adjust)
