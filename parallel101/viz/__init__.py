@@ -1,6 +1,6 @@
 """Pictures, drawn from the record of a run.
 
-    collective.py   who sent what to whom, and what each rank then holds      (with diagram, graph, matrix, captions, timing)
+    collective.py   who sent what to whom, and what each rank then holds      (with diagram, graph, matrix, many_ranks, captions, timing)
     timeline.py     every rank's spans, messages and collectives over time    lanes.py   how much communication overlaps with compute
     pipeline.py     what each rank of a pipeline computes, and when           axes.py    which axis of a mesh communicates when
     memory.py       bytes that each rank holds                                matrices.py   how tensor parallelism cuts a model

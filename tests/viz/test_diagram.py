@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import xml.etree.ElementTree as ET
 
 import pytest
+import torch.distributed as dist
 
+import parallel101 as p101
 from parallel101.analysis.topology import topology_of
 from parallel101.viz.diagram import diagram_of
 from parallel101.viz.graph import flight, tile_size
 from tests.analysis.test_topology import CASES, binomial, ring
+from tests.viz.drawn import SVG
 
 
 @pytest.mark.parametrize(("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES])
@@ -52,3 +56,15 @@ def test_tiles_do_not_hide_each_other_in_the_middle_of_a_step(n):
         middles = [points[len(points) // 2] if len(points) > 2 else tuple((a + b) / 2 for a, b in zip(*points)) for points in ways]
         apart = min(max(abs(x - u), abs(y - v)) for (x, y), (u, v) in itertools.combinations(middles, 2))
         assert apart >= 0.8 * tile_size(diagram), (step, apart)
+
+
+def test_a_mesh_is_drawn_with_its_axes():
+    def both_axes(x):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        return p101.all_reduce(p101.all_gather(x, group=mesh["tp"]), group=mesh["dp"])
+
+    run = p101.watch(both_axes, 8, numel=1, backend="sim")
+    texts = {text.text: text for text in ET.fromstring(run.animate().svg()).iter(f"{SVG}text")}
+    x, y = (float(texts["tp →"].get(name)) for name in "xy")
+    assert float(texts["4"].get("x")) < x < float(texts["7"].get("x")) and float(texts["7"].get("y")) < y < 436
+    assert float(texts["← dp"].get("x")) < float(texts["4"].get("x"))
