@@ -82,7 +82,7 @@ def waited(rank: int, call: Call) -> str:
 
 
 SAMPLE = 0.25  # seconds between two looks at the CPU times
-IDLE_FOR = 1.0  # seconds without work after which the ranks count as stuck; longer on a machine with more work than cores
+IDLE_FOR = 1.0  # seconds without work after which the ranks count as stuck; longer on a machine that has far more work than cores
 IDLE_CPU = 0.03  # seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
 BUSY_FOR = 3.0  # the same, whatever they spend, if a rank has dropped a receive: then a thread of gloo may spin
 
@@ -108,7 +108,7 @@ class IdleDetector:
     def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
         """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds. It is to be called again at `due`.
 
-        On a machine with k times as much work as cores it takes k times as long: there a rank that works may wait for a core.
+        On a machine with k times as much work as cores, and k > 2, it takes k / 2 times as long: there a rank that works waits for a core.
 
         If a rank has dropped a receive that it did not wait for, it is enough that all have waited for BUSY_FOR seconds.
         """
@@ -125,7 +125,7 @@ class IdleDetector:
         if self.idle_since is None or cpu is None or any(after - before > IDLE_CPU for before, after in zip(self.cpu_then, cpu)):
             self.idle_since, self.cpu_then = now, cpu or []
         self.due = now + SAMPLE
-        return cpu is not None and now - self.idle_since >= IDLE_FOR * max(1.0, work_per_core())
+        return cpu is not None and now - self.idle_since >= IDLE_FOR * max(1.0, work_per_core() / 2)
 
     def _cpu_seconds(self) -> list[float] | None:
         """CPU seconds that each rank has used; None if the system does not tell."""

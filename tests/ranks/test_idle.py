@@ -43,7 +43,7 @@ def test_ranks_that_do_not_work_count_as_stuck_after_a_while():
 
 def test_on_a_busy_machine_it_takes_longer(monkeypatch):
     monkeypatch.setattr(diagnosis, "work_per_core", lambda: 4.0)
-    assert stuck_at(GivenTimes([0.0] for _ in count())) == 4 * IDLE_FOR
+    assert stuck_at(GivenTimes([0.0] for _ in count())) == 2 * IDLE_FOR
 
 
 @pytest.mark.parametrize("busy", [0, 1])
