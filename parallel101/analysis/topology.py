@@ -151,11 +151,15 @@ def _root(order: list[int], links: list[Link]) -> int:
 
 
 def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
-    """The number of columns with which every group lies in one row or in one column, and some do in either. 0 if there is none."""
+    """The number of columns with which every group lies in one row or in one column. 0 if there is none.
+
+    If there are only rows, or only columns, each group must be a whole one.
+    """
     n = len(order)
     for columns in (c for c in range(2, n // 2 + 1) if n % c == 0):
         kinds = {_in_row(order, ranks, columns) for ranks in groups}
-        if kinds == {True, False}:
+        whole = all(len(ranks) == (columns if _in_row(order, ranks, columns) else n // columns) for ranks in groups)
+        if kinds == {True, False} or (whole and len(kinds) == 1 and None not in kinds):
             return columns
     return 0
 
@@ -173,7 +177,8 @@ def _names(axes: Iterable[str | None]) -> str:
 def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
     """The number of columns with which every link joins neighbours in a row or a column, wrap-around included. 0 if there is none.
 
-    There must be links of both kinds. If several numbers do, the grid nearest to a square is taken, the wider one first.
+    If it has more rows than columns, there must be links of both kinds. If several numbers do, the grid nearest to a square is taken, the
+    wider one first.
     """
     n = len(order)
     place = {rank: i for i, rank in enumerate(order)}
@@ -188,7 +193,7 @@ def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
                 if not ((down == 0 and across in (1, columns - 1)) or (across == 0 and down in (1, rows - 1))):
                     return False
                 kinds.add(down == 0)
-        return len(kinds) == 2
+        return columns >= rows or len(kinds) == 2
 
     possible = [c for c in range(2, n // 2 + 1) if n % c == 0 and fits(c)]
     return min(possible, key=lambda c: (max(c, n // c), -c), default=0)

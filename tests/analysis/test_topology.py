@@ -109,8 +109,17 @@ def test_groups_along_the_axes_of_a_mesh_are_rows_and_columns(extents, down):
     assert topology.wrap_around == {link for link in links if not topology._adjacent(*link)}
 
 
-def test_groups_of_one_kind_are_no_mesh():
-    everyone = [(tuple(range(8)), None)]
-    for groups in (everyone, [g for g in lines(2, 4) if g[1] == "x"], [*lines(2, 4), ((1, 2, 4, 7), None)]):
+def test_groups_of_one_kind_are_a_mesh_if_they_are_whole_rows_or_columns():
+    for axis, columns in (("x", 4), ("y", 4)):
+        groups = [line for line in lines(2, 4) if line[1] == axis]
+        links = [(a, b) for ranks, _ in groups for a, b in zip(ranks, ranks[1:])]
+        topology = topology_of(range(8), links, groups)
+        assert (topology.kind, topology.columns) == ("grid", columns) and axis in topology.axes
+    for groups in (
+        [(tuple(range(8)), None)],
+        [((0, 1), "x"), ((2, 3), "x"), ((4, 7), "x"), ((5, 6), "x")],
+        [*lines(2, 4), ((1, 2, 4, 7), None)],
+    ):
         assert topology_of(range(8), hypercube(8), groups).kind == "circle"
     assert topology_of(range(8), [(a, b) for a, b in torus(4, 2) if a != b]).columns == 2
+    assert topology_of(range(6), [(a, b) for row in ((0, 1, 2), (3, 4, 5)) for a, b in zip(row, row[1:])]).columns == 3
