@@ -33,7 +33,7 @@ from parallel101.publish.arrange import arrange
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HOMEWORK = re.compile(r"Homework (\d+), exercises?")
-NEEDS_KERNEL = "This explorer runs the program again after each change, so it needs a kernel. Open the lesson with <code>make lab</code>."
+NEEDS_KERNEL = "This explorer runs again after each change, so it needs a kernel. Open the lesson with <code>make lab</code>."
 
 PRESENTER = files("parallel101.publish").joinpath("presenter.js").read_text(encoding="utf-8")
 NONE: Mapping = MappingProxyType({})

@@ -173,18 +173,20 @@ def program(operation: str, algorithm: str, root: int) -> Callable[[torch.Tensor
 def predicted(
     operation: str, algorithm: str, ranks: int, numbers: int, root: int, network: str, links: Network | None
 ) -> tuple[dict[str, str], str]:
-    """The rows of the closed form; without one, none, and a sentence that says why."""
+    """The rows of the closed form, and a sentence that says why some are missing."""
     blocks = operation in ("gather", "all_gather", "barrier")
     if not blocks and numbers % ranks:
         return {}, f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers."
-    if network not in FORMS or (network == "one-way ring" and operation in ROOT and root):
-        return {}, f"There is no simple closed form for this on the links of a {network}{f' with root {root}' * (network in FORMS)}."
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
+    sent = {"busiest rank sends": human_bytes(closed_form(operation, algorithm, ranks, nbytes).sent)}  # the same on every network
+    off_root = network == "one-way ring" and operation in ROOT and root > 0
     try:
-        cost = closed_form(operation, algorithm, ranks, nbytes, FORMS[network])
-    except ValueError:
-        return {}, f"There is no simple closed form for this on the links of a {network}."
-    rows = {"steps": str(cost.steps), "busiest rank sends": human_bytes(cost.sent), "bytes on the critical path": human_bytes(cost.path)}
+        cost = closed_form(operation, algorithm, ranks, nbytes, FORMS[network]) if network in FORMS and not off_root else None
+    except ValueError:  # this algorithm has none on these links
+        cost = None
+    if cost is None:
+        return sent, f"On this network{' and for this root' * off_root}, only the bytes that a rank sends have a simple closed form."
+    rows = sent | {"steps": str(cost.steps), "bytes on the critical path": human_bytes(cost.path)}
     if links is None:
         return rows, "On gloo the time is measured, and includes what the record costs."
     return rows | {"time": human_seconds(round(cost.seconds(links.latency, links.bandwidth), 12))}, ""

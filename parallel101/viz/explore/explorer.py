@@ -123,15 +123,17 @@ def slider(name: str, low: float, high: float, value: float, step: float = 1) ->
 
 
 def _table(result: Result, prediction: str) -> str:
-    """The rows, with the prediction in a column over all of them."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("your prediction", *result.columns))
-    guess = f'<td rowspan="{len(result.rows)}">{escape(prediction) or "–"}</td>'
+    """The rows; if there is a prediction, with a column over all of them for it."""
+    guess = f'<td rowspan="{len(result.rows)}">{escape(prediction)}</td>' if prediction else ""
+    columns = (*(["your prediction"] if prediction else []), *result.columns)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     rows = [
         f'<tr><th scope="row">{escape(what)}</th>{"" if i else guess}{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>'
         for i, (what, *values) in enumerate(result.rows)
     ]
     note = f"<p>{escape(result.note)}</p>" if result.note else ""
-    return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{note}"
+    table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<div style="overflow-x:auto;margin-bottom:12px">{table}{note}</div>'
 
 
 def _plain(result: Result) -> str:
