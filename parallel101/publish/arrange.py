@@ -86,8 +86,9 @@ def is_prediction(cell: Tag) -> bool:
 
 
 def begins_anew(cell: Tag) -> bool:
-    """Whether an answer before this cell ends: it begins a section, asks something or sets homework."""
-    return is_text(cell) and (cell.find(["h1", "h2", "h3", "h4"]) is not None or cell.select_one("blockquote > p > strong") is not None)
+    """Whether an answer before this cell ends: it begins a section, asks something, sets homework, or sums up in a table."""
+    marks = "h1, h2, h3, h4, blockquote > p > strong, .text_cell_render > table:first-child"
+    return is_text(cell) and cell.select_one(marks) is not None
 
 
 def begins_section(cell: Tag) -> bool:

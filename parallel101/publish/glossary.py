@@ -62,8 +62,10 @@ def link_first_uses(body: BeautifulSoup, terms: Sequence[Term]) -> None:
     by_form = {form.lower(): term for term in terms for form in term.forms}
     if not by_form:
         return
-    longest_first = "|".join(re.escape(form) for form in sorted(by_form, key=len, reverse=True))
-    use = re.compile(rf"(?<![\w-])({longest_first})(?=(s|es)?(?![\w-]))", re.IGNORECASE)
+    # a sentence may begin with a term, but a name is a name only as it is written: ZeRO is not zero
+    written = [(form, re.escape(form) if form != form.lower() else f"(?i:{re.escape(form)})") for term in terms for form in term.forms]
+    longest_first = "|".join(pattern for _, pattern in sorted(written, key=lambda pair: len(pair[0]), reverse=True))
+    use = re.compile(rf"(?<![\w-])({longest_first})(?=(s|es)?(?![\w-]))")
     linked: set[str] = set()
     for text in body.select(".text_cell_render"):
         for node in list(text.find_all(string=use)):
