@@ -187,7 +187,7 @@ def all_to_all(
         one_dim = split_dim % len(shape) == concat_dim % len(shape)
         cut = split_sizes or balanced(shape[split_dim], p)
         joined = concat_sizes or [cut[group_of(group).position or 0] if one_dim else shape[concat_dim]] * p
-        back = "auto" if one_dim and algorithm == "bruck" else algorithm  # bruck refuses sizes along one dim: see its docstring
+        back = "auto" if one_dim and algorithm in ("bruck", "torus") else algorithm  # they refuse sizes along one dim: see their docstring
         return all_to_all(g, concat_dim, split_dim, group=group, split_sizes=joined, concat_sizes=cut, algorithm=back)
 
     return differentiable("all_to_all", x, group, forward, backward)

@@ -20,6 +20,7 @@ from parallel101.collectives.all_reduce import ALGORITHMS as _ALL_REDUCE
 from parallel101.collectives.all_reduce import ON_A_MESH as _ALL_REDUCE_ON_A_MESH
 from parallel101.collectives.all_reduce import all_reduce
 from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
+from parallel101.collectives.all_to_all import ON_A_MESH as _ALL_TO_ALL_ON_A_MESH
 from parallel101.collectives.all_to_all import all_to_all
 from parallel101.collectives.barrier import ALGORITHMS as _BARRIER
 from parallel101.collectives.barrier import barrier
@@ -56,6 +57,7 @@ ON_A_MESH: dict[str, dict[str, Callable[..., Any]]] = {
     "all_gather": _ALL_GATHER_ON_A_MESH,
     "reduce_scatter": _REDUCE_SCATTER_ON_A_MESH,
     "all_reduce": _ALL_REDUCE_ON_A_MESH,
+    "all_to_all": _ALL_TO_ALL_ON_A_MESH,
 }
 
 

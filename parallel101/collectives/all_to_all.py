@@ -3,6 +3,8 @@
 rank 0  [a0 a1 a2]        [a0 b0 c0]
 rank 1  [b0 b1 b2]   →    [a1 b1 c1]       direct and pairwise: every block goes straight to its owner;
 rank 2  [c0 c1 c2]        [a2 b2 c2]       Bruck: lg p steps, but a block is sent lg p / 2 times on average
+
+Torus: on a mesh, along one axis after the other. A message stays on the links of its line, and all axes work at the same time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks
 from parallel101.collectives.checks import cut_sizes, dim_of, nothing, shard_sizes, sizes_of, tensor_of
 from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.torus import all_to_all as torus
+from parallel101.collectives.torus import check_axes
 from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
 
@@ -62,6 +66,7 @@ def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
 
 
 ALGORITHMS = {f.__name__: f for f in (direct, pairwise, bruck)}
+ON_A_MESH = {"torus": torus}
 
 
 def all_to_all(
@@ -86,29 +91,31 @@ def all_to_all(
         split_sizes: the sizes of x's blocks along `split_dim`, one for each rank. Default: `split_sizes(x.shape[split_dim], p)` of mesh.py.
         concat_sizes: the size along `concat_dim` of the block from each rank. Default: all as large as mine. If the two dims differ, both
             lists are the same on every rank; if they are one dim, each rank has its own two lists (MPI's alltoallv).
-        algorithm: "auto" or one of `algorithms("all_to_all")`. "auto" takes, by the bytes of x: direct on up to 8 ranks, else
-            bruck up to 4 KiB, else pairwise (see auto.py); if the ranks' x differ, by their mean. Bruck must know the blocks that
-            only pass through a rank, so it refuses `concat_sizes` if the two dims are one.
+        algorithm: "auto", one of `algorithms("all_to_all")`, or "torus" (see torus.py) if the group is a DeviceMesh of two axes or
+            more. "auto" takes, by the bytes of x: direct on up to 8 ranks, else bruck up to 4 KiB, else pairwise (see auto.py); if the
+            ranks' x differ, by their mean. Bruck and torus must know the blocks that only pass through a rank, so they refuse
+            `concat_sizes` if the two dims are one.
 
     Returns:
         A new contiguous tensor, no part of the graph.
 
     Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends n(p−1)/p bytes, where x has n
-    (by bruck about n lg p / 2).
+    (by bruck about n lg p / 2, by torus n Σ (pᵢ−1)/pᵢ).
     Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing
     systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
     """
-    check_algorithm("all_to_all", algorithm, ALGORITHMS)
+    check_algorithm("all_to_all", algorithm, ALGORITHMS, ON_A_MESH)
     x, members = tensor_of(x), group_of(group)
     split_dim, concat_dim = dim_of(x, split_dim, "split_dim"), dim_of(x, concat_dim, "concat_dim")
     if members.position is None:
         return nothing(x)
+    check_axes(algorithm, members)
     p, rank, one_dim = members.size, members.position, split_dim == concat_dim
     cut = balanced(x.shape[split_dim], p) if split_sizes is None else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
     joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)
     own_sizes = one_dim and concat_sizes is not None  # a rank knows the sizes of its own blocks only
-    if own_sizes and algorithm == "bruck":
-        raise ValueError("algorithm='bruck' passes on blocks whose sizes these concat_sizes do not give: use 'direct' or 'pairwise'")
+    if own_sizes and algorithm in ("bruck", "torus"):
+        raise ValueError(f"algorithm={algorithm!r} passes on blocks whose sizes these concat_sizes do not give: use 'direct' or 'pairwise'")
     sizes = None if one_dim else (cut, joined)
     comm = begin("all_to_all", members, x, uneven=concat_dim, sizes=sizes, split_dim=split_dim, concat_dim=concat_dim, algorithm=algorithm)
     if own_sizes and algorithm == "auto":
@@ -123,7 +130,7 @@ def all_to_all(
         return row * cut[to] * (1 if one_dim else joined[source])
 
     mean = x.nbytes if one_dim else row * sum(cut) * sum(joined) // p * x.element_size()  # all ranks must choose the same algorithm
-    choose("all_to_all", algorithm, ALGORITHMS, mean, p)(outgoing, incoming, count, comm)
+    choose("all_to_all", algorithm, ALGORITHMS | ON_A_MESH, mean, p)(outgoing, incoming, count, comm)
     shape = list(x.shape)
     shape[split_dim] = cut[rank]
     if concat_dim == 0:

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter over all links of a torus at the same time.
+"""All-gather, reduce-scatter and all-to-all over all links of a torus at the same time.
 
 The array is cut into one part per axis and direction. Each part goes along all axes, but begins with another axis, or goes the other way:
 
@@ -6,13 +6,14 @@ The array is cut into one part per axis and direction. Each part goes along all 
                    3 4 5        part 1   ← along axis 1, then ↑ along axis 0        part 3   ↑ along axis 0, then ← along axis 1
 
 So on k axes of one length, the n(p−1)/p bytes that a rank sends leave over 2k links. If lengths differ, parts meet on the longer axes.
+An all-to-all has one part per axis, because its messages go both ways round anyway.
 These are algorithms for a group that is a DeviceMesh; they do not choose or build the mesh. See `torus` and `two_level` of all_reduce.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,16 @@ def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> No
     parts = [joined([piece[position] for position in route.order]) for piece, route in zip(cut(blocks, len(routes)), routes)]
     outs = out.split(split_sizes(out.numel(), len(routes)))
     at_once([scatter_steps(part, out, op, route) for part, out, route in zip(parts, outs, routes)])
+
+
+def all_to_all(outgoing: Blocks, incoming: Blocks, count: Callable[[int, int], int], comm: Comm) -> None:
+    """Each part is exchanged along one axis after the other, all parts at the same time: Σ (pᵢ − 1) messages of a rank for each part."""
+    axes = [axis for axis, length in enumerate(comm.shape) if length > 1] or [0]
+    parts = [list(pieces) for pieces in cut(outgoing, len(axes))]
+    at_once([exchange_steps(part, axes[i:] + axes[:i], i, count, comm) for i, part in enumerate(parts)])
+    for pieces, part in zip(cut(incoming, len(axes)), parts):
+        for piece, arrived in zip(pieces, part):
+            piece.copy_(arrived)
 
 
 def cut(blocks: Blocks, parts: int) -> list[tuple[Tensor, ...]]:
@@ -121,6 +132,31 @@ def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> S
             partial = op(inbox, mine, out=inbox)
         blocks = Blocks(partial, blocks.sizes, first=windows[rank].start)
     out.copy_(blocks[route.place])
+
+
+def exchange_steps(slots: list[Tensor], axes: list[int], part: int, count: Callable[[int, int], int], comm: Comm) -> Steps:
+    """Direct all-to-all along one line after the other. Slot j holds the block for position j at first, and the one from j at the end.
+
+    In between, the rank at place i of a line gets what its neighbours on the line have for i. It comes to the slots that it left.
+    """
+    sources, targets = [comm.rank] * comm.size, list(range(comm.size))  # of the block in each slot
+    for axis in axes:
+        line, stride = comm.along(axis), math.prod(comm.shape[axis + 1 :])
+        moving = [[j for j in range(comm.size) if j // stride % line.size == place] for place in range(line.size)]
+        for place, slots_of_place in enumerate(moving):
+            for j in slots_of_place:
+                sources[j] += (place - line.rank) * stride
+                targets[j] -= (place - line.rank) * stride
+        counts = [split_sizes(count(source, target), len(axes))[part] for source, target in zip(sources, targets)]
+        inboxes, works = {}, list[Work]()
+        for step in range(1, line.size):
+            source, to = (line.rank - step) % line.size, (line.rank + step) % line.size
+            inboxes[source] = slots[0].new_empty(sum(counts[j] for j in moving[source]))
+            works += [line.irecv(inboxes[source], source), line.isend(torch.cat([slots[j] for j in moving[to]]), to)]
+        yield works
+        for place, inbox in inboxes.items():
+            for j, block in zip(moving[place], inbox.split([counts[j] for j in moving[place]])):
+                slots[j] = block
 
 
 def at_once(parts: list[Steps]) -> None:

@@ -156,8 +156,8 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
 
     Args:
         nbytes: the result of a gather or all-gather, the input of one rank in an all-to-all, the input of the others.
-        links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring", `Network.ring(bidirectional=False)`, with the root at
-            position 0.
+        links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring", `Network.ring(bidirectional=False)`. On rings the root is at
+            position 0; for another root, run it on backend="sim".
 
     Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not divide `nbytes`, and where these links
     have no simple form.
@@ -168,7 +168,7 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
     if links != "switch" and links not in RINGS:
         raise ValueError(f"links={links!r}: expected 'switch', {', '.join(map(repr, RINGS))}. Others: torus_form and two_level_form")
     if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:
-        raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks")
+        raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks. Pad it to a multiple of p")
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
     cost = FORMS[operation][algorithm](p, nbytes, nbytes // p)

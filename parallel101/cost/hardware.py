@@ -52,30 +52,34 @@ class Chip:
 
 
 BOOK = "Austin et al., How to Scale Your Model (2025), "
-TPUS = BOOK + 'part 2, "TPU specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
-GPUS = (
-    BOOK
-    + 'part 12, "Summary of GPU specs" and "Beyond the node level"; hop latency: NCCL, src/graph/tuning.cc, hwLat of ring with protocol LL'
-)
+TPUS = BOOK + 'part 2, "TPU Specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
+GPUS = BOOK + 'part 12, "Summary of GPU specs", "At the node level" and "Beyond the node level"; hop latency: NCCL, src/graph/tuning.cc, '
+GPUS += "hwLat of ring with protocol LL"
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("TPU v3", 1.4e14, 32e9, 9.0e11, Torus(2, 1.0e11, HOP, ring_multiple=32), TPUS),
         Chip("TPU v4p", 2.75e14, 32e9, 1.2e12, Torus(3, 4.5e10, HOP, ring_multiple=4), TPUS),
         Chip("TPU v5p", 4.59e14, 96e9, 2.8e12, Torus(3, 9.0e10, HOP, ring_multiple=4), TPUS),
         Chip("TPU v5e", 1.97e14, 16e9, 8.1e11, Torus(2, 4.5e10, HOP, ring_multiple=16), TPUS),
         Chip("TPU v6e", 9.2e14, 32e9, 1.6e12, Torus(2, 9.0e10, HOP, ring_multiple=16), TPUS),
-        Chip("TPU7x", 2.3e15, 192e9, 7.4e12, Torus(3, 9.0e10, HOP, ring_multiple=4), TPUS),
+        Chip(
+            "TPU7x",
+            2.307e15,
+            192 * 2**30,
+            7.38e12,
+            Torus(3, 9.0e10, HOP, ring_multiple=4),  # Google gives all links together: 1200 GB/s, as for TPU v5p
+            "Google Cloud, docs.cloud.google.com/tpu/docs/tpu7x; links and hop latency as TPU v5p: " + TPUS,
+        ),
         Chip(
             "A100",
             3.12e14,
             80e9,
             2.0e12,
-            (Level("node", 8, 300e9, NVLINK_HOP), Level("leaf", 20, 200e9, NETWORK_HOP)),
-            GPUS + "; InfiniBand and nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX A100",
+            (Level("node", 8, 300e9, NVLINK_HOP),),
+            GPUS + "; flops: Lockwood, glennklockwood.com/garden/processors/A100, from NVIDIA's data sheet",
         ),
         Chip(
             "H100",
@@ -85,22 +89,23 @@ CHIPS: dict[str, Chip] = {
             (Level("node", 8, 450e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP), Level("spine", 4, 12.8e12, NETWORK_HOP)),
             GPUS,
         ),
+        Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
         Chip(
-            "H200",
-            9.9e14,
-            141e9,
-            4.8e12,
-            (Level("node", 8, 450e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP), Level("spine", 4, 12.8e12, NETWORK_HOP)),
-            GPUS,
+            "B200",
+            2.25e15,
+            192e9,
+            8.0e12,
+            (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP)),
+            GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX B200",
         ),
-        Chip("B200", 2.25e15, 192e9, 8.0e12, (Level("node", 8, 900e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP)), GPUS),
         Chip(
             "GB200",
             2.5e15,
             186e9,
             8.0e12,
             (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP)),
-            GPUS + ", and appendix A; flops and memory: NVIDIA, GB200 NVL72 data sheet, per GPU",
+            GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200; flops: Lockwood, "
+            "glennklockwood.com/garden/processors/B200; memory: MLCommons, Inference v6.1, systems/GB200-NVL72_GB200-186GB",
         ),
     )
 }

@@ -1,6 +1,7 @@
 """The closed forms of the algorithms that follow the axes of a mesh, on the networks for which they are made.
 
     torus        all axes and both directions at once: Σ (pᵢ − 1) steps, and n(p−1)/p bytes over 2k links on k axes of one length
+                 all-to-all: every axis takes as long as the longest, m: about nm/8 bytes, which is the scaling book's V · m / (4 · N · W)
     two_level    inside the nodes and across them, two times that add up
 
 See closed_forms.py for what is counted, and collectives/torus.py and all_reduce.py for the algorithms.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from parallel101.cost.closed_forms import Cost
+from parallel101.cost.closed_forms import Cost, all_pairs
 
 
 def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "torus") -> Cost:
@@ -22,22 +23,32 @@ def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "
 
     On k axes of the same length above 2: Σ (pᵢ − 1) steps, n(p−1)/p / 2k bytes on the critical path, all-reduce twice that. If lengths
     differ, parts meet on the longer axes, so what each step takes is added up here. On an axis of length 2 both directions are one link.
+    The scaling book counts Σ pᵢ/2 hops: there each part is gathered to both sides at once, here it goes round in one direction.
 
     Args:
-        operation: "all_gather", "reduce_scatter" or "all_reduce".
-        nbytes: the result of an all-gather, the input of the others.
+        operation: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        nbytes: the result of an all-gather, the input of one rank in an all-to-all, the input of the others.
         links: "torus", `Network.torus(shape)`, or "switch".
 
-    Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each.
+    Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each (k parts in an all-to-all).
     """
     lengths = [length for length in shape if length > 1]
-    p, parts = math.prod(shape), 2 * len(lengths)
-    if operation not in ("all_gather", "reduce_scatter", "all_reduce") or links not in ("torus", "switch"):
-        raise ValueError(f"{operation!r} on {links!r}: expected all_gather, reduce_scatter or all_reduce on 'torus' or 'switch'")
+    p, parts = math.prod(shape), len(lengths) * (1 if operation == "all_to_all" else 2)
+    if operation not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") or links not in ("torus", "switch"):
+        raise ValueError(
+            f"{operation!r} on {links!r}: expected all_gather, reduce_scatter, all_reduce or all_to_all on 'torus' or 'switch'. "
+            "For flat algorithms call closed_form"
+        )
     if not shape or p < 1 or nbytes < 0 or nbytes % (p * max(parts, 1)):
         raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected {p} blocks, each of {parts} equal parts")
     if p == 1 or nbytes == 0:
         return Cost(0, 0, 0)
+    if operation == "all_to_all":
+        sent = sum(nbytes // length * (length - 1) for length in lengths)
+        if links == "switch":
+            return Cost(parts * sum(length - 1 for length in lengths), sent, sent)
+        longest = max(map(all_pairs, lengths))  # in each of the k rounds, every axis carries another part
+        return Cost(parts * longest, sent, max(all_pairs(length) * (nbytes // length) for length in lengths))
     steps = path = 0
     for messages in zip_longest(*(steps_of(first, lengths) for first in range(len(lengths)))):
         count, pieces = Counter[int](), Counter[int]()  # by link
@@ -71,6 +82,7 @@ class TwoLevelCost(NamedTuple):
 def two_level_form(shape: Sequence[int], nbytes: int) -> TwoLevelCost:
     """The cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node) on `Network.two_level(ranks per node)`.
 
+    The scaling book takes the longer of the two times, because it overlaps the levels; "two_level" does one after the other.
     A flat "ring" over all ranks has the steps and bytes there that it has on a switch, at the latency and bandwidth between nodes.
     Raises ValueError for other shapes, and if the array can't be cut into equal blocks.
     """

@@ -11,7 +11,10 @@ V bytes on a ring of n chips, links of w bytes per second each way (W = 2w both 
 V is always the whole array: the result of an all-gather, the input of a reduce-scatter or all-reduce, all ranks' inputs of an all-to-all.
 Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs). The book takes the larger of the two times. The
 bidirectional ring on the simulator has exactly these two, but it waits for each hop, so it takes their sum. On several axes the book leaves
-out that a chip has its own shard already: "torus" takes (N−1)/N of the time on N chips, if the axes are equally long.
+out that a chip has its own shard already: "torus" takes (N−1)/N of the time on N chips, if the axes are equally long. But it takes
+Σ (nᵢ − 1) hops, where the book counts Σ ⌊nᵢ/2⌋. All-to-all over several axes: "torus" reaches the book's time. "direct" takes longer
+(on 4 × 4 chips 11 blocks instead of 8), because messages that turn a corner wait for each other.
+Across GPU nodes the book's levels overlap; in "two_level" their times add up.
 Not here: switches that add (SHARP), and ragged all-to-alls.
 """
 
@@ -171,10 +174,11 @@ def _time(
             raise ValueError(f"wraparound={wraparound}: the links of {chip.name} go into switches, so no axis is a ring or a line")
         for n, level in zip(reversed(shape), links):
             if n > level.size:
-                raise ValueError(
-                    f"axes={list(shape)}: a {level.name} of {chip.name} joins at most {level.size}. "
-                    f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
+                known = level is not links[-1]
+                more = (
+                    f"For more, add an axis in front, as in [{n // level.size}, {level.size}]" if known else "Above it no links are known"
                 )
+                raise ValueError(f"axes={list(shape)}: a {level.name} of {chip.name} joins at most {level.size}. {more}")
         bounds = on_switches(nbytes, list(reversed(shape)), list(links))
     bandwidth, latency = (passes * bound for bound in bounds) if nbytes else (0.0, 0.0)
     return Time(operation, nbytes, shape, chip.name, bandwidth, latency)

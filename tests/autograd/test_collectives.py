@@ -37,10 +37,10 @@ def random(shape, salt):
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(torch.get_default_device())
 
 
-def adjoint_error(function, x, **kwargs):
+def adjoint_error(function, x, *args, **kwargs):
     """⟨Fx, y⟩ − ⟨x, F*y⟩ over all ranks of the world, relative to the norms."""
     x = x.clone().requires_grad_()
-    result = function(x, **kwargs)
+    result = function(x, *args, **kwargs)
     y = random(result.shape, 7)
     (result * y).sum().backward()
     there, back = (result * y).sum().item(), (x * x.grad).sum().item()
@@ -70,6 +70,10 @@ def adjoints_on_a_box(shape):
                         errors[axes, name, op] = adjoint_error(autograd.all_reduce, random((5, 7), 0), op=op, group=group, algorithm=name)
                 for function in (autograd.all_gather, autograd.reduce_scatter):
                     errors[axes, function.__name__] = adjoint_error(function, random((5, 7), 0), dim=1, group=group, algorithm="torus")
+                for dims in ((0, 0), (0, 1), (1, 0)):
+                    errors[axes, "all_to_all", dims] = adjoint_error(
+                        autograd.all_to_all, random((5, 7), 0), *dims, group=group, algorithm="torus"
+                    )
     return {key: error for key, error in errors.items() if not error < 1e-12}, len(errors)
 
 

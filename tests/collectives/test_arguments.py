@@ -52,6 +52,7 @@ WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
     (lambda c, g: c.all_gather(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
     (lambda c, g: c.reduce_scatter(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
+    (lambda c, g: c.all_to_all(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
     (lambda c, g: c.all_gather([1, 2], group=g), TypeError, "x is a list: expected a tensor"),
     (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
     (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
@@ -168,6 +169,11 @@ def on_a_mesh(shapes):
             check("all_gather", [values(r, (2, 3)) for r in range(p)], "torus", dim=dim)
             check("reduce_scatter", [values(r, whole if dim else whole[::-1]) for r in range(p)], "torus", dim=dim, sizes=sizes)
             check("reduce_scatter", [values(r, (13, 5)) for r in range(p)], "torus", dim=dim, op="max")
+            uneven = [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)]
+            for xs, split, given in ((uneven, 1 - dim, {"concat_sizes": sizes}), ([values(r, (13, 7)) for r in range(p)], dim, {})):
+                arguments = {"split_dim": split, "concat_dim": dim, **given}
+                fault = differs(transposed(xs, rank, split, dim), autograd.all_to_all, xs[rank], group=mesh, algorithm="torus", **arguments)
+                wrong.extend([(shape, "all_to_all", arguments, fault)] * bool(fault))
     return wrong
 
 

@@ -220,7 +220,7 @@ def test_memory_of_the_four_collectives():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cost.all_gather(1, 16, "TPU v9"), "chip='TPU v9' is not in the table: expected one of 'TPU v3'"),
+        (lambda: cost.all_gather(1, 16, "TPU v9"), "chip='TPU v9' is not in the table: expected one of 'TPU v4p'"),
         (lambda: cost.all_gather(1, 16, "H100"), r"axes=\[16\]: a node of H100 joins at most 8. .* as in \[2, 8\]"),
         (lambda: cost.all_gather(1, [2, 2, 2], "TPU v5e"), r"axes=\[2, 2, 2\]: TPU v5e has 2 axes"),
         (lambda: cost.all_gather(1, [], "TPU v5e"), "expected the length of a mesh axis"),

@@ -85,13 +85,17 @@ def test_case_2_pop_quiz_2_on_a_line():
 
 
 def test_several_axes():
-    """The book's V / (W · axes), but for a chip's own shard."""
+    """The book's V / (W · axes), but for a chip's own shard; an all-to-all takes exactly the book's time."""
     shape = (4, 4)
     N, algorithms = math.prod(shape), dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), "torus")
     nbytes = 48 * N
     run = seconds(Network.torus(shape, latency=0.0, bandwidth=9e10), N, algorithms, nbytes, shape)
     book = predicted("bandwidth_seconds", algorithms, nbytes, shape, "TPU v5p")
     assert run == near({operation: time * (N - 1) / N for operation, time in book.items()})
+    for shape in ((4, 4), (2, 4), (3, 5)):
+        N, exchange = math.prod(shape), {"all_to_all": "torus"}
+        run = seconds(Network.torus(shape, latency=0.0, bandwidth=9e10), N, exchange, 12 * N * N, shape)
+        assert run == near(predicted("bandwidth_seconds", exchange, 12 * N * N, shape, "TPU v5p", wraparound=True))
 
 
 def test_a_whole_pod_is_within_one_percent_of_the_book():
