@@ -37,13 +37,17 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
         code("again()", "another answer\n"),
         "> **Homework 1, exercise 1.** Write it.",
         code("free()", "not an answer\n"),
+        "> **Predict.** The last one?",
+        code("third()", "its answer\n"),
+        "| What you see | Why |\n|---|---|\n| a | b |",
         "## Next\n\nA text.",
         code("last()", "at last\n"),
     )
-    first, second = body.select("details.answer")
-    for folded in (first, second):
+    first, second, third = body.select("details.answer")
+    for folded in (first, second, third):
         assert not folded.has_attr("open") and folded.summary.get_text() == "Show what happened"
     assert all(text in first.get_text() for text in ("the answer", "So it is", "more()", "a second look"))
+    assert "its answer" in third.get_text() and "What you see" not in third.get_text()
     assert "another answer" in second.get_text() and "Write it" not in second.get_text()
     for folded in body.select("details.answer"):
         folded.extract()
@@ -62,8 +66,10 @@ def test_long_output_is_folded_in_the_middle_and_nothing_is_lost():
 
 
 def test_first_uses_of_terms_lead_to_the_glossary(tmp_path):
-    (tmp_path / "glossary.md").write_text("# Glossary\n\n## all-reduce\nThe sum. Everybody gets it.\n\n## reduce\nOne gets it.\n")
-    first = "# All-reduce\n\nNo `all-reduce` here. Read *all-reduce on a ring*. All-reduces are sums."
+    (tmp_path / "glossary.md").write_text(
+        "# Glossary\n\n## all-reduce\nThe sum. Everybody gets it.\n\n## reduce\nOne gets it.\n\n## ZeRO\nShards.\n"
+    )
+    first = "# All-reduce\n\nWith zero bytes, no `all-reduce` here. Read *all-reduce on a ring*. All-reduces are sums."
     body = page(first, "Again all-reduce, then reduce.", folder=tmp_path)
     assert [(a.get_text(), a["href"], a["title"]) for a in body.select("a.term")] == [
         ("All-reduce", "glossary.html#all-reduce", "The sum."),
