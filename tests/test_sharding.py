@@ -288,3 +288,5 @@ def test_run_checks_the_whole_product():
         p101.sharding.run(FOUR_CASES[1], a, a, mesh={"X": 3})
     with pytest.raises(ValueError, match="expected A and B, whole"):
         p101.sharding.run(FOUR_CASES[1], a, mesh={"X": 3})
+    with pytest.raises(TypeError, match="B is a list: expected a tensor"):
+        p101.sharding.run(FOUR_CASES[1], a, b.tolist(), mesh={"X": 3})

@@ -163,8 +163,7 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
     have no simple form.
     """
     if algorithm not in FORMS.get(operation, {}):
-        known = ", ".join(f"{op} by {name}" for op, forms in FORMS.items() for name in forms)
-        raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: there are {known}")
+        raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: expected one of {', '.join(FORMS.get(operation, FORMS))}")
     if links != "switch" and links not in RINGS:
         raise ValueError(f"links={links!r}: expected 'switch', {', '.join(map(repr, RINGS))}. Others: torus_form and two_level_form")
     if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:

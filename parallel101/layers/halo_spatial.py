@@ -65,6 +65,8 @@ class SpatialParallel(nn.Module):
                 raise ValueError(
                     f"the mesh has shape {self.exchange.mesh.shape}: expected one rank on axis 1, since a {kind} needs all channels"
                 )
+            if shape[1] != local.in_channels:
+                raise ValueError(f"shape={tuple(shape)} has {shape[1]} channels, but the {kind} expects {local.in_channels}")
             self.output_shape = (self.output_shape[0], local.out_channels, *self.output_shape[2:])
         if self.group.position is not None:
             for parameter in self.module.parameters():

@@ -128,7 +128,7 @@ def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int])
 
     def forward(x: Tensor) -> Tensor:
         x, comm = tensor_of(x), comm_of(group, x.device, "repartition")
-        compare("repartition", group, dtype=x.dtype, shape=tuple(whole))
+        compare("repartition", group, dtype=x.dtype, whole_shape=tuple(whole))
         result = x.new_empty(extent(new)) if new else nothing(x)
         inboxes, outboxes, works = [], [], []
         for rank, region in source.overlaps(whole, new) if new else ():

@@ -143,6 +143,12 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
     return sentence and f"{sentence}\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
 
 
+UNEVEN = {  # what to do about a size that a rank took from its own shard
+    "sizes": ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole tensor's shape as shape= to a layer",
+    "whole_shape": ". If the blocks are uneven, pass the whole tensor's shape as shape= to the layer",
+}
+
+
 def _difference(ours: Call, theirs: Call) -> str | None:
     if {ours.kind, theirs.kind} == {"send", "recv"}:
         send, recv = (ours, theirs) if ours.kind == "send" else (theirs, ours)
@@ -178,7 +184,7 @@ def _difference(ours: Call, theirs: Call) -> str | None:
         return f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same way on all ranks"
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:
-            return f"{name} is not the same on all ranks: {our_value} and {their_value}"
+            return f"{name} is not the same on all ranks: {our_value} and {their_value}{UNEVEN.get(name, '')}"
     return None
 
 

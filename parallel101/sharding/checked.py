@@ -120,11 +120,13 @@ def run(
     Returns:
         A ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and `.run.trace` is the record.
 
-    Raises ValueError as `plan` does, and for arrays whose shapes or dtypes don't fit each other. An error of a rank: as launch does.
+    Raises ValueError as `plan` does, and for arrays whose shapes or dtypes don't fit each other; TypeError for an array that is no
+    tensor. An error of a rank: as launch does.
     """
     from parallel101.ranks.launch import launch
 
-    chosen = plan(text, mesh, dtype=wholes[0].dtype if wholes else torch.float32, **sizes_of(text, wholes))
+    sizes = sizes_of(text, wholes)
+    chosen = plan(text, mesh, dtype=wholes[0].dtype, **sizes)
     blocks = chosen.shard(*wholes)
 
     def on_a_rank() -> list[dict[str, Tensor]]:
@@ -144,12 +146,14 @@ def run(
 
 
 def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
-    """The size of each dim, from the arrays. Raises ValueError if they disagree."""
+    """The size of each dim, from the arrays. Raises ValueError if they disagree, and TypeError for what is no tensor."""
     operands, _ = arrays_in(text)
     if len(wholes) != len(operands):
         raise ValueError(f"run() got {len(wholes)} arrays: expected {' and '.join(array.name for array in operands)}, whole")
     sizes: dict[str, int] = {}
     for array, whole in zip(operands, wholes):
+        if not isinstance(whole, Tensor):
+            raise TypeError(f"{array.name} is a {type(whole).__name__}: expected a tensor, the whole array")
         if whole.dim() != len(array.dims):
             raise ValueError(f"{array.name} has shape {tuple(whole.shape)}: expected {len(array.dims)} dims, {', '.join(array.dims)}")
         if whole.dtype != wholes[0].dtype:

@@ -102,6 +102,15 @@ def test_a_rank_that_only_receives_must_say_what():
     assert "x has shape (0,), which doesn't say what this rank will receive: expected a zero-volume tensor such as" in said
 
 
+BUILT = {"AllGather": lambda flat: AllGather(flat, (0,)), "Repartition": lambda flat: Repartition(flat, mesh_of(0, (2, 2)))}
+
+
+@pytest.mark.parametrize("build", BUILT.values(), ids=BUILT)
+def test_uneven_blocks_without_a_shape_are_told_to_pass_it(build):
+    with pytest.raises(p101.MisuseError, match="the whole tensor's shape as shape= to"):
+        p101.launch(lambda: build(mesh_of(0, (4,)))(torch.ones(1 + (dist.get_rank() == 0), 4)), world_size=4, backend="sim")
+
+
 def silent():
     """Calls that need no message, forward or backward."""
     rank = dist.get_rank()
