@@ -24,8 +24,8 @@ from parallel101.record.errors import broken_connection, one_line, reports_anoth
 from parallel101.record.process_groups import batches_on_nccl
 from parallel101.record.where import is_inside
 
-# What torch imports when an optimizer, a DTensor or FSDP2 is first used. Each takes a second.
-SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+# What torch imports when an optimizer, a DTensor, FSDP2 or a pipeline is first used, a second each; and what a test file imports.
+SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest")
 
 
 def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
@@ -122,7 +122,7 @@ def will_import(packed: bytes) -> list[str]:
 
     The fork server then imports them once, before the first ranks start, and not each rank anew: with four ranks, in 1.2 s in place of 4.2.
     """
-    return ["torch._dynamo"] if b"optim" in packed or b"Trainer" in packed else []
+    return ["torch._dynamo"] if b"optim" in packed or b"trainer" in packed.lower() else []
 
 
 def slow_imports(before: set[str]) -> list[str]:
