@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -15,13 +16,33 @@ from parallel101.models.mlp import MLP
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 
-STEPS = 3  #  the first, one in which a part of "sometimes" has no gradient, and one in which it has one again
+STEPS = 5
 CLOSE = 1e-10
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
 }
+
+
+class Setting(NamedTuple):
+    optimizer: str
+    clip_norm: float | None
+    accumulate: int
+
+
+EVERY_SETTING = [Setting(*values) for values in itertools.product(OPTIMIZERS, (None, 0.05), (1, 2))]
+SETTINGS = (  # half of them: every pair of two options' values is in one
+    Setting("sgd", None, 2),
+    Setting("sgd", 0.05, 1),
+    Setting("adamw", None, 1),
+    Setting("adamw", 0.05, 2),
+)
+
+
+def setting(*numbers: int) -> Setting:
+    """One of the four. Where the numbers are those of a task, a variant and the ranks, each pair of these meets all four."""
+    return SETTINGS[sum(numbers) % len(SETTINGS)]
 
 
 TRAINERS: dict[str, Callable[..., Any]] = {

@@ -13,52 +13,54 @@ from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.text import CharTokenizer, TextBatches, read_text
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.trainers.cases import OPTIMIZERS, STEPS, TASKS, differences, one_process, trained
+from tests.trainers.cases import EVERY_SETTING, OPTIMIZERS, STEPS, TASKS, Setting, differences, one_process, setting, trained
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},
     "bucketed": {"overlap": False, "bucket_bytes": 1000},
     "overlapped": {"overlap": True, "bucket_bytes": 1000},
 }
-SETTINGS = list(itertools.product((None, 0.05), (1, 2)))  # clip_norm, accumulate
 
 
-def unlike_one_process(tasks, settings, variants):
+def unlike_one_process(cases):
+    """A case: task, options of the trainer, setting."""
     wrong = []
-    for name, optimizer, (clip_norm, accumulate) in itertools.product(tasks, OPTIMIZERS, settings):
+    for name, options, (optimizer, clip_norm, accumulate) in cases:
         task = TASKS[name]
-        expected = one_process(task, optimizer, clip_norm)
-        for variant, options in variants.items():
-            trainer = DataParallelTrainer(
-                task.build(), task.loss_fn, OPTIMIZERS[optimizer], clip_norm=clip_norm, accumulate=accumulate, **options
-            )
-            different = differences(trained(trainer, task), expected)
-            if different:
-                wrong.append((name, optimizer, clip_norm, variant, accumulate, different))
+        trainer = DataParallelTrainer(
+            task.build(), task.loss_fn, OPTIMIZERS[optimizer], clip_norm=clip_norm, accumulate=accumulate, **options
+        )
+        if different := differences(trained(trainer, task), one_process(task, optimizer, clip_norm)):
+            wrong.append((name, options, optimizer, clip_norm, accumulate, different))
     return wrong
+
+
+def of_each_task_and_variant(world_size):
+    of_each = itertools.product(enumerate(TASKS), enumerate(VARIANTS.values()))
+    return [(name, options, setting(i, k, world_size)) for (i, name), (k, options) in of_each]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equal_to_one_process_in_float64(world_size):
-    """Each task, optimizer and variant, clipped and accumulated."""
-    run = p101.launch(unlike_one_process, list(TASKS), [(0.05, 2)], VARIANTS, world_size=world_size, backend="gloo")
+    """Each task in each variant, and each variant with each optimizer, clipped or not, accumulated or not."""
+    run = p101.launch(unlike_one_process, of_each_task_and_variant(world_size), world_size=world_size, backend="gloo")
     assert run.results == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_process_on_the_virtual_clock(world_size):
-    """The same code there, with every setting."""
-    run = p101.launch(unlike_one_process, ["mlp", "sometimes"], SETTINGS, VARIANTS, world_size=world_size, backend="sim")
-    assert run.results == [[]] * world_size
+@pytest.mark.parametrize(("world_size", "task"), [(2, "mlp"), (3, "sometimes")])
+def test_with_every_setting_on_the_virtual_clock(world_size, task):
+    cases = [(task, *rest) for rest in itertools.product(VARIANTS.values(), EVERY_SETTING)]
+    assert p101.launch(unlike_one_process, cases, world_size=world_size, backend="sim").results == [[]] * world_size
 
 
 def test_a_bucket_may_be_one_gradient_or_all_of_them():
-    variants = {size: {"bucket_bytes": size} for size in (0, 1, 10**9, None)}
-    assert p101.launch(unlike_one_process, ["sometimes"], [(None, 2)], variants, world_size=3, backend="sim").results == [[]] * 3
+    sizes = (0, 1, 10**9, None)
+    cases = [("sometimes", {"bucket_bytes": size}, Setting(optimizer, None, 2)) for size, optimizer in itertools.product(sizes, OPTIMIZERS)]
+    assert p101.launch(unlike_one_process, cases, world_size=3, backend="sim").results == [[]] * 3
 
 
 def test_without_a_process_group_it_is_one_process():
-    assert unlike_one_process(["mlp", "sometimes"], SETTINGS, VARIANTS) == []
+    assert unlike_one_process(of_each_task_and_variant(1)) == []
 
 
 def very_uneven():
@@ -91,7 +93,7 @@ def test_a_group_of_the_world_trains_on_its_own():
 def fifty_steps(autocast=None, trainer_class=DataParallelTrainer, **options):
     tokenizer = CharTokenizer(text := read_text())
     batches = TextBatches(tokenizer.encode(text), batch=6, context=16)
-    model = GPT(GPTConfig(tokenizer.vocabulary, context=16, layers=2, heads=2, width=32))
+    model = GPT(GPTConfig(tokenizer.vocabulary, context=16, layers=1, heads=2, width=32))
     trainer = trainer_class(model, next_token_loss, lambda p: torch.optim.AdamW(p, lr=3e-3), clip_norm=1.0, autocast=autocast, **options)
     history = trainer.fit(batches, until=50, progress=False)
     held_out = trainer.evaluate([batches(step) for step in range(1000, 1004)])

@@ -1,4 +1,4 @@
-"""A pipeline of n ranks is one process, to ten digits: losses, gradients and weights after three steps, with every schedule."""
+"""A pipeline of n ranks is one process, to ten digits: losses, gradients and weights after five steps, with every schedule."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def options_of(schedule, n):
     return {"schedule": schedule, "microbatches": 4 if n < 4 else 7}
 
 
-@pytest.mark.parametrize(("n", "rules"), [(1, "gloo"), (2, "gloo"), (2, "nccl"), (3, "gloo"), (3, "nccl"), (4, "gloo")])
+@pytest.mark.parametrize(("n", "rules"), [(1, "gloo"), (2, "nccl"), (3, "gloo"), (4, "nccl")])
 def test_every_schedule_equals_one_process(n, rules):
     """With tied and frozen weights, clipping, SGD with momentum and AdamW."""
     cases = [("mlp", "adamw", 0.05, options_of(schedule, n)) for schedule in SCHEDULES]

@@ -14,26 +14,24 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.trainers.cases import ALL_OPTIMIZERS, OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, trained
+from tests.trainers.cases import ALL_OPTIMIZERS, OPTIMIZERS, TASKS, Task, adamw_by_shape, differences, one_process, randn, setting, trained
 
-SETTINGS = (
-    ("sgd", {"clip_norm": None, "accumulate": 2, "overlap": True}),
-    ("sgd", {"clip_norm": 0.05, "accumulate": 1, "overlap": False}),
-    ("adamw", {"clip_norm": None, "accumulate": 1, "overlap": True}),
-    ("adamw", {"clip_norm": 0.05, "accumulate": 2, "overlap": True}),
-)
+STAGES = (1, 2, 3)
 
 
-def unlike_one_process(tasks):
+def unlike_one_process(cases):
+    """A case: task, stage, setting. Without overlap where gradients are clipped and not accumulated."""
     wrong = []
-    for name, (optimizer, options) in itertools.product(tasks, SETTINGS):
-        expected = one_process(TASKS[name], optimizer, options["clip_norm"])
-        for zero_stage in (1, 2, 3):
-            wrong += [
-                (name, optimizer, zero_stage, options, w)
-                for w in unlike(expected, TASKS[name], OPTIMIZERS[optimizer], zero_stage, **options)
-            ]
+    for name, zero_stage, (optimizer, clip_norm, accumulate) in cases:
+        expected = one_process(TASKS[name], optimizer, clip_norm)
+        options = {"clip_norm": clip_norm, "accumulate": accumulate, "overlap": clip_norm is None or accumulate > 1}
+        different = unlike(expected, TASKS[name], OPTIMIZERS[optimizer], zero_stage, **options)
+        wrong += [(name, optimizer, zero_stage, options, w) for w in different]
     return wrong
+
+
+def of_each_task_and_stage(world_size):
+    return [(name, stage, setting(i, stage, world_size)) for (i, name), stage in itertools.product(enumerate(TASKS), STAGES)]
 
 
 def unlike(expected, task, optimizer, zero_stage, **options):
@@ -45,16 +43,20 @@ def unlike(expected, task, optimizer, zero_stage, **options):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equal_to_one_process_in_float64(world_size):
-    assert p101.launch(unlike_one_process, list(TASKS), world_size=world_size, backend="sim", timeout=150).results == [[]] * world_size
+    """Each task on each stage, and each stage with each setting."""
+    cases = of_each_task_and_stage(world_size)
+    assert p101.launch(unlike_one_process, cases, world_size=world_size, backend="sim", timeout=150).results == [[]] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "tasks"), [(2, ["tied gpt"]), (3, ["sometimes"]), (4, ["mlp"])])
-def test_equal_to_one_process_on_real_ranks(world_size, tasks):
-    assert p101.launch(unlike_one_process, tasks, world_size=world_size, timeout=150).results == [[]] * world_size
+@pytest.mark.parametrize(("world_size", "task"), [(2, "tied gpt"), (3, "sometimes"), (4, "mlp")])
+def test_equal_to_one_process_on_real_ranks(world_size, task):
+    """With accumulation and clipping at once, with one of them, or with none."""
+    cases = [(task, stage, setting(stage, world_size, more)) for stage, more in itertools.product(STAGES, (0, 1))]
+    assert p101.launch(unlike_one_process, cases, world_size=world_size, timeout=150).results == [[]] * world_size
 
 
 def test_without_a_process_group_it_is_one_process():
-    assert unlike_one_process(["mlp", "sometimes"]) == []
+    assert unlike_one_process(of_each_task_and_stage(1)) == []
 
 
 class Unusual(nn.Module):
@@ -101,7 +103,7 @@ def unusual_ways():
 
 
 def test_layers_in_another_order_and_optimizers_with_groups_and_state_of_their_own():
-    assert p101.launch(unusual_ways, world_size=3).results == [[]] * 3
+    assert p101.launch(unusual_ways, world_size=3, backend="sim").results == [[]] * 3
     assert unusual_ways() == []
 
 
@@ -116,8 +118,9 @@ def some_steps(zero_stage, autocast=None, steps=8, **options):
     return history.losses, trainer.evaluate(batches), trainer.state_dict()
 
 
-def stages_agree(autocast, **options):
-    return [some_steps(zero_stage, autocast, **options) for zero_stage in (1, 2, 3)] + [some_steps(3, autocast, layers=(Block,), **options)]
+def each_stage(autocast):
+    clipped = [some_steps(zero_stage, autocast, clip_norm=1.0) for zero_stage in STAGES]
+    return [*clipped, some_steps(3, autocast, clip_norm=1.0, layers=(Block,))], some_steps(3, autocast)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -125,13 +128,11 @@ def test_a_gpt_in_float32_and_in_bfloat16_autocast_is_one_process_within_roundin
     losses, held_out, weights = some_steps(1, autocast)
     assert losses[-1] < losses[0]
     rtol, atol = (1e-5, 1e-6) if autocast is None else (0.02, 0.02)
-    for of_stages in p101.launch(stages_agree, autocast, clip_norm=1.0, world_size=2).results:
-        first = of_stages[0]
-        for zero_stage in of_stages:
-            torch.testing.assert_close(zero_stage[0], first[0], rtol=rtol, atol=0)
-            torch.testing.assert_close(zero_stage[1], first[1], rtol=rtol, atol=0)
-            torch.testing.assert_close(zero_stage[2], first[2], rtol=rtol, atol=atol)
-    for of_stages in p101.launch(stages_agree, autocast, world_size=2).results:
-        torch.testing.assert_close(of_stages[2][0], losses, rtol=rtol, atol=0)
-        torch.testing.assert_close(of_stages[2][1], held_out, rtol=rtol, atol=0)
-        torch.testing.assert_close(of_stages[2][2], weights, rtol=max(rtol, 1e-3), atol=max(atol, 2e-4))
+    for (first, *others), not_clipped in p101.launch(each_stage, autocast, world_size=2).results:
+        for other in others:
+            torch.testing.assert_close(other[0], first[0], rtol=rtol, atol=0)
+            torch.testing.assert_close(other[1], first[1], rtol=rtol, atol=0)
+            torch.testing.assert_close(other[2], first[2], rtol=rtol, atol=atol)
+        torch.testing.assert_close(not_clipped[0], losses, rtol=rtol, atol=0)
+        torch.testing.assert_close(not_clipped[1], held_out, rtol=rtol, atol=0)
+        torch.testing.assert_close(not_clipped[2], weights, rtol=max(rtol, 1e-3), atol=max(atol, 2e-4))

@@ -1,8 +1,6 @@
-"""Tensor parallel on n ranks is one process, to ten digits: losses, gradients and weights after three steps."""
+"""Tensor parallel on n ranks is one process, to ten digits: losses, gradients and weights after five steps."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.models.plans import GPT_PLAN
-from tests.trainers.cases import OPTIMIZERS, STEPS, Task, differences, one_process, randn, trained
+from tests.trainers.cases import EVERY_SETTING, OPTIMIZERS, STEPS, Setting, Task, differences, one_process, randn, setting, trained
 from tests.trainers.tensor_cases import FUSED_PLAN, WITHOUT_HEAD, fused, gpt, seeded
 
 
@@ -47,12 +45,12 @@ TRAINED = {  # what one process does, and how the ranks do it
     "gpt, whole head, time cut": (UNTIED, {"plan": WITHOUT_HEAD, "sequence_parallel": True}),
     "fused, time cut": (FUSED, {"plan": FUSED_PLAN, "sequence_parallel": True}),
 }
-SETTINGS = list(itertools.product(OPTIMIZERS, (None, 0.05), (1, 2)))  # clip_norm, accumulate
 
 
-def unlike_one_process(names, settings, trainer_class=None, **more):
+def unlike_one_process(cases, trainer_class=None, **more):
+    """A case: name, setting."""
     wrong = []
-    for name, (optimizer, clip_norm, accumulate) in itertools.product(names, settings):
+    for name, (optimizer, clip_norm, accumulate) in cases:
         task, options = TRAINED[name]
         options = {"loss_fn": task.loss_fn, **options, **more}
         trainer = (trainer_class or p101.TensorParallelTrainer)(
@@ -65,29 +63,42 @@ def unlike_one_process(names, settings, trainer_class=None, **more):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equal_to_one_process(world_size):
-    run = p101.launch(unlike_one_process, list(TRAINED), [("adamw", 0.05, 2), ("sgd", None, 1)], world_size=world_size, backend="sim")
-    assert run.results == [[]] * world_size
+    """Each with one setting, and with another on another number of ranks."""
+    cases = [(name, setting(i, world_size)) for i, name in enumerate(TRAINED)]
+    assert p101.launch(unlike_one_process, cases, world_size=world_size, backend="sim").results == [[]] * world_size
 
 
 def test_with_every_setting():
-    assert p101.launch(unlike_one_process, ["mlp", "gpt, time cut"], SETTINGS, world_size=2, backend="sim").results == [[]] * 2
+    cases = [("gpt, time cut" if i % 3 else "mlp", one) for i, one in enumerate(EVERY_SETTING)]
+    assert p101.launch(unlike_one_process, cases, world_size=2, backend="sim").results == [[]] * 2
 
 
 def test_on_gloo():
-    assert p101.launch(unlike_one_process, list(TRAINED), [("adamw", 0.05, 1)], world_size=2, backend="gloo").results == [[]] * 2
+    cases = [(name, setting(i)) for i, name in enumerate(("lecture", "gpt", "gpt, whole head, time cut", "fused, time cut"))]
+    assert p101.launch(unlike_one_process, cases, world_size=2, backend="gloo").results == [[]] * 2
 
 
-def on_a_mesh(backend, names, sync):
+SYNC = [
+    ("gpt", {"overlap": False}),
+    ("mlp", {"bucket_bytes": 1000}),
+    ("gpt, time cut", {"bucket_bytes": 1000}),
+    ("mlp", {"zero_stage": 1}),
+    ("gpt", {"zero_stage": 1}),
+    ("gpt, time cut", {"zero_stage": 2}),
+    ("mlp", {"zero_stage": 3}),
+    ("gpt, time cut", {"zero_stage": 3}),
+]
+
+
+def on_a_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return unlike_one_process(names, [("adamw", 0.05, 1)], p101.HybridTrainer, mesh=mesh, **sync)
+    cases = [([(name, Setting("adamw", 0.05, 1))], sync) for name, sync in SYNC]
+    return [wrong for case, sync in cases for wrong in unlike_one_process(case, p101.HybridTrainer, mesh=mesh, **sync)]
 
 
-@pytest.mark.parametrize(
-    "sync", [{"overlap": False}, {"bucket_bytes": 1000}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}], ids=str
-)
-def test_with_data_parallel(sync):
+def test_with_data_parallel():
     """Weight gradients that are computed while the all-reduce over tp is in flight are synchronised over dp, each once."""
-    assert p101.launch(on_a_mesh, "sim", ["mlp", "gpt", "gpt, time cut"], sync, world_size=4, backend="sim").results == [[]] * 4
+    assert p101.launch(on_a_mesh, world_size=4, backend="sim").results == [[]] * 4
 
 
 def on_a_mesh_with_stages(name, schedule):
