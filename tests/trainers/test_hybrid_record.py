@@ -96,8 +96,10 @@ def held(mesh, zero_stage):
     return trainer.describe(), storage_bytes(trainer.model.parameters())
 
 
-@pytest.mark.parametrize("mesh", ["dp 2, tp 2, pp 2", "pp 4, dp 2", "tp 4, dp 2"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("mesh", "zero_stage"),
+    [*(("dp 2, tp 2, pp 2", stage) for stage in (0, 1, 2, 3)), ("pp 4, dp 2", 1), ("pp 4, dp 2", 3), ("tp 4, dp 2", 2), ("tp 4, dp 2", 3)],
+)
 def test_a_rank_holds_its_stages_its_shards_and_with_zero_its_part_of_those(mesh, zero_stage):
     """4 bytes a weight, 4 a gradient and 8 of AdamW's state; the biases of row layers are whole along tp."""
     size = axes_of(mesh)

@@ -69,9 +69,9 @@ def go_on(name, mesh, options, path, until):
 def test_a_run_that_moves_between_meshes_has_the_losses_of_one_process(name, tmp_path):
     chain, alone = tmp_path / "chain.pt", tmp_path / "alone.pt"
     for i, (mesh, options) in enumerate(CHAIN):
-        ranks, until = world_size(mesh) if mesh else 1, 2 * i + 2
-        results = p101.launch(go_on, name, mesh, options, chain, until, world_size=ranks, backend="sim").results
-        ((losses, weights),) = p101.launch(go_on, name, None, {}, alone, until, world_size=1, backend="sim").results
+        here = name, mesh, options, chain, i + 1
+        results = p101.launch(go_on, *here, world_size=world_size(mesh), backend="sim").results if mesh else [go_on(*here)]
+        losses, weights = go_on(name, None, {}, alone, i + 1)
         for other_losses, other_weights in results:
             assert other_losses == pytest.approx(losses, rel=1e-10), (mesh, options)
             assert differing(other_weights, weights, 1e-10) == [], (mesh, options)
