@@ -17,7 +17,7 @@ import parallel101 as p101
 from parallel101.layers.halo import HaloExchange
 from parallel101.layers.halo_sizes import halos, messages
 from parallel101.layers.halo_spatial import SpatialParallel
-from tests.autograd.test_collectives import adjoint_error, random
+from tests.autograd.test_collectives import inner_products, random, unequal
 
 # The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the same numbers, and one of DistDL's tests:
 # (n, ranks, kernel_size, stride, padding) → left and right of each rank.
@@ -249,7 +249,7 @@ def windows(layer, whole):
 
 def wrong_exchanges(cases):
     """Values, gradients and second derivatives against one process, and the adjoint test."""
-    wrong = []
+    wrong, products = [], {}
     for i, case in enumerate(cases):
         layer, x = layer_of(case), seeded(case["shape"], i).requires_grad_()
         mine = block_of(x.detach(), mesh_of(case["mesh"])).requires_grad_()
@@ -265,8 +265,8 @@ def wrong_exchanges(cases):
         for found, expected in ((g, g_whole), (h, h_whole)):
             same.append(torch.allclose(found, block_of(expected, mesh_of(case["mesh"])), rtol=1e-10, atol=1e-10))
 
-        same.append(adjoint_error(layer, random(mine.shape, i)) < 1e-13)
-        same.append(adjoint_error(lambda x: torch.cat([layer(x).flatten(), layer(x * 2).flatten()]), random(mine.shape, i)) < 1e-13)  # noqa: B023
+        products[i] = inner_products(layer, random(mine.shape, i))
+        products[i, "used twice"] = inner_products(lambda x: torch.cat([layer(x).flatten(), layer(x * 2).flatten()]), random(mine.shape, i))  # noqa: B023
         with torch.no_grad():
             kept = mine.clone()
             plain = layer(mine.detach())
@@ -277,7 +277,7 @@ def wrong_exchanges(cases):
             not plain.numel() or plain.data_ptr() != mine.data_ptr(),
         ]
         wrong += [(i, same)] * (not all(same))
-    return wrong
+    return wrong + list(unequal(products, within=1e-13).items())
 
 
 @pytest.mark.parametrize(
