@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
@@ -149,16 +148,18 @@ def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*layers[stage * each : (stage + 1) * each])
 
 
-def torchs_pipeline(schedule: Any, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None) -> Side:
-    """A schedule of torch.distributed.pipelining. `stages_of_rank`: (rank, ranks) → its global stages, if it has several."""
+def torchs_pipeline(schedule: str, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None) -> Side:
+    """A schedule of torch.distributed.pipelining, by name. `stages_of_rank`: (rank, ranks) → its global stages, if it has several."""
 
     def side(model: nn.Module) -> Step:
+        from torch.distributed import pipelining  # two seconds, which the other tables' ranks need not spend
+
         rank, n = dist.get_rank(), dist.get_world_size()
         mine = [rank] if stages_of_rank is None else stages_of_rank(rank, n)
         total, device = n * len(mine), torch.get_default_device()
         stages = [pipelining.PipelineStage(stage_module(model, stage, total), stage, total, device) for stage in mine]
         optimizer = adamw([p for stage in stages for p in stage.submod.parameters()])
-        run = schedule(stages[0] if stages_of_rank is None else stages, MICROBATCHES, loss_fn=mse_loss)
+        run = getattr(pipelining, f"Schedule{schedule}")(stages[0] if stages_of_rank is None else stages, MICROBATCHES, loss_fn=mse_loss)
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor | None:
             optimizer.zero_grad()
@@ -213,14 +214,14 @@ TABLES = {
         f"A pipeline step on {{}}: {MODEL}, {MICROBATCHES} microbatches",
         {
             "no communication": pipeline_alone,
-            "torch GPipe": torchs_pipeline(pipelining.ScheduleGPipe),
+            "torch GPipe": torchs_pipeline("GPipe"),
             "PipelineTrainer, gpipe": pipeline("gpipe"),
-            "torch 1F1B": torchs_pipeline(pipelining.Schedule1F1B),
+            "torch 1F1B": torchs_pipeline("1F1B"),
             "PipelineTrainer, 1f1b": pipeline("1f1b"),
-            "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline(pipelining.ScheduleInterleaved1F1B, loop),
+            "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline("Interleaved1F1B", loop),
             "PipelineTrainer, interleaved, 2 stages a rank": pipeline("interleaved", chunks=2),
-            "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline(pipelining.ScheduleInterleavedZeroBubble, loop),
-            "torch ZBV zero bubble, 2 stages a rank": torchs_pipeline(pipelining.ScheduleZBVZeroBubble, v_shape),
+            "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline("InterleavedZeroBubble", loop),
+            "torch ZBV zero bubble, 2 stages a rank": torchs_pipeline("ZBVZeroBubble", v_shape),
             "PipelineTrainer, zb-h1": pipeline("zb-h1"),
             "PipelineTrainer, zb-h2": pipeline("zb-h2"),
         },

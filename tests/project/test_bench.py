@@ -1,56 +1,61 @@
 """The benchmarks' spawned ranks answer the ranks of a launch, and each comparison measures all its sides."""
 
 import multiprocessing
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.collectives import time_rounds, time_torchs
+from parallel101.bench.collectives import COMPARISONS, time_rounds, time_torchs
 from parallel101.bench.sides import TABLES, alone, batch_of_rank, whole_model
 from parallel101.bench.spawned import ask, spawned_ranks
 
 
-def weighted_sum(word: str, *, calls: int) -> float:
-    """Return a number to which every spawned rank contributes: the sum over ranks of (rank + 1) · calls · len(word)."""
-    x = torch.tensor((dist.get_rank() + 1.0) * calls * len(word))
+def serve(what: str, *arguments: Any, calls: int) -> float:
+    """What the spawned ranks do: time one of torch's collectives; fail on rank 1; or return a number to which every rank contributes."""
+    if what in COMPARISONS:
+        return time_torchs(what, *arguments, calls=calls)
+    if what == "fail":
+        if dist.get_rank() == 1:
+            raise ArithmeticError("one of these days")
+        dist.barrier()
+    x = torch.tensor((dist.get_rank() + 1.0) * calls * len(what))  # the sum over ranks of (rank + 1) · calls · len(what)
     dist.all_reduce(x)
     return x.item()
 
 
-def fails_on_rank_1(*, calls: int) -> float:
-    if dist.get_rank() == 1:
-        raise ArithmeticError("one of these days")
-    dist.barrier()
-    return 0.0
+def answers(port: int, calls: int) -> list[float]:
+    return [ask(port, word, calls=calls) for word in ("a", "word")]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_launched_rank_gets_the_result_of_the_spawned_ranks(ranks: int) -> None:
-    with spawned_ranks(weighted_sum, ranks, "gloo") as port:
-        for calls in (1, 5):
-            answers = p101.launch(lambda: [ask(port, word, calls=calls) for word in ("a", "word")], world_size=2).results  # noqa: B023
-            one_letter = ranks * (ranks + 1) / 2 * calls
-            assert answers == [[one_letter, 4 * one_letter]] * 2
+def check_answers(port: int, ranks: int) -> None:
+    for calls in (1, 5):
+        one_letter = ranks * (ranks + 1) / 2 * calls
+        assert p101.launch(answers, port, calls, world_size=3).results == [[one_letter, 4 * one_letter]] * 3
+
+
+def test_every_launched_rank_gets_the_result_of_the_spawned_rank() -> None:
+    with spawned_ranks(serve, 1, "gloo") as port:
+        check_answers(port, 1)
     assert not multiprocessing.active_children()
 
 
-def test_an_error_on_a_spawned_rank_is_raised_at_once_and_no_process_is_left() -> None:
-    with (
-        pytest.raises(p101.RankFailed, match="ArithmeticError: one of these days"),
-        spawned_ranks(fails_on_rank_1, 2, "gloo") as port,
-    ):
-        p101.launch(lambda: ask(port, calls=1), world_size=2)
-    assert not multiprocessing.active_children()
-
-
-def test_every_side_of_a_comparison_is_timed_in_every_round() -> None:
-    with spawned_ranks(time_torchs, 2, "gloo") as port:
+def sums_then_rounds_then_an_error() -> None:
+    with spawned_ranks(serve, 2, "gloo") as port:
+        check_answers(port, 2)
         for name in ("scatter", "all_reduce"):
             rounds = p101.launch(time_rounds, name, 1 << 10, 2, port, world_size=2).results[0]
             assert len(rounds) == 2
             assert all(len(turn) == 3 and min(turn) > 0 for turn in rounds)
+        p101.launch(lambda: ask(port, "fail", calls=1), world_size=2)
+
+
+def test_every_side_is_timed_in_every_round_and_an_error_on_a_spawned_rank_is_raised_at_once() -> None:
+    with pytest.raises(p101.RankFailed, match="ArithmeticError: one of these days"):
+        sums_then_rounds_then_an_error()
+    assert not multiprocessing.active_children(), "no process is left"
 
 
 WIDTH, STEPS = 16, 3
@@ -73,8 +78,8 @@ def losses_of_one_process() -> list[float]:
 
 
 def test_all_sides_of_a_training_table_train_the_same_thing() -> None:
+    expected = p101.launch(losses_of_one_process, world_size=1).results[0]  # first, so that the fork server learns what to import
     ranks = p101.launch(losses_of_all_sides, world_size=2).results
-    expected = p101.launch(losses_of_one_process, world_size=1).results[0]
     assert expected[0] > expected[-1]
     for name in ranks[0]:
         if "no communication" not in name:
