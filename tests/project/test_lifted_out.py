@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 from tests.project.test_arrows import PACKAGE, SUBJECT
@@ -24,26 +25,25 @@ from parallel101.sharding import plan
 from parallel101.trainers.data_parallel import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 
-if "RANK" in os.environ:
-    dist.init_process_group("gloo")
-
 def run(build):
     trainer = build(MLP([4, 8, 8, 4], dtype=torch.float64), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)
     x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(10, 4)
     return trainer.fit([(x, x.sin())] * 3, progress=False).losses
 
-for build in DataParallelTrainer, ShardedTrainer:
-    print(f"{build.__name__} {run(build)}\\n", end="", flush=True)
+for where in "one process", "two ranks":
+    for build in DataParallelTrainer, ShardedTrainer:
+        print(f"{where}, {build.__name__}: {run(build)}\\n", end="", flush=True)
+    if where == "one process":
+        dist.init_process_group("gloo")
 mine = {name for name in sys.modules if name.startswith("parallel101.")} - {"parallel101.record", "parallel101.record.spans"}
 assert {name.split(".")[1] for name in mine} <= set(SUBJECT), mine
 assert all_reduce.__code__.co_filename.startswith(os.getcwd()), "the copy, and not the package that is installed"
-if dist.is_initialized():
-    halves = plan("A[I_X] → A[I]", {"X": 2}, I=2)
-    assert halves.run(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0]
-    print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)
-    mesh = dist.init_device_mesh("cpu", (2,))
-    print(f"sum {AllSumReduce(mesh, axes=(0,))(torch.ones(1)).item()}\\n", end="", flush=True)
-    dist.destroy_process_group()
+halves = plan("A[I_X] → A[I]", {"X": 2}, I=2)
+assert halves.run(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0]
+print(f"sum {all_reduce(torch.ones(1)).item()}\\n", end="", flush=True)
+mesh = dist.init_device_mesh("cpu", (2,))
+print(f"sum {AllSumReduce(mesh, axes=(0,))(torch.ones(1)).item()}\\n", end="", flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -68,18 +68,16 @@ def test_the_subject_alone_trains_under_torchrun(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     options = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"  # a free port
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    alone, together = (
-        subprocess.run([*command, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
-        for command in ([sys.executable], torchrun)
-    )
-    assert alone.returncode == 0, alone.stderr
-    assert together.returncode == 0, together.stderr
-
-    def losses(printed):
-        return sorted((line.split()[0], [round(float(n), 9) for n in line.split(" ", 1)[1].strip("[]").split(",")]) for line in printed)
-
-    expected = losses(alone.stdout.splitlines())
-    assert [name for name, _ in expected] == ["DataParallelTrainer", "ShardedTrainer"]
-    printed = together.stdout.splitlines()
+    done = subprocess.run([*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
     assert printed.count("sum 2.0") == 4, "a collective and a layer, on two ranks"
-    assert losses(line for line in printed if not line.startswith("sum")) == sorted(expected * 2)
+    losses = defaultdict(list)
+    for line in printed:
+        if ": " in line:
+            name, values = line.split(": ")
+            losses[name].append([round(float(n), 9) for n in values.strip("[]").split(",")])
+    for trainer in "DataParallelTrainer", "ShardedTrainer":
+        alone, together = losses[f"one process, {trainer}"], losses[f"two ranks, {trainer}"]
+        assert len(alone) == len(together) == 2 and alone[0] == alone[1]
+        assert together == alone
