@@ -22,7 +22,7 @@ from tests.collectives.cases import (
     values,
 )
 
-GLOO, SIM = (1, 2, 3, 5), (1, 2, 3, 4, 5, 6, 7, 8)
+GLOO, SIM = (2, 3), (1, 2, 3, 4, 5, 6, 7, 8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -82,11 +82,11 @@ def roots_ops_strides_and_dtypes():
         check(operation, name, function, [x.t() for x in whole], "transposed", root=p - 1)
         check(operation, name, function, [x[::2, 1::2] for x in whole], "every second", root=p - 1)
         check(operation, name, function, [x[:1].expand(5, -1) for x in whole], "expanded", root=p - 1)
-        for dtype in DTYPES:
+        for dtype in DTYPES if p <= 5 else FLOATS[-1:]:
             op = "max" if dtype == torch.bool else "sum"
             check(operation, name, function, [values(r, (p, 3), dtype) for r in range(p)], dtype, op=op)
     for _, name, function in each_algorithm(["all_to_all"]):
-        for dtype in DTYPES:
+        for dtype in DTYPES if p <= 5 else FLOATS[-1:]:
             xs = [values(r, (2 * p, p), dtype) for r in range(p)]
             fault = differs(transposed([x.t() for x in xs], rank, 0, 1), function, xs[rank].t(), 0, 1)
             wrong.extend([("all_to_all", name, dtype, fault)] * bool(fault))
