@@ -24,6 +24,7 @@ from parallel101.grade.learner import check_file, predicted, record_prediction
 from parallel101.grade.remote import Ranks, preload_for
 from parallel101.grade.report import Hints
 from parallel101.grade.submissions import read
+from parallel101.record.where import in_notebook
 
 
 def check(function: Callable[..., Any]) -> None:
@@ -116,14 +117,9 @@ def _body(code: types.CodeType) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
-
-
 def _show(what: object) -> None:
     """Show something in a notebook; anywhere else, print it."""
-    if _in_notebook():
+    if in_notebook():
         from IPython.display import display
 
         display(what)
@@ -144,5 +140,5 @@ def _prepare(folder: Path) -> threading.Thread:
     return thread
 
 
-if _in_notebook():
+if in_notebook():
     _prepare(Path.cwd())

@@ -33,7 +33,7 @@ class Screen:
 
     def lines(self, stream: str, lines: list[str]) -> None:
         """Write whole lines. The first one overwrites a bar."""
-        if in_notebook():
+        if writes_to_a_cell():
             lines, rest = lines[: self.room], lines[self.room :]
             self.room -= len(lines)
             if rest:
@@ -120,8 +120,8 @@ class LongOutput:
             self.display.update(HTML(html))
 
 
-def in_notebook() -> bool:
-    """Whether this process's output goes to the cell of a notebook."""
+def writes_to_a_cell() -> bool:
+    """Whether this process's output goes to the cell of a notebook, and is not redirected."""
     return type(sys.stdout).__module__.startswith("ipykernel")
 
 

@@ -84,9 +84,18 @@ def named(place: str) -> str:
 
 def cell_name(filename: str) -> str | None:
     """ "cell [5]" if IPython runs a notebook cell under this file name, else None."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(filename)
+    named = getattr(getattr(_shell(), "compile", None), "format_code_name", lambda _: None)(filename)
     return None if named is None else f"cell {named[1].removeprefix('In').strip()}"
+
+
+def in_notebook() -> bool:
+    """Whether this is a notebook's kernel, and not a terminal."""
+    return getattr(_shell(), "kernel", None) is not None
+
+
+def _shell() -> object:
+    """IPython's, if the program runs in it. A program that has not imported IPython does not."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def is_inside(filename: str) -> bool:

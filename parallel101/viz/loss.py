@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from parallel101.record.units import round_step
+from parallel101.record.where import in_notebook
 from parallel101.viz.palette import PLOTTED
 from parallel101.viz.scene import Scene, data_uri
 
@@ -193,13 +194,3 @@ class LiveLoss:
 
         source = data_uri(self.scene().svg())
         return HTML(f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" src="{source}">')
-
-
-def in_notebook() -> bool:
-    """Whether this is a notebook's kernel, and not a terminal."""
-    try:
-        from IPython.core.getipython import get_ipython
-    except ImportError:
-        return False
-    shell = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")

@@ -130,7 +130,7 @@ def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, ca
         return Display()
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr(output, "in_notebook", lambda: True)
+    monkeypatch.setattr(output, "writes_to_a_cell", lambda: True)
     monkeypatch.setattr(output.LongOutput, "KEPT", 1000)
     screen = Screen()
     ranks = [RankOutput(f"[{r}] ", "stdout", screen) for r in range(2)]
