@@ -126,7 +126,7 @@ def possible(text, mesh):
         return False
 
 
-@pytest.mark.parametrize(("mesh", "every"), [({"X": 2, "Y": 3}, 17), ({"X": 2, "Y": 2, "Z": 2}, 997)], ids=["2x3", "2x2x2"])
+@pytest.mark.parametrize(("mesh", "every"), [({"X": 2, "Y": 3}, 17), ({"X": 2, "Y": 2, "Z": 3}, 997)], ids=["2x3", "2x2x3"])
 def test_placements_on_several_axes(mesh, every):
     texts = [*list(all_products("".join(mesh)))[::every], *list(all_reshards("".join(mesh)))[:: every // 8 + 1]]
     sizes = {"I": 9, "J": 11, "K": 10}
