@@ -8,6 +8,7 @@ time │      ╱ ring          `sweep(measured, model)` draws times, and `bandw
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ Model = Mapping[str, Mapping[float, float] | Callable[[float], float]]
 WIDTH, HEIGHT, DPI = 960, 420, 72  # at 72 dots per inch, a point is a pixel
 APART = 19.0  # pixels between two labels
 MARKERS = "os^Dv"
+BESIDE = 0.17  # of the distance between two sizes: so far apart are the points of one size, if they have bars
 LINE_POINTS = 61  # of a model that is a function
 UNITS = {
     "bytes": human_bytes,
@@ -88,7 +90,7 @@ def sweep(
     Args:
         measured: {label: {x: y}}, drawn as hollow points.
         model: {label: {x: y}}, or {label: a function of x}, drawn as lines. A label in both has one colour.
-        spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`.
+        spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`. Points of one x then stand side by side.
         title, subtitle: above the plot.
         x, y: the units: "bytes", "seconds", "bytes/s", or "" for plain numbers.
         x_label: the name of the x axis, if the ticks do not say it.
@@ -110,6 +112,8 @@ def sweep(
     values += [v for bars in spread.values() for ends in bars.values() for v in ends]
     if not min(values) > 0:
         raise ValueError(f"the axes are logarithmic, and one value is {min(values)}: expected values above zero")
+    gap = min((b / a for a, b in itertools.pairwise(swept)), default=1.0)
+    beside = {name: gap ** (BESIDE * (k - (len(measured) - 1) / 2)) if spread else 1.0 for k, name in enumerate(measured)}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
         axes = figure.add_axes((0.09, 0.12, 0.69, 0.64))
@@ -126,12 +130,14 @@ def sweep(
                     "markersize": 7,
                     "markeredgewidth": 1.8,
                 }
-                axes.plot(list(measured[name]), list(measured[name].values()), MARKERS[i], **hollow)
+                axes.plot([at * beside[name] for at in measured[name]], list(measured[name].values()), MARKERS[i], **hollow)
             for at, (low, high) in spread.get(name, {}).items():
-                axes.plot([at, at], [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
+                axes.plot([at * beside[name]] * 2, [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
         _ticks(axes, swept, x, y)
         axes.set_xlabel(x_label, loc="right")
-        _labels(axes, {name: max((lines.get(name) or measured[name]).items()) for name in names})
+        marks = {name: {"marker": MARKERS[i], "color": LIGHT[PLOTTED[i]]} for i, name in enumerate(names) if name in measured}
+        ends = {name: max((lines.get(name) or measured[name]).items()) for name in names}
+        _labels(axes, ends, marks if len(measured) > 1 else {}, swept[-1] * max(beside.values(), default=1.0))
         return Plot(figure, title, subtitle)
 
 
@@ -187,9 +193,8 @@ def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
     axes.tick_params(length=4)
 
 
-def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Each label at the end of its line. Labels that would touch are pushed apart, around the middle of their lines."""
-    right = max(x for x, _ in ends.values())
+def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]], marks: Mapping[str, dict[str, Any]], right: float) -> None:
+    """Each label at the end of its line, after the mark of its points. Labels that would touch are pushed apart, around the middle."""
     heights = {name: axes.transData.transform(point)[1] for name, point in ends.items()}
     names = list(ends)
     groups: list[list[str]] = []
@@ -205,7 +210,10 @@ def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
         for k, name in enumerate(group):
             y = _middle(group, heights) + APART * (k - (len(group) - 1) / 2)
             style: dict[str, Any] = {"fontweight": "bold", "fontsize": 13, "color": LIGHT[PLOTTED[names.index(name)]]}
-            axes.annotate(name, (x, y), xycoords="figure pixels", va="center", annotation_clip=False, **style)
+            if name in marks:
+                hollow: dict[str, Any] = {"markerfacecolor": LIGHT["bg"], "markersize": 7, "markeredgewidth": 1.8, "clip_on": False}
+                axes.plot([x + 4], [y], transform=None, **marks[name], **hollow)
+            axes.annotate(name, (x + (14 if marks else 0), y), xycoords="figure pixels", va="center", annotation_clip=False, **style)
 
 
 def _touch(below: Sequence[str], above: Sequence[str], heights: Mapping[str, float]) -> bool:

@@ -40,9 +40,9 @@ def test_labels_that_would_touch_are_pushed_apart():
     assert abs(a - b) >= 18
 
 
-def test_points_are_hollow_and_lines_have_no_points():
+def test_points_and_the_marks_of_labels_are_hollow_and_lines_have_no_points():
     points, lines = sweep(MODEL, title="a").drawing, sweep({}, MODEL, title="a").drawing
-    assert points.count("fill: var(--bg)") == 2 * len(SIZES) and "fill: var(--bg)" not in lines
+    assert points.count("fill: var(--bg)") == 2 * len(SIZES) + 2 and "fill: var(--bg)" not in lines
 
 
 def test_the_spread_is_drawn_as_bars_within_the_axes():
@@ -52,6 +52,14 @@ def test_the_spread_is_drawn_as_bars_within_the_axes():
     ET.fromstring(with_bars.svg())
     with pytest.raises(ValueError, match="one value is 0"):
         sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a")
+
+
+def test_points_of_one_size_with_bars_stand_side_by_side():
+    spread = {name: {s: (t / 2, 2 * t) for s, t in of.items()} for name, of in MODEL.items()}
+    alone, together = ({name: MODEL[name] for name in names} for names in (["ring"], ["ring", "tree"]))
+    at = [re.findall(r'<use [^>]*x="([\d.]+)"', sweep(m, spread={n: spread[n] for n in m}, title="a").drawing) for m in (alone, together)]
+    columns = [len({float(x) for x in xs}) for xs in at]
+    assert columns[1] - columns[0] > len(SIZES)
 
 
 def test_five_labels_that_would_touch_lie_around_their_lines():
