@@ -7,6 +7,7 @@ import pytest
 from parallel101 import autograd
 from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
 from parallel101.viz.explore.collectives import FORMS, MOST_RANKS, OPERATIONS, ROOT, TOPOLOGIES
+from parallel101.viz.explore.prediction import verdict
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +30,96 @@ def rows(explorer) -> dict[str, list[str]]:
 # ── What all explorers have
 
 
+def predict(explorer, text: str, quantity: str | None = None) -> None:
+    explorer.prediction.value = text
+    if quantity is not None:
+        explorer.quantity.value = quantity
+
+
 def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
     explorer = explore_schedule("1f1b")
     before = explorer.html
     assert "your prediction" not in before
-    explorer.prediction.value = "a bubble of <30 %"
+    predict(explorer, "<30 %")
     move(explorer, stages=2, microbatches=4)
     assert explorer.html == before and "Press Run" in explorer.status.value
     explorer.run_button.click()
-    assert '<td rowspan="4">a bubble of &lt;30 %</td>' in explorer.html and rows(explorer)["bubble rate"] == ["20.0%", "20.0%"]
-    assert explorer.prediction.value == explorer.status.value == ""
+    assert "<strong>&lt;30 %</strong> ✗ too high" in explorer.html and rows(explorer)["bubble rate"] == ["20.0 %", "20.0 %"]
+    assert explorer.status.value == "bubble rate: you predicted &lt;30 %, it is 20.0 %: too high." and explorer.prediction.value == ""
+    predict(explorer, "a <b>ig one", "in words")
+    explorer.run_button.click()
+    assert "Your prediction: <strong>a &lt;b&gt;ig one</strong>" in explorer.html
     move(explorer, microbatches=2)
-    assert "&lt;30 %" not in explorer.html and rows(explorer)["bubble rate"][0] == "33.3%"
+    assert "prediction" not in explorer.html and rows(explorer)["bubble rate"][0] == "33.3 %"
 
 
-def test_a_page_without_a_kernel_gets_the_table_and_the_picture(collective):
+def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel_has_it():
+    explorer = explore_memory(7.5, ranks=4, zero_stage=2, predict="total")
+    assert explorer.quantity.value == "total" and "First predict the total" in explorer.status.value
+    assert "41.2 GB" not in explorer.output.outputs[0]["data"]["text/html"]
+    move(explorer, zero_stage=3)  # still to be predicted
+    assert "First predict" in explorer.status.value and "<table>" not in explorer.output.outputs[0]["data"]["text/html"]
+    assert "41.2 GB" in explorer._repr_mimebundle_()[0]["text/html"]
+    predict(explorer, "30 GB")
+    explorer.run_button.click()
+    assert "<strong>30 GB</strong> ✓ right" in explorer.output.outputs[0]["data"]["text/html"]
+    move(explorer, zero_stage=1)
+    assert rows(explorer)["total"] == ["52.5 GB", "120 GB"]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "result", "expected"),
+    [
+        ("6", "6", "right"),
+        ("7 steps", "6", "too high"),
+        ("27 %", "27.3 %", "right"),
+        ("27.0", "27.3 %", "too low"),
+        ("17 GB", "16.6 GB", "right"),
+        ("16600 MB", "16.6 GB", "right"),
+        ("16 GiB", "16.6 GB", "too high"),
+        ("1,024 bytes", "1 KiB", "right"),
+        ("0.25 ms", "252 µs", "right"),
+        ("3, 2, 1", "3, 2, 1", "right"),
+        ("3", "3, 2, 1", "right"),
+        ("3, 2", "3, 2, 1", "different"),
+        ("many", "6", ""),
+        ("6", "–", ""),
+    ],
+    ids=lambda value: value or "no verdict",
+)
+def test_a_prediction_is_right_if_the_result_rounds_to_it(prediction, result, expected):
+    assert verdict(prediction, result) == expected
+
+
+def test_a_page_without_a_kernel_gets_the_table_the_picture_and_how_to_change_them(collective):
     data, _ = collective._repr_mimebundle_()
-    assert data["text/html"] == collective.html and "<table>" in collective.html and "<figure" in collective.html
-    assert "application/vnd.jupyter.widget-view+json" in data
+    assert data["text/html"].endswith(collective.html) and "<table>" in collective.html and "<figure" in collective.html
+    assert (
+        "operation all_reduce, algorithm ring, world sim, ranks 4" in data["text/html"]
+        and "root" not in data["text/html"].partition("<div")[0]
+    )
+    assert "need a kernel" in data["text/html"] and "application/vnd.jupyter.widget-view+json" in data
+
+
+def test_an_interrupted_run_says_so_and_the_next_one_works(monkeypatch):
+    explorer = explore_schedule()
+
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(explorer, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            explorer.run_button.click()
+    assert "Interrupted" in explorer.status.value
+    move(explorer, stages=2)
+    assert "Interrupted" not in explorer.status.value and "2 ranks" in explorer.html
 
 
 @pytest.mark.parametrize("explorer", [explore_schedule, explore_memory], ids=["schedule", "memory"])
 def test_every_control_has_a_label_and_keeps_its_keys(explorer):
     explorer = explorer()
-    assert all(control.description for control in (*explorer.controls.values(), explorer.prediction, explorer.run_button))
+    assert all(control.description for control in (*explorer.controls.values(), explorer.quantity, explorer.run_button))
     assert "data-lm-suppress-shortcuts" in explorer.output.outputs[0]["data"]["text/html"]
 
 
@@ -64,7 +131,7 @@ def test_every_operation_and_algorithm_runs_and_equals_its_closed_form(collectiv
         move(collective, operation=operation)
         algorithm = collective.controls["algorithm"]
         assert algorithm.options == tuple(autograd.algorithms(operation))
-        assert collective.controls["root"].disabled == (operation not in ROOT)
+        assert collective.controls["root"].disabled == (operation not in ROOT) == (f"{operation} has no root" in collective.hint.value)
         for name in algorithm.options:
             algorithm.value = name
             assert "<figure" in collective.html
@@ -104,10 +171,16 @@ def test_ranks_root_and_numbers(collective):
 def test_worlds(collective):
     move(collective, operation="all_reduce", algorithm="ring", ranks=16, numbers=8, world="sim, NCCL's rules")
     assert rows(collective)["steps"][0] == "30"
+    move(collective, ranks=3, numbers=3, operation="all_gather", algorithm="direct")
+    assert rows(collective)["steps"] == ["3", "2"] and "waits for those before it in its rank&#x27;s queue" in collective.html
+    move(collective, operation="all_reduce", ranks=6, numbers=6, algorithm="recursive_doubling")
+    assert "two steps more than 4 ranks need" in collective.html and rows(collective)["steps"] == ["4", "4"]
+    move(collective, algorithm="ring", numbers=8)
     move(collective, ranks=4)
     assert all(run == form for run, form in rows(collective).values())
     move(collective, world="gloo")
     assert collective.controls["ranks"].max == MOST_RANKS["gloo"] and collective.controls["network"].disabled
+    assert "latency and bandwidth have no effect" in collective.hint.value
     found = rows(collective)
     assert found["steps"] == ["6", "6"] and found["busiest rank sends"] == ["96 B", "96 B"] and found["time"][1] == "–"
     move(collective, world="sim")
@@ -149,9 +222,9 @@ def test_memory_has_the_figures_of_zeros_table():
         move(explorer, zero_stage=stage)
         totals.append(rows(explorer)["total"])
         assert "<figure" in explorer.html and "Rank 0 is drawn" in explorer.html
-    assert totals == [["120 GB", total] for total in ("120 GB", "31.4 GB", "16.6 GB", "1.88 GB")]
+    assert totals == [[total, "120 GB"] for total in ("120 GB", "31.4 GB", "16.6 GB", "1.88 GB")]
     move(explorer, ranks=4, precision="fp32", billions=1.0)
-    assert rows(explorer)["weights"] == ["4 GB", "1 GB"] and "Rank 0 is drawn" not in explorer.html
+    assert rows(explorer)["weights"] == ["1 GB", "4 GB"] and "Rank 0 is drawn" not in explorer.html
 
 
 @pytest.mark.parametrize(
@@ -167,6 +240,7 @@ def test_memory_has_the_figures_of_zeros_table():
         (explore_collective, {"root": 4}, "root=4: expected a whole number from 0 to 3"),
         (explore_schedule, {"name": "2f2b"}, "schedule='2f2b' is unknown: expected one of 'gpipe'"),
         (explore_schedule, {"forward": 9}, r"F \(forward\)=9: expected a number from 0.5 to 4"),
+        (explore_memory, {"predict": "gigabytes"}, "predict='gigabytes' is unknown: expected one of 'total', 'weights'"),
         (explore_memory, {"ranks": 0}, "ranks=0: expected a number from 1 to 65536"),
         (explore_memory, {"zero_stage": 5}, "ZeRO stage=5 is unknown: expected one of 0, 1, 2, 3"),
     ],

@@ -1,9 +1,10 @@
-"""What all explorers are: controls, a field for a prediction, and the result of the last run with the prediction beside it.
+"""What all explorers are: controls, a prediction, and the result of the last run with the prediction beside it.
 
-[all_reduce ▾] [ring ▾]  ranks ──●──        each change runs again
-I predict [6 steps        ] [ Run ]         while a prediction is written, changes wait for "Run"
-         your prediction   this run
-steps    6 steps           6                an exported page, which has no kernel, keeps this table and the picture
+[all_reduce ▾] [ring ▾]  ranks ──●──              each change runs again
+all_reduce has no root.                           why a control is off
+I predict [steps ▾] [8          ] [ Run ]         while a prediction is written, changes wait for "Run"
+         this run   your prediction
+steps    6          8 ✗ too high                  an exported page, which has no kernel, keeps this table and the picture
 ┌──────────────────────────────────┐
 └──────────────────────────────────┘
 """
@@ -16,16 +17,20 @@ from typing import Any, NamedTuple
 
 import ipywidgets
 
+from parallel101.viz.explore.prediction import verdict
 from parallel101.viz.scene import Scene
 
-WIDE = {"width": "300px"}
+WIDE = {"width": "300px", "max_width": "100%"}
 STYLE = {"description_width": "110px"}
+IN_WORDS = "in words"  # a prediction of something that is not in the table
+HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # for screen readers only
 
 # ipywidgets can't set attributes from Python. Without the first, JupyterLab's shortcuts take the keys of sliders, menus and buttons. The
-# others name the parts of sliders, and let screen readers say that a prediction waits.
+# others name the parts of sliders and the field, and let screen readers say what a run has shown.
 ATTRIBUTES = """<script>setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer => {
   explorer.setAttribute("data-lm-suppress-shortcuts", "true");
   explorer.querySelector(".p101-status")?.setAttribute("aria-live", "polite");
+  explorer.querySelector(".p101-prediction input")?.setAttribute("aria-label", "my prediction");
   for (const slider of explorer.querySelectorAll(".widget-slider"))
     for (const part of slider.querySelectorAll("[role=slider], .widget-readout"))
       part.setAttribute("aria-label", slider.querySelector("label").textContent);
@@ -36,7 +41,7 @@ class Result(NamedTuple):
     """What a run shows."""
 
     picture: Scene | None
-    rows: Sequence[Sequence[str]]  # what, and a value for each column
+    rows: Sequence[Sequence[str]]  # what, and a value for each column; predictions are about the first
     columns: Sequence[str] = ("this run",)
     note: str = ""  # a sentence below the table
 
@@ -47,69 +52,99 @@ class Explorer(ipywidgets.VBox):
     Args:
         controls: widgets with a value, by the name of the argument that `run` takes.
         run: the values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in words in place of it.
-        adjust: called with the controls after each change, to set what else can be chosen.
+        adjust: called with the controls after each change, to set what else can be chosen. It returns sentences that say why.
+        quantities: rows of the result that can be predicted.
+        predict: one of them, for which the reader is asked before the first run is shown; None: it is shown at once.
 
     Attributes:
-        controls: as given. prediction: the reader's text. run_button: runs again. html: the last result.
+        controls: as given. quantity, prediction: what the reader predicts. run_button: runs again. html: the last result.
+
+    Raises:
+        ValueError: `predict` is not one of the quantities.
     """
 
-    def __init__(self, controls: Mapping[str, Any], run: Callable[..., Result], adjust: Callable[[Mapping[str, Any]], None] | None = None):
+    def __init__(
+        self,
+        controls: Mapping[str, Any],
+        run: Callable[..., Result],
+        adjust: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        *,
+        quantities: Sequence[str],
+        predict: str | None = None,
+    ):
         self.controls, self.run, self.adjust = controls, run, adjust
-        self.prediction = ipywidgets.Text(description="I predict", placeholder="write it before you change or run", style=STYLE)
-        self.prediction.layout.width = "450px"
+        self.quantity = menu("I predict", (*quantities, IN_WORDS), quantities[0] if predict is None else predict, argument="predict")
+        self.prediction = ipywidgets.Text(placeholder="first, then change or run", layout={"width": "220px", "max_width": "100%"})
+        self.prediction.add_class("p101-prediction")
         self.run_button = ipywidgets.Button(description="Run", tooltip="Run, and show the prediction beside the result")
-        self.status = ipywidgets.HTML()
+        self.hint, self.status, self.output = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.Output()
         self.status.add_class("p101-status")
-        self.output = ipywidgets.Output()
         self.html = ""
         self._adjusting = False
         row = {"flex_flow": "row wrap", "max_width": "960px"}
-        predict = ipywidgets.HBox([self.prediction, self.run_button, self.status], layout=row)
-        super().__init__([ipywidgets.HBox(list(controls.values()), layout=row), predict, self.output])
+        predicting = ipywidgets.HBox([self.quantity, self.prediction, self.run_button, self.status], layout=row)
+        super().__init__([ipywidgets.HBox(list(controls.values()), layout=row), self.hint, predicting, self.output])
         self.add_class("p101-explorer")
         for control in controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(lambda _: self._show())
         self._changed(None)
+        self._asked = predict is not None
+        if self._asked:  # the page without a kernel has the run already
+            self.status.value = f"First predict the {escape(str(predict))}, then press Run."
+            self._display("", "")
 
     def _changed(self, change: Any) -> None:
-        """Adjust the other controls, then run once; if there is a prediction, wait for the button."""
+        """Adjust the other controls, then run once; if there is a prediction, or one is asked for, wait for the button."""
         if self._adjusting:
             return
         self._adjusting = True
         try:
-            if self.adjust is not None:
-                self.adjust(self.controls)
+            why = self.adjust(self.controls)
         finally:
             self._adjusting = False
+        self.hint.value = f"<small>{escape(why)}</small>" if why else ""
         if self.prediction.value.strip():
             self.status.value = "Press Run to see whether it holds."
-        else:
+        elif change is None or not self._asked:
             self._show()
 
     def _show(self) -> None:
+        """Run, and show the result with the prediction."""
+        quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), "This can't run."
         try:
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""
-            self.html, plain = _table(result, self.prediction.value.strip()) + picture, _plain(result)
+            self.html, plain = _table(result, quantity, prediction) + picture, _plain(result)
+            spoken = _spoken(result, quantity, prediction)
         except (RuntimeError, ValueError, TimeoutError) as error:
-            self.html, plain = f"<p><strong>This can't run.</strong></p><pre>{escape(str(error))}</pre>", str(error)
-        self.prediction.value = self.status.value = ""
-        data = {"text/html": self.html + ATTRIBUTES, "text/plain": plain}
+            text = f'<pre style="white-space:pre-wrap">{escape(str(error))}</pre>'
+            self.html, plain = f"<p><strong>This can't run.</strong></p>{text}", str(error)
+        except KeyboardInterrupt:
+            self.status.value = "Interrupted. The result below is that of the last run that ended. Press Run to try again."
+            raise
+        self._asked, self.prediction.value = False, ""
+        self.status.value = spoken if prediction else f'<span style="{HIDDEN}">{spoken}</span>'
+        self._display(self.html + ATTRIBUTES, plain)
+
+    def _display(self, html: str, plain: str) -> None:
+        data = {"text/html": html or ATTRIBUTES, "text/plain": plain}
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live controls, and the last result as HTML for a page without a kernel."""
+        """The live controls, and for a page without a kernel: the last result as HTML, how it was set, and how to change it."""
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, "text/html": self.html}, metadata
+        chosen = ", ".join(f"{c.description} {c.value}" for c in self.controls.values() if not c.disabled)
+        how = "The controls need a kernel: run <code>make lab</code>, open this notebook and run its cells."
+        return {**data, "text/html": f"<p>One run, with {escape(chosen)}. {how}</p>{self.html}"}, metadata
 
 
-def menu(name: str, options: Iterable[Any], value: Any) -> Any:
+def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> Any:
     """A menu. Raises ValueError if the value is not one of the options."""
     options = tuple(options)
     if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: expected one of {', '.join(map(repr, options))}")
+        raise ValueError(f"{argument or name}={value!r} is unknown: expected one of {', '.join(map(repr, options))}")
     return ipywidgets.Dropdown(description=name, options=options, value=value, layout=WIDE, style=STYLE)
 
 
@@ -122,18 +157,36 @@ def slider(name: str, low: float, high: float, value: float, step: float = 1) ->
     return kind(value, description=name, min=low, max=high, step=step, continuous_update=False, layout=WIDE, style=STYLE)
 
 
-def _table(result: Result, prediction: str) -> str:
-    """The rows; if there is a prediction, with a column over all of them for it."""
-    guess = f'<td rowspan="{len(result.rows)}">{escape(prediction)}</td>' if prediction else ""
-    columns = (*(["your prediction"] if prediction else []), *result.columns)
+def _table(result: Result, quantity: str, prediction: str) -> str:
+    """The rows; a prediction of one of them in a last column, and one in words above them."""
+    foretold = dict.fromkeys((row[0] for row in result.rows), "")
+    above = ""
+    if prediction and quantity in foretold:
+        value = next(row[1] for row in result.rows if row[0] == quantity)
+        foretold[quantity] = f"<strong>{escape(prediction)}</strong> {MARKS.get(said := verdict(prediction, value), '')} {said}"
+    elif prediction:
+        above = f"<p>Your prediction: <strong>{escape(prediction)}</strong></p>"
+    columns = (*result.columns, *(["your prediction"] if any(foretold.values()) else []))
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    rows = [
-        f'<tr><th scope="row">{escape(what)}</th>{"" if i else guess}{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>'
-        for i, (what, *values) in enumerate(result.rows)
-    ]
+    rows = []
+    for what, *values in result.rows:
+        cells = [escape(value) for value in values] + ([foretold[what]] if any(foretold.values()) else [])
+        rows.append(f'<tr><th scope="row">{escape(what)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
     note = f"<p>{escape(result.note)}</p>" if result.note else ""
     table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<div style="overflow-x:auto;margin-bottom:12px">{table}{note}</div>'
+    return f'<div style="overflow-x:auto;margin-bottom:12px">{above}{table}{note}</div>'
+
+
+MARKS = {"right": "✓", "too low": "✗", "too high": "✗", "different": "✗"}
+
+
+def _spoken(result: Result, quantity: str, prediction: str) -> str:
+    """One sentence about the run, for the line beside the button and for screen readers."""
+    shown = {row[0]: row[1] for row in result.rows}
+    if quantity in shown and prediction:
+        said = verdict(prediction, shown[quantity])
+        return escape(f"{quantity}: you predicted {prediction}, it is {shown[quantity]}" + (f": {said}." if said else "."))
+    return escape(", ".join(f"{what} {value}" for what, value in shown.items() if value != "–") + ".")
 
 
 def _plain(result: Result) -> str:

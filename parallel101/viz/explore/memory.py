@@ -16,10 +16,14 @@ from parallel101.record.units import decimal_bytes
 from parallel101.viz.explore.explorer import STYLE, WIDE, Explorer, Result, menu
 from parallel101.viz.memory import memory_scene
 
+KINDS = ("weights", "gradients", "optimizer state")
+QUANTITIES = ("total", *KINDS)
 MOST_DRAWN = 8  # ranks; of more, rank 0 stands for all
 
 
-def explore_memory(billions: float = 7.5, *, ranks: int = 64, zero_stage: int = 2, precision: str = "mixed") -> Explorer:
+def explore_memory(
+    billions: float = 7.5, *, ranks: int = 64, zero_stage: int = 2, precision: str = "mixed", predict: str | None = None
+) -> Explorer:
     """Draw what a rank holds of a model's states while it is trained with Adam.
 
     Args:
@@ -27,6 +31,7 @@ def explore_memory(billions: float = 7.5, *, ranks: int = 64, zero_stage: int = 
         ranks: number of ranks that share the states.
         zero_stage: 0 (none shared), 1, 2 or 3.
         precision: one of `parallel101.cost.PRECISIONS`.
+        predict: one of QUANTITIES, for which the reader is asked before the bytes are shown.
 
     Raises:
         ValueError: an unknown setting, or a number outside its field's range.
@@ -37,7 +42,7 @@ def explore_memory(billions: float = 7.5, *, ranks: int = 64, zero_stage: int = 
         "zero_stage": menu("ZeRO stage", (0, 1, 2, 3), zero_stage),
         "precision": menu("precision", PRECISIONS, precision),
     }
-    return Explorer(controls, run)
+    return Explorer(controls, run, quantities=QUANTITIES, predict=predict)
 
 
 def field(name: str, kind: Any, low: float, high: float, value: float) -> Any:
@@ -57,13 +62,10 @@ def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Result:
         "one process": holdings(alone, range(1)),
         f"ZeRO-{zero_stage} on {ranks} ranks" if zero_stage else f"{ranks} replicas": holdings(shared, drawn),
     }
-    rows = [(kind, decimal_bytes(one), decimal_bytes(of)) for kind, one, of in zip(KINDS, alone, shared)]
-    rows.append(("total", decimal_bytes(alone.total), decimal_bytes(shared.total)))
+    rows = [(kind, decimal_bytes(of), decimal_bytes(one)) for kind, of, one in zip(KINDS, shared, alone)]
+    rows.append(("total", decimal_bytes(shared.total), decimal_bytes(alone.total)))
     note = PRECISIONS[precision].words + (" Rank 0 is drawn; the others hold as much." if ranks > MOST_DRAWN else "")
-    return Result(memory_scene(panels, title="Model states per rank"), rows, ("one process", "each rank"), note)
-
-
-KINDS = ("weights", "gradients", "optimizer state")
+    return Result(memory_scene(panels, title="Model states per rank"), rows, ("each rank", "one process"), note)
 
 
 def holdings(states: ModelStates, ranks: range) -> Any:

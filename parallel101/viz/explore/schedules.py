@@ -14,6 +14,8 @@ from parallel101.trainers.schedules.schedule import SCHEDULES, schedule
 from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
 from parallel101.viz.pipeline import duration
 
+QUANTITIES = ("bubble rate", "it is idle", "activations held, by rank")
+
 
 def explore_schedule(
     name: str = "1f1b",
@@ -25,6 +27,7 @@ def explore_schedule(
     weight_grad: float = 1,
     chunks: int = 2,
     communication: float = 0,
+    predict: str | None = None,
 ) -> Explorer:
     """Draw a pipeline schedule, and compare its idle time with the closed form.
 
@@ -33,6 +36,7 @@ def explore_schedule(
         stages: number of ranks. chunks: stages on each rank, for "interleaved".
         forward, input_grad, weight_grad: time of F, I and W of one microbatch on one rank.
         communication: time until a result arrives at the next rank.
+        predict: one of QUANTITIES, for which the reader is asked before the schedule is shown.
 
     Raises:
         ValueError: an unknown schedule, or a number outside its slider's range.
@@ -47,12 +51,14 @@ def explore_schedule(
         "weight_grad": slider("W (weights)", 0.5, 4, weight_grad, 0.5),
         "communication": slider("communication", 0, 2, communication, 0.1),
     }
-    return Explorer(controls, run, adjust)
+    return Explorer(controls, run, adjust, quantities=QUANTITIES, predict=predict)
 
 
-def adjust(controls: Mapping[str, Any]) -> None:
+def adjust(controls: Mapping[str, Any]) -> str:
     """Only interleaved schedules have several chunks."""
-    controls["chunks"].disabled = controls["name"].value != "interleaved"
+    name = controls["name"].value
+    controls["chunks"].disabled = name != "interleaved"
+    return f"{name} has one stage on each rank, so chunks has no effect." if name != "interleaved" else ""
 
 
 def run(
@@ -74,9 +80,9 @@ def run(
     cost = work / (1 - times.bubble_rate)
     idle = idle_time(name, stages, microbatches, v, forward, input_grad, weight_grad, communication)
     rows = [
-        ("a rank works", duration(work, False), "M (F + I + W)"),
+        ("a rank works", duration(work, False), f"M (F + I + W) = {duration(work, False)}"),
         ("it is idle", duration(cost - work, False), "–" if idle is None else f"{IDLE[name]} = {duration(idle, False)}"),
-        ("bubble rate", f"{times.bubble_rate:.1%}", "–" if idle is None else f"{idle / (work + idle):.1%}"),
+        ("bubble rate", f"{100 * times.bubble_rate:.1f} %", "–" if idle is None else f"{100 * idle / (work + idle):.1f} %"),
         ("activations held, by rank", ", ".join(map(str, times.peak_activations)), ""),
     ]
     note = "" if idle is not None else "The closed form needs free communication, enough microbatches, and W not longer than F and I."
