@@ -277,7 +277,7 @@ IN_PICTURES = {  # text in a picture
         "path-seven": ["Timeline", "7 s"],
         "fit-picture": ["A message between two processes"],
         "both-ways-watch": ["Bidirectional ring all-gather"],
-        "explorer-run": ["Ring all-reduce"],
+        "explorer-run": ["Recursive-doubling all-reduce"],
         "nccl-picture": ["model of an all-reduce on 4 nodes"],
     },
     "03_adjoints": {
@@ -304,7 +304,7 @@ IN_PICTURES = {  # text in a picture
         "stages-run": ["Memory per rank"],
         "lanes-sim": ["on demand: 32.4 s", "prefetched: 20.4 s"],
         "real-lanes": ["ZeRO-3: "],
-        "explorer-run": ["Model states per rank", "<td>120 GB</td><td>120 GB</td>"],
+        "explorer-run": ["Model states per rank", "<td>41.2 GB</td><td>120 GB</td>"],
         "save-run": ["never stopped: 4.", "2 ranks, then 1: 4."],
     },
     "06_tensor_parallel": {

@@ -152,7 +152,9 @@ def run(
         note = f"{ranks} is no power of two: {algorithm} first lets ranks work in pairs, {more}. {note}".strip()
     rows = [(what, counted[what], expected.get(what, "–")) for what in QUANTITIES]
     if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
-        note = f"Under NCCL's rules, a message also waits for those before it in its rank's queue. The closed form has no queues. {note}".strip()
+        note = (
+            f"Under NCCL's rules, a message also waits for those before it in its rank's queue. The formula has no queues. {note}".strip()
+        )
     return Result(ran.animate(), rows, ("this run", "closed form"), note)
 
 

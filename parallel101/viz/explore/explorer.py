@@ -132,12 +132,11 @@ class Explorer(ipywidgets.VBox):
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live controls, and for a page without a kernel: the last result as HTML, how it was set, and how to change it."""
+        """The live controls, and for a page without a kernel, which names what it needs: the last result as HTML, and how it was set."""
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         chosen = ", ".join(f"{c.description} {c.value}" for c in self.controls.values() if not c.disabled)
-        how = "The controls need a kernel: run <code>make lab</code>, open this notebook and run its cells."
-        return {**data, "text/html": f"<p>One run, with {escape(chosen)}. {how}</p>{self.html}"}, metadata
+        return {**data, "text/html": f"<p>One run, with {escape(chosen)}.</p>{self.html}"}, metadata
 
 
 def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> Any:
