@@ -63,7 +63,7 @@ class Run:
 
         return collective_scene(self._recorded("animate"), self.results, title=title, watched=self.watched)
 
-    def timeline(self, *, critical_path: bool = False):
+    def timeline(self, title: str = "Timeline", *, critical_path: bool = False):
         """Every rank's sends, receives, collectives and spans over time, as a picture.
 
         With `critical_path`, it shows the chain of messages and compute that ends last, and says what lies on it.
@@ -71,19 +71,19 @@ class Run:
         """
         from parallel101.viz.timeline import timeline_scene
 
-        return timeline_scene(self._recorded("timeline"), critical_path=critical_path)
+        return timeline_scene(self._recorded("timeline"), title=title, critical_path=critical_path)
 
-    def traffic(self):
+    def traffic(self, title: str = "Who sends to whom"):
         """Who sent how much to whom, as squares of ranks × ranks. Raises ValueError when the run was not recorded."""
         from parallel101.viz.between_ranks import traffic_scene
 
-        return traffic_scene(self._recorded("traffic"))
+        return traffic_scene(self._recorded("traffic"), title)
 
-    def before_after(self):
+    def before_after(self, title: str | None = None):
         """What each rank was given and what it returned, as two matrices of blocks. For a run of `p101.watch`; others raise ValueError."""
         from parallel101.viz.before_after import before_after_scene
 
-        return before_after_scene(self._recorded("before_after"), self.results, self.watched)
+        return before_after_scene(self._recorded("before_after"), self.results, self.watched, title)
 
     def _recorded(self, method: str) -> Trace:
         if self.trace is None:

@@ -216,7 +216,7 @@ class Captions:
         replay = self.replay
         n, links = len(replay.ranks), replay.topology.links
         if replay.topology.wrap_around and replay.topology.closed:
-            return "Torus"
+            return "Two-level" if self.operation == "all-reduce" and self._two_level else "Torus"
         rounds = (1, 2) if self.operation == "all-reduce" else (1,)  # with more messages, ranks pass on what others sent
         if len(links) == n * (n - 1) and len(replay.messages) in [len(links) * k for k in rounds]:
             return "Pairwise" if self._one_by_one else "Direct"
@@ -228,6 +228,17 @@ class Captions:
         grows = any(b > a for a, b in zip(sizes, sizes[1:], strict=False))
         shrinks = any(b < a for a, b in zip(sizes, sizes[1:], strict=False))
         return "Halving and doubling" if grows and shrinks else "Recursive-halving" if shrinks else "Recursive-doubling"
+
+    @cached_property
+    def _two_level(self) -> bool:
+        """Whether all chunks on a grid are first sent along the rows, in one direction. On a torus they start along all its links."""
+        replay, place, ways = self.replay, self.replay.topology.order.index, dict[int, bool]()
+        for i in (i for step in range(replay.steps) for i in replay.in_step(step)):
+            m, columns = replay.messages[i], replay.topology.columns
+            for landing in replay.landings[i]:
+                ways.setdefault(landing.chunk, place(m.src) // columns == place(m.dst) // columns)
+        arcs = replay.topology.wrap_around
+        return set(ways.values()) == {True} and not any((b, a) in arcs for a, b in arcs)
 
     @cached_property
     def _one_by_one(self) -> bool:

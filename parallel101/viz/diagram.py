@@ -43,7 +43,7 @@ def diagram_of(topology: Topology) -> Diagram:
     if topology.kind == "tree":
         return Diagram(topology, *_tree(topology), CORNER)
     if topology.kind == "grid":
-        return Diagram(topology, *_grid(order, topology.columns), CORNER)
+        return Diagram(topology, *_grid(topology), CORNER)
     return Diagram(topology, _circle(order), _node(n), CORNER)
 
 
@@ -85,10 +85,12 @@ def _tree(topology: Topology) -> tuple[dict[int, Point], float]:
     return {rank: (left + across * column[rank], top + down * level[rank]) for rank in column}, min(25.0, 0.36 * across, 0.34 * down)
 
 
-def _grid(order: list[int], columns: int) -> tuple[dict[int, Point], float]:
-    rows = len(order) // columns
-    across, down = min(104.0, 300.0 / max(columns - 1, 1)), min(100.0, 200.0 / max(rows - 1, 1))
+def _grid(topology: Topology) -> tuple[dict[int, Point], float]:
+    """Rows × columns, with room for arcs at the right of the columns if a column is closed."""
+    order, columns = topology.order, topology.columns
+    rows, beside = len(order) // columns, any((order.index(a) - order.index(b)) % columns == 0 for a, b in topology.wrap_around)
+    across, down = min(104.0, (250.0 if beside else 300.0) / max(columns - 1, 1)), min(100.0, 200.0 / max(rows - 1, 1))
     middle = 306.0 if rows < 4 else 298.0  # below the ring that counts the steps
-    left, top = ASIDE[0] - across * (columns - 1) / 2, middle - down * (rows - 1) / 2
+    left, top = ASIDE[0] - 25 * beside - across * (columns - 1) / 2, middle - down * (rows - 1) / 2
     at = {rank: (left + across * (i % columns), top + down * (i // columns)) for i, rank in enumerate(order)}
     return at, min(25.0, 0.3 * across, 0.3 * down)

@@ -14,6 +14,7 @@ from parallel101.viz.scene import Node, Scene
 from parallel101.viz.timing import Timing
 
 MOST_TILES = 4  # chunks of one message that are drawn one by one
+LEGIBLE = 16.0  # a tile that is less high shows no bytes, and of many chunks only their number
 STYLE = (
     ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}"
     ".zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}"
@@ -63,6 +64,9 @@ def _path(diagram: Diagram, a: int, b: int, margin: float = 0.0) -> list[Point]:
         ux, uy = (x1 - x0) / length, (y1 - y0) / length
         return [(x0 + ux * reach, y0 + uy * reach), (x1 - ux * reach, y1 - uy * reach)]
     bow = 2.3 * diagram.node + 0.12 * math.hypot(x1 - x0, y1 - y0)  # arcs along a row bend upwards, arcs along a column to the right
+    bow = (
+        max(bow, 4 * tile_size(diagram) + 12) if two_way_arcs(diagram) else bow
+    )  # four tiles side by side: both ways, straight and on the arc
     mx, my = ((x0 + x1) / 2, y0 - bow) if abs(y1 - y0) < 1 else (x0 + bow, (y0 + y1) / 2)
     return [p for p in _curve((x0, y0), (mx, my), (x1, y1)) if min(math.dist(p, (x0, y0)), math.dist(p, (x1, y1))) >= reach - 1]
 
@@ -80,9 +84,9 @@ def _ranks(panel: Node, diagram: Diagram) -> None:
         panel.add("text", "rank", x=diagram.at[top][0], y=diagram.at[top][1] - diagram.node - 7, font_size=12, class_="m c")
 
     for name, vertical in zip(topology.axes, (False, True)):
-        if name:  # of a mesh: along the lowest row, and along the first column
-            (x0, y0), (x1, y1) = diagram.at[topology.order[0]], diagram.at[topology.order[-1]]
-            at = (x0 - diagram.node - 12, (y0 + y1) / 2) if vertical else ((x0 + x1) / 2, y1 + diagram.node + 13)
+        if name:  # of a mesh: below a rank of the lowest row, and along the first column
+            (x0, y0), (x1, y1) = diagram.at[topology.order[0]], diagram.at[topology.order[-1 - topology.columns // 2]]
+            at = (x0 - diagram.node - 12, (y0 + y1) / 2) if vertical else (x1, y1 + diagram.node + 13)
             turned = f"rotate(-90 {at[0]:.1f} {at[1]:.1f})" if vertical else None
             panel.add("text", f"← {name}" if vertical else f"{name} →", x=at[0], y=at[1], font_size=13, class_="m c", transform=turned)
 
@@ -123,12 +127,14 @@ def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> 
         tiles = panel.add("g").show((timing.start(step), timing.arrival(step)))
         flashes = panel.add("g").show((timing.arrival(step), timing.start(step + 1)))
         pairs = {(replay.messages[i].src, replay.messages[i].dst) for i in indices}
+        sizes = [tile_box(replay, i, tile_size(diagram)) for i in indices]
+        largest = max(width for width, _ in sizes), max(height for _, height in sizes)
         for rank in sorted({replay.messages[i].dst for i in indices}):
             mine = [i for i in indices if replay.messages[i].dst == rank]
             _flash(flashes, diagram, rank, [landing for i in mine for landing in replay.landings[i]] if replay.known else [])
         for i in indices:
             m = replay.messages[i]
-            points = flight(diagram, m.src, m.dst, both_ways=(m.dst, m.src) in pairs)
+            points = flight(diagram, m.src, m.dst, (m.dst, m.src) in pairs, largest)
             leaves, arrives = timing.flight(i)
             tile = _tile(tiles, replay, i, tile_size(diagram))
             last = len(points) - 1
@@ -136,21 +142,31 @@ def _messages(panel: Node, replay: Replay, diagram: Diagram, timing: Timing) -> 
             tile.key("translate", *frames, mode="ease" if last == 1 else "linear")
 
 
-def flight(diagram: Diagram, src: int, dst: int, both_ways: bool) -> list[Point]:
-    """The way of a tile. On a circle it goes around the centre, where the tiles of a step would otherwise meet and hide each other."""
-    points, side = _path(diagram, src, dst), tile_size(diagram)
-    n = len(diagram.topology.order)
-    if diagram.topology.kind == "circle" and n > 3:
-        (x0, y0), (x1, y1) = points[0], points[-1]
-        mx, my = (x0 + x1) / 2 - ASIDE[0], (y0 + y1) / 2 - ASIDE[1]  # the middle of the way, seen from the centre
-        clear, near = max(n * (side + 4) / (2 * math.pi), 1.2 * side), math.hypot(mx, my)
-        if near < clear:
-            length = math.hypot(x1 - x0, y1 - y0) or 1.0
-            right = -(y1 - y0) / length, (x1 - x0) / length
-            ux, uy = right if both_ways or near < 1 else (mx / near, my / near)
-            cx, cy = 2 * clear * ux - mx + ASIDE[0], 2 * clear * uy - my + ASIDE[1]  # so that the curve's middle is `clear` from the centre
-            return _curve((x0, y0), (cx, cy), (x1, y1))
-    return _aside(points, 0.5 * side + 2) if both_ways else points  # both directions at once: each keeps to its right
+def flight(diagram: Diagram, src: int, dst: int, both_ways: bool, tile: Point) -> list[Point]:
+    """The way of a tile, of which the largest in its step has this width and height.
+
+    On a circle it goes around the centre, where the tiles of a step would otherwise meet, and inside the ranks that it would hide.
+    """
+    points = _path(diagram, src, dst)
+    order, large = diagram.topology.order, sum(tile) / 2
+    n, far = len(order), abs(order.index(src) - order.index(dst))
+    if diagram.topology.kind != "circle" or n <= 3 or far in (1, n - 1):
+        return _aside(points, tile) if both_ways else points  # both directions at once: each keeps to its right
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    mx, my = (x0 + x1) / 2 - ASIDE[0], (y0 + y1) / 2 - ASIDE[1]  # the middle of the way, seen from the centre
+    near, length = math.hypot(mx, my), math.hypot(x1 - x0, y1 - y0)
+    clear = max(n * (large + 4) / (2 * math.pi), 1.2 * large)
+    rim = math.dist(diagram.at[src], ASIDE) - diagram.node - large / 2 - 2  # the furthest from the centre that hides no rank
+    right = -(y1 - y0) / length, (x1 - x0) / length
+    if near < clear:
+        ux, uy = right if both_ways or near < 1 else (mx / near, my / near)
+        middle = clear
+    else:
+        ux, uy = mx / near, my / near
+        outside = both_ways and ux * right[0] + uy * right[1] > 0
+        middle = min(near + both_ways * (large / 2 + 2), rim) - (0 if outside or not both_ways else large + 4)
+    cx, cy = 2 * middle * ux - mx + ASIDE[0], 2 * middle * uy - my + ASIDE[1]  # so that the curve's middle is so far from the centre
+    return _curve((x0, y0), (cx, cy), (x1, y1))
 
 
 def _curve(start: Point, control: Point, end: Point) -> list[Point]:
@@ -160,9 +176,12 @@ def _curve(start: Point, control: Point, end: Point) -> list[Point]:
     return [(a * x0 + b * mx + c * x1, a * y0 + b * my + c * y1) for a, b, c in weights]
 
 
-def _aside(points: list[Point], shift: float) -> list[Point]:
+def _aside(points: list[Point], tile: Point) -> list[Point]:
+    """The same way, moved to its right, so that tiles in both directions pass each other."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     length = math.hypot(x1 - x0, y1 - y0) or 1.0
+    across, down = abs(y1 - y0) / length, abs(x1 - x0) / length
+    shift = min(tile[0] / max(across, 0.01), tile[1] / max(down, 0.01)) / 2 + 2
     return [(x - (y1 - y0) / length * shift, y + (x1 - x0) / length * shift) for x, y in points]
 
 
@@ -178,51 +197,83 @@ def _flash(parent: Node, diagram: Diagram, rank: int, landings: list) -> None:
         parent.add("path", d=f"M{bx - arm:.1f} {by:.1f}h{2 * arm:.1f}M{bx:.1f} {by - arm:.1f}v{2 * arm:.1f}", class_="plus")
 
 
+def two_way_arcs(diagram: Diagram) -> bool:
+    """Whether messages go both ways around the end of a row or column."""
+    arcs = diagram.topology.wrap_around
+    return any((b, a) in arcs for a, b in arcs)
+
+
 def tile_size(diagram: Diagram) -> float:
-    """The height of a tile, small enough to leave the rank behind it visible."""
-    return min(28.0, max(9.0, 1.15 * diagram.node))
+    """The height of a tile, small enough to leave the rank behind it visible, and to let four of them pass each other on a torus."""
+    size = min(28.0, max(9.0, 1.15 * diagram.node))
+    places = list(diagram.at.values())
+    return min(size, (math.dist(places[0], places[diagram.topology.columns]) - 10) / 4) if two_way_arcs(diagram) else size
+
+
+def tile_box(replay: Replay, index: int, side: float) -> Point:
+    """The width and height of a message's tile, if that of one chunk is `side` wide."""
+    landings = replay.landings[index] if replay.known else []
+    if not landings:
+        return max(side, _bytes_width(_bytes_text(replay, index, side), side)), 0.72 * side
+    if len(landings) > MOST_TILES:
+        return max(side, 0.35 * side * len(_pack_text(replay, landings, side)) + 12), side
+    return ((side, side), (1.44 * side, side), (1.24 * side, 1.24 * side))[min(len(landings), 3) - 1]
 
 
 def _tile(parent: Node, replay: Replay, index: int, side: float) -> Node:
     """A message as it moves: a lettered tile for each chunk in it, or its bytes if the contents are unknown."""
-    tile = parent.add("g")
-    if not replay.known:
-        _bytes(tile, human_bytes(replay.messages[index].nbytes), side)
-    elif not replay.landings[index]:
-        _bytes(tile, "0 B" if replay.messages[index].nbytes == 0 else "–", side)
-    elif len(replay.landings[index]) > MOST_TILES:
-        _pack(tile, replay, replay.landings[index], side)
+    tile, landings, box = parent.add("g"), replay.landings[index] if replay.known else [], tile_box(replay, index, side)
+    if not landings:
+        _bytes(tile, _bytes_text(replay, index, side), box)
+    elif len(landings) > MOST_TILES:
+        _pack(tile, landings, _pack_text(replay, landings, side), box)
     else:
-        _letters(tile, replay, replay.landings[index], side)
+        _letters(tile, replay, landings, box)
     return tile
 
 
-def _bytes(tile: Node, text: str, side: float) -> None:
-    font = 0.47 * side
-    width = max(side, 0.65 * font * len(text) + 10)
-    tile.add("rect", x=-width / 2, y=-side * 0.36, width=width, height=side * 0.72, rx=5, class_="k plain")
-    if side > 12:
-        tile.add("text", text, y=font * 0.36, font_size=font, class_="b c on")
+def _bytes_text(replay: Replay, index: int, side: float) -> str:
+    """The bytes of a message. "" if they are too many letters for its tile; the sentence of the step has them too."""
+    nbytes = replay.messages[index].nbytes
+    text = human_bytes(nbytes) if not replay.known or not nbytes else "–"
+    fits = side > LEGIBLE and (replay.topology.kind != "circle" or _bytes_width(text, side) < 1.7 * side)
+    return text if fits else ""
 
 
-def _letters(tile: Node, replay: Replay, landings: list[Landing], side: float) -> None:
-    width, font = side if len(landings) == 1 else 0.72 * side, 0.57 * side
+def _bytes_width(text: str, side: float) -> float:
+    return 0.31 * side * len(text) + 10
+
+
+def _bytes(tile: Node, text: str, box: Point) -> None:
+    width, height = box
+    tile.add("rect", x=-width / 2, y=-height / 2, width=width, height=height, rx=5, class_="k plain")
+    if text:
+        tile.add("text", text, y=0.23 * height, font_size=0.65 * height, class_="b c on")
+
+
+def _letters(tile: Node, replay: Replay, landings: list[Landing], box: Point) -> None:
+    """A square for each chunk: up to two side by side, up to four in two rows."""
+    columns, rows = min(len(landings), 2), -(-len(landings) // 2)
+    width, height = box[0] / columns, box[1] / rows
+    font = min(0.57 * height, 0.8 * width)
     for k, landing in enumerate(landings):
-        x, colour = (k - (len(landings) - 1) / 2) * width, landing.chunk % 8
-        rim = "bad" if any(count > 1 for count in landing.carried) else "k"
+        x, y = (k % columns - (columns - 1) / 2) * width, (k // columns - (rows - 1) / 2) * height
+        colour, rim = landing.chunk % 8, "bad" if any(count > 1 for count in landing.carried) else "k"
         look, ink = (f"f{colour} {rim}", f"b c o{colour}") if any(landing.carried) else ("gone", "b c")  # memory that was never written
-        tile.add("rect", x=x - width / 2, y=-side / 2, width=width, height=side, rx=side * 0.21, class_=look)
-        tile.add("text", replay.chunks[landing.chunk].label, x=x, y=font * 0.32, font_size=font, class_=ink)
+        tile.add("rect", x=x - width / 2, y=y - height / 2, width=width, height=height, rx=0.21 * min(width, height), class_=look)
+        tile.add("text", replay.chunks[landing.chunk].label, x=x, y=y + font * 0.32, font_size=font, class_=ink)
 
 
-def _pack(tile: Node, replay: Replay, landings: list[Landing], side: float) -> None:
-    """Many chunks in one tile: the first and last letter above a band of all their colours."""
+def _pack_text(replay: Replay, landings: list[Landing], side: float) -> str:
     text = chunk_letters([replay.chunks[landing.chunk].label for landing in landings])
-    text = text if "–" in text else f"{len(landings)} chunks"
-    font = 0.51 * side
-    width = max(side, 0.67 * font * len(text) + 12)
-    each = (width - 8) / len(landings)
-    tile.add("rect", x=-width / 2, y=-side / 2, width=width, height=side, rx=6, class_="pack")
+    return text if "–" in text else f"{len(landings)} chunks" if side > LEGIBLE else str(len(landings))
+
+
+def _pack(tile: Node, landings: list[Landing], text: str, box: Point) -> None:
+    """Many chunks in one tile: the first and last letter, or their number, above a band of all their colours."""
+    width, height = box
+    each, font = (width - 8) / len(landings), 0.51 * height
+    tile.add("rect", x=-width / 2, y=-height / 2, width=width, height=height, rx=6, class_="pack")
     for k, landing in enumerate(landings):
-        tile.add("rect", x=-width / 2 + 4 + k * each, y=side * 0.2, width=each, height=side * 0.18, class_=f"f{landing.chunk % 8}")
+        tile.add("rect", x=-width / 2 + 4 + k * each, y=height * 0.2, width=each, height=height * 0.18, class_=f"f{landing.chunk % 8}")
     tile.add("text", text, y=font * 0.11, font_size=font, class_="b c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 
 from parallel101.record.events import NO_GROUP, Event
@@ -18,3 +19,27 @@ def titled(scene: Scene, word: str) -> list[ET.Element]:
     """The rectangles whose tooltip contains this word."""
     root = ET.fromstring(scene.svg())
     return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
+
+
+def text_boxes(scene: Scene, t: float) -> list[tuple[str, float, float, float, float]]:
+    """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a letter is 0.52 of the font size wide."""
+    found = []
+
+    def walk(node: ET.Element, dx: float, dy: float, scale: float) -> None:
+        moved = re.search(r"translate\((\S+?),(\S+?)\)", node.get("transform", ""))
+        scaled = re.search(r"scale\((\S+?)\)", node.get("transform", ""))
+        if moved:
+            dx, dy = dx + scale * float(moved[1]), dy + scale * float(moved[2])
+        scale *= float(scaled[1]) if scaled else 1.0
+        if node.tag == f"{SVG}text" and "rotate" not in node.get("transform", ""):
+            text, classes = "".join(node.itertext()), node.get("class", "").split()
+            size = float(node.get("font-size", 19 if "h" in classes else 10 if "flagged" in classes else 14))
+            width = max(0.52 * len(text), 0.65) * size * scale
+            left = dx + scale * float(node.get("x", 0)) - (width / 2 if "c" in classes else width if "e" in classes else 0)
+            below = dy + scale * float(node.get("y", 0))
+            found.append((text, left, below - 0.72 * size * scale, left + width, below + 0.2 * size * scale))
+        for child in node:
+            walk(child, dx, dy, scale)
+
+    walk(ET.fromstring(scene.svg(t)), 0.0, 0.0, 1.0)
+    return found

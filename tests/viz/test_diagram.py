@@ -51,11 +51,12 @@ def test_tiles_do_not_hide_each_other_in_the_middle_of_a_step(n):
     steps += [[(i, i ^ k) for i in range(n)] for k in (1, 2, 4, 8) if k < n] if n & (n - 1) == 0 else []
     diagram = diagram_of(topology_of(range(n), [pair for step in steps for pair in step]))
     assert diagram.topology.kind == "circle"
+    side = tile_size(diagram)
     for step in steps:
-        ways = [flight(diagram, src, dst, (dst, src) in step) for src, dst in step]
+        ways = [flight(diagram, src, dst, (dst, src) in step, (side, side)) for src, dst in step]
         middles = [points[len(points) // 2] if len(points) > 2 else tuple((a + b) / 2 for a, b in zip(*points)) for points in ways]
         apart = min(max(abs(x - u), abs(y - v)) for (x, y), (u, v) in itertools.combinations(middles, 2))
-        assert apart >= 0.8 * tile_size(diagram), (step, apart)
+        assert apart >= 0.8 * side, (step, apart)
 
 
 def test_a_mesh_is_drawn_with_its_axes():

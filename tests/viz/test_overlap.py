@@ -1,0 +1,57 @@
+"""No two texts of a picture overlap, whatever the algorithm and the number of ranks: rank numbers, tiles in flight, labels."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+from parallel101.viz.collective import collective_scene
+from tests.viz import programs as p
+from tests.viz.drawn import text_boxes
+from tests.viz.programs import recorded
+
+
+def on_a_mesh(rows, columns, operation, algorithm, x):
+    mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("dp", "tp"))
+    return getattr(p101, operation)(x, group=mesh, algorithm=algorithm)
+
+
+CASES = {
+    "ring, both ways": (partial(p101.all_reduce, algorithm="bidirectional_ring"), 8, 8),
+    "doubling, 8 ranks": (p.doubling_all_reduce, 8, 1),
+    "doubling, 16 ranks": (p.doubling_all_gather, 16, 1),
+    "halving and doubling": (partial(p101.all_reduce, algorithm="rabenseifner"), 8, 8),
+    "Bruck, 16 ranks": (partial(p101.all_to_all, algorithm="bruck"), 16, 16),
+    "bytes, 8 ranks": (p.doubling_all_reduce, 8, 0),
+    "torus of 4 × 4, several chunks a message": (partial(on_a_mesh, 4, 4, "all_gather", "torus"), 16, 1),
+    "torus of 2 × 4, both ways": (partial(on_a_mesh, 2, 4, "all_to_all", "torus"), 8, 16),
+    "torus of 4 × 2, both ways": (partial(on_a_mesh, 4, 2, "all_to_all", "torus"), 8, 16),
+    "two levels": (partial(on_a_mesh, 4, 2, "all_reduce", "two_level"), 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_two_texts_of_a_collective_overlap(name):
+    program, n, numel = CASES[name]
+    scene = collective_scene(*recorded(program, n, numel))
+    middles = [stop.start + 0.34 * (stop.end - stop.start) for stop in scene.stops[:-1]]  # the tiles are half way
+    for t in [0.0, *middles, scene.duration]:
+        assert_apart(scene, t)
+
+
+def assert_apart(scene, t):
+    boxes = text_boxes(scene, t)
+    assert len(boxes) > 2
+    for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(boxes, 2):
+        assert min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1, (round(t, 2), a, b)
+
+
+def test_an_all_reduce_along_one_axis_at_a_time_has_two_levels():
+    titles = {
+        name: collective_scene(*recorded(partial(on_a_mesh, 4, 2, "all_reduce", name), 8, 16)).title for name in ("torus", "two_level")
+    }
+    assert titles == {"torus": "Torus all-reduce", "two_level": "Two-level all-reduce"}
