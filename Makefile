@@ -39,6 +39,8 @@ doctor: $(READY)
 picture: $(READY)
 	$(BIN)/python docs/ring.py
 
+# Some images set this variable. Without byte code, each of the hundreds of processes that the tests start compiles the library again.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def imported(node):
     return {name.removeprefix("parallel101").lstrip(".") or "__init__" for name in names if name.split(".")[0] == "parallel101"}
 
 
+@cache
 def imports(path):
     """(what is imported when the module is, annotations' imports included; what is imported when a function is called)"""
     at_once, when_called = set(), set()
@@ -95,16 +97,13 @@ def imports(path):
     return at_once, when_called
 
 
-IMPORTS = {module: imports(path) for module, path in MODULES.items()}
-
-
 def test_every_room_is_drawn():
     assert {room(module) for module in MODULES} == {name for name in MAY_IMPORT if "." not in name} | FREE
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) not in FREE])
 def test_arrows_point_down(module):
-    at_once, when_called = IMPORTS[module]
+    at_once, when_called = imports(MODULES[module])
     allowed = MAY_IMPORT.get(module, MAY_IMPORT[room(module)]) | {room(module)}
     doors = allowed | DOORS.get(module, set())
     up = {name for name in at_once if not {name, room(name)} & allowed}
@@ -115,7 +114,7 @@ def test_arrows_point_down(module):
 
 def test_no_two_modules_need_each_other():
     """Nor do more of them in a circle, for annotations neither."""
-    graph = {module: at_once - {module} for module, (at_once, _) in IMPORTS.items() if module != "__init__"}
+    graph = {module: imports(path)[0] - {module} for module, path in MODULES.items() if module != "__init__"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -37,19 +37,16 @@ def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
     assert runs == [[False, False, False], [True, True, False]], "a module of the program's own may change between launches"
 
 
-def test_what_the_first_optimizer_imports_is_imported_once_for_all_ranks():
+@pytest.mark.parametrize("optimizer", [False, True], ids=["a new fork server", "after an optimizer"])
+def test_each_rank_has_its_own_numpy_random_numbers(optimizer):
+    """The first optimizer imports torch._dynamo, which imports numpy.random: once for all ranks, in the fork server."""
+
     def trains(parameters):
         return "torch._dynamo" in sys.modules or torch.optim.SGD(parameters)
 
     stop_server()
-    assert p101.launch(trains, [torch.zeros(1)], world_size=2).results == [True, True]
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_each_rank_has_its_own_numpy_random_numbers(before):
-    stop_server()
-    if before:  # torch._dynamo imports numpy.random, and the fork server imports torch._dynamo
-        p101.launch(lambda: importlib.import_module("torch._dynamo") and None, world_size=1)
+    if optimizer:
+        assert p101.launch(trains, [torch.zeros(1)], world_size=2).results == [True, True]
     for world in ("gloo", "sim"):
         runs = [p101.launch(lambda: importlib.import_module("numpy.random").random(), world_size=3, backend=world) for _ in range(2)]
         assert all(len(set(run.results)) == 3 for run in runs)
@@ -85,12 +82,6 @@ def test_an_entry_of_sys_path_that_is_no_string(monkeypatch, tmp_path):
     stop_server()
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert p101.launch(lambda: 1, world_size=2).results == [1, 1]
-
-
-def test_the_fork_server_leaves_no_resource_warning():
-    program = "import parallel101 as p101; p101.launch(int, world_size=1)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "error"})
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_fork_that_the_system_refuses(monkeypatch):

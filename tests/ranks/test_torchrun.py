@@ -106,17 +106,55 @@ def test_by_torchrun_where_errors_that_leave_the_job_alive_can_be_caught(script)
         assert sum(message.split(": ", 1)[0] in line and message.split(": ", 1)[1] in line for line in caught) >= ranks, (message, caught)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("deadlock", "rank 0 waits in recv from rank 1"),
-        ("sizes", "different shapes: (2,) and (3,)"),
-        ("order", "all_reduce on rank 1"),
-        ("absent", "rank 0 had not reached this launch"),
-        ("abort", f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>'),
-    ],
-)
-def test_failures_that_block_a_rank_end_the_job_with_their_reason(script, how, message):
-    done = _torchrun(script, "2", how)
+# What torchrun does, for several jobs at a time: it holds the store of each job, and starts the ranks in an environment that names it. Here
+# the ranks are forks of a process that has imported torch: to import it in each of them would take longer than all the rest.
+JOBS = """
+    import os, runpy, sys, torch.distributed as dist, parallel101.ranks.launch
+
+    script, folder, *jobs = sys.argv[1:]
+    pipes, ranks = [os.pipe() for job in jobs], {}
+    for job, (port, _) in zip(jobs, pipes):
+        for rank in range(2):
+            pid = os.fork()
+            if pid == 0:
+                store = {"MASTER_ADDR": "localhost", "MASTER_PORT": os.read(port, 5).decode(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                os.environ.update(store, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+                os.dup2(os.open(f"{folder}/{job}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+                sys.argv = [script, "2", job]
+                runpy.run_path(script, run_name="__main__")
+                sys.exit()
+            ranks[pid] = f"{job}, rank {rank}"
+    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for job in jobs]
+    for store, (_, port) in zip(stores, pipes):
+        os.write(port, 2 * f"{store.port:05}".encode())
+    while ranks:
+        pid, status = os.wait()
+        if status:
+            print(ranks[pid], "failed", flush=True)
+        del ranks[pid]
+"""
+
+FAILURES = {
+    "deadlock": "rank 0 waits in recv from rank 1",
+    "sizes": "different shapes: (2,) and (3,)",
+    "order": "all_reduce on rank 1",
+    "absent": "rank 0 had not reached this launch",
+    "abort": f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>',
+}
+
+
+ALIVE = ("absent", 0)  # this rank does not need the other one again
+
+
+def test_failures_that_block_a_rank_end_it_with_their_reason(script, tmp_path):
+    done = _run("-c", textwrap.dedent(JOBS), script, str(tmp_path), *FAILURES)
+    ends = sorted(line for line in done.stdout.splitlines() if ", rank " in line)
+    assert ends == sorted(f"{how}, rank {rank} failed" for how in FAILURES for rank in range(2) if (how, rank) != ALIVE), done.stderr
+    for how, message in FAILURES.items():
+        assert message in (tmp_path / how).read_text()
+
+
+def test_such_a_failure_ends_torchrun(script):
+    done = _torchrun(script, "2", "deadlock")
     assert done.returncode
-    assert message in done.stderr
+    assert FAILURES["deadlock"] in done.stderr

@@ -11,8 +11,6 @@ import torch
 
 import parallel101 as p101
 
-from .torchs_programs import PROGRAMS, RANKS, run_all
-
 LAUNCHES = {  # name → what they leave out, options of launch
     "gloo": ([], {}),
     "recorded gloo": ([], {"trace": True}),
@@ -23,6 +21,8 @@ LAUNCHES = {  # name → what they leave out, options of launch
 
 @pytest.mark.slow
 def test_every_program_gives_plain_torchs_numbers_in_every_launch(tmp_path):
+    from .torchs_programs import PROGRAMS, RANKS, run_all  # takes a second, which collecting the tests need not take
+
     plain = [sys.executable, "-m", "tests.ranks.torchs_programs", str(tmp_path)]
     with subprocess.Popen(plain, cwd=Path(__file__).parents[2]) as process:
         found = {
