@@ -167,8 +167,10 @@ class Captions:
         found: dict[tuple[int, int], list[int]] = {}
         for (rank, chunk), states in sorted(self.replay.cells.items()):
             for (_, before), (moment, after) in zip(states, states[1:], strict=False):
+                if not step <= moment < step + 1:
+                    continue
                 for origin, count in enumerate(after):
-                    if step <= moment < step + 1 and count > max(1, before[origin], self._most_before(chunk, origin, step)):
+                    if count > max(1, before[origin]) and count > self._most_before(chunk, origin, step):
                         found.setdefault((rank, chunk), []).append(origin)
         if not found:
             return ""

@@ -156,8 +156,9 @@ def test_networks_and_speeds_change_the_run(collective):
 def test_ranks_root_and_numbers(collective):
     move(collective, operation="broadcast", algorithm="flat", ranks=7, root=6, numbers=7)
     assert "rank 6 starts" in collective.html.lower() and rows(collective)["steps"] == ["6", "6"]
-    move(collective, ranks=3)  # so there is no rank 6
-    assert collective.controls["root"].value == 2 and rows(collective)["steps"][0] == "2"
+    move(collective, ranks=3)  # so there is no rank 6, and equal blocks have 6 numbers
+    assert collective.controls["root"].value == 2 and rows(collective)["steps"] == ["2", "2"] and collective.controls["numbers"].value == 6
+    move(collective, numbers=7)
     assert "3 ranks don&#x27;t divide 7 numbers" in collective.html
     move(collective, network="one-way ring")
     move(collective, numbers=6)

@@ -26,6 +26,7 @@ from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
 from parallel101.viz.watch import watch
 
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
+BLOCKS = ("gather", "all_gather", "barrier")  # a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
 ROOT = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
 QUANTITIES = ("steps", "busiest rank sends", "bytes on the critical path", "time")
 IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")  # for other numbers of ranks than powers of two, with two more steps
@@ -100,15 +101,17 @@ def explore_collective(
     return Explorer(controls, run, adjust, quantities=QUANTITIES, predict=predict)
 
 
-def adjust(controls: Mapping[str, Any]) -> str:
+def adjust(controls: Mapping[str, Any], changed: str) -> str:
     """Offer what the operation, the world and the ranks have, and say why the rest is off."""
     operation, algorithm = controls["operation"].value, controls["algorithm"]
     if algorithm.options != (names := tuple(autograd.algorithms(operation))):
         kept = algorithm.value if algorithm.value in names else names[0]
         algorithm.options, algorithm.value = names, kept
     controls["ranks"].max = MOST_RANKS[controls["world"].value]
-    controls["numbers"].max = most_numbers(controls["ranks"].value)
-    controls["root"].max = controls["ranks"].value - 1
+    ranks, numbers = controls["ranks"].value, controls["numbers"]
+    controls["root"].max, numbers.max = ranks - 1, most_numbers(ranks)
+    if changed == "ranks" and operation not in BLOCKS:  # equal blocks again
+        numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
     gloo = controls["world"].value == "gloo"
     off = {"root": operation not in ROOT, "numbers": operation == "barrier"} | dict.fromkeys(("network", "latency", "bandwidth"), gloo)
     for name, disabled in off.items():
@@ -193,7 +196,7 @@ def predicted(
     operation: str, algorithm: str, ranks: int, numbers: int, root: int, network: str, links: Network | None
 ) -> tuple[dict[str, str], str]:
     """The rows of the closed form, and a sentence that says why some are missing."""
-    blocks = operation in ("gather", "all_gather", "barrier")
+    blocks = operation in BLOCKS
     if not blocks and numbers % ranks:
         return {}, f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers."
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)

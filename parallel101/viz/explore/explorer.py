@@ -52,7 +52,8 @@ class Explorer(ipywidgets.VBox):
     Args:
         controls: widgets with a value, by the name of the argument that `run` takes.
         run: the values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in words in place of it.
-        adjust: called with the controls after each change, to set what else can be chosen. It returns sentences that say why.
+        adjust: called with the controls after each change, and the name of the one that changed ("" at first), to set what else can be
+            chosen. It returns sentences that say why.
         quantities: rows of the result that can be predicted.
         predict: one of them, for which the reader is asked before the first run is shown; None: it is shown at once.
 
@@ -67,7 +68,7 @@ class Explorer(ipywidgets.VBox):
         self,
         controls: Mapping[str, Any],
         run: Callable[..., Result],
-        adjust: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        adjust: Callable[[Mapping[str, Any], str], str] = lambda *_: "",
         *,
         quantities: Sequence[str],
         predict: str | None = None,
@@ -100,7 +101,7 @@ class Explorer(ipywidgets.VBox):
             return
         self._adjusting = True
         try:
-            why = self.adjust(self.controls)
+            why = self.adjust(self.controls, "" if change is None else self._name_of(change["owner"]))
         finally:
             self._adjusting = False
         self.hint.value = f"<small>{escape(why)}</small>" if why else ""
@@ -108,6 +109,9 @@ class Explorer(ipywidgets.VBox):
             self.status.value = "Press Run to see whether it holds."
         elif change is None or not self._asked:
             self._show()
+
+    def _name_of(self, changed: Any) -> str:
+        return next(name for name, control in self.controls.items() if control is changed)
 
     def _show(self) -> None:
         """Run, and show the result with the prediction."""

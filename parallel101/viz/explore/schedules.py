@@ -54,7 +54,7 @@ def explore_schedule(
     return Explorer(controls, run, adjust, quantities=QUANTITIES, predict=predict)
 
 
-def adjust(controls: Mapping[str, Any]) -> str:
+def adjust(controls: Mapping[str, Any], changed: str) -> str:
     """Only interleaved schedules have several chunks."""
     name = controls["name"].value
     controls["chunks"].disabled = name != "interleaved"
