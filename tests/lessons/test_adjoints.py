@@ -90,7 +90,7 @@ def test_the_batch_norm_equals_that_of_one_process():
 def test_the_four_cases_are_right_and_cost_what_the_plan_says():
     A, B = random(8, 12), random(12, 8, seed=1)
     for case, text in definitions("03_adjoints", "CASES")["CASES"].items():
-        ran = p101.sharding.run(text, A, B, mesh={"X": 4}, program=case)
+        ran = p101.sharding.run(text, A, B, mesh={"X": 4}, program=LESSON[f"case_{case}"])
         assert not ran.wrong and ran.run.trace.bytes_sent == ran.plan.bytes_sent, text
 
 

@@ -139,24 +139,35 @@ def test_the_ring_with_the_bug_is_wrong_on_every_rank():
     assert all(not torch.equal(a, sum(arrays(4, 8))) for a in results(LESSON["my_ring"], 4, 8))
 
 
+def tree_from(x, root):
+    rank, p = (dist.get_rank() - root) % dist.get_world_size(), dist.get_world_size()
+    distance = 2 ** (p - 1).bit_length() // 2
+    while distance > 0:
+        if rank % (2 * distance) == 0 and rank + distance < p:
+            dist.send(x, dst=(rank + distance + root) % p)
+        elif rank % (2 * distance) == distance:
+            dist.recv(x, src=(rank - distance + root) % p)
+        distance //= 2
+    return x
+
+
 def test_exercise_1_a_tree_from_any_root():
-    def broadcast_from(root):
-        def fn(x):
-            rank, p = dist.get_rank(), dist.get_world_size()
-            rank = (rank - root) % p
-            distance = 2 ** (p - 1).bit_length() // 2
-            while distance > 0:
-                if rank % (2 * distance) == 0 and rank + distance < p:
-                    dist.send(x, dst=(rank + distance + root) % p)
-                elif rank % (2 * distance) == distance:
-                    dist.recv(x, src=(rank - distance + root) % p)
-                distance //= 2
-            return x
-
-        return fn
-
     for root in range(5):
-        same(results(broadcast_from(root), 5, 3), [arrays(5, 3)[root]] * 5)
+        same(results(partial(tree_from, root=root), 5, 3), [arrays(5, 3)[root]] * 5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [(tree_from, "right:"), (lambda x, root: LESSON["tree_broadcast"](x), "not right yet:"), (lambda x, root: x, "not right yet:")],
+    ids=["right", "from rank 0", "nothing sent"],
+)
+def test_exercise_1s_cell_checks_the_answer(answer, says, capsys):
+    (source,) = (cell.source for cell in read("01_collectives").cells if cell.id == "exercise-1")
+    names = dict(LESSON)
+    definition, call = source.split("\n\n\n", 1)
+    exec(definition, names)
+    exec(call, names | {"broadcast_from": answer})
+    assert capsys.readouterr().out.startswith(says)
 
 
 def test_exercise_2_ten_numbers_on_four_ranks():
