@@ -52,7 +52,8 @@
       const answer = closed.querySelector(".output_area");
       if (answer && answer.getBoundingClientRect().bottom > innerHeight) answer.scrollIntoView();
     } else if (below) {
-      if (below.getBoundingClientRect().top <= 2) scrollBy(0, innerHeight * .8); else below.scrollIntoView();
+      const here = below.getBoundingClientRect().top <= 10; // an output stops 8 pixels below the top
+      if (here) scrollBy(0, innerHeight * .8); else below.scrollIntoView();
     } else if (at + 1 < sections.length) show(at + 1);
   };
   const back = () => {
