@@ -22,6 +22,7 @@ from parallel101.viz.scene import HATCHING, Node, Scene
 LEFT, RIGHT, TOP = 112.0, 948.0, 150.0
 WIDEST, LONG, SHORT = 280.0, 92.0, 20.0  # of a column; the longest side of a box, and the shortest
 MOST_RANKS, MOST_COLUMNS = 16, 9
+MOST_NARROW = 3  # columns that a phone shows at once
 
 
 def sharding_scene(run: ShardedRun, *, title: str | None = None) -> Scene:
@@ -58,39 +59,46 @@ def sharding_scene(run: ShardedRun, *, title: str | None = None) -> Scene:
     scene.style += (
         ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}.lack{fill:url(#hatching)}"
         ".bad{fill:none;stroke:var(--warn);stroke-width:2}.due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}"
-        "text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;paint-order:stroke}.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
+        "text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;paint-order:stroke}"
         ".strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
     )
+    narrow = len(columns) <= MOST_NARROW  # on a phone, the columns move together, and the verdict is the caption below
+    head, facts = scene.panel(narrow="translate(0,0)"), " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items())
     if title:
-        scene.add("text", title, x=28, y=40, class_="h")
+        head.add("text", title, x=28, y=40, class_="h")
     else:
-        subscripts(scene, text, 28, 40, 19, class_="h")
-    facts = " · ".join(f"{axis} = {p}" for axis, p in plan.mesh.items())
-    scene.add("text", f"{facts} · {run.run.backend}", x=932, y=40, font_size=13, class_="m e")
-    subscripts(scene, run.verdict, 28, 64, 13.5, class_="w" if run.wrong else "m")
+        subscripts(head, text, 28, 40, 19, class_="h")
+    right = scene.panel(narrow="translate(-480,24)")
+    right.add("text", f"{facts} · {run.run.backend}", x=932, y=40, font_size=13, class_="m e")
+    subscripts(scene.panel(narrow="none"), run.verdict, 28, 64, 13.5, class_="w" if run.wrong else "m")
     sent = bytes_by_step(run.run.trace) if run.run.trace is not None else {}
+    dashed = False
     for k, column in enumerate(columns):
         x = LEFT + k * across
+        panel = scene.panel(narrow=f"translate({LEFT + k * (480 - LEFT) / len(columns) - x:.1f},0)")
         if column.state and (k == 0 or column.state != columns[k - 1].state):
-            scene.add("line", x1=x - 6, x2=x - 6, y1=84, y2=TOP + ranks * row - 8, class_="sep")
-        heading(scene, column, x, sent.get(column.state - 1) if not run.program else None)
+            panel.add("line", x1=x - 6, x2=x - 6, y1=84, y2=TOP + ranks * row - 8, class_="sep")
+        heading(panel, column, x, sent.get(column.state - 1) if not run.program else None)
         for rank in range(ranks):
             wrong = rank in run.wrong and k == len(columns) - 1
-            box(scene, run, column, drawn[k][rank], x, TOP + rank * row, side, rank, wrong)
+            dashed |= box(panel, run, column, drawn[k][rank], x, TOP + rank * row, side, rank, wrong)
     for rank, at in enumerate(plan.coordinates()):
         y = TOP + rank * row + side / 2
-        scene.add("text", f"rank {rank}", x=28, y=y, font_size=13, class_="b")
-        scene.add("text", ", ".join(f"{axis} {i}" for axis, i in at.items()), x=28, y=y + 16, font_size=11.5, class_="m")
-    words = "Letter and colour: which block of the matrix."
-    words += " Stripes: the terms of its sum." if counts - {1} else ""
-    words += " Hatched: missing." if 0 in counts else ""
-    words += " ×2: added twice." if max(counts, default=1) > 1 else ""
-    words += " Dashed: the block that the rank should hold." if any(x.attributes.get("class") == "due" for x in scene.children) else ""
-    scene.add("text", words, x=28, y=scene.height - 18, font_size=12.5, class_="m")
+        head.add("text", f"rank {rank}", x=28, y=y, font_size=13, class_="b")
+        head.add("text", ", ".join(f"{axis} {i}" for axis, i in at.items()), x=28, y=y + 16, font_size=11.5, class_="m")
+    words = ["Letter and colour: which block of the matrix."]
+    words += ["Stripes: the terms of its sum."] * bool(counts - {1})
+    words += ["Hatched: missing."] * (0 in counts)
+    words += ["×2: added twice."] * (max(counts, default=1) > 1)
+    words += ["Dashed: the block that the rank should hold."] * dashed
+    foot = scene.panel(narrow="none" if narrow else "translate(0,0)")
+    foot.add("text", " ".join(words), x=28, y=scene.height - 18, font_size=12.5, class_="m")
+    if narrow:
+        scene.narrow, scene.intro = (480, scene.height - 20), f"{run.verdict} {' '.join(words)}"
     return scene
 
 
-def heading(scene: Scene, column: Column, x: float, sent: int | None) -> None:
+def heading(scene: Node, column: Column, x: float, sent: int | None) -> None:
     """The step above its column, then the array, then the bytes."""
     subscripts(scene, column.title or "at first", x, 96, 13, class_="b" if column.title else "m")
     subscripts(scene, str(column.array), x, 116, 13)
@@ -99,9 +107,9 @@ def heading(scene: Scene, column: Column, x: float, sent: int | None) -> None:
 
 
 def box(
-    scene: Scene, run: ShardedRun, column: Column, parts: Sequence[Part], x: float, y: float, side: float, rank: int, wrong: bool
-) -> None:
-    """The outline of the whole matrix, and in it what the rank holds."""
+    scene: Node, run: ShardedRun, column: Column, parts: Sequence[Part], x: float, y: float, side: float, rank: int, wrong: bool
+) -> bool:
+    """The outline of the whole matrix, and in it what the rank holds. Whether the block that it should hold is outlined too."""
     extents, longest = [run.plan.sizes[dim] for dim in column.array.dims], max(run.plan.sizes.values())
     rows, columns = extents if len(extents) == 2 else (1, extents[0])
     height, width = (max(SHORT, side * math.sqrt(n / longest)) for n in (rows, columns))
@@ -128,12 +136,13 @@ def box(
         frame(scene, x, y, scales, held, "bad", margin=3)
     counts = parts[0].counts if parts else (1,)
     if min(counts) < 1 and all(part.counts == counts for part in parts):
-        words = f"{sum(count > 0 for count in counts)} of {len(counts)}"
-        scene.add("text", words, x=x + width + 8, y=y + 11, font_size=11, class_="w" if wrong else "m")
+        for line, words in enumerate((f"{sum(count > 0 for count in counts)} of {len(counts)}", "terms")):
+            scene.add("text", words, x=x + width + 8, y=y + 11 + 14 * line, font_size=11, class_="w" if wrong else "m")
+    return wrong and held != due
 
 
 def frame(
-    scene: Scene, x: float, y: float, scales: tuple[float, float], part: Sequence[tuple[int, int]], class_: str, margin: float = 0
+    scene: Node, x: float, y: float, scales: tuple[float, float], part: Sequence[tuple[int, int]], class_: str, margin: float = 0
 ) -> None:
     """An outline around some rows and columns of the matrix at (x, y)."""
     (down, across), ((top, low), (left, right)) = scales, part
@@ -153,16 +162,17 @@ def draw_part(scene: Node, part: Part, x: float, y: float, width: float, height:
         scene.add("rect", x=x, y=y, width=width, height=height, class_=f"cut f{colour}")
     else:
         n, along = len(part.counts), width >= height
-        for k, count in enumerate(part.counts):
-            wide, tall = (width / n, height) if along else (width, height / n)
-            left, top = (x + k * wide, y) if along else (x, y + k * tall)
+        stripes = [
+            ((x + k * width / n, y), (width / n, height)) if along else ((x, y + k * height / n), (width, height / n)) for k in range(n)
+        ]
+        for count, ((left, top), (wide, tall)) in zip(part.counts, stripes):
             scene.add("rect", x=left, y=top, width=wide, height=tall, class_=f"cut f{colour}" if count else "lack")
             if count > 1 and min(wide, tall) >= 9:
                 scene.add("text", f"×{count}", x=left + wide / 2, y=top + (14 if along else tall / 2 + 4), font_size=11, class_="c many")
         scene.add("rect", x=x, y=y, width=width, height=height, class_="outline")
-    room = whole or max(width, height) >= 34  # on stripes a letter must leave them visible
-    if room and min(width, height) >= 10 and width >= 7 * len(letter) + 3:
-        scene.add("text", letter, x=x + width / 2, y=y + height / 2 + 4, font_size=12, class_=f"c o{colour}" if whole else "c over")
+        (x, y), (width, height) = stripes[next((k for k, count in enumerate(part.counts) if count), 0)]  # the letter goes into the first
+    if min(width, height) >= 10 and width >= 7 * len(letter) + 3 and (whole or max(width, height) >= 34):
+        scene.add("text", letter, x=x + width / 2, y=y + height / 2 + 4, font_size=12, class_=f"c o{colour}")
 
 
 def letters(cell: int) -> str:

@@ -108,3 +108,17 @@ def test_what_is_not_drawn():
         p101.sharding.run("x[B_X, T, D] → x[B, T, D]", torch.ones(2, 3, 4), mesh={"X": 2}).picture()
     with pytest.raises(ValueError, match="the run has 17 ranks"):
         p101.sharding.run("x[B_X] → x[B]", torch.ones(17), mesh={"X": 17}).picture()
+
+
+def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
+    forgotten = p101.sharding.run(BOTH_CUT, A, B, mesh={"X": 2}, program=lambda a, b: a @ b).picture()
+    assert forgotten.narrow[0] == 480 and "the sum over X is missing" in forgotten.intro and "Hatched: missing." in forgotten.intro
+    panels = [panel for panel in ET.fromstring(forgotten.svg()).iter(f"{SVG}g") if panel.get("data-narrow", "none") != "none"]
+    moved = [(panel, float(re.match(r"translate\((-?[\d.]+)", panel.get("data-narrow"))[1])) for panel in panels]
+    assert all(
+        float(rect.get("x")) + dx >= 0 and float(rect.get("x")) + float(rect.get("width")) + dx <= 480
+        for p, dx in moved
+        for rect in p.iter(f"{SVG}rect")
+    )
+    assert words(forgotten).count("terms") == 2
+    assert p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2}).picture().narrow is None
