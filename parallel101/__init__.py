@@ -9,6 +9,7 @@ run.results, run.animate()
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from parallel101.trainers.tensor.styles import column
     from parallel101.trainers.trainer import Trainer
     from parallel101.viz.watch import watch
+from parallel101.record.notebook import in_notebook
 
 __version__ = "0.1.0"
 
@@ -84,3 +86,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__, *_MODULES]
+
+
+if in_notebook() and find_spec("torch") is not None:  # the fork server imports torch while the reader reads on: the first launch needs it
+    import_module("parallel101.ranks.processes").preload([])

@@ -8,6 +8,7 @@ training      time and memory of a training step      DDP and FSDP2
 tensor        the same with tensor parallelism        DTensor
 pipeline      the same in a pipeline                  torch.distributed.pipelining
 sim           messages per second, ranks, memory      nothing
+pictures      pictures, pages and a first notebook     matplotlib, a page without scripts, spawn; and limits
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel101.bench import collectives, launch, record, sim, training
+from parallel101.bench import collectives, launch, pictures, record, sim, training
 from parallel101.bench.report import Report
 
 SECTIONS = {
@@ -28,6 +29,7 @@ SECTIONS = {
     "tensor": training.measure_tensor,
     "pipeline": training.measure_pipeline,
     "sim": sim.measure,
+    "pictures": pictures.measure,
 }
 
 

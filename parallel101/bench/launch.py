@@ -22,7 +22,7 @@ RANKS = 4
 def measure(report: Report, *, backend: str, quick: bool) -> None:
     stop_server()
     cold = _time_launch(backend)
-    pairs = [(_time_launch(backend), _time_spawn(backend)) for _ in range(2 if quick else 5)]
+    pairs = [(_time_launch(backend), time_spawn(backend)) for _ in range(2 if quick else 5)]
     warm = [ours for ours, _ in pairs] + [_time_launch(backend) for _ in range(10)]
     spawned = [theirs for _, theirs in pairs]
     report.heading(f"Launch of {RANKS} {backend} ranks, up to the result of their first all_reduce")
@@ -46,7 +46,7 @@ def _time_launch(backend: str) -> float:
     return seconds
 
 
-def _time_spawn(backend: str) -> float:
+def time_spawn(backend: str) -> float:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         queue = mp.get_context("spawn").SimpleQueue()

@@ -24,7 +24,7 @@ from parallel101.grade.learner import check_file, predicted, record_prediction
 from parallel101.grade.remote import Ranks, preload_for
 from parallel101.grade.report import Hints
 from parallel101.grade.submissions import read
-from parallel101.record.where import in_notebook
+from parallel101.record.notebook import in_notebook
 
 
 def check(function: Callable[..., Any]) -> None:

@@ -89,10 +89,10 @@ def kill(rank: RankProcess) -> None:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Let the fork server import modules that ranks need, so that the next ranks have them. This does not wait for it."""
-    if start_method() == "fork server" and (names := set(modules)):
-        with contextlib.suppress(OSError):  # no server can be started: start_ranks says why
-            _server.preload(names)
+    """Start the fork server, and let it import modules that ranks need, so that the next ranks have them. This does not wait for it."""
+    with contextlib.suppress(OSError, ValueError):  # no server can be started, or PARALLEL101_START is wrong: start_ranks says so
+        if start_method() == "fork server":
+            _server.preload(modules)
 
 
 def stop_server() -> None:

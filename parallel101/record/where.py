@@ -13,6 +13,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from parallel101.record.notebook import shell
+
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, os.path.dirname(__file__)))
 _PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  # these files count as callers
 # frames between a call and its caller: `with span(...)`, decorators; torch deprecates calls with one of the last two
@@ -84,18 +86,8 @@ def named(place: str) -> str:
 
 def cell_name(filename: str) -> str | None:
     """ "cell [5]" if IPython runs a notebook cell under this file name, else None."""
-    named = getattr(getattr(_shell(), "compile", None), "format_code_name", lambda _: None)(filename)
+    named = getattr(getattr(shell(), "compile", None), "format_code_name", lambda _: None)(filename)
     return None if named is None else f"cell {named[1].removeprefix('In').strip()}"
-
-
-def in_notebook() -> bool:
-    """Whether this is a notebook's kernel, and not a terminal."""
-    return getattr(_shell(), "kernel", None) is not None
-
-
-def _shell() -> object:
-    """IPython's, if the program runs in it. A program that has not imported IPython does not."""
-    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def is_inside(filename: str) -> bool:

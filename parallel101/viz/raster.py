@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from parallel101.viz.chromium import Browser, find_chromium
+from parallel101.viz.palette import THEMES
 from parallel101.viz.scene import Scene, data_uri
 
 # A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a page that stands still.
@@ -42,7 +43,9 @@ def gif(scene: Scene, *, theme: str = "light", scale: float = 1.0, rate: float =
     if not scene.duration:
         raise ValueError(f"{scene!r} does not move: save it as .png")
     times = [k / rate for k in range(int(scene.duration * rate))] + [scene.duration]
-    images = [Image.open(io.BytesIO(image)).convert("RGB") for image in _drawn(scene, times, theme, scale)]
+    drawn = [Image.open(io.BytesIO(image)).convert("RGBA") for image in _drawn(scene, times, theme, scale)]
+    card = Image.new("RGBA", drawn[0].size, THEMES[theme]["bg"])  # the round corners are transparent, and a GIF would show them black
+    images = [Image.alpha_composite(card, image).convert("RGB") for image in drawn]
     colours = images[-1].quantize(128, dither=Image.Dither.NONE)  # one palette for all, or flat areas would flicker
     first, *rest = [image.quantize(palette=colours, dither=Image.Dither.NONE) for image in images]
     durations = [int(1000 / rate)] * len(rest) + [2000]  # milliseconds

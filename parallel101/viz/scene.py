@@ -218,7 +218,7 @@ def number(value: Any) -> str:
 
 def box(x: float, y: float, width: float, height: float) -> str:
     """A rectangle as a piece of a path, so that many of them fit into one element."""
-    x0, y0, across, down = (number(round(float(v), 1)) for v in (x, y, width, height))
+    x0, y0, across, down = (f"{v:.1f}".removesuffix(".0") for v in (x, y, width, height))
     return f"M{x0} {y0}h{across}v{down}h-{across}z"
 
 
