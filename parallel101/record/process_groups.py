@@ -21,7 +21,8 @@ from parallel101.record import torch_private
 from parallel101.record.calls import operation_name
 from parallel101.record.clocks import GpuClock
 from parallel101.record.overloads import own_limit
-from parallel101.record.recorder import PostedCall, RankRecorder, RecordedGroup
+from parallel101.record.recorded_group import RecordedGroup
+from parallel101.record.recorder import PostedCall, RankRecorder
 
 FOREVER = timedelta(days=7)  # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
 

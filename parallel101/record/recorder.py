@@ -1,11 +1,11 @@
-"""Records one real rank (gloo, NCCL): a process group around torch's own sees what the rank posts and waits for.
+"""What is known of one real rank (gloo, NCCL): what it has posted, the call in which its program is blocked, and its events.
 
-    program ──▶ RecordedGroup ──▶ ProcessGroupGloo
-                     │ always: counts of what was posted, and the call in which the program waits
-                     └ in a recorded run: an event for each call, and its arguments for the checks
+    RankRecorder     counts what was posted, and knows the call in which the program waits; in a recorded run it keeps the events
+    PostedCall       a call that may block, and the ranks that it needs
+    WatchedWork      torch's own work of such a call: notes when the program waits in it, and whether it is dropped
+    RecordedWork     the same in a recorded run: writes an event when the call ends
 
-RecordedGroup is registered as a c10d backend (see process_groups.py), so it sees every message and collective of the program, also those
-of DistributedDataParallel and of sub-groups. Virtual ranks do not use this file: the simulator writes their record itself.
+The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the simulator writes their record itself.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from parallel101.record import torch_private
-from parallel101.record.calls import Call, Key, call_to_compare, collective_terms, rank_at, tensor_changed, waited_twice
+from parallel101.record.calls import Call, Key, call_to_compare, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
-from parallel101.record.errors import MisuseError
 from parallel101.record.events import P2P, Event, EventGroup, EventGroups, Row, span_event
-from parallel101.record.overloads import as_torch_calls_it, own_limit
-from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, snapshot, unchanged, unfit
-from parallel101.record.spans import Collective, current_collective
+from parallel101.record.overloads import own_limit
+from parallel101.record.signatures import snapshot, unchanged
 from parallel101.record.where import caller
 
 StatusReport = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
@@ -164,6 +162,15 @@ class RankRecorder:
         return [tuple(event) for event in self.clock.in_seconds(list(events))]
 
 
+class Group(Protocol):
+    """What a call needs to know of its group, a RecordedGroup: its ranks in order, those besides this one, and "gloo" or "nccl"."""
+
+    recorder: RankRecorder
+    ranks: list[int]
+    others: tuple[int, ...]
+    backend: str
+
+
 class PostedCall:
     """A call that may block, with what the watcher needs to say whom it waits for."""
 
@@ -171,7 +178,7 @@ class PostedCall:
 
     def __init__(
         self,
-        group: RecordedGroup,
+        group: Group,
         key: Key,
         seq: int,
         where: str = "?",
@@ -372,161 +379,3 @@ class RecordedWork(WatchedWork):
         recorder.recorded.append(self.event(end, source, inputs.payload if received is None else values([received])))
         if checked and inputs.changed():
             raise tensor_changed(call)
-
-
-class RecordedGroup(torch_private.PythonGroup):
-    """A process group that passes every call on to torch's own backend, and tells the recorder.
-
-    Args:
-        inner: torch's backend.
-        whole: a process group of torch's own around `inner`, for calls that the backend does not offer to Python.
-        label: the group's name in the record.
-        ranks: of the world, in order.
-        backend: "gloo" or "nccl".
-    """
-
-    def __init__(self, inner: Any, whole: Any, label: str, ranks: Sequence[int], recorder: RankRecorder, backend: str):
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form, which is made for Python
-        self.inner = inner
-        self.whole = whole
-        self.label = label
-        self.ranks = list(ranks)
-        self.others = tuple(r for r in ranks if r != recorder.rank)
-        self.recorder = recorder
-        self.backend = backend
-        self.device_type = "cuda" if backend == "nccl" else "cpu"
-        self.torch_name = label
-        self.limit: float | None = None  # the program's own time limit for this group, in seconds
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def getBackendName(self) -> str:
-        return f"parallel101_{self.backend}"  # C++ code asks for it, and would look inside a group called "gloo"
-
-    # DDP, FSDP2 and the functional collectives look a group up by its name
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.torch_name
-
-    def _set_group_name(self, name: str) -> None:
-        self.torch_name = name
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        torch_private.set_timeout(self.inner, timeout)
-        self.limit = own_limit(timeout)
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.inner._get_sequence_number_for_group()
-
-    # ---- messages ----
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
-        return self._message("send", tensors, dst, tag, lambda: self.inner.send(tensors, dst, tag))
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
-        return self._message("recv", tensors, src, tag, lambda: self.inner.recv(tensors, src, tag))
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None  # of two ranks, any rank is the other
-        return self._message("recv", tensors, position, tag, lambda: self.inner.recv_anysource(tensors, tag))
-
-    def _message(self, kind: str, tensors: list[torch.Tensor], position: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
-        peer = None if position is None else rank_at(self.recorder.rank, kind, position, self.ranks)
-        key = (kind, peer, tag, self.label)
-        where = self.recorder.places[key] = caller()
-        posted = PostedCall(self, key, self.recorder.next_seq(key), where, limit=self.limit)
-        if not self.recorder.recording:
-            return WatchedWork(start(), posted)
-        tensor = tensors[0]
-        peers = self.others if peer is None else (peer,)
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        collective = current_collective()
-        call = Call(
-            rank=self.recorder.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=size(tensor), shape=shape,
-            dtype=dtype, op=None, root=None, where=where, within=collective_terms(collective),
-        )  # fmt: skip
-        self._check(call, unfit(tensor, call.brief))
-        small = tensor.nbytes <= self.recorder.payload_bytes
-        inputs = Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
-        began = self.recorder.now()
-        received = tensor if kind == "recv" and small else None
-        return RecordedWork(start(), posted, call, self._event_group(collective), began, inputs, received)
-
-    @contextmanager
-    def batched(self, works: list[dist.Work]) -> Iterator[None]:
-        """Messages posted inside start as one batch, as NCCL requires of messages between two ranks. The batch's work becomes theirs."""
-        self.inner._start_coalescing()
-        try:
-            yield
-        finally:
-            whole = self.inner._end_coalescing()
-            for work in works:
-                work.inner, work.batch = whole, works  # type: ignore[attr-defined]
-
-    # ---- collectives: the same for all, after the table in signatures.py ----
-
-    def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
-        spec = COLLECTIVES[method]
-        run = next((getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None) or getattr(self.whole, method)
-        seq = self.recorder.count_collective(self.label, spec.kind)
-        options = args[-1] if args else None
-        limit = own_limit(options if isinstance(options, timedelta) else getattr(options, "timeout", None))
-        posted = PostedCall(self, (spec.kind, None, 0, self.label), seq, limit=limit or self.limit)
-        if not self.recorder.recording:
-            with self.recorder.blocked_in(posted):  # some of them block here already
-                return WatchedWork(run(*args, **kwargs), posted)
-        arguments = spec.arguments(args)
-        tensors = flat(args)
-        root = None if arguments.root is None else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
-        call = Call(
-            rank=self.recorder.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=arguments.nbytes,
-            shape=arguments.shape, dtype=arguments.dtype, op=arguments.op, root=root, where=caller(), layout=arguments.layout,
-        )  # fmt: skip
-        if spec.kind == "all_to_all":
-            gives, takes = bytes_by_rank(args, self.ranks)
-            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes)
-        self._check(call, spec.unfit(args, call.brief))
-        small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
-        payload = values(arguments.tensors) if small else None
-        inputs = Inputs(spec.unwritten_inputs(args, self.recorder.rank == root), payload)
-        began = self.recorder.now()
-        with self.recorder.blocked_in(posted):
-            inner = run(*args, **kwargs)
-        return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
-
-    def _event_group(self, collective: Collective | None) -> EventGroup:
-        return self.recorder.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
-
-    def _check(self, call: Call, problem: str | None) -> None:
-        """`problem`: why its tensors must not be passed, if they must not."""
-        if self.recorder.on_call is not None:
-            self.recorder.on_call(call)
-        if problem is not None:
-            raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        work = self._collective("monitored_barrier", timeout, wait_all_ranks=wait_all_ranks)
-        if isinstance(work, RecordedWork):  # it has no work of torch's own: when it returns, it is over
-            if self.recorder.record_waits:
-                self.recorder.add_wait(work.posted, work.start)
-            work.ended()
-
-
-def _passing(method: str) -> Callable[..., dist.Work]:
-    def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._collective(method, *as_torch_calls_it(method, args, kwargs))
-
-    call.__name__ = method
-    return call
-
-
-for _method in COLLECTIVES:
-    if _method != "monitored_barrier":
-        setattr(RecordedGroup, _method, _passing(_method))
