@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -130,3 +131,9 @@ def split_sizes(n: int, p: int) -> list[int]:
     if type(n) is not int or type(p) is not int or n < 0 or p < 1:
         raise ValueError(f"split_sizes({n}, {p}): expected n >= 0 things over p >= 1 ranks")
     return [n // p + (i < n % p) for i in range(p)]
+
+
+def split_ranges(n: int, p: int) -> list[range]:
+    """The same split: which of the things 0 to n − 1 each rank has."""
+    sizes = split_sizes(n, p)
+    return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes))]

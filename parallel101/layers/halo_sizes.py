@@ -12,10 +12,9 @@ Learning" (arXiv 2006.03108), halo exchange; DistDL's HaloMixin.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
-from parallel101.mesh import split_sizes
+from parallel101.mesh import split_ranges
 
 
 class Halo(NamedTuple):
@@ -67,10 +66,7 @@ def halos(n: int, p: int, kernel_size: int, stride: int = 1, padding: int | tupl
             f"{n}, and {before + after} of padding: make the kernel smaller or the padding larger"
         )
     outputs = (n + before + after - extent) // stride + 1
-    return [
-        _halo(held, computed, n, extent, stride, before)
-        for held, computed in zip(_ranges(split_sizes(n, p)), _ranges(split_sizes(outputs, p)), strict=True)
-    ]
+    return [_halo(held, computed, n, extent, stride, before) for held, computed in zip(split_ranges(n, p), split_ranges(outputs, p))]
 
 
 def messages(line: list[Halo]) -> dict[tuple[int, int], range]:
@@ -94,7 +90,3 @@ def _halo(holds: range, computes: range, n: int, extent: int, stride: int, befor
     stop = (computes.stop - 1) * stride - before + extent
     needs = range(min(max(start, 0), n), min(max(stop, 0), n))
     return Halo(holds, computes, needs, (max(0, min(stop, 0) - start), max(0, stop - max(start, n))))
-
-
-def _ranges(sizes: list[int]) -> list[range]:
-    return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]

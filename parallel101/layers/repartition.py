@@ -11,7 +11,7 @@ It is one all-to-all of unequal pieces, of which many are empty. Its adjoint is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import compare, nothing, tensor_of
 from parallel101.collectives.comm import comm_of, wait_all
 from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside, whole_shape
-from parallel101.mesh import Group, split_sizes
+from parallel101.mesh import Group, split_ranges
 
-Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of the whole tensor
+Region = tuple[range, ...]  # along each dim of the whole tensor
 
 
 class Repartition(nn.Module):
@@ -65,7 +65,7 @@ class Repartition(nn.Module):
         for rank in self.source.ranks:
             for other, region in self.target.overlaps(shape, self.source.block(shape, rank)):
                 if other != rank:
-                    sent[rank, other] = Size(stop - start for start, stop in region).numel()
+                    sent[rank, other] = Size(extent(region)).numel()
         return sent
 
     def extra_repr(self) -> str:
@@ -78,10 +78,9 @@ class Layout(NamedTuple):
     ranks: tuple[int, ...]  # row by row
     shape: tuple[int, ...]  # of the mesh
 
-    def cuts(self, whole: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """(start, stop) of each of the parts into which each dim is cut; a dim without a mesh axis is whole."""
-        parts = [split_sizes(n, p) for n, p in zip(whole, self.shape)] + [[n] for n in whole[len(self.shape) :]]
-        return [[(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes))] for sizes in parts]
+    def cuts(self, whole: Sequence[int]) -> list[list[range]]:
+        """The parts into which each dim is cut; a dim without a mesh axis is whole."""
+        return [split_ranges(n, p) for n, p in zip(whole, self.shape)] + [[range(n)] for n in whole[len(self.shape) :]]
 
     def block(self, whole: Sequence[int], rank: int) -> Region:
         """The block of this rank."""
@@ -94,8 +93,8 @@ class Layout(NamedTuple):
     def overlaps(self, whole: Sequence[int], region: Region) -> Iterator[tuple[int, Region]]:
         """The ranks whose blocks have elements of this region, and which."""
         touching = [
-            [(i, (max(a, start), min(b, stop))) for i, (a, b) in enumerate(parts) if max(a, start) < min(b, stop)]
-            for parts, (start, stop) in zip(self.cuts(whole), region)
+            [(i, common) for i, part in enumerate(parts) if (common := range(max(part.start, own.start), min(part.stop, own.stop)))]
+            for parts, own in zip(self.cuts(whole), region)
         ]
         for found in product(*touching):
             position = 0
@@ -154,9 +153,9 @@ def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int])
 
 
 def extent(region: Region) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in region)
+    return tuple(map(len, region))
 
 
 def within(block: Region, region: Region) -> tuple[slice, ...]:
     """Where this region of the whole tensor lies in the block."""
-    return tuple(slice(start - origin, stop - origin) for (origin, _), (start, stop) in zip(block, region))
+    return tuple(slice(part.start - own.start, part.stop - own.start) for own, part in zip(block, region))
