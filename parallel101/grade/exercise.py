@@ -166,7 +166,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class Exercise:
-    """An exercise, as declared in homework/hwN_topic/test_hwN.py.
+    """An exercise, as declared in homework/hwN_topic/test_hwN*.py.
 
     Attributes:
         number: as in the list of all exercises; text, for there is a "15a".
@@ -249,7 +249,7 @@ def find(exercises: Sequence[Exercise], function: str) -> Exercise:
 
 
 def load_exercises(path: Path) -> list[Exercise]:
-    """The exercises that a file homework/hwN_topic/test_hwN.py declares."""
+    """The exercises that a file homework/hwN_topic/test_hwN*.py declares."""
     source = path.read_text(encoding="utf-8")
     module = module_of(str(path), source, "parallel101_exercises")
     return [replace(exercise, path=str(path), source=source) for exercise in exercises_in(module)]

@@ -1,7 +1,7 @@
 """Finds homework on disk, and keeps a learner's progress beside it.
 
 homework/hw1_moving/    hw1.py           what the learner writes
-                        test_hw1.py      the exercises
+                        test_hw1.py      the exercises; in a larger set one file for each, such as test_hw2_reduce.py
                         hw1.ipynb        the notebook that asks
                         .progress.json   hints taken, predictions, points       ┐ written here
                         pictures/        the latest picture of each exercise    ┘
@@ -23,17 +23,13 @@ from parallel101.grade.exercise import Exercise, load_exercises
 class HomeworkSet:
     """One folder of exercises, such as homework/hw1_moving."""
 
-    tests: Path  # the file that declares the exercises, test_hw1.py
-    exercises: tuple[Exercise, ...] = field(repr=False)
+    code: Path  # the file that the learner writes, hw1.py
+    tests: tuple[Path, ...]  # the files that declare the exercises: test_hw1.py, or test_hw2_reduce.py and others
+    exercises: tuple[Exercise, ...] = field(repr=False)  # by number
 
     @property
     def folder(self) -> Path:
-        return self.tests.parent
-
-    @property
-    def code(self) -> Path:
-        """The file that the learner writes, hw1.py."""
-        return self.folder / self.tests.name.removeprefix("test_")
+        return self.code.parent
 
     @property
     def notebook(self) -> Path:
@@ -52,11 +48,28 @@ def find_sets(path: Path) -> list[HomeworkSet]:
     folder = path if path.is_dir() else path.parent
     tests = sorted(folder.glob("test_hw*.py")) or sorted(folder.glob("*/test_hw*.py"))
     if path.is_file():
-        name = path.stem.removeprefix("test_")
-        tests = [file for file in tests if file.stem == f"test_{name}"]
+        tests = [file for file in tests if set_name(file) == set_name(path)]
     if not tests:
         raise FileNotFoundError(f"there is no homework in {path}: expected a folder with test_hw*.py, such as homework/hw1_moving")
-    return [HomeworkSet(file, tuple(load_exercises(file))) for file in tests]
+    by_code: dict[Path, list[Path]] = {}
+    for file in tests:
+        by_code.setdefault(file.with_name(f"{set_name(file)}.py"), []).append(file)
+    return [HomeworkSet(code, tuple(files), _exercises(files)) for code, files in by_code.items()]
+
+
+def set_name(file: Path) -> str:
+    """The name of the set that a file belongs to: hw2 for hw2.py, hw2.ipynb and test_hw2_reduce.py."""
+    return file.stem.removeprefix("test_").partition("_")[0]
+
+
+def _exercises(files: list[Path]) -> tuple[Exercise, ...]:
+    exercises = [exercise for file in files for exercise in load_exercises(file)]
+    return tuple(sorted(exercises, key=lambda exercise: in_order(exercise.number)))
+
+
+def in_order(number: str) -> tuple[int, str]:
+    """The key that sorts the numbers of exercises: 8b comes before 10."""
+    return int("0" + number.rstrip("abcdefgh")), number
 
 
 def find_homework() -> Path:

@@ -81,11 +81,11 @@ def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
             f"then import that file, and check its {name}"
         )
     path = Path(file)
-    tests = path.with_name(f"test_{path.name}")
-    if not tests.is_file():
-        raise ValueError(f"there is no {tests.name} beside {path}, so no exercise asks for {name}")
     names = [attribute for attribute, value in vars(module).items() if value is function]  # a decorated function may have another name
-    (homework,) = find_sets(tests)
+    try:
+        (homework,) = find_sets(path)
+    except FileNotFoundError:
+        raise ValueError(f"there is no test_{path.name} beside {path}, so no exercise asks for {name}") from None
     return find(homework.exercises, name if name in names or not names else names[0]), homework
 
 

@@ -1,4 +1,4 @@
-"""`pytest homework/hw1_moving`: one test for each exercise that test_hw1.py declares, and at the end the table of points.
+"""`pytest homework/hw1_moving`: one test for each exercise that its test files declare, and at the end the table of points.
 
 homework/conftest.py imports these two hooks. A failed test shows the verdict, as check() does in a terminal, and no traceback.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parallel101.grade.exercise import find
-from parallel101.grade.homework import find_sets
+from parallel101.grade.homework import find_sets, in_order
 from parallel101.grade.learner import check_file
 from parallel101.grade.table import Row, next_to_do, row, table
 
@@ -53,5 +53,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found = [Row(**value) for report in reports for name, value in report.user_properties if name == "parallel101"]
     if found:
         terminalreporter.section("homework")
-        rows = sorted(found, key=lambda r: r.set)
+        rows = sorted(found, key=lambda r: (r.set, in_order(r.number)))
         terminalreporter.write_line(f"{table(rows)}\n\n{next_to_do(rows)}")

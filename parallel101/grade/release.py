@@ -115,8 +115,8 @@ def _write_gradescope(path: Path, homework: HomeworkSet, seed: str) -> None:
         _add(bundle, "setup.sh", SETUP.format(torch=_torch_version(), library=library), 0o755)
         _add(bundle, "run_autograder", RUN.format(name=name), 0o755)
         _add(bundle, "seed.txt", seed + "\n", 0o600)
-        _add(bundle, f"{name}/{homework.tests.name}", homework.tests.read_text(encoding="utf-8"), 0o600)
-        _add(bundle, f"{name}/{homework.code.name}", homework.code.read_text(encoding="utf-8"), 0o600)
+        for declared in (*homework.tests, homework.code):
+            _add(bundle, f"{name}/{declared.name}", declared.read_text(encoding="utf-8"), 0o600)
         if from_source:
             for file in LIBRARY:
                 bundle.write(root / file, f"library/{file}")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from parallel101.grade.exercise import Exercise
 from parallel101.grade.grading import Verdict
+from parallel101.grade.homework import set_name
 from parallel101.grade.picture import Picture
 from parallel101.grade.remote import LearnerError
 from parallel101.record.errors import DeadlockError
@@ -168,7 +169,7 @@ class Prediction(NamedTuple):
     def answers(self, exercise: Exercise) -> tuple[str, ...]:
         """What the learner said, and what the run shows; or how to predict it."""
         if self.said is None:
-            return (f"predict({Path(exercise.path).stem.removeprefix('test_')}.{exercise.function}, {self.name}=…)",)
+            return (f"predict({set_name(Path(exercise.path))}.{exercise.function}, {self.name}=…)",)
         if self.measured is None:
             return self._with_unit(self.said), "did not end"
         return self._with_unit(self.said), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"

@@ -188,7 +188,7 @@ def exercise_result(verdict: Verdict) -> dict[str, Any]:
 def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
     """Changes if the submission, the exercises or the seed of the cases change."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in (".py", ".ipynb") and file.is_file())
-    total = hashlib.sha256(homework.tests.read_bytes() + seed.encode())
+    total = hashlib.sha256(b"".join(tests.read_bytes() for tests in homework.tests) + seed.encode())
     for file in files:
         if file.is_symlink():
             continue
@@ -216,12 +216,12 @@ def grade_class(
     with tqdm(total=len(submissions), initial=len(done), desc="submissions", disable=not progress) as bar:
         if jobs == 1:
             for path in left:
-                done[path] = _grade_into(path, homework.tests, results / names[path], seed)
+                done[path] = _grade_into(path, homework.tests[0], results / names[path], seed)
                 bar.update()
         else:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
-                running = {pool.submit(_grade_into, path, homework.tests, results / names[path], seed): path for path in left}
+                running = {pool.submit(_grade_into, path, homework.tests[0], results / names[path], seed): path for path in left}
                 try:
                     for future in as_completed(running):
                         done[running[future]] = future.result()

@@ -1,4 +1,4 @@
-"""Judges exercises that train a model: every step of every rank against one process that has the whole batch.
+"""Runs and judges exercises that train a model: every step of every rank against one process that has the whole batch.
 
     found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …], "weights": by name}        from harness.Steps
     expected:  the same, from one process
@@ -12,12 +12,54 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from parallel101.grade.checks import close, difference, factor, right
-from parallel101.grade.exercise import Check, Misconception, Trial
+from parallel101.grade.exercise import Case, Check, Misconception, Trial
+from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, Steps, make_model
 
 Named = dict[str, Tensor]
+ITEM = 8  # bytes of a float64
+
+
+# ---- what the ranks run, and what one process runs ----
+
+
+def all_reduce_bytes(nbytes: float, n: int) -> int:
+    """What each rank sends in an all-reduce, at least."""
+    return round(2 * (n - 1) / n * nbytes)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD: with AdamW, gradients that are n times too large would go unnoticed."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def train(function, sizes: list[int], tied: bool, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """What each rank runs. inputs: (steps, samples of this rank, features)."""
+    model = make_model(sizes, weights, tied)
+    optimizer = make_optimizer(model)
+    steps = Steps(model, optimizer)
+    function(model, F.mse_loss, optimizer, list(zip(inputs, targets)))
+    return steps.result()
+
+
+def train_whole(model, loss_fn, optimizer, batches) -> None:
+    """One process with the whole batch."""
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def ring_slack(case: Case) -> int:
+    """Counts, and the remainders of chunks if each gradient goes round a ring of the learner's own."""
+    n = case.world_size
+    return 64 + case.facts["steps"] * (32 + 6 * 2 * ITEM * (n - 1) ** 2 // n)
+
+
+# ---- the check ----
 
 
 def recorded(found: Any) -> bool:

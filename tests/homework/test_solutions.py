@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel101.grade.exercise import STEPS, Case, Draw, Trial, load_exercises
+from parallel101.grade.exercise import STEPS, Case, Draw, Trial
 from parallel101.grade.grading import EXERCISE_SECONDS, PUBLIC_SEED, Verdict, judge, run_cases
+from parallel101.grade.homework import find_sets
 from parallel101.grade.launched import run_launched
 from parallel101.grade.remote import Ranks, Submission
 
 HERE = Path(__file__).parent
 HOMEWORK = HERE.parents[1] / "homework"
-EXERCISES = {exercise.function: exercise for path in sorted(HOMEWORK.glob("hw*/test_hw*.py")) for exercise in load_exercises(path)}
+EXERCISES = {exercise.function: exercise for homework in find_sets(HOMEWORK) for exercise in homework.exercises}
 FOLDER = {function: HERE / Path(exercise.path).parent.name.partition("_")[0] for function, exercise in EXERCISES.items()}
 
 

@@ -1,0 +1,120 @@
+"""Exercise 6: ring reduce-scatter. Rank r returns its rows of the sum."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from parallel101.analysis.provenance import origin_tensor
+from parallel101.grade.checks import CHANGES_ITS_INPUT, MESSAGES, bytes_sent, communicated, failed, received, right, same, steps, value
+from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.sums import counted_twice, facts, left_out, several_ranks
+
+
+def share(case: Case) -> float:
+    """(n − 1)/n of the bytes of x; the chunks are as large as the largest one."""
+    x, n = case.facts["xs"][0], case.world_size
+    return (n - 1) * math.ceil(x.shape[0] / n) * (x.nbytes // max(1, x.shape[0]))
+
+
+def reduce_scatter_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
+    n = len(xs)
+    chunks = list(torch.tensor_split(torch.stack(list(xs)).sum(0), n))
+    return Case([(x,) for x in xs], chunks, note, facts=facts(xs, chunks=chunks))
+
+
+def reduce_scatter_cases(draw: Draw) -> list[Case]:
+    cases = [reduce_scatter_case(draw.tensors(n, 24 * n, 2)) for n in (1, 2, 3, 4)]
+    cases.append(reduce_scatter_case(draw.tensors(3, 61, 2), "61 rows, which 3 doesn't divide"))
+    cases.append(reduce_scatter_case(draw.tensors(4, 3, dtype=torch.int64), "3 whole numbers, fewer than ranks"))
+    cases.append(reduce_scatter_case([x.t() for x in draw.tensors(4, 3, 83, dtype=torch.float64)], "transposed, float64"))
+    return [*cases, reduce_scatter_case(draw.tensors(5, 103, 2))]
+
+
+def own_chunk(case: Case) -> list[int]:
+    return [chunk.nbytes if case.world_size > 1 else 0 for chunk in case.facts["chunks"]]
+
+
+def chunk_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    for rank, result in enumerate(trial.results):
+        yield result, [torch.tensor_split(x, trial.world_size)[rank] for x in trial.case.facts["xs"]]
+
+
+def all_then_slice(trials: Sequence[Trial]) -> bool:
+    """Every rank receives as many bytes as x has: what an all-reduce takes."""
+    large = several_ranks(trials)
+    return bool(large) and all(right(t) and min(received(t)) >= t.case.facts["xs"][0].nbytes for t in large)
+
+
+def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
+    """Right, but one rank receives more than a whole x while another gets no more than its own rows."""
+    large = several_ranks(trials, least=3)
+    return bool(large) and all(
+        right(t) and max(received(t)) >= 2 * t.case.facts["xs"][0].nbytes and min(received(t)) <= max(own_chunk(t.case)) + 64 for t in large
+    )
+
+
+def off_by_one(trials: Sequence[Trial]) -> bool:
+    """Every rank returns the finished chunk of the next rank, or of the one before."""
+    wrong = failed(trials)
+    return bool(wrong) and any(
+        all(
+            trial.error is None and same(result, trial.case.facts["chunks"][(rank + way) % trial.world_size])
+            for trial in wrong
+            for rank, result in enumerate(trial.results)
+        )
+        for way in (1, -1)
+    )
+
+
+SCATTER_QUESTION = lambda: reduce_scatter_case([torch.ones(1000)] * 4)  # noqa: E731
+RING_REDUCE_SCATTER = Exercise(
+    number="6",
+    function="ring_reduce_scatter",
+    title="Ring reduce-scatter",
+    points=10,
+    cases=reduce_scatter_cases,
+    checks=(
+        value("rank r returns its rows of the sum", keeps="x"),
+        bytes_sent(lambda case: [int(share(case))] * case.world_size, "every rank sends (n − 1)/n of x"),
+        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: 2 * (case.world_size - 1)),
+    ),
+    least_received=own_chunk,
+    misconceptions=(
+        *MESSAGES,
+        Misconception(
+            "all-reduce then slice",
+            "Every rank gets the whole sum, and keeps only its own rows: that moves at least twice as many bytes as a reduce-scatter.",
+            all_then_slice,
+        ),
+        Misconception(
+            "reduce then scatter",
+            "One rank receives everybody's data, adds it up and sends the rows out: its link is busy while the others are idle.",
+            sum_on_one_rank,
+        ),
+        Misconception(
+            "owner off by one",
+            "The sums are right, but they end at the wrong ranks: every rank returns its neighbour's rows.",
+            off_by_one,
+        ),
+        counted_twice(chunk_pieces),
+        left_out(chunk_pieces),
+        CHANGES_ITS_INPUT,
+    ),
+    hints=(
+        "The all-gather backwards. Follow one chunk: it must arrive at its owner last, so at which rank does it start?",
+        "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step 1 rank r sends its part of chunk r − 1. "
+        "In each step it adds its own part to what has arrived, and sends that on in the next step.",
+        "partial = chunks[rank - 1].clone(). For step 1 … n − 1: send partial to rank + 1; receive `arriving`, as large as "
+        "mine = chunks[(rank - step - 1) % n], from rank − 1; then partial = arriving + mine. At the end partial is chunk `rank`.",
+    ),
+    questions=(
+        Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+                 SCATTER_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
+        Question("steps", "How many steps does it take?", SCATTER_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+    ),
+    watch=lambda: reduce_scatter_case([origin_tensor(rank, 4, 8) for rank in range(4)]),
+)  # fmt: skip
+
+
+EXERCISES = [RING_REDUCE_SCATTER]

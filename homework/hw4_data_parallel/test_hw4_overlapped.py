@@ -1,0 +1,246 @@
+"""Exercise 12: gradients are all-reduced while backward computes the next ones."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel101.grade.checks import MESSAGES, bytes_sent, right
+from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.harness import BACKWARD, FORWARD, Steps, count_weights, gradients_of, make_model, mark_gradients
+from parallel101.grade.training import (
+    ITEM,
+    MEAN_TWICE,
+    NEVER_REDUCED,
+    NO_ZERO_GRAD,
+    SUM_FOR_MEAN,
+    all_reduce_bytes,
+    equals_one_process,
+    make_optimizer,
+    ring_slack,
+    scaled,
+    train,
+    train_whole,
+)
+from parallel101.sim.network import Network
+
+LAYERS = 4
+
+
+def train_in_microbatches(function, sizes: list[int], weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """What each rank runs. inputs: (steps, microbatches, samples, features)."""
+    model = make_model(sizes, weights)
+    optimizer = make_optimizer(model)
+    steps = Steps(model, optimizer)
+    mark_gradients(model)
+    function(model, F.mse_loss, optimizer, [list(zip(*share)) for share in zip(inputs, targets)])
+    return steps.result()
+
+
+def overlap_case(draw: Draw, n: int, microbatches: int, steps: int = 2) -> Case:
+    sizes = [8] * (LAYERS + 1)
+    count = count_weights(sizes)
+    weights = 0.5 * draw.tensor(count, dtype=torch.float64)
+    inputs = draw.tensors(n, steps, microbatches, 2, 8, dtype=torch.float64)
+    targets = draw.tensors(n, steps, microbatches, 2, 8, dtype=torch.float64)
+    expected = train(train_whole, sizes, False, weights, torch.cat(inputs, 2).flatten(1, 2), torch.cat(targets, 2).flatten(1, 2))
+    model = make_model(sizes, weights)
+    local = [gradients_of(model, F.mse_loss(model(x[0].flatten(0, 1)), y[0].flatten(0, 1))) for x, y in zip(inputs, targets)]
+    return Case(
+        [(sizes, weights, inputs[rank], targets[rank]) for rank in range(n)],
+        [expected] * n,
+        note=f"{microbatches} microbatch{'es' * (microbatches > 1)}",
+        facts={
+            "bytes": count * ITEM, "steps": steps, "microbatches": microbatches, "local": local,
+            "compute": microbatches * LAYERS * (FORWARD + BACKWARD), "communication": 2 * (n - 1) / n * LAYERS,
+        },
+        network=Network(latency=0.0, bandwidth=count * ITEM / LAYERS),  # each layer's weights take a second
+    )  # fmt: skip
+
+
+def overlap_cases(draw: Draw) -> list[Case]:
+    return [overlap_case(draw, *case) for case in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 1))]
+
+
+def gradient_bytes(case: Case) -> list[int]:
+    return [case.facts["steps"] * all_reduce_bytes(case.facts["bytes"], case.world_size)] * case.world_size
+
+
+class StepRecord(NamedTuple):
+    """One step of one rank, from its record."""
+
+    rank: int
+    step: int
+    seconds: float
+    first_sent: float | None  # when the first gradients were sent
+    last_ready: float  # when backward had made the last gradient
+    last_forward: float  # when the last microbatch's forward began
+    sent: int  # bytes of messages and collectives, counted as calls count them
+
+
+def steps_of(trial: Trial) -> list[StepRecord]:
+    found = []
+    for rank in range(trial.world_size):
+        own = [event for event in trial.trace.events if event.rank == rank]
+        begin = 0.0
+        for number, mark in enumerate((e for e in own if e.name == "optimizer step"), start=1):
+            inside = [e for e in own if begin <= e.posted and (e.posted < mark.start or (e.kind != "span" and e.posted <= mark.start))]
+            sent = [e for e in inside if e.kind != "span" and e.kind != "recv" and e.nbytes > 32]
+            ready = [e.end for e in inside if e.name == "backward"]
+            forwards = [e.start for e in inside if e.name == "forward" and (e.args or {}).get("layer") == 0]
+            first = min((e.posted for e in sent), default=None)
+            found.append(
+                StepRecord(
+                    rank,
+                    number,
+                    mark.start - begin,
+                    first,
+                    max(ready, default=0.0),
+                    max(forwards, default=0.0),
+                    sum(e.nbytes for e in sent),
+                )
+            )
+            begin = mark.start
+    return found
+
+
+def starts_early() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        for step in steps_of(trial) if trial.world_size > 1 else []:
+            if step.first_sent is None or step.first_sent >= step.last_ready:
+                when = "never" if step.first_sent is None else f"{step.first_sent - step.last_ready:g} s after the last one is ready"
+                return f"in step {step.step}, rank {step.rank} sends the first gradient {when}"
+        return None
+
+    return Check("overlap", "the first message starts before the last gradient is ready", wrong)
+
+
+def exposed(trial: Trial) -> float:
+    """The largest part of a step's communication that is not hidden behind compute."""
+    facts = trial.case.facts
+    if not facts["communication"]:
+        return 0.0
+    return max((step.seconds - facts["compute"] for step in steps_of(trial)), default=0.0) / facts["communication"]
+
+
+def hidden() -> Check:
+    def wrong(trial: Trial) -> str | None:
+        part = exposed(trial)
+        return None if part <= 0.6 else f"{part:.0%} of the messages' time is added to the step; with one message for each layer it is 25%"
+
+    return Check("overlap", "most of the messages' time is hidden behind backward", wrong)
+
+
+def waits_at_once(trials: Sequence[Trial]) -> bool:
+    several = [trial for trial in trials if trial.world_size > 1]
+    return bool(several) and all(right(t) and starts_early().wrong(t) is None and exposed(t) > 0.9 for t in several)
+
+
+def after_backward(trials: Sequence[Trial]) -> bool:
+    several = [trial for trial in trials if trial.world_size > 1]
+    return bool(several) and all(right(t) and all((s.first_sent or 0) >= s.last_ready for s in steps_of(t)) for t in several)
+
+
+def every_microbatch(trials: Sequence[Trial]) -> bool:
+    """Gradients are sent before the last microbatch has begun."""
+    several = [trial for trial in trials if trial.world_size > 1 and trial.case.facts["microbatches"] > 1 and trial.error is None]
+    found = [step for trial in several for step in steps_of(trial)]
+    return bool(found) and all(step.first_sent is not None and step.first_sent <= step.last_forward for step in found)
+
+
+def piling_up(trials: Sequence[Trial]) -> bool:
+    """The second step sends twice as much as the first."""
+    several = [trial for trial in trials if trial.world_size > 1 and trial.error is None]
+    found = [(step.step, step.sent, trial.case.facts["bytes"]) for trial in several for step in steps_of(trial)]
+    return bool(found) and all(sent >= 0.9 * step * nbytes for step, sent, nbytes in found) and any(step > 1 for step, _, _ in found)
+
+
+def not_averaged(trials: Sequence[Trial]) -> bool:
+    """The gradients are as many times too large as there are microbatches."""
+    several = [trial for trial in trials if trial.case.facts["microbatches"] > 1]
+    return scaled(several, lambda trial: trial.case.facts["microbatches"])
+
+
+def summed_twice(trials: Sequence[Trial]) -> bool:
+    return scaled(trials, lambda trial: trial.world_size * trial.case.facts["microbatches"])
+
+
+EVERY_MICROBATCH = Misconception(
+    "synchronises every microbatch",
+    "Gradients are all-reduced after each microbatch. They are complete only after the last one: everything before is sent in vain.",
+    every_microbatch,
+)
+WAITS_AT_ONCE = Misconception(
+    "async, then wait at once",
+    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at once. Backward stands still meanwhile, so no "
+    "message is hidden.",
+    waits_at_once,
+)
+AFTER_BACKWARD = Misconception(
+    "starts after backward",
+    "The first all-reduce starts when the last gradient is ready. Then nothing is left to compute behind which messages could be hidden.",
+    after_backward,
+)
+HOOKS_PILE_UP = Misconception(
+    "hooks pile up",
+    "Hooks are registered in every step and stay: in the second step each gradient has two, and is all-reduced twice.",
+    piling_up,
+)
+MICROBATCHES_SUMMED = Misconception(
+    "microbatches summed",
+    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, so their sum is too large by the number of "
+    "microbatches.",
+    not_averaged,
+)
+SUMMED_TWICE = Misconception(
+    "sum for mean",
+    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean over one microbatch, so the sum is too "
+    "large by the number of microbatches on all ranks.",
+    summed_twice,
+)
+
+
+EXERCISES = [
+    Exercise(
+        number="12",
+        function="train_overlapped",
+        title="Overlapped",
+        points=10,
+        cases=overlap_cases,
+        program=train_in_microbatches,
+        allowed=P2P | COLLECTIVES,
+        imports=OPTIM,
+        checks=(
+            equals_one_process(),
+            bytes_sent(gradient_bytes, "2(n−1)/n of the gradients' bytes per step", lambda case: ring_slack(case) + 512),
+            starts_early(),
+            hidden(),
+        ),
+        least_received=lambda case: [
+            case.facts["steps"] * case.facts["bytes"] - 64 if case.world_size > 1 else 0 for _ in range(case.world_size)
+        ],
+        misconceptions=(
+            HOOKS_PILE_UP, *MESSAGES, EVERY_MICROBATCH, NEVER_REDUCED, SUMMED_TWICE, SUM_FOR_MEAN, MICROBATCHES_SUMMED,
+            MEAN_TWICE, NO_ZERO_GRAD, WAITS_AT_ONCE, AFTER_BACKWARD,
+        ),
+        hints=(
+            "backward() makes the last layer's gradients first. Who tells you that one is ready, and in which microbatch is it complete?",
+            "Register one hook for each parameter, once. In the last microbatch the hook starts dist.all_reduce(p.grad, async_op=True) and "
+            "keeps the work that this returns. All works are waited for just before optimizer.step().",
+            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For each step: zero_grad; for each microbatch "
+            "set last, and (loss / (microbatches · n)).backward(); for work in works: work.wait(); works.clear(); optimizer.step().",
+        ),
+        questions=(
+            Question(
+                "seconds",
+                "Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on two ranks 1 s. How long does a step take?",
+                lambda: overlap_case(Draw("question"), 2, 1, steps=1),
+                lambda trial: trial.trace.makespan,
+                "seconds",
+            ),
+        ),
+        picture="lanes",
+    ),
+]  # fmt: skip

@@ -1,0 +1,52 @@
+"""Exercise 18: GPipe. All forwards, then all backwards."""
+
+from __future__ import annotations
+
+from parallel101.grade.checks import MESSAGES, bytes_sent, value
+from parallel101.grade.exercise import AUTOGRAD, Exercise
+from parallel101.grade.pipeline import (
+    DETACHED,
+    HELD,
+    LAST_ONLY,
+    NO_AVERAGE,
+    SLOTS,
+    holds_at_most,
+    messages_of,
+    run_step,
+    slots,
+    step_cases,
+    two_halves,
+)
+
+EXERCISES = [
+    Exercise(
+        number="18",
+        function="gpipe_step",
+        title="GPipe",
+        points=10,
+        cases=step_cases,
+        program=run_step,
+        imports=AUTOGRAD,
+        checks=(
+            value("the loss and every gradient equal one process", parts=("the loss", "the gradients")),
+            bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
+            slots(two_halves, "2(M + P − 1) slots"),
+            holds_at_most(lambda case, rank: case.facts["m"], "at most M microbatches in flight"),
+        ),
+        least_received=messages_of,
+        misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED),
+        questions=(SLOTS, HELD),
+        hints=(
+            "Write down what rank 1 of 3 does for one microbatch: what it receives, from whom, what it computes, what it sends. "
+            "Then put a loop around it.",
+            "A received activation is a leaf: x.requires_grad_() before stage(x). After y.backward(dy), x.grad is "
+            "what the rank before waits for. "
+            "Keep (x, y) of each microbatch until its backward.",
+            "for i in range(M): x = inputs[i] or a received leaf; y = stage(x); send y.detach() on, or loss_fn(y, "
+            "targets[i]) / M on the last rank. "
+            "Then for i in range(M): dy = received, or None on the last rank; y.backward(dy); send x.grad back. Wait "
+            "for the sends at the end.",
+        ),
+        picture="pipeline",
+    ),
+]
