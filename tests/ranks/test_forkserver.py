@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 import parallel101 as p101
-from parallel101.bench.kernel import Kernel
 from parallel101.ranks import processes
 from parallel101.ranks.processes import kill, start_method, start_ranks, stop_server
 
@@ -26,17 +24,6 @@ def can_collapse() -> bool:
         return False
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int(minor)) >= (6, 1)
-
-
-def test_a_notebook_starts_it_with_the_import_and_a_script_does_not():
-    program = "import parallel101, psutil, sys\nassert len(psutil.Process().children()) == {}\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program.format(0)], check=True)
-    with Kernel() as kernel:
-        kernel.seconds(program.format(1))  # raises if an assert fails there
-        servers = psutil.Process(kernel.manager.provisioner.pid).children()
-        kernel.seconds("assert parallel101.launch(int, world_size=2).results == [0, 0]")
-        assert psutil.Process(kernel.manager.provisioner.pid).children() == servers, "the launch used it"
-    assert not any(server.is_running() for server in servers)
 
 
 def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():

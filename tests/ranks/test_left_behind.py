@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.bench.kernel import Kernel
 from parallel101.ranks import processes
 from parallel101.ranks.wire import Wire
 from tests.ranks.failing import fails
@@ -123,7 +124,20 @@ def _gone(pids, within=5.0):
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
             return True
+        time.sleep(0.01)
     return False
+
+
+@pytest.mark.skipif(processes.start_method() != "fork server", reason="ranks are spawned here")
+def test_a_notebook_starts_the_fork_server_with_the_import_and_a_script_does_not():
+    program = "import parallel101, psutil, sys\nassert len(psutil.Process().children()) == {}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program.format(0)], check=True)
+    with Kernel() as kernel:
+        kernel.seconds(program.format(1))  # raises if an assert fails there
+        servers = psutil.Process(kernel.manager.provisioner.pid).children()
+        kernel.seconds("assert parallel101.launch(int, world_size=2).results == [0, 0]")
+        assert psutil.Process(kernel.manager.provisioner.pid).children() == servers, "the launch has used it"
+    assert _gone([server.pid for server in servers], within=30)
 
 
 def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
