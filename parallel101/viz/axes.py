@@ -96,6 +96,7 @@ def _head(scene: Scene, trace: Trace, span: float, colours: dict[str, int], span
     one = " A collective of torch's own counts as one message." if collectives else ""
     sentence = f"Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: received.{one}"
     scene.add("text", sentence, x=28, y=64, font_size=14 if not one else 13, class_="m")
+    scene.intro = sentence
     at = 28.0
     for label, class_ in span_entries(colours, 5) + [("wait", "idle")] * any(e.waiting for e in spans):
         scene.add("rect", x=at, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 from parallel101.analysis.blocks import Block, given_blocks, is_transposed, returned_blocks
 from parallel101.analysis.replay import Replay, replay_of
 from parallel101.analysis.unwritten import Watched
+from parallel101.analysis.verdict import lacks
 from parallel101.record.trace import Trace
 from parallel101.record.units import ranks_text
 from parallel101.viz.captions import Captions
 from parallel101.viz.diagram import Point
+from parallel101.viz.matrix import STYLE as MARKS
 from parallel101.viz.scene import Node, Scene, Stop
 
 MOST_RANKS, MOST_BLOCKS = 16, 16
@@ -52,21 +54,28 @@ def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Wat
     captions = Captions(replay)
     text, wrong = result_text(replay, captions, given, returned), bool(captions.verdict.faults)
     cell = min(64.0, WIDTH / most), min(44.0, 300.0 / n)
-    scene = Scene(960, math.ceil(TOP + n * cell[1] + 44), title or captions.title, text)
-    scene.style += ".gone{fill:none;stroke:var(--line);stroke-dasharray:3 3}.twice{fill:none;stroke:var(--warn);stroke-width:2.5}"
-    scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
-    note = "A letter is a part of the data, a number the rank it came from." if _numbered(replay) else "A letter is a part of the data."
-    note += " Stripes are the ranks whose data is summed." if replay.sums else ""
-    note += " Dashed: values that are not used." if any(block.chunk is None for row in given for block in row) else ""
-    scene.add("text", note, x=28, y=scene.height - 18, font_size=12, class_="m")
-    for left, name, rows in ((LEFTS[0], "before", given), (LEFTS[1], "after", returned)):
-        _frame(scene, replay, left, name, rows, cell)
+    notes = ["A letter is a part of the data" + (", a number the rank it came from." if _numbered(replay) else ".")]
+    notes += ["Stripes are the ranks whose data is summed."] * replay.sums
+    notes += ["Red: what a sum lacks, or contains twice."] * (replay.sums and wrong)
+    notes += ["Dashed: values that are not used."] * any(block.chunk is None for row in given for block in row)
+    high = n * cell[1]
+    scene = Scene(960, math.ceil(TOP + high + 26 + 18 * len(notes)), title or captions.title, text)
+    scene.narrow = (480, math.ceil(TOP + 2 * high + 36 + 18 * len(notes)))
+    scene.style += MARKS + ".unused{fill:none;stroke:var(--line);stroke-dasharray:3 3}.small .flight{transform:none}"
+    scene.style += "text.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
+    scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
+    scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
+    below = scene.panel(narrow=f"translate(0,{scene.narrow[1] - scene.height})")
+    for k, note in enumerate(notes):
+        below.add("text", note, x=28, y=TOP + high + 28 + 18 * k, font_size=12, class_="m")
+    before, after = scene.panel(narrow="translate(0,-34)"), scene.panel(narrow=f"translate({LEFTS[0] - LEFTS[1]},{high + 10:g})")
+    for panel, left, name, rows in ((before, LEFTS[0], "before", given), (after, LEFTS[1], "after", returned)):
+        _frame(panel, replay, left, name, rows, cell)
     places: dict[tuple[int | None, int], Point] = {}
     for i, (rank, row) in enumerate(zip(replay.ranks, given)):
         for k, block in enumerate(row):
             places[block.chunk, rank] = (LEFTS[0] + k * cell[0], TOP + i * cell[1])
-            _block(scene, replay, block, places[block.chunk, rank], cell)
+            _block(before, replay, block, places[block.chunk, rank], cell)
     moving = _flights(replay, returned, places, cell)
     step = min(LONGEST, STEPS / max(len(moving), 1))
     scene.duration = round(LEAD + step * len(moving) + LAST, 2)
@@ -80,16 +89,19 @@ def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Wat
         scene.stops.append(Stop(begin, scene.duration if last else begin + step - 0.03, f"{words} {text}" if last else words))
         for flight in flights:
             (x, y), (x0, y0) = flight.to, places[flight.block.chunk, origin]
-            group = scene.add("g").show((begin, scene.duration + 1))
+            group = after.add("g", class_="flight").show((begin, scene.duration + 1))
             group.key("translate", (begin, (x0 - x, y0 - y)), (landed, (0.0, 0.0)), mode="ease")
-            _block(group, replay, flight.block, (x, y), cell, only=origin)
+            if _summed(replay, flight.block):
+                group.add("rect", **_stripe(replay, flight.block, (x, y), cell, origin), class_=f"f{flight.block.chunk % 8}")
+            else:
+                _block(group, replay, flight.block, (x, y), cell)
         if last:
             _sentence(scene, text, landed + 0.5, scene.duration + 1, wrong)
-    sums = scene.add("g").show((scene.duration - LAST, scene.duration + 1))
-    for i, row in enumerate(returned):
+    sums = after.add("g").show((scene.duration - LAST, scene.duration + 1))
+    for i, (rank, row) in enumerate(zip(replay.ranks, returned)):
         for k, block in enumerate(row):
-            if sum(block.counts) > 1:
-                _block(sums, replay, block, (LEFTS[1] + k * cell[0], TOP + i * cell[1]), cell)
+            if _summed(replay, block):
+                _marks(sums, replay, rank, block, (LEFTS[1] + k * cell[0], TOP + i * cell[1]), cell)
     return scene
 
 
@@ -115,7 +127,8 @@ def _flights(
 
 
 def _sentence(scene: Scene, text: str, begin: float, end: float, wrong: bool = False) -> None:
-    scene.add("text", text, x=28, y=64, font_size=14, class_="w b" if wrong else "m").show((begin, end))
+    panel = scene.panel(narrow="none")
+    panel.add("text", text, x=28, y=64, font_size=14, class_="w b" if wrong else "m").show((begin, end))
 
 
 def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed: bool) -> str:
@@ -151,7 +164,7 @@ def _numbered(replay: Replay) -> bool:
     return any(len(chunk.stripes) > 1 for chunk in replay.chunks)
 
 
-def _frame(scene: Scene, replay: Replay, left: float, name: str, rows: list[list[Block]], cell: Point) -> None:
+def _frame(scene: Node, replay: Replay, left: float, name: str, rows: list[list[Block]], cell: Point) -> None:
     scene.add("text", name, x=left, y=TOP - 12, font_size=15, class_="b")
     for i, (rank, row) in enumerate(zip(replay.ranks, rows)):
         y = TOP + i * cell[1]
@@ -169,24 +182,51 @@ def _inside(at: Point, cell: Point) -> dict[str, float]:
     return {"x": at[0] + GAP, "y": at[1] + GAP, "width": cell[0] - 2 * GAP, "height": cell[1] - 2 * GAP}
 
 
-def _block(parent: Node, replay: Replay, block: Block, at: Point, cell: Point, only: int | None = None) -> None:
-    """A block at its place: one colour, or a stripe for each rank whose data is summed. `only`: the stripe of this rank."""
+def _block(parent: Node, replay: Replay, block: Block, at: Point, cell: Point) -> None:
+    """A block at its place, in the colour of its chunk."""
     place = _inside(at, cell)
     if block.chunk is None:
-        parent.add("rect", **place, rx=4, class_="gone")
+        parent.add("rect", **place, rx=4, class_="unused")
         return
     chunk, colour = replay.chunks[block.chunk], block.chunk % 8
-    origins = [rank for rank, count in enumerate(block.counts) if count]
-    text = f"{chunk.label}{origins[0]}" if len(origins) == 1 and len(chunk.stripes) > 1 else chunk.label
-    if len(origins) == 1:
-        parent.add("rect", **place, rx=4, class_=f"f{colour}")
-    elif only is not None:
-        each = place["width"] / len(origins)
-        k = origins.index(only)
-        parent.add("rect", **place | {"x": place["x"] + k * each, "width": each - min(1.2, 0.2 * each)}, class_=f"f{colour}")
-    if only is None or len(origins) == 1:
-        size = min(15.0, 0.62 * place["height"], 1.35 * place["width"] / len(text))
-        middle = {"x": place["x"] + place["width"] / 2, "y": place["y"] + place["height"] / 2 + 0.35 * size}
-        parent.add("text", text, **middle, font_size=size, class_=f"b c o{colour}")
-        if any(count > 1 for count in block.counts):
-            parent.add("rect", **place, rx=4, class_="twice")
+    text = f"{chunk.label}{block.counts.index(1)}" if len(chunk.stripes) > 1 and 1 in block.counts else chunk.label
+    parent.add("rect", **place, rx=4, class_=f"f{colour}")
+    _label(parent, text, place, f"b c o{colour}")
+
+
+def _label(parent: Node, text: str, place: dict[str, float], class_: str, middle: float = 0.5) -> None:
+    size = min(15.0, 0.62 * place["height"], 1.35 * place["width"] / len(text))
+    y = place["y"] + middle * place["height"] + 0.35 * size
+    parent.add("text", text, x=place["x"] + place["width"] / 2, y=y, font_size=size, class_=class_)
+
+
+def _summed(replay: Replay, block: Block) -> bool:
+    """Whether a block has a stripe for each rank whose data belongs in it."""
+    return replay.sums and block.chunk is not None and len(replay.chunks[block.chunk].stripes) > 1
+
+
+def _stripe(replay: Replay, block: Block, at: Point, cell: Point, origin: int) -> dict[str, float]:
+    """The place of one rank's data in a sum."""
+    assert block.chunk is not None
+    place, stripes = _inside(at, cell), replay.chunks[block.chunk].stripes
+    each = place["width"] / len(stripes)
+    return place | {"x": place["x"] + stripes.index(origin) * each, "width": each - min(1.2, 0.2 * each)}
+
+
+def _marks(parent: Node, replay: Replay, rank: int, block: Block, at: Point, cell: Point) -> None:
+    """The letter of a sum, and what it lacks or contains more than once."""
+    assert block.chunk is not None
+    place, chunk, twice = _inside(at, cell), replay.chunks[block.chunk], [r for r, count in enumerate(block.counts) if count > 1]
+    missing = lacks(replay, rank, block.chunk)
+    for origin in missing:
+        parent.add("rect", **_stripe(replay, block, at, cell, origin), class_="gone")
+    if twice or missing:
+        parent.add("rect", **place, rx=4, class_="err")
+    if not twice or place["height"] > 30:
+        _label(parent, chunk.label, place, "b c over", middle=0.28 if twice else 0.5)
+    for origin in twice:
+        stripe = _stripe(replay, block, at, cell, origin)
+        x = min(max(stripe["x"] + stripe["width"] / 2, place["x"] + 9.5), place["x"] + place["width"] - 9.5)
+        y = place["y"] + place["height"] - (10 if place["height"] > 30 else place["height"] / 2)
+        parent.add("rect", x=x - 9.5, y=y - 7, width=19, height=14, rx=4, class_="flag")
+        parent.add("text", f"×{block.counts[origin]}", x=x, y=y + 3.6, class_="flagged c")

@@ -15,7 +15,7 @@ from parallel101.analysis.waiting import traffic
 from parallel101.record.events import P2P
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds, listed
-from parallel101.viz.scene import Scene, box
+from parallel101.viz.scene import Node, Scene, box
 from parallel101.viz.timeline import trace_facts
 
 TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)  # the squares: their top, their largest width, the x of their centres
@@ -45,9 +45,12 @@ def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
     words = " ".join(f"{square.title}: {_largest(square)}." for square in squares)
     scene = Scene(960, math.ceil(TOP + n * min(cell, 44.0) + 28), title, words)
     scene.style += STYLE
-    scene.add("text", title, x=28, y=40, class_="h")
-    for square, middle in zip(squares, MIDDLES):
-        _draw(scene, square, middle, cell, min(cell, 44.0))
+    high = scene.height - TOP + 44  # of a square with its title
+    scene.narrow = (480, math.ceil(scene.height - 20 + high * (len(squares) - 1)))
+    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    for k, (square, middle) in enumerate(zip(squares, MIDDLES)):
+        panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")  # on phones one below the other
+        _draw(panel, square, middle, cell, min(cell, 44.0))
     return scene
 
 
@@ -63,8 +66,10 @@ def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
         Square("Messages sent", "from \\ to", messages, lambda count: f"{count:,.0f}"),
     ]
     scene = between_ranks_scene(title, squares)
-    scene.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
-    scene.add("text", _traffic_text(trace, messages), x=28, y=64, font_size=14, class_="m")
+    head = scene.panel(narrow="none")
+    head.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
+    scene.intro = _traffic_text(trace, messages)
+    head.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
     return scene
 
 
@@ -92,10 +97,10 @@ def collectives_of_torch(trace: Trace) -> list[str]:
     return sorted({e.kind for e in trace.events} - P2P - {"span"})
 
 
-def _draw(scene: Scene, square: Square, middle: float, width: float, height: float) -> None:
+def _draw(scene: Node, square: Square, middle: float, width: float, height: float) -> None:
     n = len(square.values)
     left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.0
-    every = 1 if n <= 16 else 8  # of a large square, label every eighth row and column
+    every = 1 if n <= 16 else 8 if n <= 64 else 16  # of a large square, not every row and column has room for its label
     scene.add("text", square.title, x=left, y=TOP - 34, font_size=14, class_="b")
     scene.add("text", square.corner, x=left - 12, y=TOP - 9, font_size=12, class_="m e")
     most = max((value for row in square.values for value in row), default=0.0) or 1.0
@@ -114,7 +119,7 @@ def _draw(scene: Scene, square: Square, middle: float, width: float, height: flo
                 _cell(scene, square, rank, column, value / most, left + column * width, y, width, height, gap)
 
 
-def _cell(scene: Scene, square: Square, rank: int, column: int, share: float, x: float, y: float, width: float, height: float, gap: float):
+def _cell(scene: Node, square: Square, rank: int, column: int, share: float, x: float, y: float, width: float, height: float, gap: float):
     value = square.text(square.values[rank][column])
     place = {"x": x + gap, "y": y + gap, "width": width - 2 * gap, "height": height - 2 * gap}
     scene.add("rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=0.12 + 0.78 * share).add(

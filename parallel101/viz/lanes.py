@@ -107,6 +107,7 @@ def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     scene.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
     sentence = "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing and waits."
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.intro = sentence
     x, kinds = 28.0, {e.kind for e in trace.events}
     entries = [*span_entries(colours), ("idle", "idle")]
     entries += [(label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds]

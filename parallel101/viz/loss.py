@@ -26,8 +26,11 @@ from parallel101.viz.scene import Scene, data_uri
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 INTERVAL = 0.25  # seconds between two drawings
 MOST_POINTS = 400
+NARROW = 468.0  # on phones the picture is so much less wide
 DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")  # of the curves: dashes show two curves that lie on top of each other
-STYLE = "".join(f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}" for i, colour in enumerate(PLOTTED))
+STYLE = ".lines *{vector-effect:non-scaling-stroke}.end{stroke-width:7;stroke-linecap:round}" + "".join(
+    f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}" for i, colour in enumerate(PLOTTED)
+)
 
 Curve = Sequence[tuple[float, float]]  # (step, loss)
 
@@ -81,26 +84,31 @@ def loss_scene(
         return LEFT + (right - LEFT) * step / last, BOTTOM - (BOTTOM - TOP) * loss / high
 
     scene.add("text", title, x=28, y=40, class_="h")
+    squeezed = (right - NARROW - LEFT) / (right - LEFT)
+    if squeezed > 0.2:
+        scene.narrow = (492, 330)
+    drawn = scene.panel(narrow=f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)", class_="lines")
+    ends = scene.panel(narrow=f"translate({-NARROW:g},0)")
     tick = round_step(high, 6)
     for k in range(int(high / tick) + 1):
         y = at(0, k * tick)[1]
-        scene.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)
+        drawn.add("path", d=f"M{LEFT} {y:.1f}H{right}", class_="link", opacity=0.7 if k else 1)
         scene.add("text", f"{k * tick:.6g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
     scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
-    scene.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
+    ends.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
     labels = sorted((at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line)
     for i, line in enumerate(lines.values()):
         if line:
             shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
             places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in shown))
-            scene.add("polyline", points=places, fill="none", class_=f"l{i}", stroke_width=2.2, stroke_dasharray=DASHES[i])
+            drawn.add("polyline", points=places, fill="none", class_=f"l{i}", stroke_width=2.2, stroke_dasharray=DASHES[i])
     lowest = 0.0
-    for y, i, name in labels:
-        lowest = max(y, lowest + 18)
+    for k, (y, i, name) in enumerate(labels):
+        lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)  # those that follow have room too
         x, end = at(*list(lines.values())[i][-1])
-        scene.add("circle", cx=x, cy=end, r=3.5, class_=f"d{i}")
-        scene.add("text", name, x=right + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
-        scene.add("text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e")
+        drawn.add("path", d=f"M{x:.1f} {end:.1f}h0", class_=f"end l{i}")
+        ends.add("text", name, x=right + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
+        ends.add("text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e")
     return scene
 
 

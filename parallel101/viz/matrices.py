@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from parallel101.viz.palette import CHUNK
-from parallel101.viz.scene import Scene
+from parallel101.viz.scene import Node, Scene
 
 TOP, ACROSS, CELL = 96.0, 4, 226.0  # the first row of cells, cells in a row, and the width of a cell
 LONG, SHORT = 140.0, 30.0  # the longest side of any matrix, and the shortest
@@ -96,19 +96,24 @@ def matrices_scene(
     heights = [max(side(m.rows, longest) + 16 * (bool(m.forward) + bool(m.backward)) for m in row) + 84 for row in grid]
     scene = Scene(960, math.ceil(TOP + sum(heights) + 10), title, " ".join(matrix_text(m) for m in found))
     scene.style += ".cut{stroke:var(--bg);stroke-width:1.5}.whole{fill:var(--faint);stroke:var(--line)}"
-    scene.add("text", title, x=28, y=40, class_="h")
-    ranks = max(len({position for position, _ in m.blocks}) for m in found)
-    scene.add("text", f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis, x=932, y=40, font_size=13, class_="m e")
+    scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
+    head, ranks = scene.panel(narrow="none"), max(len({position for position, _ in m.blocks}) for m in found)
+    head.add("text", f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis, x=932, y=40, font_size=13, class_="m e")
     sentence = f"As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position of its rank along {axis}."
     grey = "Grey: every rank holds all of it. " if any(not m.cut for m in found) else ""
     share = "Column layers with the same input share one collective. " if sum(m.times for m in found if m.style == "column") > 1 else ""
-    scene.add("text", sentence, x=28, y=62, font_size=13.5, class_="m")
-    scene.add("text", f"{grey}{share}Sides are not to scale.", x=28, y=81, font_size=13, class_="m")
-    y = TOP + 8
+    more = f"{grey}{share}Sides are not to scale."
+    head.add("text", sentence, x=28, y=62, font_size=13.5, class_="m")
+    head.add("text", more, x=28, y=81, font_size=13, class_="m")
+    scene.intro = f"{sentence} {more}"
+    y, low = TOP + 8, 56.0
     for row, high in zip(grid, heights):
-        for i, matrix in enumerate(row):
-            _matrix(scene, matrix, longest, 28 + CELL * i, y)
+        for i, matrix in enumerate(row):  # on phones two in a row
+            panel = scene.panel(narrow=f"translate({-CELL * (i - i % 2):g},{low + high * (i // 2) - y:g})")
+            _matrix(panel, matrix, longest, 28 + CELL * i, y)
         y += high
+        low += high * -(-len(row) // 2)
+    scene.narrow = (480, math.ceil(low + 10))
     return scene
 
 
@@ -167,7 +172,7 @@ def in_words(m: Matrix) -> list[str]:
     return [f"{when}: {what}" for when, what in (("forward", m.forward), ("backward", m.backward)) if what]
 
 
-def _matrix(scene: Scene, m: Matrix, longest: int, left: float, top: float) -> None:
+def _matrix(scene: Node, m: Matrix, longest: int, left: float, top: float) -> None:
     width, tall = side(m.columns, longest), side(m.rows, longest)
     x, y = left + 34, top + 54
     several = f"  × {m.times}" if m.times > 1 else ""

@@ -20,6 +20,7 @@ PEAK = " (peak)"  # the end of the name of a kind that is held only for a moment
 KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
 OTHER_COLOURS = (4, 6, 2, 7, 5)
 MOST_ROWS = 48
+SQUEEZED = 288 / (RIGHT - LEFT)  # on phones the bars are so much shorter, without the bytes inside them
 OVERLAP = 1.05  # parts that are more than the whole together are not drawn side by side: some ranks hold the same
 
 
@@ -63,49 +64,63 @@ def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "M
     scene = Scene(960, round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8), title, "The bytes that each rank holds.")
     scene.style += ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
     scene.definitions.append(HATCHING)
-    _head(scene, note, colours)
+    low = _head(scene, note, colours)
+    scene.narrow = (480, scene.height + low)
+    names = scene.panel(narrow=f"translate(0,{low})")
+    bars = scene.panel(narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)")
+    inside, totals = scene.panel(narrow="none"), scene.panel(narrow=f"translate(-472,{low})")
+    totals.add("text", "total", x=932, y=91, font_size=12, class_="m e")
     y = TOP
     for name, of in panels.items():
-        scene.add("text", name, x=LEFT, y=y + 12, font_size=15, class_="b")
+        names.add("text", name, x=LEFT, y=y + 12, font_size=15, class_="b")
         y += HEAD if name else 0
         for position, rank in enumerate(of.ranks):
-            scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + 15, font_size=12.5, class_="m e")
+            names.add("text", f"rank {rank}", x=LEFT - 10, y=y + 15, font_size=12.5, class_="m e")
             for kind, whole in most.items():
                 by_position = of.bytes.get(kind, [0] * len(of.ranks))
                 place = position / len(of.ranks) if sum(by_position) <= OVERLAP * whole else 0.0
-                _bar(scene, kind, by_position[position], whole, place, lefts[kind], y, scale, colours[kind])
+                _bar(bars, inside, kind, by_position[position], whole, place, lefts[kind], y, scale, colours[kind])
             total = sum(by_position[position] for by_position in of.bytes.values())
-            scene.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
+            totals.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW
         y += BETWEEN
     return scene
 
 
-def _bar(scene: Node, kind: str, mine: int, whole: int, place: float, left: float, y: float, scale: float, colour: int) -> None:
+def _bar(
+    bars: Node, inside: Node, kind: str, mine: int, whole: int, place: float, left: float, y: float, scale: float, colour: int
+) -> None:
     width = whole * scale
     temporary = kind.endswith(PEAK)
     if not temporary:
-        scene.add("rect", x=left, y=y, width=width, height=TALL, rx=2, class_="others")
+        bars.add("rect", x=left, y=y, width=width, height=TALL, rx=2, class_="others")
     if not mine:
         return
     at = left + (0.0 if temporary or mine == whole else min(place * width, width - mine * scale))
-    rect = scene.add("rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}")
+    rect = bars.add("rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}")
     rect.add("title", f"{kind}: {decimal_bytes(mine)}")
     text = decimal_bytes(mine)
     if 7 * len(text) + 6 < mine * scale:
-        scene.add("text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
+        inside.add("text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
 
 
-def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> None:
-    scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add("text", note, x=932, y=40, font_size=13, class_="m e")
-    scene.add("text", "Solid: this rank holds it. Hatched: only other ranks do.", x=28, y=64, font_size=14, class_="m")
-    x = 28.0
+def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> int:
+    """Add the title and the legend. Returns by how much the legend is higher on phones, where it takes several lines."""
+    head = scene.panel(narrow="translate(0,0)")
+    head.add("text", scene.title, x=28, y=40, class_="h")
+    scene.intro = note
+    scene.panel(narrow="none").add("text", note, x=932, y=40, font_size=13, class_="m e")
+    head.add("text", "Solid: this rank holds it. Hatched: only other ranks do.", x=28, y=64, font_size=14, class_="m")
+    x, start, low = 28.0, 28.0, 0
     for kind, colour in colours.items():
-        scene.add("rect", x=x, y=82, width=14, height=10, rx=2, class_=f"f{colour}")
-        scene.add("text", kind, x=x + 20, y=91, font_size=12.5, class_="m")
-        x += 40 + 6.6 * len(kind)
-    scene.add("text", "total", x=932, y=91, font_size=12, class_="m e")
+        wide = 40 + 6.6 * len(kind)
+        if x - start + wide > 396:  # on phones it goes into the next line
+            start, low = x, low + 18
+        entry = scene.panel(narrow=f"translate({28 - start:g},{low})")
+        entry.add("rect", x=x, y=82, width=14, height=10, rx=2, class_=f"f{colour}")
+        entry.add("text", kind, x=x + 20, y=91, font_size=12.5, class_="m")
+        x += wide
+    return low
 
 
 def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:

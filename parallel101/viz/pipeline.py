@@ -132,6 +132,7 @@ def _head(scene: Scene, panels: Mapping[str, PipelineTimes]) -> None:
     hatched = " Hatched: it waits (bubble)." if any(times.bubbles(rank) for times in panels.values() for rank in times.ranks) else ""
     sentence = f"What each rank computes; the number is the microbatch.{faded}{hatched}"
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.intro = sentence
     kinds = {slot.kind for times in panels.values() for slot in times.slots}
     at = 28.0
     for kind in (kind for kind in NAMES if kind in kinds):
@@ -276,7 +277,8 @@ def _cursor(scene: Scene, makespan: float, x: Callable[[float], float], y: float
 def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) -> None:
     """Stops at the ticks of the axis. Each says how many ranks compute then."""
     scene.duration = LEAD + SWEEP + TAIL
-    scene.intro = "The whole picture."
+    whole = "The whole picture."
+    scene.intro = f"{whole} {scene.intro}"
     seconds = any(times.recorded for times in panels.values())
     step = round_step(longest, 10)
     moments = [k * step for k in range(1, int(longest / step - 1e-9) + 1)] if longest else []
@@ -286,7 +288,7 @@ def _stops(scene: Scene, panels: Mapping[str, PipelineTimes], longest: float) ->
         busy = "; ".join(f"{name}{': ' if name else ''}{computing(times, time)}" for name, times in panels.items())
         scene.stops.append(Stop(begin, end, f"At {duration(time, seconds)}: {busy}."))
         begin = end
-    scene.stops.append(Stop(begin, scene.duration, scene.intro))
+    scene.stops.append(Stop(begin, scene.duration, whole))
 
 
 def computing(times: PipelineTimes, time: float) -> str:

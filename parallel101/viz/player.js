@@ -135,7 +135,7 @@ function mount(figure, { duration, stops, intro, title, narrow, css }) {
     for (const [name, value] of [["width", width], ["height", height]]) { svg.setAttribute(name, value); card.setAttribute(name, value - 1); }
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     for (const panel of svg.querySelectorAll("[data-narrow]")) {
-      panel.style.display = small && panel.dataset.narrow === "none" ? "none" : "";
+      panel.style.display = (small ? panel.dataset.narrow === "none" : panel.hasAttribute("data-only-narrow")) ? "none" : "";
       if (small && panel.dataset.narrow !== "none") panel.setAttribute("transform", panel.dataset.narrow); else panel.removeAttribute("transform");
     }
   };

@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,8 +28,10 @@ Series = Mapping[str, Mapping[float, float]]
 Spread = Mapping[str, Mapping[float, tuple[float, float]]]
 Model = Mapping[str, Mapping[float, float] | Callable[[float], float]]
 
-WIDTH, HEIGHT, DPI = 960, 420, 72  # at 72 dots per inch, a point is a pixel
+WIDTH, NARROW, HEIGHT, DPI = 960, 480, 420, 72  # NARROW: on phones. At 72 dots per inch, a point is a pixel
+AREA = {WIDTH: (0.09, 0.12, 0.69, 0.64), NARROW: (0.17, 0.12, 0.43, 0.66)}  # left, bottom, width and height of the axes
 APART = 19.0  # pixels between two labels
+ONLY_NARROW = {"data-narrow": "translate(0,0)", "data-only-narrow": "", "style": "display:none"}  # of what the player shows on phones only
 MARKERS = "os^Dv"
 BESIDE = 0.17  # of the distance between two sizes: so far apart are the points of one size, if they have bars
 LINE_POINTS = 61  # of a model that is a function
@@ -41,7 +44,6 @@ UNITS = {
 STYLE: dict[Any, Any] = {
     "font.size": 13,
     "svg.fonttype": "none",
-    "svg.hashsalt": "parallel101",
     "axes.edgecolor": LIGHT["line"],
     "axes.labelcolor": LIGHT["mute"],
     "axes.grid": True,
@@ -56,22 +58,33 @@ STYLE: dict[Any, Any] = {
 
 
 class Plot(Scene):
-    """A matplotlib figure as a still Scene that follows the page's theme."""
+    """matplotlib's figures, one WIDTH and one NARROW wide, as a still Scene that follows the page's theme."""
 
-    def __init__(self, figure: Figure, title: str, subtitle: str = ""):
+    def __init__(self, figures: Mapping[int, Figure], title: str, subtitle: str = ""):
         super().__init__(WIDTH, HEIGHT, title, subtitle)
-        self.add("text", title, x=28, y=40, class_="h")
-        self.add("text", subtitle, x=28, y=64, font_size=14, class_="m")
-        written = io.StringIO()
-        with matplotlib.rc_context(STYLE):
-            figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-        drawing = written.getvalue()
-        self.drawing = _with_variables(drawing[drawing.index("</defs>") + len("</defs>") : drawing.rindex("</svg>")])
+        self.narrow, self.intro = (NARROW, HEIGHT), subtitle
+        head = self.panel(narrow="none")
+        head.add("text", title, x=28, y=40, class_="h")
+        head.add("text", subtitle, x=28, y=64, font_size=14, class_="m")
+        narrow_head = self.add("g", **ONLY_NARROW)
+        for k, line in enumerate(textwrap.wrap(title, 40)):
+            narrow_head.add("text", line, x=28, y=36 + 22 * k, font_size=17, class_="b")
+        self.drawing, self.narrow_drawing = _drawing(figures[WIDTH], "wide"), _drawing(figures[NARROW], "narrow")
 
     def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
         """The picture as SVG. A plot does not move, so t and smil have no effect."""
-        drawing = self.drawing if theme is None else with_colours(self.drawing, theme)
-        return super().svg(t, smil, theme).replace("</svg>", drawing + "</svg>")
+        narrow = " ".join(f'{name}="{value}"' for name, value in ONLY_NARROW.items())
+        drawing = f'<g data-narrow="none">{self.drawing}</g><g {narrow}>{self.narrow_drawing}</g>'
+        return super().svg(t, smil, theme).replace("</svg>", (drawing if theme is None else with_colours(drawing, theme)) + "</svg>")
+
+
+def _drawing(figure: Figure, salt: str) -> str:
+    """A figure as SVG elements, whose ids depend on the salt."""
+    written = io.StringIO()
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": salt}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    drawing = written.getvalue()
+    return _with_variables(drawing[drawing.index("</defs>") + len("</defs>") : drawing.rindex("</svg>")])
 
 
 def sweep(
@@ -114,31 +127,35 @@ def sweep(
         raise ValueError(f"the axes are logarithmic, and one value is {min(values)}: expected values above zero")
     gap = min((b / a for a, b in itertools.pairwise(swept)), default=1.0)
     beside = {name: gap ** (BESIDE * (k - (len(measured) - 1) / 2)) if spread else 1.0 for k, name in enumerate(measured)}
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
-        axes = figure.add_axes((0.09, 0.12, 0.69, 0.64))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for i, name in enumerate(names):
-            colour = LIGHT[PLOTTED[i]]
-            if name in lines:
-                axes.plot(list(lines[name]), list(lines[name].values()), color=colour, linewidth=1.8)
-            if name in measured:
-                hollow: dict[str, Any] = {
-                    "markerfacecolor": LIGHT["bg"],
-                    "markeredgecolor": colour,
-                    "markersize": 7,
-                    "markeredgewidth": 1.8,
-                }
-                axes.plot([at * beside[name] for at in measured[name]], list(measured[name].values()), MARKERS[i], **hollow)
-            for at, (low, high) in spread.get(name, {}).items():
-                axes.plot([at * beside[name]] * 2, [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
-        _ticks(axes, swept, x, y)
-        axes.set_xlabel(x_label, loc="right")
-        marks = {name: {"marker": MARKERS[i], "color": LIGHT[PLOTTED[i]]} for i, name in enumerate(names) if name in measured}
-        ends = {name: max((lines.get(name) or measured[name]).items()) for name in names}
-        _labels(axes, ends, marks if len(measured) > 1 else {}, swept[-1] * max(beside.values(), default=1.0))
-        return Plot(figure, title, subtitle)
+
+    def figure_of(width: int) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(width / DPI, HEIGHT / DPI), dpi=DPI)
+            axes = figure.add_axes(AREA[width])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            for i, name in enumerate(names):
+                colour = LIGHT[PLOTTED[i]]
+                if name in lines:
+                    axes.plot(list(lines[name]), list(lines[name].values()), color=colour, linewidth=1.8)
+                if name in measured:
+                    hollow: dict[str, Any] = {
+                        "markerfacecolor": LIGHT["bg"],
+                        "markeredgecolor": colour,
+                        "markersize": 7,
+                        "markeredgewidth": 1.8,
+                    }
+                    axes.plot([at * beside[name] for at in measured[name]], list(measured[name].values()), MARKERS[i], **hollow)
+                for at, (low, high) in spread.get(name, {}).items():
+                    axes.plot([at * beside[name]] * 2, [low, high], "_-", color=colour, linewidth=1.4, markersize=8, zorder=1)
+            _ticks(axes, swept, x, y, 8 if width == WIDTH else 4)
+            axes.set_xlabel(x_label, loc="right")
+            marks = {name: {"marker": MARKERS[i], "color": LIGHT[PLOTTED[i]]} for i, name in enumerate(names) if name in measured}
+            ends = {name: max((lines.get(name) or measured[name]).items()) for name in names}
+            _labels(axes, ends, marks if len(measured) > 1 else {}, swept[-1] * max(beside.values(), default=1.0))
+            return figure
+
+    return Plot({width: figure_of(width) for width in AREA}, title, subtitle)
 
 
 def bandwidth(
@@ -181,8 +198,8 @@ def _line(model: Mapping[float, float] | Callable[[float], float], first: float,
     return {size: model(size) for size in sizes}
 
 
-def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str) -> None:
-    shown = xs[:: -(-len(xs) // 8)]
+def _ticks(axes: Axes, xs: Sequence[float], x: str, y: str, most: int) -> None:
+    shown = xs[:: -(-len(xs) // most)]
     axes.set_xticks(shown, [UNITS[x](v) for v in shown])
     low, high = axes.get_ylim()
     base = 10.0 if y in ("seconds", "bytes/s") else 2.0
@@ -214,10 +231,6 @@ def _labels(axes: Axes, ends: Mapping[str, tuple[float, float]], marks: Mapping[
                 hollow: dict[str, Any] = {"markerfacecolor": LIGHT["bg"], "markersize": 7, "markeredgewidth": 1.8, "clip_on": False}
                 axes.plot([x + 4], [y], transform=None, **marks[name], **hollow)
             axes.annotate(name, (x + (14 if marks else 0), y), xycoords="figure pixels", va="center", annotation_clip=False, **style)
-
-
-def _touch(below: Sequence[str], above: Sequence[str], heights: Mapping[str, float]) -> bool:
-    return _middle(above, heights) - _middle(below, heights) < APART * (len(above) + len(below)) / 2
 
 
 def _middle(group: Sequence[str], heights: Mapping[str, float]) -> float:

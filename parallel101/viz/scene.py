@@ -79,7 +79,7 @@ class Scene(Node):
 
     Attributes:
         stops: where "next" and "previous" go; empty for a still picture.
-        intro: the caption before the first stop.
+        intro: the caption before the first stop. On phones it is below the picture, also of a still, where it can wrap.
         narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`; None if there is no such layout.
         definitions: SVG elements for <defs>. style: CSS rules.
     """

@@ -148,6 +148,7 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalP
         scene.add("text", "critical path", x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len("critical path")
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
+    scene.intro = sentence
     for label, class_ in entries:
         if x + 20 + 7 * len(label) > 932:
             scene.add("text", "…", x=x, y=89, font_size=12.5, class_="m")
@@ -275,6 +276,7 @@ def notes_of(events: Sequence[Event]) -> list[str]:
 
 def draw_notes(scene: Scene, notes: Sequence[str]) -> None:
     """The notes, at the bottom of a scene that has 18 pixels for each."""
+    scene.intro = " ".join([scene.intro, *notes])
     for k, note in enumerate(notes):
         scene.add("text", note, x=28, y=scene.height - 14 - 18 * (len(notes) - 1 - k), font_size=12, class_="m")
 

@@ -21,13 +21,20 @@ def titled(scene: Scene, word: str) -> list[ET.Element]:
     return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
 
 
-def text_boxes(scene: Scene, t: float) -> list[tuple[str, float, float, float, float]]:
-    """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a letter is 0.52 of the font size wide."""
+def text_boxes(scene: Scene, t: float, narrow: bool = False) -> list[tuple[str, float, float, float, float]]:
+    """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a letter is 0.52 of the font size wide.
+
+    `narrow`: as the player lays them out on a phone.
+    """
     found = []
 
     def walk(node: ET.Element, dx: float, dy: float, scale: float) -> None:
+        if (node.get("data-narrow") == "none") if narrow else (node.get("data-only-narrow") is not None):
+            return
+        if narrow and node.get("data-narrow"):
+            node.set("transform", node.get("data-narrow"))
         moved = re.search(r"translate\((\S+?),(\S+?)\)", node.get("transform", ""))
-        scaled = re.search(r"scale\((\S+?)\)", node.get("transform", ""))
+        scaled = re.search(r"scale\(([\d.]+)", node.get("transform", ""))
         if moved:
             dx, dy = dx + scale * float(moved[1]), dy + scale * float(moved[2])
         scale *= float(scaled[1]) if scaled else 1.0

@@ -44,6 +44,12 @@ CASES = {
         ["a0012 b012 c012"] * 3,
         "rank 0",
     ),
+    "a part lost": (
+        lambda x: p.broken_ring_all_reduce(x, lost=(1, 1)),
+        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
+        ["a012 b012 c02"] * 3,
+        "chunk c lacks rank 1's data.",
+    ),
 }
 
 
@@ -56,7 +62,8 @@ def test_blocks_are_those_of_the_values(name):
     scene = run.before_after()
     root = ET.fromstring(scene.svg())
     assert any(sentence in (text.text or "") for text in root.iter(f"{SVG}text"))
-    assert ('class="twice"' in scene.svg()) == (name == "a part summed twice")
+    assert (">×2<" in scene.svg()) == (name == "a part summed twice")
+    assert scene.svg().count('class="gone"') == (3 if name == "a part lost" else 0)
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x")) + float(rect.get("width")) <= scene.width
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))

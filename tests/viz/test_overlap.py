@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
+from parallel101.trainers.layout import Entry, Shard
+from parallel101.viz.between_ranks import traffic_scene
 from parallel101.viz.collective import collective_scene
+from parallel101.viz.loss import loss_scene
+from parallel101.viz.matrices import matrices_scene
+from parallel101.viz.memory import memory_scene
 from tests.viz import programs as p
 from tests.viz.drawn import text_boxes
 from tests.viz.programs import recorded
@@ -21,7 +27,7 @@ def on_a_mesh(rows, columns, operation, algorithm, x):
 
 
 CASES = {
-    "ring, both ways": (partial(p101.all_reduce, algorithm="bidirectional_ring"), 8, 8),
+    "ring, both ways": (partial(p101.all_reduce, algorithm="bidirectional_ring"), 6, 6),
     "doubling, 8 ranks": (p.doubling_all_reduce, 8, 1),
     "doubling, 16 ranks": (p.doubling_all_gather, 16, 1),
     "halving and doubling": (partial(p101.all_reduce, algorithm="rabenseifner"), 8, 8),
@@ -43,9 +49,12 @@ def test_no_two_texts_of_a_collective_overlap(name):
         assert_apart(scene, t)
 
 
-def assert_apart(scene, t):
-    boxes = text_boxes(scene, t)
+def assert_apart(scene, t, narrow=False):
+    boxes = text_boxes(scene, t, narrow)
     assert len(boxes) > 2
+    width, height = scene.narrow if narrow else (scene.width, scene.height)
+    for text, left, top, right, bottom in boxes:
+        assert left > 0 and top > 0 and right < width and bottom < height, text
     for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(boxes, 2):
         assert min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1, (round(t, 2), a, b)
 
@@ -55,3 +64,31 @@ def test_an_all_reduce_along_one_axis_at_a_time_has_two_levels():
         name: collective_scene(*recorded(partial(on_a_mesh, 4, 2, "all_reduce", name), 8, 16)).title for name in ("torus", "two_level")
     }
     assert titles == {"torus": "Torus all-reduce", "two_level": "Two-level all-reduce"}
+
+
+def held(by_kind):
+    return SimpleNamespace(ranks=range(4), bytes={kind: [nbytes * 10**6] * 4 for kind, nbytes in by_kind.items()})
+
+
+def entries():
+    shard = {"tp": Shard(0, (32,) * 4)}
+    return {f"layers.{i}.{name}.weight": Entry((128, 64), None, shard) for i in range(2) for name in ("query", "key", "value", "out", "up")}
+
+
+ON_A_PHONE = {
+    "memory": lambda: memory_scene(
+        {name: held({"weights": 4, "gradients": 4, "optimizer state": 8, "gathered weights (peak)": 2}) for name in ("ZeRO-1", "ZeRO-3")}
+    ),
+    "loss": lambda: loss_scene({f"{n} ranks": [(0, 3.0), (9, 1e-3 * n)] for n in range(5)}),
+    "matrices": lambda: matrices_scene(entries()),
+    "traffic": lambda: traffic_scene(recorded(p.ring_all_reduce, 4, 4)[0]),
+    "before and after": lambda: p101.watch(p101.reduce_scatter, 4, backend="sim").before_after(),
+    "wrong": lambda: p101.watch(partial(p.broken_ring_all_reduce, twice=(1, 1)), 4, backend="sim").before_after(),
+}
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "on a phone"])
+@pytest.mark.parametrize("name", ON_A_PHONE)
+def test_no_two_texts_of_other_pictures_overlap(name, narrow):
+    scene = ON_A_PHONE[name]()
+    assert_apart(scene, scene.duration, narrow)

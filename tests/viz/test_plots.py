@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from parallel101.viz.palette import LIGHT, PLOTTED, THEMES
-from parallel101.viz.plots import bandwidth, sweep
+from parallel101.viz.plots import HEIGHT, NARROW, bandwidth, sweep
 
 SIZES = [2.0**k for k in range(6, 27, 4)]
 MODEL = {"ring": {s: 1e-4 + s / 1e9 for s in SIZES}, "tree": {s: 3e-5 + s / 1.01e9 for s in SIZES}}
@@ -103,3 +103,13 @@ def test_a_model_that_is_a_function_is_a_smooth_line():
 def test_wrong_data_is_refused(measured, message):
     with pytest.raises(ValueError, match=message):
         sweep(measured, title="a")
+
+
+def test_on_a_phone_the_labels_are_inside_the_card():
+    plot = sweep(MODEL, MODEL, title="All-reduce on 4 processes of this machine, which has 2 cores", subtitle="Points: measured.")
+    assert plot.narrow == (NARROW, HEIGHT) and plot.intro == "Points: measured."
+    for label in MODEL:
+        x = float(re.search(rf'<text[^>]* x="([\d.]+)"[^>]*>{label}<', plot.narrow_drawing)[1])
+        assert x + 0.65 * 13 * len(label) < NARROW
+    svg = plot.svg()
+    assert f'<g data-narrow="none">{plot.drawing}</g>' in svg and svg.count('style="display:none"') == 2
