@@ -92,7 +92,8 @@ def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Wat
             group = after.add("g", class_="flight").show((begin, scene.duration + 1))
             group.key("translate", (begin, (x0 - x, y0 - y)), (landed, (0.0, 0.0)), mode="ease")
             if _summed(replay, flight.block):
-                group.add("rect", **_stripe(replay, flight.block, (x, y), cell, origin), class_=f"f{flight.block.chunk % 8}")
+                colour = (flight.block.chunk or 0) % 8
+                group.add("rect", **_stripe(replay, flight.block, (x, y), cell, origin), class_=f"f{colour}")
             else:
                 _block(group, replay, flight.block, (x, y), cell)
         if last:

@@ -19,8 +19,8 @@ from parallel101.viz.matrix import draw_matrix
 from parallel101.viz.scene import Node, Scene, Stop
 from parallel101.viz.timing import Timing
 
-HALF, TOP, HEIGHT = 480, 52, 690  # the width of a half; where it begins below the title, and its height
-GRAPH, CELLS = "translate(20,-18)", "translate(-386,306) scale(.9)"  # from where the collective view has them to where a half has them
+HALF, TOP, HEIGHT = 480, 52, 712  # the width of a half; where it begins below the title, and its height
+GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"  # from where the collective view has them to where a half has them
 PAUSE = 0.6  # seconds from the end of the forward run to the start of the backward run
 
 

@@ -70,7 +70,7 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
 
     def cells(step: int, without: set[tuple[int, int]]) -> str:
         pairs = sorted({(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)} - without)
-        return "".join(box(LEFT + place[dst] * width, TOP + place[src] * height, max(width, 2.0), max(height, 2.0)) for src, dst in pairs)
+        return "".join(box(LEFT + place[dst] * width, TOP + place[src] * height, max(width, 3.0), max(height, 3.0)) for src, dst in pairs)
 
     past, now, seen = panel.add("g"), panel.add("g"), set[tuple[int, int]]()
     for step in range(replay.steps):

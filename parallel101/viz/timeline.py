@@ -81,7 +81,7 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     lanes = span_lanes(trace.spans())
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
-    thin = 10.0 if n <= 16 else 6.0 if n <= 40 else 4.0
+    thin, rim = (10.0, 1.0) if n <= 16 else (6.0, 0.0)  # of a lane of messages
     row = depth * tall + thin + 14 * (critical_path and n <= 16) + (10 if n <= 16 else 4 if n <= 40 else 1)
     path = path_of(trace) if critical_path else None
     notes = [JUMP] * bool(path and _jumps(path)) + notes_of(trace.events)
@@ -112,7 +112,8 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
         else:
             low = {"send": 0.0, "recv": 0.5}.get(kind, 0.0)
             for bar in bars:
-                draw_bar(drawn, bar, x, y + depth * tall + 1 + low * (thin - 2), (thin - 2) * (0.5 if kind in P2P else 1.0) - 0.4, kind)
+                height = (thin - 2 * rim) * (0.5 if kind in P2P else 1.0) - 0.4
+                draw_bar(drawn, bar, x, y + depth * tall + rim + low * (thin - 2 * rim), height, kind)
     _arrows(drawn, trace, x, message_lane)
     if path:
         _critical_path(scene, path, x, message_lane)
