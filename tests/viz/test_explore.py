@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from parallel101 import autograd
 from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
@@ -185,6 +187,21 @@ def test_worlds(collective):
     found = rows(collective)
     assert found["steps"] == ["6", "6"] and found["busiest rank sends"] == ["96 B", "96 B"] and found["time"][1] == "–"
     move(collective, world="sim")
+
+
+def test_a_function_of_your_own_shows_what_would_hang_on_nccl():
+    def swap(x):
+        peer, got = 1 - dist.get_rank(), torch.empty_like(x)
+        work = dist.isend(x, peer)
+        dist.recv(got, peer)
+        work.wait()
+        return x + got
+
+    explorer = explore_collective(swap, ranks=2, world="sim")
+    assert not {"operation", "algorithm", "root"} & set(explorer.controls)
+    assert rows(explorer) == {"steps": ["1"], "busiest rank sends": ["64 B"], "bytes on the critical path": ["64 B"], "time": ["84 µs"]}
+    move(explorer, world="sim, NCCL's rules")
+    assert "deadlock" in explorer.html and "the cycle: rank 0 → rank 1" in explorer.html and "<figure" in explorer.html
 
 
 def test_an_error_is_shown_in_place_of_the_picture(collective, monkeypatch):

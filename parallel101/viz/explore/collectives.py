@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from parallel101.analysis.critical_path import critical_path
 from parallel101.analysis.provenance import most_elements
 from parallel101.analysis.steps import steps_of
 from parallel101.cost.closed_forms import closed_form
+from parallel101.ranks.launch import Run
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.sim.network import Network
@@ -63,7 +65,7 @@ def most_numbers(ranks: int) -> int:
 
 
 def explore_collective(
-    operation: str = "all_reduce",
+    operation: str | Callable[[torch.Tensor], Any] = "all_reduce",
     algorithm: str = "ring",
     *,
     ranks: int = 4,
@@ -78,8 +80,9 @@ def explore_collective(
     """Run a collective, animate it, and compare its steps, bytes and time with the closed form.
 
     Args:
+        operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no algorithm, root and closed form.
         numbers: elements of each rank's tensor, of 8 bytes each.
-        world: "gloo", "sim" or "sim, NCCL's rules". The others are for sim only:
+        world: "gloo", "sim" or "sim, NCCL's rules". The last one shows what would hang on NCCL. The others are for sim only:
         network: "switch", "ring", "one-way ring", "torus" or "two nodes".
         latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS.
         predict: one of QUANTITIES, for which the reader is asked before the first run is shown.
@@ -87,17 +90,20 @@ def explore_collective(
     Raises:
         ValueError: an unknown setting, or a number outside its slider's range.
     """
+    own = operation if callable(operation) else None
     controls = {
-        "operation": menu("operation", OPERATIONS, operation),
-        "algorithm": menu("algorithm", autograd.algorithms(operation), algorithm),
+        **({} if own else {"operation": menu("operation", OPERATIONS, operation)}),
+        **({} if own else {"algorithm": menu("algorithm", autograd.algorithms(str(operation)), algorithm)}),
         "world": menu("world", WORLDS, world),
         "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
         "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
-        "root": slider("root", 0, ranks - 1, root),
+        **({} if own else {"root": slider("root", 0, ranks - 1, root)}),
         "network": menu("network", TOPOLOGIES, network),
         "latency": menu("latency", LATENCIES, latency),
         "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
     }
+    if own is not None:
+        return Explorer(controls, partial(run_own, own), adjust_world, quantities=QUANTITIES, predict=predict)
     return Explorer(controls, run, adjust, quantities=QUANTITIES, predict=predict)
 
 
@@ -107,20 +113,24 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
     if algorithm.options != (names := tuple(autograd.algorithms(operation))):
         kept = algorithm.value if algorithm.value in names else names[0]
         algorithm.options, algorithm.value = names, kept
-    controls["ranks"].max = MOST_RANKS[controls["world"].value]
+    why = adjust_world(controls, changed)
     ranks, numbers = controls["ranks"].value, controls["numbers"]
-    controls["root"].max, numbers.max = ranks - 1, most_numbers(ranks)
     if changed == "ranks" and operation not in BLOCKS:  # equal blocks again
         numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
+    controls["root"].max = ranks - 1
+    controls["root"].disabled, numbers.disabled = operation not in ROOT, operation == "barrier"
+    sentences = [f"{operation} has no root."] * (operation not in ROOT) + ["A barrier sends no numbers."] * (operation == "barrier")
+    return " ".join([*sentences, why]).strip()
+
+
+def adjust_world(controls: Mapping[str, Any], changed: str) -> str:
+    """Offer as many ranks and numbers as fit, and links on sim."""
     gloo = controls["world"].value == "gloo"
-    off = {"root": operation not in ROOT, "numbers": operation == "barrier"} | dict.fromkeys(("network", "latency", "bandwidth"), gloo)
-    for name, disabled in off.items():
-        controls[name].disabled = disabled
-    return " ".join(
-        [f"{operation} has no root."] * off["root"]
-        + ["A barrier sends no numbers."] * off["numbers"]
-        + ["On gloo, messages go through this machine: network, latency and bandwidth have no effect. Choose sim to set them."] * gloo
-    )
+    controls["ranks"].max = MOST_RANKS[controls["world"].value]
+    controls["numbers"].max = most_numbers(controls["ranks"].value)
+    for name in ("network", "latency", "bandwidth"):
+        controls[name].disabled = gloo
+    return "On gloo, messages go through this machine: network, latency and bandwidth have no effect. Choose sim to set them." * gloo
 
 
 def run(
@@ -135,34 +145,48 @@ def run(
     bandwidth: str,
 ) -> Result:
     """Run it once, and count."""
-    links = None
-    if world != "gloo":
-        links = TOPOLOGIES[network](ranks, latency=LATENCIES[latency], bandwidth=BANDWIDTHS[bandwidth])
-    function = program(operation, algorithm, root)
-    ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
-    trace = ran.trace
-    assert trace is not None  # watch always records
-    steps, path = counts(trace, network if links else None, function, numbers)
-    counted = {
-        "steps": steps,
-        "busiest rank sends": human_bytes(max(trace.bytes_sent)),
-        "bytes on the critical path": path,
-        "time": human_seconds(round(trace.makespan, 12)),
-    }
+    function, links = program(operation, algorithm, root), links_of(world, ranks, network, latency, bandwidth)
+    ran, counted = counted_run(function, world, numbers, ranks, links)
+    counted["steps"], counted["bytes on the critical path"] = counts(ran.trace, network if links else None, function, numbers)
     expected, note = predicted(operation, algorithm, ranks, numbers, root, network if links else "switch", links)
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
         note = f"{ranks} is no power of two: {algorithm} first lets ranks work in pairs, {more}. {note}".strip()
     rows = [(what, counted[what], expected.get(what, "–")) for what in QUANTITIES]
     if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
-        note = (
-            f"Under NCCL's rules, a message also waits for those before it in its rank's queue. The formula has no queues. {note}".strip()
-        )
+        note = f"Under NCCL's rules, a message also waits for those before it in its rank's queue. The closed form has none. {note}".strip()
     return Result(ran.animate(), rows, ("this run", "closed form"), note)
 
 
-def counts(trace: Trace, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int) -> tuple[str, str]:
+def run_own(
+    function: Callable[[torch.Tensor], Any], world: str, ranks: int, numbers: int, network: str, latency: str, bandwidth: str
+) -> Result:
+    """Run a function of the reader's own, and count."""
+    links = links_of(world, ranks, network, latency, bandwidth)
+    ran, counted = counted_run(function, world, numbers, ranks, links)
+    if links is None or network == "switch":
+        counted["steps"], counted["bytes on the critical path"] = counts(ran.trace, network if links else None, function, numbers)
+    return Result(ran.animate(), [(what, counted.get(what, "–")) for what in QUANTITIES])
+
+
+def links_of(world: str, ranks: int, network: str, latency: str, bandwidth: str) -> Network | None:
+    """The links between virtual ranks; None on gloo."""
+    return None if world == "gloo" else TOPOLOGIES[network](ranks, latency=LATENCIES[latency], bandwidth=BANDWIDTHS[bandwidth])
+
+
+def counted_run(
+    function: Callable[[torch.Tensor], Any], world: str, numbers: int, ranks: int, links: Network | None
+) -> tuple[Run, dict[str, str]]:
+    """A run, with what its record says at once: the bytes that a rank sends, and the time."""
+    ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
+    assert ran.trace is not None  # watch always records
+    sends, time = human_bytes(max(ran.trace.bytes_sent)), human_seconds(round(ran.trace.makespan, 12))
+    return ran, {"busiest rank sends": sends, "time": time}
+
+
+def counts(trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int) -> tuple[str, str]:
     """Steps, and bytes on the critical path. On rings, messages wait for links, so two more clocks count them."""
+    assert trace is not None
     if network is None:  # gloo: the order of messages is known, and which chain took longest is chance
         return str(1 + max(steps_of(trace.messages()), default=-1)), "–"
     if network == "switch":

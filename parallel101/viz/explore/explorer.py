@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ipywidgets
 
+from parallel101.record.errors import DeadlockError
 from parallel101.viz.explore.prediction import verdict
 from parallel101.viz.scene import Scene
 
@@ -51,7 +52,8 @@ class Explorer(ipywidgets.VBox):
 
     Args:
         controls: widgets with a value, by the name of the argument that `run` takes.
-        run: the values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in words in place of it.
+        run: the values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in words in place of it, and a
+            deadlock as a picture of who waits for whom.
         adjust: called with the controls after each change, and the name of the one that changed ("" at first), to set what else can be
             chosen. It returns sentences that say why.
         quantities: rows of the result that can be predicted.
@@ -123,7 +125,8 @@ class Explorer(ipywidgets.VBox):
             spoken = _spoken(result, quantity, prediction)
         except (RuntimeError, ValueError, TimeoutError) as error:
             text = f'<pre style="white-space:pre-wrap">{escape(str(error))}</pre>'
-            self.html, plain = f"<p><strong>This can't run.</strong></p>{text}", str(error)
+            waiting = error.picture().html() if isinstance(error, DeadlockError) else ""
+            self.html, plain = f"<p><strong>This can't run.</strong></p>{text}{waiting}", str(error)
         except KeyboardInterrupt:
             self.status.value = "Interrupted. The result below is that of the last run that ended. Press Run to try again."
             raise
@@ -139,7 +142,11 @@ class Explorer(ipywidgets.VBox):
         """The live controls, and for a page without a kernel, which names what it needs: the last result as HTML, and how it was set."""
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        chosen = ", ".join(f"{c.description} {c.value}" for c in self.controls.values() if not c.disabled)
+        chosen = ", ".join(
+            f"{c.description} {c.value:g}" if isinstance(c.value, float) else f"{c.description} {c.value}"
+            for c in self.controls.values()
+            if not c.disabled
+        )
         return {**data, "text/html": f"<p>One run, with {escape(chosen)}.</p>{self.html}"}, metadata
 
 
