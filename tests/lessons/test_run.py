@@ -13,7 +13,7 @@ from tests.lessons.lesson import LESSONS, pictures, printed, read
 
 NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb"))
 DRAWING_CALL = re.compile(
-    r"(\.(animate|timeline|picture)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|explore_[a-z]+\(|LiveLoss\()"
+    r"(\.(animate|timeline|picture|before_after)\(|[a-z]+_scene\(|sweep\(|^bandwidth\(|explore_[a-z]+\(|LiveLoss\()"
 )  # in the last statement of a cell
 
 
@@ -263,6 +263,8 @@ IN_PICTURES = {  # text in a picture
         "flat-broadcast-watch": ["Flat broadcast"],
         "tree-watch": ["Tree broadcast"],
         "scatter-run": ["Flat scatter"],
+        "scatter-table": ["The row of rank 0 has become a column."],
+        "all-to-all-table": ["the matrix of blocks is transposed"],
         "gather-run": ["Flat gather"],
         "reduce-watch": ["Tree reduce"],
         "all-gather-watch": ["Ring all-gather"],
