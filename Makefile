@@ -39,13 +39,12 @@ doctor: $(READY)
 picture: $(READY)
 	$(BIN)/python docs/ring.py
 
-# Some images set this variable. Without byte code, each of the hundreds of processes that the tests start compiles the library again.
-test: export PYTHONDONTWRITEBYTECODE :=
+# Some images set PYTHONDONTWRITEBYTECODE. Without byte code, each of the many processes that the tests start compiles the library again.
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS)
 
 setup: $(READY)
 
