@@ -117,16 +117,17 @@ class Explorer(ipywidgets.VBox):
 
     def _show(self) -> None:
         """Run, and show the result with the prediction."""
-        quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), "This can't run."
+        quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), ""
         try:
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""
             self.html, plain = _table(result, quantity, prediction) + picture, _plain(result)
             spoken = _spoken(result, quantity, prediction)
         except (RuntimeError, ValueError, TimeoutError) as error:
-            text = f'<pre style="white-space:pre-wrap">{escape(str(error))}</pre>'
-            waiting = error.picture().html() if isinstance(error, DeadlockError) else ""
-            self.html, plain = f"<p><strong>This can't run.</strong></p>{text}{waiting}", str(error)
+            text = f'<pre style="white-space:pre-wrap;word-break:normal">{escape(str(error))}</pre>'
+            waits = error.picture().html() if isinstance(error, DeadlockError) else ""
+            spoken = "This hangs." if waits else "This can't run."
+            self.html, plain = f"<p><strong>{spoken}</strong></p>{text}{waits}", str(error)
         except KeyboardInterrupt:
             self.status.value = "Interrupted. The result below is that of the last run that ended. Press Run to try again."
             raise
