@@ -71,7 +71,9 @@ def contents_of(replay: Replay, indices: list[int], route: Route) -> tuple[str, 
             return "the data", False
         if fresh and len(indices) > 1:
             return f"{their} own chunk{'s' if plural else ''}", plural
-        return ("chunks" if plural else "a chunk"), plural
+        counts = {len(replay.landings[i]) for i in indices}
+        several = f"{counts.pop()} chunks" if len(counts) == 1 and not route.many_senders else "chunks"
+        return (several if plural else "a chunk"), plural
     if any(landing.added for landing in landings):
         if not own:
             return ("partial sums" if plural else "a partial sum"), plural

@@ -34,7 +34,8 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
     scene.definitions.append(HATCHING)
     scene.add("text", "Overview", x=28, y=40, class_="h")
     scene.add("text", f"{trace_facts(trace)} · {human_seconds(end - begin)}", x=932, y=40, font_size=13, class_="m e")
-    scene.add("text", "How much of each moment a rank computed and waited.", x=28, y=64, font_size=14, class_="m")
+    scene.intro = "How much of each moment a rank computed and waited."
+    scene.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
     for x, label, class_ in ((28, "computing", "f4"), (128, "waiting", "idle")):
         scene.add("rect", x=x, y=76, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)")
         scene.add("text", label, x=x + 20, y=85, font_size=12.5, class_="m")
