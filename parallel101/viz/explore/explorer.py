@@ -91,6 +91,7 @@ class Explorer(ipywidgets.VBox):
         for control in controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(lambda _: self._show())
+        self.prediction.on_msg(lambda _, message, __: self._show() if message.get("event") == "submit" else None)  # the Enter key
         self._changed(None)
         self._asked = predict is not None
         if self._asked:  # the page without a kernel has the run already
