@@ -49,7 +49,7 @@ def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
     assert "<strong>&lt;30 %</strong> ✗ too high" in explorer.html and rows(explorer)["bubble rate"] == ["20.0 %", "20.0 %"]
     assert explorer.status.value == "bubble rate: you predicted &lt;30 %, it is 20.0 %: too high." and explorer.prediction.value == ""
     predict(explorer, "a <b>ig one", "in words")
-    explorer.prediction._handle_msg({"content": {"data": {"method": "custom", "content": {"event": "submit"}}}})  # the Enter key
+    explorer.prediction._handle_custom_msg({"event": "submit"}, [])  # the Enter key
     assert "Your prediction: <strong>a &lt;b&gt;ig one</strong>" in explorer.html
     move(explorer, microbatches=2)
     assert "prediction" not in explorer.html and rows(explorer)["bubble rate"][0] == "33.3 %"
