@@ -131,7 +131,7 @@ def _cover(soup: BeautifulSoup) -> Tag | None:
 
 def cover_of(page: str) -> str:
     """The picture of a lesson's page for the index, as an <img>; "" if the page has none."""
-    found = re.search(r'<figure class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"', page, re.DOTALL)
+    found = re.search(r'<figure [^>]*class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"', page, re.DOTALL)
     return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
 
 
@@ -212,7 +212,7 @@ def _without_kernel(notebook: NotebookNode) -> NotebookNode:
 
 def offline_html(title: str, body: str) -> str:
     """Return a whole page that needs no other file and no network. It is light or dark, as the reader's system is."""
-    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("friendly", "github-dark"))
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("xcode", "github-dark"))
     css = files("parallel101.publish").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
 <html lang="en">

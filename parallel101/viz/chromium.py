@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 import urllib.request
 from typing import IO, cast
 
@@ -58,7 +59,7 @@ class Browser:
         self.drain.start()
         with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
             tab = next(target for target in json.load(answer) if target["type"] == "page")
-        self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=60)
+        self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=180)
         for domain in ("Page", "Runtime"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
@@ -116,14 +117,18 @@ class Browser:
                     raise
 
     def open(self, url: str) -> None:
-        """Go to a page and wait until it has loaded."""
+        """Go to a page and wait until it has loaded. This also works while the page's scripts, and so timers, are switched off."""
         self.call("Page.navigate", url=url)
-        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+        end = time.monotonic() + 60
+        while not self.js(f"location.href === {json.dumps(url)} && document.readyState === 'complete'"):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{url} did not load within 60 s")
+            time.sleep(0.02)
 
-    def emulate(self, **features: str) -> None:
-        """Set media features, e.g. emulate(prefers_color_scheme="dark")."""
+    def emulate(self, media: str = "", **features: str) -> None:
+        """Set media features, e.g. emulate(prefers_color_scheme="dark"). `media`: "print" for the layout on paper."""
         settings = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self.call("Emulation.setEmulatedMedia", features=settings)
+        self.call("Emulation.setEmulatedMedia", media=media, features=settings)
 
     def resize(self, width: int, height: int = 900) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -131,9 +136,24 @@ class Browser:
     def key(self, key: str, text: str = "") -> None:
         """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
-            extra = {"text": text} if text and kind == "keyDown" else {}
+            extra: dict[str, object] = {"text": text} if text and kind == "keyDown" else {}
+            if key == "Tab":  # Chromium moves the focus only if it gets the key's number
+                extra["windowsVirtualKeyCode"] = 9
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code="Space" if key == " " else key, **extra)
 
-    def picture(self) -> bytes:
-        """Take a screenshot, as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+    def click(self, element: str) -> None:
+        """Click with the mouse in the middle of an element, given as a JavaScript expression. What covers it gets the click."""
+        x, y = self.js(f"""new Promise(done => {{
+            const place = () => (r => [r.x + r.width / 2, r.y + r.height / 2])(({element}).getBoundingClientRect());
+            const rest = was => requestAnimationFrame(() => place().join() === was.join() ? done(was) : rest(place()));
+            ({element}).scrollIntoView({{ block: "center" }});
+            rest([]); }})""")
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def picture(self, whole: bool = False) -> bytes:
+        """Take a screenshot, as PNG. `whole`: of the whole page, also what lies below the window."""
+        area: dict[str, object] = {}
+        if whole:
+            area = {"captureBeyondViewport": True, "clip": {**self.call("Page.getLayoutMetrics")["cssContentSize"], "scale": 1}}
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png", **area)["data"])

@@ -1,17 +1,17 @@
 // The player: replaces the looping SVG in the figure's <img> with the same SVG and controls: play, step, scrub, speed.
 // It lives in a shadow root, so that its styles and the page's do not mix. A stop is [start, end, label]; times are in seconds.
-function mount(figure, { duration, stops, intro, title, narrow, css }) {
+function mount(figure, { duration, stops, intro, narrow, css }) {
   if (figure.dataset.mounted) return;
   figure.dataset.mounted = "true";
   const host = document.createElement("div");
   host.setAttribute("data-lm-suppress-shortcuts", "true");  // in JupyterLab, the arrow keys and space go to the player while it has the focus
   const root = host.attachShadow({ mode: "open" });
   root.innerHTML = `<style>${css}</style>
-  <div class="player" role="group"><div class="stage"></div><p class="caption"></p>
+  <div class="player"><div class="stage"></div><p class="caption"></p>
   <div class="bar">
     <button class="main" data-do="play"></button>
-    <button data-do="previous" aria-label="Previous step" title="Previous step (←)"><svg viewBox="0 0 16 16"><path d="M3 2h2v12H3zM14 2v12L6 8z"/></svg></button>
-    <button data-do="next" aria-label="Next step" title="Next step (→)"><svg viewBox="0 0 16 16"><path d="M11 2h2v12h-2zM2 2v12l8-6z"/></svg></button>
+    <button data-do="previous" aria-label="Previous step" title="Previous step (←)"><svg viewBox="0 0 16 16" aria-hidden="true"><path d="M3 2h2v12H3zM14 2v12L6 8z"/></svg></button>
+    <button data-do="next" aria-label="Next step" title="Next step (→)"><svg viewBox="0 0 16 16" aria-hidden="true"><path d="M11 2h2v12h-2zM2 2v12l8-6z"/></svg></button>
     <span class="track"><input type="range" min="0" step="any" aria-label="Time"></span>
     <span class="count"></span>
     <select aria-label="Speed" title="Speed"><option value=".25">¼×</option><option value=".5">½×</option>
@@ -29,7 +29,6 @@ function mount(figure, { duration, stops, intro, title, narrow, css }) {
   svg.querySelector("title").remove();        // browsers show it as a tooltip over the whole picture
   svg.setAttribute("aria-label", image.alt);
   stage.append(svg);
-  player.setAttribute("aria-label", title);
   player.classList.toggle("still", !stops.length);
 
   // ---- time
@@ -56,7 +55,7 @@ function mount(figure, { duration, stops, intro, title, narrow, css }) {
   };
   const setPlaying = on => {
     playing = on;
-    playButton.innerHTML = `<svg viewBox="0 0 16 16"><path d="${on ? "M3 2h4v12H3zM9 2h4v12H9z" : "M3 1.5v13L14 8z"}"/></svg>`;
+    playButton.innerHTML = `<svg viewBox="0 0 16 16" aria-hidden="true"><path d="${on ? "M3 2h4v12H3zM9 2h4v12H9z" : "M3 1.5v13L14 8z"}"/></svg>`;
     playButton.setAttribute("aria-label", on ? "Pause" : "Play");
     playButton.title = `${on ? "Pause" : "Play"} (space)`;
     if (on) { touched = true; last = performance.now(); requestAnimationFrame(tick); }

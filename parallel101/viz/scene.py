@@ -137,14 +137,14 @@ class Scene(Node):
             "duration": self.duration,
             "stops": [[round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops],
             "intro": self.intro,
-            "title": self.title,
             "narrow": self.narrow,
             "css": _CSS,
         }
         still = f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">' if self.stops else ""
         alt = escape(f"{self.title}. {self.description}".strip())
         return (
-            f'<figure id="{name}" class="p101" data-lm-suppress-shortcuts="true" style="margin:0;max-width:{self.width}px">'
+            f'<figure id="{name}" class="p101" aria-label="{escape(self.title)}" data-lm-suppress-shortcuts="true" '
+            f'style="margin:0;max-width:{self.width}px">'
             f'<picture>{still}<img src="{data_uri(loop)}" alt="{alt}" style="width:100%;height:auto"></picture></figure>'
             f"<script>(() => {{\n{_PLAYER}\n"
             f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, {_json(setup)}));\n}})()</script>"

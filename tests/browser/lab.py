@@ -28,6 +28,9 @@ def jupyterlab(folder: Path, scratch: Path) -> Iterator[str]:
         "IPYTHONDIR",
     )
     environment = {**os.environ, **{name: str(scratch / name) for name in folders}, "PYTHONPATH": str(ROOT)}
+    settings = scratch / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)  # no question about news, which would lie over the notebook
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
     options = [
         "--no-browser",
         "--allow-root",

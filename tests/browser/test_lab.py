@@ -1,76 +1,115 @@
-"""In a real JupyterLab, an animation plays in its cell and follows the theme, an explorer runs again, and both keep their key presses."""
+"""A lesson in a real JupyterLab: it runs without an error, its animation plays, its explorer runs again, and both keep their keys.
+
+LESSONS=all tries every lesson; `make test` tries one, which has an animation and an explorer.
+"""
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
+from parallel101.publish.page import WIDGET
 from parallel101.viz.chromium import Browser
 from tests.browser.lab import TOKEN, jupyterlab
+from tests.lessons.lesson import LESSONS
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 
-CELLS = [
-    "import torch.distributed as dist, parallel101 as p101",
-    """def shift(x):
-    r, n = dist.get_rank(), dist.get_world_size()
-    got = x.clone()
-    work = dist.isend(x, (r + 1) % n)
-    dist.recv(got, (r - 1) % n)
-    work.wait()
-    return x + got
-run = p101.watch(shift, 3, backend="sim")
-run.animate()""",
-    """from parallel101.viz.explore import explore_schedule
-explore_schedule("1f1b", stages=2, microbatches=4)""",
-]
-FIGURE = "document.querySelector('figure')"
+NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb")) if os.environ.get("LESSONS") == "all" else ["01_collectives"]
+
+LAB = "jupyterapp.shell.currentWidget"
+NOTEBOOK = f"{LAB}.content"
+STATE = f"[{NOTEBOOK}.activeCellIndex, {NOTEBOOK}.widgets.length]"
+FIGURE = "[...document.querySelectorAll('figure')].find(figure => figure.dataset.step)"
+PLAYER = f"{FIGURE}.querySelector('div').shadowRoot"
+BUTTON = f"{PLAYER}.querySelector('[data-do=play]')"
 EXPLORER = "document.querySelector('.p101-explorer')"
-PLAYER = "document.querySelector('figure > div').shadowRoot"
+DARK = "[...document.querySelectorAll('figure')].map(f => f.querySelector('div').shadowRoot.querySelector('.player').matches('.dark'))"
 
 
-@pytest.fixture
-def lab(tmp_path) -> Iterator[str]:
-    """Start a JupyterLab with one notebook. Returns its address."""
-    cells = [
-        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": s}
-        for i, s in enumerate(CELLS)
-    ]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    (tmp_path / "nb").mkdir()
-    (tmp_path / "nb" / "ring.ipynb").write_text(
-        json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
-    )
-    with jupyterlab(tmp_path / "nb", tmp_path) as address:
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> Iterator[str]:
+    """A JupyterLab with copies of the lessons. Yields its address."""
+    folder = tmp_path_factory.mktemp("lab")
+    shutil.copytree(LESSONS, folder / "lessons", ignore=shutil.ignore_patterns(".*"))
+    with jupyterlab(folder / "lessons", folder) as address:
         yield address
 
 
-def test_a_run_plays_in_a_cell(lab, chromium):
-    with Browser(chromium, 1280, 1000) as browser:
-        browser.call("Page.navigate", url=f"{lab}/lab/tree/ring.ipynb?token={TOKEN}")
-        browser.until("location.pathname.includes('ring.ipynb') && document.body.innerText.includes('| Idle')", 60)
-        browser.js("(jupyterapp.commands.execute('notebook:run-all-cells'), true)")
-        browser.until(f"{FIGURE}?.dataset.step", 60)
-        browser.js(f"{PLAYER}.querySelector('.stage').focus()")
-        active = "[...document.querySelectorAll('.jp-Cell')].findIndex(cell => cell.classList.contains('jp-mod-active'))"
-        cells = "document.querySelectorAll('.jp-Cell').length"
-        before = browser.js(active), browser.js(cells)
-        browser.key("ArrowRight")
-        browser.until(f"{FIGURE}.dataset.step == 1")
-        for key in ("b", "a", "Home"):  # "b" and "a" would add cells
-            browser.key(key, key if len(key) == 1 else "")
-        browser.until(f"{FIGURE}.dataset.step == 0")
-        assert (browser.js(active), browser.js(cells)) == before
-        browser.until(f"{EXPLORER}.dataset.lmSuppressShortcuts && {EXPLORER}.querySelector('[aria-label=stages]')")
-        browser.js(f"{EXPLORER}.querySelector('[aria-label=stages]').focus()")
-        browser.key("b", "b")
-        browser.key("ArrowRight")  # three stages: it runs again
-        browser.until(f"{EXPLORER}.querySelector('table').innerText.includes('3, 2, 1')")
-        assert browser.js(cells) == before[1]
-        dark = f"{PLAYER}.querySelector('.player').classList.contains('dark')"
-        assert browser.js(dark) is False
-        browser.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)")
-        browser.until(dark, 30)
+@pytest.fixture
+def notebook(name, lab, chromium) -> Iterator[Browser]:
+    """JupyterLab with this lesson, after all cells have run."""
+    with Browser(chromium) as browser:
+        browser.resize(1280, 1000)
+        browser.call("Page.navigate", url=f"{lab}/lab/tree/{name}.ipynb?token={TOKEN}&reset")
+        browser.until(f"{LAB}.context.path == '{name}.ipynb' && {LAB}.sessionContext.session.kernel.status == 'idle'", 120)
+        browser.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Light' }), true)")
+        browser.js("(jupyterapp.commands.execute('notebook:run-all-cells').then(() => { globalThis.finished = true; }), true)")
+        browser.until("globalThis.finished", 170)
+        yield browser
         assert browser.errors == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_runs_plays_and_runs_again(name, notebook, keep):
+    cells = notebook.js(f"[...{NOTEBOOK}.model.cells].map(cell => cell.toJSON())")
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        failed = [output["ename"] for output in cell["outputs"] if output["output_type"] == "error"]
+        assert cell["execution_count"], f"{cell['id']} did not run"
+        assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), (cell["id"], failed)
+    bundles = [output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
+    shown = str([bundle for bundle in bundles if WIDGET not in bundle])
+    pictures = "document.querySelectorAll('figure:not(.p101-explorer figure)').length"
+    assert notebook.js(pictures) == shown.count("<figure"), "each picture is in its cell"
+    if "<source" in shown:  # an animation
+        plays_and_keeps_its_keys(notebook)
+        keep(notebook, f"jupyterlab-{name}-animation")
+    if notebook.js(f"!!{EXPLORER}"):
+        runs_again(notebook)
+        keep(notebook, f"jupyterlab-{name}-explorer")
+    height = notebook.js("document.querySelector('.jp-WindowedPanel-inner').scrollHeight")
+    notebook.resize(1280, height + 200)  # so high that nothing scrolls
+    keep(notebook, f"jupyterlab-{name}-light")
+    notebook.until(f"{DARK}.every(dark => !dark)")
+    notebook.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)")
+    notebook.until(f"{DARK}.every(dark => dark)", 60)
+    keep(notebook, f"jupyterlab-{name}-dark")
+
+
+def plays_and_keeps_its_keys(notebook: Browser) -> None:
+    notebook.click(BUTTON)
+    notebook.until(f"{FIGURE}.dataset.step == 1")
+    before = notebook.js(STATE)
+    notebook.key("End")
+    last = notebook.js(f"{FIGURE}.dataset.step")
+    notebook.key("ArrowLeft")
+    assert int(notebook.js(f"{FIGURE}.dataset.step")) == int(last) - 1
+    for key in ("b", "a"):  # JupyterLab's shortcuts that add a cell
+        notebook.key(key, key)
+    notebook.key("ArrowRight")
+    notebook.until(f"{FIGURE}.dataset.step == {last} && {BUTTON}.ariaLabel == 'Play'")
+    assert notebook.js(STATE) == before, "JupyterLab has not taken a key"
+
+
+def runs_again(notebook: Browser) -> None:
+    """With the button, and with a key on a slider if it has one."""
+    notebook.js(f"{EXPLORER}.scrollIntoView()")
+    cells = notebook.js(STATE)[1]
+    runs(notebook, "button")
+    if notebook.js(f"!!{EXPLORER}.querySelector('[role=slider]')"):
+        runs(notebook, "[role=slider]", "b", "ArrowLeft")  # "b" would add a cell
+    assert notebook.js(STATE)[1] == cells
+
+
+def runs(notebook: Browser, control: str, *keys: str) -> None:
+    """Click on a control, press keys, and wait for a new picture."""
+    notebook.js(f"{EXPLORER}.querySelectorAll('figure').forEach(figure => {{ figure.old = true; }})")
+    notebook.until(f"{EXPLORER}.querySelector('{control}').getBoundingClientRect().width")
+    notebook.click(f"{EXPLORER}.querySelector('{control}')")
+    for key in keys:
+        notebook.key(key, key if len(key) == 1 else "")
+    new = f"(figure => figure?.dataset.mounted && !figure.old)({EXPLORER}.querySelector('figure'))"
+    notebook.until(new, 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -11,36 +12,169 @@ from nbformat import v4
 from parallel101.publish.page import Lesson, lesson_body, lesson_page
 from parallel101.viz.chromium import Browser
 from parallel101.viz.collective import collective_scene
+from parallel101.viz.explore import explore_memory, explore_schedule
+from parallel101.viz.plots import sweep
+from parallel101.viz.timeline import timeline_scene
+from tests.browser.seen import cut_off, out_of_reach, scrolls_without_a_cue, too_pale, too_small, without_a_name
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser
 
 
+SITE = os.environ.get("SITE")
+
+
+def shown(value: object) -> v4.NotebookNode:
+    """The output of a cell with this value."""
+    bundle = value._repr_mimebundle_()[0] if hasattr(value, "_repr_mimebundle_") else {"text/html": value._repr_html_()}
+    return v4.new_output("display_data", bundle)
+
+
 @pytest.fixture(scope="module")
-def browser(chromium, tmp_path_factory):
-    picture = collective_scene(*recorded(ring_all_reduce, 4, 8)).html()
+def lesson(tmp_path_factory) -> str:
+    """The address of a lesson's page with everything that pages contain."""
+    trace, results = recorded(ring_all_reduce, 4, 8)
+    animation, timeline = collective_scene(trace, results), timeline_scene(trace)
+    times = {2.0**k: 1e-4 + 2.0**k / 1e9 for k in range(6, 27, 4)}
+    plot = sweep({"ring": times}, {"ring": times}, title="Time against size", subtitle="one message")
+    lines = v4.new_output("stream", name="stdout", text="".join(f"[rank 0] line {i}\n" for i in range(2_000)))
+    error = v4.new_output("error", ename="ValueError", evalue="no", traceback=["\x1b[0;31mValueError\x1b[0m: " + "no, " * 60])
+    long_line = 'seen = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8, backend="sim")  # the same ring as above'
+    table = "\n".join(
+        ["| " + " | ".join(f"the heading of column {i}" for i in range(7)) + " |", "|---" * 7 + "|", "| 1.25 GB/s " * 7 + "|"]
+    )
     cells = [
-        v4.new_markdown_cell("# A lesson\n\nIts first words."),
+        v4.new_markdown_cell("# A lesson\n\nIts first words, and a formula: $$T = \\alpha + \\frac{m}{\\beta}$$"),
         v4.new_markdown_cell("## A run\n\n> **Predict.** What happens?"),
-        v4.new_code_cell("run.animate()", outputs=[v4.new_output("display_data", {"text/html": picture})]),
+        v4.new_code_cell("run.animate()", outputs=[shown(animation)]),
         v4.new_markdown_cell("The end of the answer."),
-        v4.new_markdown_cell("## After it\n\nMore words."),
+        v4.new_markdown_cell("## After it\n\nMore words.\n\n" + table),
+        v4.new_code_cell(long_line, outputs=[shown(timeline), lines]),
+        v4.new_code_cell("plot", outputs=[shown(plot)]),
+        v4.new_code_cell("explore_memory()", outputs=[shown(explore_memory()), error]),
+        v4.new_markdown_cell("## An explorer"),
+        v4.new_code_cell("explore_schedule()", outputs=[shown(explore_schedule("1f1b", stages=2, microbatches=4))]),
     ]
     lesson = Lesson("00_a", "A lesson", "")
     page = tmp_path_factory.mktemp("site") / "00_a.html"
     page.write_text(lesson_page(lesson, lesson_body(v4.new_notebook(cells=cells), Path()), 1.0, [lesson]), encoding="utf-8")
+    return page.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
     with Browser(chromium, 1280, 720) as browser:
-        browser.page = page.as_uri()
         yield browser
         assert browser.errors == []
 
 
 @pytest.fixture
-def opened(browser):
-    browser.open("about:blank")
-    browser.resize(1280, 720)
-    browser.open(browser.page)
+def opened(browser, lesson):
+    view(browser, lesson, 1280, 720)
     return browser
+
+
+def view(browser: Browser, page: str, width: int, height: int = 900, scheme: str = "light") -> Browser:
+    """Open a page in a new window, so to speak."""
+    browser.open("about:blank")
+    browser.emulate(prefers_color_scheme=scheme)
+    browser.resize(width, height)
+    browser.open(page)
+    return browser
+
+
+def unfold(browser: Browser) -> None:
+    """Open all that is folded, except thousands of lines, and make the window as high as the page."""
+    browser.js("document.querySelectorAll('details:not(.lines)').forEach(folded => { folded.open = true; })")
+    browser.picture()  # draws a frame, in which pictures take their size
+    browser.resize(browser.js("innerWidth"), browser.js("document.documentElement.scrollHeight"))
+
+
+@pytest.fixture(params=sorted(Path(SITE).glob("*.html")) if SITE else [None], ids=lambda path: path.stem if path else "lesson")
+def page(request) -> str:
+    """The address of a page to look at: the lesson above, or each page of the folder SITE."""
+    return request.param.resolve().as_uri() if request.param else request.getfixturevalue("lesson")
+
+
+def name_of(page: str) -> str:
+    return f"page-{Path(page).stem if SITE else 'lesson'}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_off_or_pale_and_everything_has_a_name(browser, page, scheme, keep):
+    view(browser, page, 1280, scheme=scheme)
+    unfold(browser)
+    keep(browser, f"{name_of(page)}-{scheme}")
+    assert cut_off(browser) == []
+    assert too_pale(browser) == []
+    assert without_a_name(browser) == []
+
+
+def test_the_tab_key_reaches_every_control(browser, page):
+    view(browser, page, 1280)
+    assert out_of_reach(browser) == []
+    unfold(browser)
+    assert out_of_reach(browser) == []
+
+
+def test_on_a_phone_the_page_is_as_wide_as_the_screen_and_pictures_are_readable(browser, page, keep):
+    view(browser, page, 375, 812)
+    assert browser.js("document.documentElement.scrollWidth") <= 375
+    unfold(browser)
+    keep(browser, f"{name_of(page)}-narrow")
+    assert browser.js("document.documentElement.scrollWidth") <= 375
+    assert cut_off(browser) == []
+    assert scrolls_without_a_cue(browser) == []
+    assert too_small(browser, 7.5) == []
+
+
+def test_on_paper_everything_is_open_and_still_and_nothing_is_cut_off(browser, page, keep):
+    view(browser, page, 717, scheme="dark")  # A4 without Chromium's margins
+    browser.emulate("print", prefers_color_scheme="dark")
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    keep(browser, f"{name_of(page)}-print", whole=True)
+    assert browser.js("[...document.querySelectorAll('details.answer, details.code')].every(folded => folded.open)")
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert cut_off(browser, scrolls=False) == []
+    bars = "[...document.querySelectorAll('figure > div')].map(host => host.shadowRoot.querySelector('.bar'))"
+    assert browser.js(f"{bars}.every(bar => getComputedStyle(bar).display == 'none')"), "no controls on paper"
+
+
+def test_without_scripts_the_pictures_play_and_nothing_needs_a_script(browser, page, keep):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        view(browser, page, 1280)
+        figures = browser.js("document.querySelectorAll('figure.p101').length")
+        assert (
+            browser.js("[...document.querySelectorAll('figure.p101 img')].filter(image => image.complete && image.naturalWidth).length")
+            == figures
+        )
+        assert not browser.js("document.querySelector('.present')?.checkVisibility()"), "no button that does nothing"
+        unfold(browser)
+        keep(browser, f"{name_of(page)}-without-scripts")
+        assert cut_off(browser) == []
+        assert without_a_name(browser) == []
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_each_section_fits_a_projector(browser, page, keep):
+    view(browser, page, 1280, 720)
+    if not browser.js("!!document.querySelector('.present:not([hidden])')"):
+        pytest.skip("only lessons are shown section by section")
+    browser.click("document.querySelector('.present')")
+    place = "document.querySelector('.place').textContent"
+    for press in range(1000):
+        browser.key("PageDown")
+        assert browser.js("document.documentElement.scrollWidth") <= 1280
+        assert cut_off(browser) == []
+        if not SITE or press % 5 == 0:
+            keep(browser, f"{name_of(page)}-presenter-{press:02}")
+        number, _, count = browser.js(place).partition(" / ")
+        if number == count:
+            break
+    else:
+        raise AssertionError(f"a clicker stays at {browser.js(place)}")
 
 
 def seen(browser: Browser, text: str) -> bool:
@@ -77,7 +211,7 @@ def test_a_clicker_goes_through_the_page_section_by_section(opened):
     for _ in range(5):
         if not seen(opened, "More words"):
             opened.key("PageDown")
-    assert seen(opened, "More words") and opened.js("document.querySelector('.place').textContent") == "3 / 3"
+    assert seen(opened, "More words") and opened.js("document.querySelector('.place').textContent") == "3 / 4"
     opened.key("PageUp")
     assert seen(opened, "What happens?")
     opened.key("c", text="c")

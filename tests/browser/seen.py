@@ -1,0 +1,119 @@
+"""What a reader sees of a page in a browser: text that is cut off, too small or too pale, and what the keyboard and a screen reader reach.
+
+Each function returns a list of findings in words, which is empty if all is well.
+"""
+
+from __future__ import annotations
+
+import json
+
+from parallel101.viz.chromium import Browser
+
+CONTROLS = {"button", "slider", "combobox", "checkbox", "textbox", "spinbutton", "radio", "link", "DisclosureTriangle", "image", "figure"}
+EVERYTHING = """
+const inside = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...(e.shadowRoot ? inside(e.shadowRoot) : [])]);
+const parent = e => e.parentElement ?? e.getRootNode().host;
+const around = e => e ? [e, ...around(parent(e))] : [];
+const laid = e => e.checkVisibility({ visibilityProperty: true }) && e.getClientRects().length;
+const everything = inside(document.body).filter(e => laid(e) && !e.closest('.unseen, math'));
+const own = e => [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join(' ').trim();
+const named = e => `${e.tagName.toLowerCase()}.${e.getAttribute('class') ?? ''} "${(own(e) || e.textContent.trim()).slice(0, 40)}"`;
+"""
+
+
+def find(browser: Browser, script: str) -> list[str]:
+    return browser.js(f"(() => {{ {EVERYTHING} {script} }})()")
+
+
+def cut_off(browser: Browser, scrolls: bool = True) -> list[str]:
+    """Elements that reach beyond the window, or beyond an element that hides them. `scrolls`: the reader can scroll, which paper can't."""
+    return find(
+        browser,
+        f"""
+        const style = e => getComputedStyle(e), scroll = ['auto', 'scroll'], scrolls = {json.dumps(scrolls)};
+        const html = everything.filter(e => !e.ownerSVGElement && !e.closest('select'));
+        const held = e => around(e).some(a => scroll.includes(style(a).overflowX));
+        const wide = html.filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !(scrolls && held(e)));
+        const hidden = html.filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth
+            && (style(e).overflowX === 'hidden' || (!scrolls && scroll.includes(style(e).overflowX))));
+        const texts = everything.filter(e => e.tagName === 'text' && own(e) && (t => {{
+            const box = e.getBoundingClientRect(), svg = e.ownerSVGElement.getBoundingClientRect();
+            return box.right > svg.right + 1 || box.left < svg.left - 1 || box.top < svg.top - 1 || box.bottom > svg.bottom + 1; }})());
+        return [...new Set([...wide, ...hidden, ...texts])].map(named);""",
+    )
+
+
+def scrolls_without_a_cue(browser: Browser) -> list[str]:
+    """Pictures that are wider than their place and do not say so."""
+    return find(
+        browser,
+        """
+        const stages = everything.filter(e => e.matches('.stage') && e.scrollWidth > e.clientWidth + 1);
+        return stages.filter(e => !getComputedStyle(parent(e), '::before').content.includes('sideways')).map(named);""",
+    )
+
+
+def too_small(browser: Browser, least: float) -> list[str]:
+    """Texts in pictures whose letters are lower than `least` pixels as they appear."""
+    return find(
+        browser,
+        f"""
+        const size = e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a;
+        const small = everything.filter(e => e.tagName === 'text' && own(e) && size(e) < {least});
+        return small.map(e => `${{size(e).toFixed(1)}} px: ${{named(e)}}`);""",
+    )
+
+
+def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
+    """Texts whose contrast with what lies under them is below WCAG's 4.5 (3 for large text). The whole page must be in the window."""
+    return find(
+        browser,
+        f"""
+        const rgba = colour => {{ const [r, g, b, a = 1] = (colour.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number); return [r, g, b, a]; }};
+        const over = ([r, g, b, a], below) => [r, g, b].map((c, i) => c * a + below[i] * (1 - a));
+        const light = rgb => rgb.map(c => (c /= 255) <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+            .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+        const opacity = e => around(e).reduce((all, a) => all * getComputedStyle(a).opacity, 1);
+        const paint = e => {{
+            const style = getComputedStyle(e), drawn = e.ownerSVGElement;
+            const [r, g, b, a] = drawn ? (/^rgb/.test(style.fill) ? rgba(style.fill) : [0, 0, 0, 0]) : rgba(style.backgroundColor);
+            return [r, g, b, a * opacity(e) * (drawn ? style.fillOpacity : 1)]; }};
+        const ratio = (a, b) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+        const page = matchMedia('(prefers-color-scheme: dark)').matches && !matchMedia('print').matches ? [0, 0, 0] : [255, 255, 255];
+        return everything.filter(own).flatMap(e => {{
+            const style = getComputedStyle(e), range = document.createRange();
+            if (['OPTION', 'STYLE', 'SCRIPT', 'title', 'desc', 'style'].includes(e.tagName) || e.disabled) return [];
+            range.selectNodeContents([...e.childNodes].find(n => n.nodeType === 3 && n.data.trim()));
+            const box = range.getClientRects()[0] ?? e.getBoundingClientRect();
+            const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+            const under = e.getRootNode().elementsFromPoint(x, y), at = under.indexOf(e);
+            if (at < 0) return [];  // scrolled out of sight
+            const below = under.slice(e.ownerSVGElement ? at + 1 : at).concat(around(e.getRootNode().host));
+            const seen = below.filter(b => !['text', 'tspan'].includes(b.tagName)).reverse().reduce((rgb, b) => over(paint(b), rgb), page);
+            const [r, g, b, a] = rgba(e.ownerSVGElement ? style.fill : style.color);
+            const contrast = ratio(light(over([r, g, b, a * opacity(e)], seen)), light(seen));
+            const large = parseFloat(style.fontSize) >= (style.fontWeight >= 700 ? 18.66 : 24);
+            return contrast < (large ? Math.min(3, {least}) : {least}) - .005 ? [`${{contrast.toFixed(2)}}: ${{named(e)}}`] : []; }});""",
+    )
+
+
+def without_a_name(browser: Browser) -> list[str]:
+    """Controls and pictures for which a screen reader has no words."""
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    return [
+        f"{node['role']['value']} {node.get('properties')}"
+        for node in nodes
+        if not node["ignored"] and node["role"]["value"] in CONTROLS and not node.get("name", {}).get("value", "").strip()
+    ]
+
+
+def out_of_reach(browser: Browser) -> list[str]:
+    """Controls that the tab key does not reach."""
+    focusable = "everything.filter(e => e.matches('a[href], button, input, select, summary, [tabindex]') && !e.disabled)"
+    count = browser.js(f"(() => {{ {EVERYTHING} globalThis.unreached = new Set({focusable}); return unreached.size; }})()")
+    deepest = "(e => { while (e.shadowRoot?.activeElement) e = e.shadowRoot.activeElement; return e; })(document.activeElement)"
+    browser.js("(document.activeElement.blur(), scrollTo(0, 0))")
+    for _ in range(2 * count + 5):  # places that scroll take a key press, too
+        browser.key("Tab")
+        browser.js(f"unreached.delete({deepest})")
+    return find(browser, "return [...unreached].map(named);")
