@@ -98,7 +98,7 @@ class Captions:
         if replay.sums:
             return ["Each stripe is one rank's data." + (" A full cell is finished." if len(replay.chunks) > 1 else "")]
         if self.operation == "all-to-all":
-            return [f"A chunk's letter says where it goes: {self._destinations(2)}.", "Each stripe is the part that came from one rank."]
+            return [f"Chunks go by letter: {self._destinations(2)}.", "Each stripe is the part that came from one rank."]
         if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
             return ["Each stripe is the part that came from one rank."]
         return ["A full cell: this rank has the chunk."]

@@ -297,4 +297,4 @@ def test_a_barrier_is_described_as_one():
 def test_in_an_all_to_all_a_letter_is_a_destination():
     scene = collective_scene(*recorded(p.pairwise_all_to_all, 4, 8))
     assert "a to rank 0, b to rank 1, c to rank 2 and d to rank 3." in scene.intro
-    assert "letter says where it goes: a to rank 0, b to rank 1, and so on." in scene.svg()
+    assert "Chunks go by letter: a to rank 0, b to rank 1, and so on." in scene.svg()
