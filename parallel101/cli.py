@@ -149,6 +149,7 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
+    _import_no_grammars()
     from parallel101.publish import make_output_folder, publish, select_lessons
 
     try:
@@ -166,6 +167,11 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         return 1
     print(f"Open {done.written[-1]} in a browser. The pages work offline.")
     return 0
+
+
+def _import_no_grammars() -> None:
+    """Leave out a module for URLs, which nbformat imports by way of jsonschema and never uses: its grammars take two seconds."""
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 
 def _lessons_folder(args: argparse.Namespace) -> Path:
@@ -297,6 +303,7 @@ def _report(trace: Trace, name: str, args: argparse.Namespace, failed: BaseExcep
         print(f"\n{as_text(table)}")
     print()
     if args.page is not None:
+        _import_no_grammars()
         from parallel101.publish.run_page import run_page
 
         args.page.write_text(run_page(trace, name, failed), encoding="utf-8")

@@ -15,7 +15,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # that wait for each other spin: with two in each of two workers on two cores, training a small GPT takes three times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # nbformat imports it for jsonschema, never uses it, and waits two seconds
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # as `parallel101 lessons` does: importing nbformat then takes no two seconds
 MOST_RANKS = 5  # no test uses more real ranks
 
 
