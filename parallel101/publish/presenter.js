@@ -2,15 +2,18 @@
 //
 //   next (PageDown, →, space)    shows the next block of this section, opens a folded answer, or goes on to the next section
 //   back (PageUp, ←, shift+space)          c shows or folds the code          Home, End: first, last section          Escape leaves
+//   Enter                        plays the picture on the screen, and gives it the focus
 //
-// A clicker sends PageDown and PageUp. While a picture has the focus, the arrow keys and space belong to the picture.
+// A clicker sends PageDown and PageUp. While a picture has the focus, the arrow keys and space belong to the picture. PageDown and PageUp
+// take the focus away from it.
 (() => {
   const page = document.documentElement, sections = [...document.querySelectorAll("main > section")];
   const button = document.querySelector("button.present"), place = document.createElement("output");
   if (!button || !sections.length) return;
+  const MARGIN = 10;  // pixels above a block that has been scrolled to, and a little more: see scroll-margin-top in page.css
   let at = 0, restore = 0;
   const presenting = () => page.classList.contains("presenting");
-  const shown = element => element.offsetParent !== null;
+  const shown = element => element.checkVisibility();  // also false inside a folded answer
   place.className = "place";
   document.body.append(place);
 
@@ -41,9 +44,19 @@
   };
 
   // The blocks of a section, in order: texts, code, outputs, and the summaries of folded answers.
-  const blocks = () => [...sections[at].querySelectorAll(".text_cell_render > *, details > summary, .output_area")].filter(shown);
+  const BLOCKS = ".text_cell_render > *, details > summary, .input pre, .output_area :is(figure, table, pre, p, div > img)";
+  const blocks = () => [...sections[at].querySelectorAll(BLOCKS)].filter(shown);
+  const picture = () => [...sections[at].querySelectorAll("figure.p101")].filter(shown).find(figure => {
+    const { top, bottom } = figure.getBoundingClientRect();
+    return (top + bottom) / 2 > 0 && (top + bottom) / 2 < innerHeight;
+  })?.querySelector("div")?.shadowRoot;
+  const play = () => {
+    const button = picture()?.querySelector("[data-do=play]");
+    button?.focus();
+    button?.click();
+  };
   const next = () => {
-    const below = blocks().find(block => block.getBoundingClientRect().bottom > innerHeight + 2);
+    const from = scrollY, below = blocks().find(block => block.getBoundingClientRect().bottom > innerHeight + 2);
     const closed = [...sections[at].querySelectorAll("details.answer:not([open])")].filter(shown)[0];
     const inSight = closed && closed.getBoundingClientRect().bottom <= innerHeight + 2;
     if (inSight) {
@@ -51,10 +64,11 @@
       fitPictures();
       const answer = closed.querySelector(".output_area");
       if (answer && answer.getBoundingClientRect().bottom > innerHeight) answer.scrollIntoView();
-    } else if (below) {
-      const here = below.getBoundingClientRect().top <= 10; // an output stops 8 pixels below the top
-      if (here) scrollBy(0, innerHeight * .8); else below.scrollIntoView();
-    } else if (at + 1 < sections.length) show(at + 1);
+      return;
+    }
+    if (below && below.getBoundingClientRect().top > MARGIN) below.scrollIntoView();
+    else if (below) scrollBy(0, innerHeight * .8);  // a block that is longer than the screen
+    if (scrollY === from && at + 1 < sections.length) show(at + 1);
   };
   const back = () => {
     if (scrollY > 2) scrollBy(0, -innerHeight * .8);
@@ -64,14 +78,15 @@
   const keys = {
     PageDown: next, ArrowRight: next, ArrowDown: next, PageUp: back, ArrowLeft: back, ArrowUp: back, Escape: leave, p: leave,
     Home: () => show(0), End: () => show(sections.length - 1), " ": event => (event.shiftKey ? back() : next()),
-    c: () => codes(!document.querySelector("details.code")?.open),
+    Enter: play, c: () => codes(!document.querySelector("details.code")?.open),
   };
   addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea, [contenteditable]")) return;
     if (!presenting()) { if (event.key === "p") enter(); return; }
-    if (event.key === " " && event.target.matches("button, summary, a")) return;
+    if ((event.key === " " || event.key === "Enter") && event.target !== document.body) return;  // it belongs to the button, link or picture
     if (!(event.key in keys)) return;
     event.preventDefault();
+    if (event.key.startsWith("Page")) document.activeElement.shadowRoot?.activeElement?.blur();
     keys[event.key](event);
   });
   button.hidden = false;
