@@ -85,6 +85,15 @@ def test_blocking_sends_hang_in_1f1b_only():
         by_hand("1f1b", 4, 8, send=dist.send)
 
 
+def test_the_explorers_questions_a_long_weight_gradient_and_microbatches_that_are_no_multiple():
+    (text,) = (cell.source for cell in read("07_pipeline").cells if cell.id == "explorer-after")
+    times = {w: p101.schedule("zb-h1", stages=4, microbatches=8).time(1, 1, w) for w in (0.5, 1, 2)}
+    assert f"It is {100 * times[2].bubble_rate:.1f} %: rank 0 still waits {times[2].makespan - 8 * 4:.0f} s." in text
+    assert [times[w].makespan - 8 * (2 + w) for w in (0.5, 1)] == [3 * (2 - w) for w in (0.5, 1)]  # the formula
+    with pytest.raises(p101.ScheduleError, match="multiple of stages=4"):
+        p101.schedule("interleaved", stages=4, microbatches=6, chunks=2).check()
+
+
 def answers():
     (cell,) = (cell.source for cell in read("07_pipeline").cells if cell.id == "exercises")
     return cell
