@@ -33,6 +33,7 @@ from parallel101.publish.arrange import arrange
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HOMEWORK = re.compile(r"Homework (\d+), exercises?")
+MINUTES = re.compile(r"takes about (\d+) minutes")
 NEEDS_KERNEL = "This explorer runs again after each change, so it needs a kernel. Open the lesson with <code>make lab</code>."
 
 PRESENTER = files("parallel101.publish").joinpath("presenter.js").read_text(encoding="utf-8")
@@ -49,6 +50,12 @@ class Lesson(NamedTuple):
     title: str
     summary: str  # its first paragraph, as plain text
     homework: tuple[int, ...] = ()  # the numbers of the homeworks that it names
+    minutes: str = ""  # how long it takes, if it says so
+
+    @property
+    def sentence(self) -> str:
+        """The first sentence of the summary."""
+        return re.split(r"(?<=[.!?])\s", self.summary, maxsplit=1)[0]
 
     @classmethod
     def of(cls, name: str, notebook: NotebookNode) -> Lesson:
@@ -56,7 +63,14 @@ class Lesson(NamedTuple):
         prose = BeautifulSoup("\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"), "html.parser")
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
         numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
-        return cls(name, heading.get_text() if heading else name, paragraph.get_text() if paragraph else "", tuple(numbers))
+        minutes = MINUTES.search(prose.get_text())
+        return cls(
+            name,
+            heading.get_text() if heading else name,
+            paragraph.get_text() if paragraph else "",
+            tuple(numbers),
+            minutes[1] if minutes else "",
+        )
 
 
 class _OfflineRenderer(IPythonRenderer):
@@ -174,10 +188,14 @@ def index_page(
     rows = []
     for lesson in lessons:
         tasks = [homework[number] for number in lesson.homework if number in homework]
-        links = ", ".join(f'<a href="{_page(task)}">{escape(task.title)}</a>' for task in tasks)
+        facts = [f"{lesson.minutes} minutes"] if lesson.minutes else []
+        facts += [f'<a href="{_page(task)}">{escape(task.title)}</a>' for task in tasks]
+        picture = f'<span class="cover">{covers[lesson.name]}</span>' if covers.get(lesson.name) else ""
+        number = re.match(r"\d+(?=_)", lesson.name)
+        title = f"{number[0]} {lesson.title}" if number else lesson.title
         rows.append(
-            f'<li>{covers.get(lesson.name, "")}<div><a href="{_page(lesson)}"><strong>{escape(lesson.title)}</strong></a>'
-            f"<p>{escape(lesson.summary)}</p><small>{escape(lesson.name)}{'. ' + links if links else ''}</small></div></li>"
+            f'<li><a href="{_page(lesson)}">{picture}<h2>{escape(title)}</h2></a>'
+            f"<p>{escape(lesson.sentence)}</p><small>{' · '.join(facts)}</small></li>"
         )
     intro = (
         "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from programs that ran in the lessons.</p>"

@@ -26,7 +26,10 @@
   const codes = open => document.querySelectorAll("details.code").forEach(code => { code.open = open; });
   const fitPictures = () => document.querySelectorAll("figure.p101").forEach(figure => {
     const svg = figure.querySelector("div")?.shadowRoot?.querySelector(".stage svg");
-    if (svg) figure.style.setProperty("--aspect", svg.viewBox.baseVal.width / svg.viewBox.baseVal.height);
+    const { width = 3, height = 2 } = svg?.viewBox.baseVal ?? {};
+    figure.style.setProperty("--aspect", width / height);
+    // a picture that would become too small to read keeps its own width, and scrolls
+    figure.style.setProperty("--least", svg && innerHeight * width / height < .62 * width ? `${width}px` : "0px");
   });
   const enter = () => {
     restore = scrollY;
