@@ -41,7 +41,7 @@ STYLE = (
 )
 JUMP = "Dotted: the next message waited for its receiver, or for a link that the message before it used."
 PATH_STYLE = (
-    ".dim{opacity:.3}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
+    ".dim>:not(text,.arrow){opacity:.3}.dim>.arrow{opacity:.15}.dim>text{fill:var(--ink)}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
     ".under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}"
     ".number{fill:var(--bg);stroke:var(--warn);stroke-width:1.5}"
 )

@@ -90,6 +90,7 @@ def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
             if (at < 0) return [];  // scrolled out of sight
             const below = under.slice(e.ownerSVGElement ? at + 1 : at).concat(around(e.getRootNode().host));
             const seen = below.filter(b => !['text', 'tspan'].includes(b.tagName)).reverse().reduce((rgb, b) => over(paint(b), rgb), page);
+            if (style.stroke !== 'none') return [];  // a halo
             const [r, g, b, a] = rgba(e.ownerSVGElement ? style.fill : style.color);
             const contrast = ratio(light(over([r, g, b, a * opacity(e)], seen)), light(seen));
             const large = parseFloat(style.fontSize) >= (style.fontWeight >= 700 ? 18.66 : 24);

@@ -72,6 +72,7 @@ def test_a_lesson_runs_plays_and_runs_again(name, notebook, keep):
         keep(notebook, f"jupyterlab-{name}-explorer")
     height = notebook.js("document.querySelector('.jp-WindowedPanel-inner').scrollHeight")
     notebook.resize(1280, height + 200)  # so high that nothing scrolls
+    notebook.picture()  # draws the cells that were out of sight
     keep(notebook, f"jupyterlab-{name}-light")
     notebook.until(f"{DARK}.every(dark => !dark)")
     notebook.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)")
