@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
+from urllib.parse import quote
 
 from bs4 import BeautifulSoup, Tag
 from jinja2 import pass_context
@@ -254,7 +255,7 @@ def offline_html(title: str, body: str) -> str:
 
 
 def _page(lesson: Lesson) -> str:
-    return escape(f"{lesson.name}.html")
+    return quote(f"{lesson.name}.html")  # a teacher's file may be called "exercise #2"
 
 
 def _machine() -> str:
