@@ -129,13 +129,13 @@ def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Les
     soup = BeautifulSoup(body, "html.parser")
     if addresses := sorted(set(external_addresses(soup))):
         raise ValueError(f"the page would load {', '.join(addresses)}, but pages must work offline; put the file in the notebook's folder")
+    if figure := _cover(soup):  # before `arrange` moves pictures out of their cells
+        figure["class"] = "p101 cover"
     arrange(soup)
     for text in list(soup.find_all("strong", string=HOMEWORK)):
         if (named := HOMEWORK.search(text.get_text())) and (task := homework.get(int(named[1]))):
             text.wrap(soup.new_tag("a", href=_page(task)))
     glossary.link_first_uses(soup, glossary.read_terms(folder))
-    if figure := _cover(soup):
-        figure["class"] = "p101 cover"
     return str(soup)
 
 
@@ -156,7 +156,7 @@ def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Les
     before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
     after = [f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]]
     present = '<button class="present" title="One section at a time, in large type (p)" hidden>Present</button>'
-    links = '<nav><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
+    links = '<nav aria-label="Lessons"><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
     top = links.replace("</nav>", f"{present}</nav>")
     ran = f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with {_machine()}.</footer>"
     return offline_html(lesson.title, f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n<script>{PRESENTER}</script>")

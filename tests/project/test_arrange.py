@@ -127,6 +127,7 @@ def test_the_index_shows_a_picture_of_each_lesson():
     cells[1].metadata["tags"] = ["cover"]
     cover = cover_of(str(page(*cells)))
     assert 'src="data:image/svg+xml;base64,b"' in cover
+    assert cover == cover_of(str(page("> **Predict.** What?", *cells))), "also if it is in a folded answer"
     assert cover_of(str(page("# No picture"))) == ""
     assert cover in index_page([Lesson("00_a", "A", "About a.")], {"00_a": cover})
     assert 'href="exercise%20%232.html"' in index_page([Lesson("exercise #2", "Two", "")])
