@@ -99,6 +99,7 @@ def simulate(
     store = dist.HashStore()
 
     def main(number: int) -> Any:
+        torch.set_num_threads(1)  # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one core
         group = new_group(world.ranks[number], "world", range(world_size), "0")
         torch_worlds[number].add_default(group, "0", backend, store, world_size)
         try:

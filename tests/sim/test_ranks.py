@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -222,3 +227,27 @@ def test_hundreds_of_ranks():
     n = 200
     record = trace(run(ring_all_gather, n))
     assert record.messages_sent == [n - 1] * n and record.bytes_sent == record.bytes_received == [4 * (n - 1)] * n
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the process's threads in /proc")
+def test_a_rank_computes_with_one_thread_even_where_openmp_would_start_more():
+    # In a process of its own, as the tests run with OMP_NUM_THREADS=1. A pool of threads would spin on the simulation's one core.
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], env=os.environ | {"OMP_NUM_THREADS": "3"}, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["0", "0"]
+
+
+THREADS = """
+import os
+import torch
+from parallel101.sim.simulate import simulate
+
+def program(rank):
+    before = len(os.listdir("/proc/self/task"))
+    torch.nn.functional.linear(torch.randn(64, 64), torch.randn(64, 64), torch.randn(64))
+    torch.nn.functional.gelu(torch.randn(256, 256))
+    return len(os.listdir("/proc/self/task")) - before
+
+print(*simulate(program, 2).results)
+"""
