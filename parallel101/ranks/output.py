@@ -33,17 +33,17 @@ class Screen:
 
     def lines(self, stream: str, lines: list[str]) -> None:
         """Write whole lines. The first one overwrites a bar."""
+        rest: list[str] = []
         if writes_to_a_cell():
             lines, rest = lines[: self.room], lines[self.room :]
             self.room -= len(lines)
-            if rest:
-                self.long = self.long or LongOutput()
-                self.long.add(rest)
-            if not lines:
-                return
-        out, place, width = self._at(stream)
-        self.widths[place] = 0
-        self._write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
+        if lines:
+            out, place, width = self._at(stream)
+            self.widths[place] = 0
+            self._write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
+        if rest:
+            self.long = self.long or LongOutput()
+            self.long.add(rest)
 
     def bar(self, stream: str, text: str) -> None:
         """Draw a bar. It overwrites the one that is there, whichever rank drew that."""

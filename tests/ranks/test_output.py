@@ -148,6 +148,14 @@ def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, ca
     assert "<summary>2,080 more lines (the first" in shown[-1], "more than LongOutput.KEPT characters are not kept"
 
 
+def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_arrive_together(monkeypatch, capsys):
+    printed = []
+    monkeypatch.setattr(output, "writes_to_a_cell", lambda: True)
+    monkeypatch.setattr(output.LongOutput, "_update", lambda self, html: printed.append(capsys.readouterr().out.count("\n")))
+    RankOutput("[0] ", "stdout").feed(b"x\n" * 1000)
+    assert printed == [output.LongOutput.AFTER]
+
+
 GLOO_ABORT = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
   what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4.
 terminate called without an active exception
