@@ -24,6 +24,7 @@
     scrollTo(0, end ? page.scrollHeight : 0);
   };
   const codes = open => document.querySelectorAll("details.code").forEach(code => { code.open = open; });
+  const fitControls = () => page.style.setProperty("--zoom", Math.max(1, innerHeight / 720));  // of the pictures, as large as the type
   const fitPictures = () => document.querySelectorAll("figure.p101").forEach(figure => {
     const svg = figure.querySelector("div")?.shadowRoot?.querySelector(".stage svg");
     const { width = 3, height = 2 } = svg?.viewBox.baseVal ?? {};
@@ -36,12 +37,14 @@
     const top = sections.findLastIndex(section => section.getBoundingClientRect().top < innerHeight / 10);
     page.classList.add("presenting");
     codes(false);
+    fitControls();
     fitPictures();
     show(Math.max(top, 0));
   };
   const leave = () => {
     const section = sections[at];
     page.classList.remove("presenting");
+    page.style.removeProperty("--zoom");
     codes(true);
     if (at) section.scrollIntoView(); else scrollTo(0, Math.min(restore, section.offsetHeight));
   };
@@ -92,6 +95,7 @@
     if (event.key.startsWith("Page")) document.activeElement.shadowRoot?.activeElement?.blur();
     keys[event.key](event);
   });
+  addEventListener("resize", () => { if (presenting()) { fitControls(); fitPictures(); } });
   button.hidden = false;
   button.onclick = () => { button.blur(); enter(); };
   addEventListener("beforeprint", () => document.querySelectorAll("details.answer, details.code").forEach(folded => { folded.open = true; }));

@@ -196,6 +196,18 @@ def test_a_printed_page_shows_the_answers(opened):
     assert opened.js("document.querySelector('details.answer').open"), "opened before printing"
 
 
+def test_the_presenters_controls_are_larger_on_a_larger_screen(browser, lesson):
+    high = "document.querySelector('figure.p101 div').shadowRoot.querySelector('[data-do=play]').getBoundingClientRect().height"
+    view(browser, lesson, 1920, 1080)
+    browser.js("document.querySelector('details.answer').open = true")
+    usual = browser.js(high)
+    browser.key("p", text="p")
+    browser.key("PageDown")
+    assert browser.js(high) == 1.5 * usual
+    browser.key("Escape")
+    assert browser.js(high) == usual
+
+
 def test_a_clicker_goes_through_the_page_section_by_section(opened):
     opened.key("p", text="p")
     assert opened.js("document.documentElement.classList.contains('presenting')")
