@@ -12,7 +12,7 @@ import parallel101 as p101
 from parallel101.analysis.axes import axis_traffic
 from parallel101.models.gpt import GPT
 from parallel101.models.text import TextBatches
-from tests.lessons.lesson import definitions, read
+from tests.lessons.lesson import answer, definitions, read
 
 LESSON = definitions("08_three_axes", "AXES", "RANKS", "text", "tokenizer", "batches", "small", "STAGES")
 
@@ -30,15 +30,26 @@ def far(run, norm=None):
     return max(LESSON["distance"](run, LESSON["one_process"](batch(), norm)))
 
 
-@pytest.mark.parametrize("norm", [None, "over_pp_tp"])
-def test_by_hand_equals_one_process(norm):
-    run = by_hand(norm=norm and LESSON[norm])
-    assert far(run, norm and LESSON["own"]) < 1e-12
+def test_by_hand_equals_one_process():
+    assert far(by_hand()) < 1e-12
 
 
-@pytest.mark.parametrize("norm", ["own", "over_all"])
-def test_other_norms_differ(norm):
-    assert far(by_hand(norm=LESSON[norm]), LESSON["own"]) > 1e-3
+def over_dp_pp(weights, mesh):
+    return float(p101.all_reduce(LESSON["squares"](weights), group=mesh["dp", "pp"]).sqrt())
+
+
+NORMS = {
+    "the answer": (answer("08_three_axes", "clip-answer", LESSON), True),
+    "as it is given": (LESSON["whole_norm"], False),
+    "of all ranks": (LESSON["over_all"], False),
+    "of other groups": (over_dp_pp, False),
+}
+
+
+@pytest.mark.parametrize(("norm", "right"), NORMS.values(), ids=list(NORMS))
+def test_clipping_by_the_norm_that_the_reader_writes(norm, right):
+    apart = far(by_hand(norm=norm), LESSON["own"])
+    assert apart < 1e-12 if right else apart > 1e-3
 
 
 def test_a_share_for_every_rank_differs_and_one_seed_makes_equal_halves():
