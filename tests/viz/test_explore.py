@@ -42,12 +42,12 @@ def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
     explorer = explore_schedule("1f1b")
     before = explorer.html
     assert "your prediction" not in before
-    predict(explorer, "<30 %")
+    predict(explorer, "30 %")
     move(explorer, stages=2, microbatches=4)
     assert explorer.html == before and "Press Run" in explorer.status.value
     explorer.run_button.click()
-    assert "<strong>&lt;30 %</strong> ✗ too high" in explorer.html and rows(explorer)["bubble rate"] == ["20.0 %", "20.0 %"]
-    assert explorer.status.value == "bubble rate: you predicted &lt;30 %, it is 20.0 %: too high." and explorer.prediction.value == ""
+    assert "<strong>30 %</strong> ✗ too high" in explorer.html and rows(explorer)["bubble rate"] == ["20.0 %", "20.0 %"]
+    assert explorer.status.value == "bubble rate: you predicted 30 %, it is 20.0 %: too high." and explorer.prediction.value == ""
     predict(explorer, "a <b>ig one", "in words")
     explorer.prediction._handle_custom_msg({"event": "submit"}, [])  # the Enter key
     assert "Your prediction: <strong>a &lt;b&gt;ig one</strong>" in explorer.html
@@ -69,28 +69,114 @@ def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel
     assert rows(explorer)["total"] == ["52.5 GB", "120 GB"]
 
 
+def test_without_a_prediction_that_was_asked_for_run_asks_once():
+    explorer = explore_schedule(predict="bubble rate")
+    explorer.run_button.click()
+    assert "Write down a prediction first" in explorer.status.value
+    move(explorer, stages=2)
+    assert "<table>" not in explorer.output.outputs[0]["data"]["text/html"]
+    explorer.run_button.click()
+    assert "<table>" in explorer.output.outputs[0]["data"]["text/html"]
+
+
+def test_a_prediction_that_is_no_number_stays_in_the_field_and_the_result_is_not_shown():
+    explorer = explore_memory(predict="total")
+    predict(explorer, "a lot")
+    explorer.run_button.click()
+    assert explorer.status.value == 'Type a number, such as 12 GB, or choose "in words".' and explorer.prediction.value == "a lot"
+    assert "<table>" not in explorer.output.outputs[0]["data"]["text/html"]
+    predict(explorer, "a lot", "in words")
+    explorer.run_button.click()
+    assert "Your prediction: <strong>a lot</strong>" in explorer.output.outputs[0]["data"]["text/html"]
+
+
+def test_a_number_without_a_unit_has_the_one_that_the_empty_field_names(collective):
+    assert collective.prediction.placeholder == "a number"
+    predict(collective, "96", "busiest rank sends")
+    assert collective.prediction.placeholder == "in B, or with a unit"
+    collective.run_button.click()
+    assert collective.status.value == "busiest rank sends: you predicted 96 B, it is 96 B: right."
+
+
+EXACT = [  # the exact numbers in percent, bytes or seconds or as counts, what is shown, what is typed, the verdict
+    ([6], "6", "6", "right"),
+    ([6], "6", "6.4", "too high"),
+    ([6], "6", "5.5", "too low"),
+    ([6], "6", "7 steps", "too high"),
+    ([14], "14", "2*7=14", "right"),
+    ([10], "10", "1e1", "right"),
+    ([14], "14", "1e1", "too low"),
+    ([41.25e9], "41.2 GB", "41.25", "right"),
+    ([41.25e9], "41.2 GB", "41.25 GB", "right"),
+    ([41.25e9], "41.2 GB", "41,25 GB", "right"),
+    ([41.25e9], "41.2 GB", "41.2 GB", "right"),
+    ([41.25e9], "41.2 GB", "41.3 GB", "right"),
+    ([41.25e9], "41.2 GB", "41 GB", "right"),
+    ([41.25e9], "41.2 GB", "41250 MB", "right"),
+    ([41.25e9], "41.2 GB", "41,250 MB", "right"),
+    ([41.25e9], "41.2 GB", "41 250 MB", "right"),
+    ([41.25e9], "41.2 GB", "15 + 3.75 + 22.5 = 41.25 GB", "right"),
+    ([41.25e9], "41.2 GB", "41.25 GiB", "too high"),
+    ([41.25e9], "41.2 GB", "41.4", "too high"),
+    ([41.25e9], "41.2 GB", "40 GB", "too low"),
+    ([1.875e9], "1.88 GB", "1.875", "right"),
+    ([1.875e9], "1.88 GB", "1,875 GB", "right"),
+    ([2.5e9], "2.5 GB", "1,875 GB", "too low"),
+    ([31.40625e9], "31.4 GB", "31.40625", "right"),
+    ([120e9], "120 GB", "120.4", "too high"),
+    ([1344], "1.3 KiB", "1344", "right"),
+    ([1344], "1.3 KiB", "1344 B", "right"),
+    ([1344], "1.3 KiB", "1.3 KiB", "right"),
+    ([1344], "1.3 KiB", "1.344 KB", "right"),
+    ([1344], "1.3 KiB", "1.5 KiB", "too high"),
+    ([1024], "1 KiB", "1,024 bytes", "right"),
+    ([96], "96 B", "97", "too high"),
+    ([100 * 3 / 35], "8.6 %", "8.57 %", "right"),
+    ([100 * 3 / 35], "8.6 %", "8,6 %", "right"),
+    ([100 * 3 / 35], "8.6 %", "9", "right"),
+    ([100 * 3 / 35], "8.6 %", "-8.6", "too low"),
+    ([100 * 3 / 35], "8.6 %", "−8.6 %", "too low"),
+    ([100 * 3 / 35], "8.6 %", "0 %", "too low"),
+    ([300 / 11], "27.3 %", "27.0", "too low"),
+    ([252e-6], "252 µs", "0.25 ms", "right"),
+    ([252e-6], "252 µs", "252", "right"),
+    ([7.0], "7 s", "7.4 s", "too high"),
+    ([3, 2, 1], "3, 2, 1", "3,2,1", "right"),
+    ([3, 2, 1], "3, 2, 1", "[3, 2, 1]", "right"),
+    ([3, 2, 1], "3, 2, 1", "3", "right"),
+    ([3, 2, 1], "3, 2, 1", "3, 2", "different"),
+    ([3, 2, 1], "3, 2, 1", "3, 2, 2", "different"),
+    ([2, 1], "2, 1", "2,1", "right"),
+    ([6], "6", "many", ""),
+    ([100 * 3 / 35], "8.6 %", "8-9 %", ""),
+    ([100 * 3 / 35], "8.6 %", "8.6 GB", ""),
+    ([], "–", "6", ""),
+]
+
+
+@pytest.mark.parametrize(("exact", "shown", "typed", "expected"), EXACT, ids=[f"{typed} for {shown}" for _, shown, typed, _ in EXACT])
+def test_a_prediction_is_compared_with_the_exact_result(exact, shown, typed, expected):
+    unit = {"%": "%", "B": "B", "KiB": "B", "GB": "GB", "µs": "µs", "s": "µs"}.get(shown.rpartition(" ")[2], "")
+    assert verdict(typed, unit, shown, exact) == expected
+
+
 @pytest.mark.parametrize(
-    ("prediction", "result", "expected"),
+    "explorer",
     [
-        ("6", "6", "right"),
-        ("7 steps", "6", "too high"),
-        ("27 %", "27.3 %", "right"),
-        ("27.0", "27.3 %", "too low"),
-        ("17 GB", "16.6 GB", "right"),
-        ("16600 MB", "16.6 GB", "right"),
-        ("16 GiB", "16.6 GB", "too high"),
-        ("1,024 bytes", "1 KiB", "right"),
-        ("0.25 ms", "252 µs", "right"),
-        ("3, 2, 1", "3, 2, 1", "right"),
-        ("3", "3, 2, 1", "right"),
-        ("3, 2", "3, 2, 1", "different"),
-        ("many", "6", ""),
-        ("6", "–", ""),
+        lambda: explore_memory(7.5, ranks=4),
+        lambda: explore_memory(7.5, ranks=64, zero_stage=3),
+        lambda: explore_schedule("zb-h1", weight_grad=2),
+        lambda: explore_collective(ranks=3, numbers=42, world="sim"),
+        lambda: explore_collective(ranks=4, numbers=8, world="sim", network="torus"),
     ],
-    ids=lambda value: value or "no verdict",
+    ids=["memory-4", "memory-64", "schedule", "collective", "torus"],
 )
-def test_a_prediction_is_right_if_the_result_rounds_to_it(prediction, result, expected):
-    assert verdict(prediction, result) == expected
+def test_every_quantity_has_its_exact_number_in_the_unit_that_is_shown(explorer):
+    explorer = explorer()
+    result = explorer.run(**{name: control.value for name, control in explorer.controls.items()})
+    shown = {what: value for what, value, *_ in result.rows if value != "–"}
+    assert set(result.exact) == set(shown) & set(explorer.quantities) != set()
+    assert all(verdict(shown[what], explorer.quantities[what], shown[what], exact) == "right" for what, exact in result.exact.items())
 
 
 def test_a_page_without_a_kernel_gets_the_table_the_picture_and_the_settings(collective):

@@ -30,7 +30,8 @@ from parallel101.viz.watch import watch
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
 BLOCKS = ("gather", "all_gather", "barrier")  # a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
 ROOT = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
-QUANTITIES = ("steps", "busiest rank sends", "bytes on the critical path", "time")
+QUANTITIES = {"steps": "", "busiest rank sends": "B", "bytes on the critical path": "B", "time": "µs"}  # and the unit of a bare prediction
+TEXT: dict[str, Callable[[float], str]] = {"": "{:.0f}".format, "B": human_bytes, "µs": human_seconds}
 IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")  # for other numbers of ranks than powers of two, with two more steps
 MOST_NUMBERS = 48
 WORLDS: dict[str, dict[str, Any]] = {
@@ -147,15 +148,15 @@ def run(
     """Run it once, and count."""
     function, links = program(operation, algorithm, root), links_of(world, ranks, network, latency, bandwidth)
     ran, counted = counted_run(function, world, numbers, ranks, links)
-    counted["steps"], counted["bytes on the critical path"] = counts(ran.trace, network if links else None, function, numbers)
+    counted |= counts(ran.trace, network if links else None, function, numbers)
     expected, note = predicted(operation, algorithm, ranks, numbers, root, network if links else "switch", links)
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
         note = f"{ranks} is no power of two: {algorithm} first lets ranks work in pairs, {more}. {note}".strip()
-    rows = [(what, counted[what], expected.get(what, "–")) for what in QUANTITIES]
+    rows = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
     if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
         note = f"Under NCCL's rules, a message also waits for those before it in its rank's queue. The closed form has none. {note}".strip()
-    return Result(ran.animate(), rows, ("this run", "closed form"), note)
+    return Result(ran.animate(), rows, ("this run", "closed form"), note, {what: [number] for what, number in counted.items()})
 
 
 def run_own(
@@ -165,8 +166,14 @@ def run_own(
     links = links_of(world, ranks, network, latency, bandwidth)
     ran, counted = counted_run(function, world, numbers, ranks, links)
     if links is None or network == "switch":
-        counted["steps"], counted["bytes on the critical path"] = counts(ran.trace, network if links else None, function, numbers)
-    return Result(ran.animate(), [(what, counted.get(what, "–")) for what in QUANTITIES])
+        counted |= counts(ran.trace, network if links else None, function, numbers)
+    rows = [(what, shown(counted, what)) for what in QUANTITIES]
+    return Result(ran.animate(), rows, exact={what: [number] for what, number in counted.items()})
+
+
+def shown(numbers: Mapping[str, float], what: str) -> str:
+    """A number of bytes, seconds or steps as text, or "–" if it is missing."""
+    return TEXT[QUANTITIES[what]](numbers[what]) if what in numbers else "–"
 
 
 def links_of(world: str, ranks: int, network: str, latency: str, bandwidth: str) -> Network | None:
@@ -176,29 +183,28 @@ def links_of(world: str, ranks: int, network: str, latency: str, bandwidth: str)
 
 def counted_run(
     function: Callable[[torch.Tensor], Any], world: str, numbers: int, ranks: int, links: Network | None
-) -> tuple[Run, dict[str, str]]:
+) -> tuple[Run, dict[str, float]]:
     """A run, with what its record says at once: the bytes that a rank sends, and the time."""
     ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
     assert ran.trace is not None  # watch always records
-    sends, time = human_bytes(max(ran.trace.bytes_sent)), human_seconds(round(ran.trace.makespan, 12))
-    return ran, {"busiest rank sends": sends, "time": time}
+    return ran, {"busiest rank sends": max(ran.trace.bytes_sent), "time": round(ran.trace.makespan, 12)}
 
 
-def counts(trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int) -> tuple[str, str]:
+def counts(trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int) -> dict[str, float]:
     """Steps, and bytes on the critical path. On rings and a torus, messages wait for links, so two more clocks count them."""
     assert trace is not None
     if network is None:  # gloo: the order of messages is known, and which chain took longest is chance
-        return str(1 + max(steps_of(trace.messages()), default=-1)), "–"
+        return {"steps": 1 + max(steps_of(trace.messages()), default=-1)}
     if network == "switch":
         path = critical_path(trace)
-        return str(path.messages), human_bytes(path.nbytes)
+        return {"steps": path.messages, "bytes on the critical path": path.nbytes}
     if network == "two nodes":  # has links of two speeds
-        return "–", "–"
+        return {}
     steps, nbytes = (
         makespan(function, numbers, trace.world_size, TOPOLOGIES[network](trace.world_size, latency=latency, bandwidth=bandwidth))
         for latency, bandwidth in ((1.0, math.inf), (0.0, 1.0))
     )
-    return f"{steps:.0f}", human_bytes(nbytes)
+    return {"steps": steps, "bytes on the critical path": nbytes}
 
 
 def makespan(function: Callable[[torch.Tensor], Any], numbers: int, ranks: int, network: Network) -> float:
@@ -218,13 +224,13 @@ def program(operation: str, algorithm: str, root: int) -> Callable[[torch.Tensor
 
 def predicted(
     operation: str, algorithm: str, ranks: int, numbers: int, root: int, network: str, links: Network | None
-) -> tuple[dict[str, str], str]:
+) -> tuple[dict[str, float], str]:
     """The rows of the closed form, and a sentence that says why some are missing."""
     blocks = operation in BLOCKS
     if not blocks and numbers % ranks:
         return {}, f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers."
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
-    sent = {"busiest rank sends": human_bytes(closed_form(operation, algorithm, ranks, nbytes).sent)}  # the same on every network
+    sent: dict[str, float] = {"busiest rank sends": closed_form(operation, algorithm, ranks, nbytes).sent}  # the same on every network
     off_root = network == "one-way ring" and operation in ROOT and root > 0
     try:
         cost = closed_form(operation, algorithm, ranks, nbytes, FORMS[network]) if network in FORMS and not off_root else None
@@ -232,7 +238,7 @@ def predicted(
         cost = None
     if cost is None:
         return sent, f"On this network{' and for this root' * off_root}, only the bytes that a rank sends have a simple closed form."
-    rows = sent | {"steps": str(cost.steps), "bytes on the critical path": human_bytes(cost.path)}
+    rows = sent | {"steps": cost.steps, "bytes on the critical path": cost.path}
     if links is None:
         return rows, "On gloo the time is measured, and includes what the record costs."
-    return rows | {"time": human_seconds(round(cost.seconds(links.latency, links.bandwidth), 12))}, ""
+    return rows | {"time": round(cost.seconds(links.latency, links.bandwidth), 12)}, ""

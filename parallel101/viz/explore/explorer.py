@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ipywidgets
 
 from parallel101.record.errors import DeadlockError
-from parallel101.viz.explore.prediction import verdict
+from parallel101.viz.explore.prediction import readings, verdict
 from parallel101.viz.scene import Scene
 
 WIDE = {"width": "300px", "max_width": "100%"}
@@ -45,6 +45,7 @@ class Result(NamedTuple):
     rows: Sequence[Sequence[str]]  # what, and a value for each column; predictions are about the first
     columns: Sequence[str] = ("this run",)
     note: str = ""  # a sentence below the table
+    exact: Mapping[str, Sequence[float]] = {}  # what → the numbers of its first column, not rounded: counts, percent, bytes or seconds
 
 
 class Explorer(ipywidgets.VBox):
@@ -56,7 +57,7 @@ class Explorer(ipywidgets.VBox):
             deadlock as a picture of who waits for whom.
         adjust: called with the controls after each change, and the name of the one that changed ("" at first), to set what else can be
             chosen. It returns sentences that say why.
-        quantities: rows of the result that can be predicted.
+        quantities: rows of the result that can be predicted, each with the unit of a prediction that names none: "GB", or "" for counts.
         predict: one of them, for which the reader is asked before the first run is shown; None: it is shown at once.
 
     Attributes:
@@ -72,12 +73,14 @@ class Explorer(ipywidgets.VBox):
         run: Callable[..., Result],
         adjust: Callable[[Mapping[str, Any], str], str] = lambda *_: "",
         *,
-        quantities: Sequence[str],
+        quantities: Mapping[str, str],
         predict: str | None = None,
     ):
         self.controls, self.run, self.adjust = controls, run, adjust
-        self.quantity = menu("I predict", (*quantities, IN_WORDS), quantities[0] if predict is None else predict, argument="predict")
-        self.prediction = ipywidgets.Text(placeholder="first, then change or run", layout={"width": "220px", "max_width": "100%"})
+        self.quantities = quantities
+        first = next(iter(quantities)) if predict is None else predict
+        self.quantity = menu("I predict", (*quantities, IN_WORDS), first, argument="predict")
+        self.prediction = ipywidgets.Text(layout={"width": "220px", "max_width": "100%"})
         self.prediction.add_class("p101-prediction")
         self.run_button = ipywidgets.Button(description="Run", tooltip="Run, and show the prediction beside the result")
         self.hint, self.status, self.output = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.Output()
@@ -90,8 +93,11 @@ class Explorer(ipywidgets.VBox):
         self.add_class("p101-explorer")
         for control in controls.values():
             control.observe(self._changed, "value")
-        self.run_button.on_click(lambda _: self._show())
-        self.prediction.on_msg(lambda _, message, __: self._show() if message.get("event") == "submit" else None)  # the Enter key
+        self.quantity.observe(self._ask_for_unit, "value")
+        self._ask_for_unit()
+        self.run_button.on_click(lambda _: self._pressed())
+        self.prediction.on_msg(lambda _, message, __: self._pressed() if message.get("event") == "submit" else None)  # the Enter key
+        self._asked = self._reminded = False
         self._changed(None)
         self._asked = predict is not None
         if self._asked:  # the page without a kernel has the run already
@@ -110,20 +116,42 @@ class Explorer(ipywidgets.VBox):
         self.hint.value = f"<small>{escape(why)}</small>" if why else ""
         if self.prediction.value.strip():
             self.status.value = "Press Run to see whether it holds."
-        elif change is None or not self._asked:
+        elif not self._asked:
             self._show()
 
     def _name_of(self, changed: Any) -> str:
         return next(name for name, control in self.controls.items() if control is changed)
 
+    def _ask_for_unit(self, _: Any = None) -> None:
+        """Say in the empty field what to write."""
+        unit = self.quantities.get(self.quantity.value, "")
+        words = "what will happen?" if self.quantity.value == IN_WORDS else "a number"
+        self.prediction.placeholder = f"in {unit}, or with a unit" if unit else words
+
+    def _pressed(self) -> None:
+        """Show the result. If a prediction was asked for, remind the reader once of it. One that can't be read stays in the field."""
+        quantity, prediction = self.quantity.value, self.prediction.value.strip()
+        if self._asked and not prediction and not self._reminded:
+            self._reminded = True
+            self.status.value = "Write down a prediction first, or press Run again to see the result without one."
+        elif prediction and quantity != IN_WORDS and not readings(prediction, unit := self.quantities[quantity]):
+            self.status.value = f'Type a number, such as {f"12 {unit}".strip()}, or choose "{IN_WORDS}".'
+        else:
+            self._show()
+
     def _show(self) -> None:
         """Run, and show the result with the prediction."""
         quantity, prediction, spoken = self.quantity.value, self.prediction.value.strip(), ""
+        unit = self.quantities.get(quantity, "")
+        if unit and prediction[-1:].isdigit():
+            prediction += f" {unit}"
         try:
             result = self.run(**{name: control.value for name, control in self.controls.items()})
             picture = result.picture.html() if result.picture is not None else ""
-            self.html, plain = _table(result, quantity, prediction) + picture, _plain(result)
-            spoken = _spoken(result, quantity, prediction)
+            shown = next((row[1] for row in result.rows if row[0] == quantity), "")
+            said = verdict(prediction, unit, shown, result.exact.get(quantity, ()))
+            self.html, plain = _table(result, quantity, prediction, said) + picture, _plain(result)
+            spoken = _spoken(result, quantity, prediction, said)
         except (RuntimeError, ValueError, TimeoutError) as error:
             text = f'<pre style="white-space:pre-wrap;word-break:normal">{escape(str(error))}</pre>'
             waits = error.picture().html() if isinstance(error, DeadlockError) else ""
@@ -169,13 +197,12 @@ def slider(name: str, low: float, high: float, value: float, step: float = 1) ->
     return kind(value, description=name, min=low, max=high, step=step, continuous_update=False, layout=WIDE, style=STYLE)
 
 
-def _table(result: Result, quantity: str, prediction: str) -> str:
+def _table(result: Result, quantity: str, prediction: str, said: str) -> str:
     """The rows; a prediction of one of them in a last column, and one in words above them."""
     foretold = dict.fromkeys((row[0] for row in result.rows), "")
     above = ""
     if prediction and quantity in foretold:
-        value = next(row[1] for row in result.rows if row[0] == quantity)
-        foretold[quantity] = f"<strong>{escape(prediction)}</strong> {MARKS.get(said := verdict(prediction, value), '')} {said}"
+        foretold[quantity] = f"<strong>{escape(prediction)}</strong> {MARKS.get(said, '')} {said}"
     elif prediction:
         above = f"<p>Your prediction: <strong>{escape(prediction)}</strong></p>"
     columns = (*result.columns, *(["your prediction"] if any(foretold.values()) else []))
@@ -192,11 +219,10 @@ def _table(result: Result, quantity: str, prediction: str) -> str:
 MARKS = {"right": "✓", "too low": "✗", "too high": "✗", "different": "✗"}
 
 
-def _spoken(result: Result, quantity: str, prediction: str) -> str:
+def _spoken(result: Result, quantity: str, prediction: str, said: str) -> str:
     """One sentence about the run, for the line beside the button and for screen readers."""
     shown = {row[0]: row[1] for row in result.rows}
     if quantity in shown and prediction:
-        said = verdict(prediction, shown[quantity])
         return escape(f"{quantity}: you predicted {prediction}, it is {shown[quantity]}" + (f": {said}." if said else "."))
     return escape(", ".join(f"{what} {value}" for what, value in shown.items() if value != "–") + ".")
 

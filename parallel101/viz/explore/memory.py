@@ -17,7 +17,7 @@ from parallel101.viz.explore.explorer import STYLE, WIDE, Explorer, Result, menu
 from parallel101.viz.memory import memory_scene
 
 KINDS = ("weights", "gradients", "optimizer state")
-QUANTITIES = ("total", *KINDS)
+QUANTITIES = dict.fromkeys(("total", *KINDS), "GB")  # and the unit of a prediction without one
 MOST_DRAWN = 8  # ranks; of more, rank 0 stands for all
 
 
@@ -65,7 +65,8 @@ def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Result:
     rows = [(kind, decimal_bytes(of), decimal_bytes(one)) for kind, of, one in zip(KINDS, shared, alone)]
     rows.append(("total", decimal_bytes(shared.total), decimal_bytes(alone.total)))
     note = PRECISIONS[precision].words + (" Rank 0 is drawn; the others hold as much." if ranks > MOST_DRAWN else "")
-    return Result(memory_scene(panels, title="Model states per rank"), rows, ("each rank", "one process"), note)
+    exact = {kind: [count] for kind, count in zip((*KINDS, "total"), (*shared, shared.total))}
+    return Result(memory_scene(panels, title="Model states per rank"), rows, ("each rank", "one process"), note, exact)
 
 
 def holdings(states: ModelStates, ranks: range) -> Any:

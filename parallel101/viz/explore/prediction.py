@@ -1,43 +1,87 @@
-"""Whether a prediction that a reader wrote is right: "27 %" of a bubble rate of 27.3 %, "17 GB" of 16.6 GB, "6" of 6 steps.
+"""Whether a prediction that a reader wrote is right: "27 %" of a bubble rate of 3/11, "41.25 GB" of 41.2 GB on the screen, "6" of 6 steps.
 
-It is right if the result, rounded to as many decimals, is the same. A number without a unit has the result's unit.
+It is compared with the exact result, and may differ from it by the rounding of the prediction, or by that of the result on the screen.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from typing import NamedTuple
 
-UNITS = {"": 1.0, "%": 1.0, "b": 1.0, "byte": 1.0, "bytes": 1.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "μs": 1e-6}
-UNITS |= {f"{prefix}b": 1000.0**k for k, prefix in enumerate("kmgt", 1)} | {f"{prefix}ib": 1024.0**k for k, prefix in enumerate("kmgt", 1)}
-NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Zµμ%]*)")
+PERCENT = {"%": 1.0, "percent": 1.0}
+BYTES = {"b": 1.0, "byte": 1.0, "bytes": 1.0}
+BYTES |= {f"{prefix}b": 1000.0**k for k, prefix in enumerate("kmgt", 1)} | {f"{prefix}ib": 1024.0**k for k, prefix in enumerate("kmgt", 1)}
+SECONDS = {"s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6, "μs": 1e-6}
+GROUPED = re.compile(r"[-+]?\d{1,3}([, ]\d{3})+(\.\d+)?")
 
 
-def verdict(prediction: str, result: str) -> str:
+class Number(NamedTuple):
+    """A number that was written, in percent, bytes, seconds or as a count. It stands for all numbers within `rounding` of it."""
+
+    value: float
+    rounding: float
+
+
+def readings(text: str, unit: str) -> list[list[Number]]:
+    """What a text can mean, as one or several numbers. Empty if it can't be read: "many", "8-9 %", or "41 s" of a quantity in GB.
+
+    "1,024" is 1024, 1.024, or 1 and 24. Of "2 · 7 = 14", the 14 counts.
+
+    Args:
+        unit: of numbers without one. If it is "", the quantity is a count, and any word may follow: "6 steps".
+    """
+    written = text.rpartition("=")[2].replace("−", "-").strip("[]() ").lower()
+    parts = re.fullmatch(r"(.*?[\d.])\s*([a-zµμ% ]*)", written)
+    if parts is None or (scale := scale_of(parts[2] or unit, unit)) is None:
+        return []
+    body = parts[1]
+    grouped = [[re.sub("[, ]", "", body)]] if GROUPED.fullmatch(body) else []
+    found = []
+    for numbers in ([body], *grouped, [body.replace(",", ".")], re.split(r"[,;\s]+", body)):
+        try:
+            decimals = [Decimal(number) for number in numbers]
+        except InvalidOperation:
+            continue
+        found.append([Number(float(d) * scale, 0.5 * 10.0 ** min(0, int(d.as_tuple().exponent)) * scale) for d in decimals])
+    return found
+
+
+def scale_of(word: str, unit: str) -> float | None:
+    """How many percent, bytes or seconds a word stands for; None if it is no unit of the same kind as `unit`."""
+    if not unit:
+        return 1.0
+    return next(kind for kind in (PERCENT, BYTES, SECONDS) if unit.lower() in kind).get(word.lower())
+
+
+def verdict(prediction: str, unit: str, shown: str, exact: Sequence[float]) -> str:
     """ "right", "too low" or "too high"; of several numbers "right" or "different"; "" if the prediction or the result is no number.
 
     One number for a result with several is compared with the largest of them.
+
+    Args:
+        unit: of a prediction without one.
+        shown: the result on the screen, with its unit.
+        exact: the same numbers, not rounded, in percent, bytes, seconds or as counts.
     """
-    guesses, values = amounts(prediction), amounts(result)
-    if not guesses or not values:
+    if not (guesses := readings(prediction, unit)) or not exact:
         return ""
-    if len(guesses) == 1:
-        values = [max(values)]
-    if len(guesses) != len(values):
+    fitting = [guess for guess in guesses if len(guess) == len(exact)] or [guess for guess in guesses if len(guess) == 1]
+    if not fitting:
         return "different"
-    unit = values[0][1]
-    signs = [compare(number, own or unit, digits, value) for (number, own, digits), value in zip(guesses, values)]
-    if not any(signs):
+    on_screen = next(reading for reading in readings(shown, unit) if len(reading) == len(exact))
+    rounding = max(0.0 if math.isclose(number.value, value) else number.rounding for number, value in zip(on_screen, exact))
+    values = exact if len(fitting[0]) == len(exact) else [max(exact)]
+    fitting.sort(key=lambda guess: abs(guess[0].value - values[0]))
+    signs = [[compare(number, value, rounding) for number, value in zip(guess, values)] for guess in fitting]
+    if not all(any(sign) for sign in signs):
         return "right"
-    return "different" if len(signs) > 1 else "too low" if signs[0] < 0 else "too high"
+    return "different" if len(values) > 1 else "too low" if signs[0][0] < 0 else "too high"
 
 
-def amounts(text: str) -> list[tuple[float, str, int]]:
-    """The numbers in a text, each with its unit and the number of its decimals. What isn't a unit, such as "steps", counts as none."""
-    found = NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
-    return [(float(number), unit if unit.lower() in UNITS else "", len(number.partition(".")[2])) for number, unit in found]
-
-
-def compare(number: float, unit: str, digits: int, value: tuple[float, str, int]) -> int:
-    """−1, 0 or 1: a predicted number of this unit is below, equal to or above the value."""
-    difference = number - value[0] * UNITS[value[1].lower()] / UNITS[unit.lower()]
-    return 0 if abs(difference) <= 0.5 * 10.0**-digits * (1 + 1e-9) else -1 if difference < 0 else 1
+def compare(number: Number, value: float, rounding: float) -> int:
+    """−1, 0 or 1: a predicted number is below, equal to or above the value, if both may be rounded."""
+    difference = number.value - value
+    return 0 if abs(difference) <= max(number.rounding, rounding) * (1 + 1e-9) else -1 if difference < 0 else 1

@@ -7,14 +7,14 @@ Idle time in closed form: Qi et al. (arXiv 2401.10241), Table 2. A schedule that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallel101.trainers.schedules.schedule import SCHEDULES, schedule
 from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
 from parallel101.viz.pipeline import duration
 
-QUANTITIES = ("bubble rate", "it is idle", "activations held, by rank")
+QUANTITIES = {"bubble rate": "%", "it is idle": "", "activations held, by rank": ""}  # and the unit of a prediction without one
 
 
 def explore_schedule(
@@ -86,7 +86,12 @@ def run(
         ("activations held, by rank", ", ".join(map(str, times.peak_activations)), ""),
     ]
     note = "" if idle is not None else "The closed form needs free communication, enough microbatches, and W not longer than F and I."
-    return Result(times.timeline(title=f"{name} on {stages} ranks"), rows, ("this schedule", "closed form"), note)
+    exact: dict[str, Sequence[float]] = {
+        "bubble rate": [100 * times.bubble_rate],
+        "it is idle": [cost - work],
+        "activations held, by rank": times.peak_activations,
+    }
+    return Result(times.timeline(title=f"{name} on {stages} ranks"), rows, ("this schedule", "closed form"), note, exact)
 
 
 IDLE = {
