@@ -131,5 +131,9 @@ def _cell(scene: Node, square: Square, rank: int, column: int, share: float, x: 
 
 
 def _largest(square: Square) -> str:
-    value, row, column = max((value, r, c) for r, values in enumerate(square.values) for c, value in enumerate(values))
-    return f"the most is {square.text(value)}, rank {row} and rank {column}" if value else "nothing"
+    most = max(map(max, square.values))
+    pairs = [(r, c) for r, values in enumerate(square.values) for c, value in enumerate(values) if value == most]
+    if not most:
+        return "nothing"
+    where = f"rank {pairs[0][0]} and rank {pairs[0][1]}" if len(pairs) == 1 else f"{len(pairs)} times"
+    return f"the most is {square.text(most)}, {where}"
