@@ -27,7 +27,13 @@ class Block(NamedTuple):
 def given_blocks(replay: Replay) -> list[list[Block]]:
     """The blocks that each of the replay's ranks was given, in order. Raises ValueError for a run whose data can't be followed."""
     if not replay.known or replay.numel is None:
-        raise ValueError("the blocks of a run are known if its data can be followed: run it with p101.watch(fn, …)")
+        if replay.numel is None:
+            raise ValueError("the blocks of a run are known if its data can be followed: run it with p101.watch(fn, …)")
+        raise ValueError(
+            "the data of this run can't be followed: its messages and results hold nothing that can be read as copies, sums or means of x. "
+            "The messages inside torch's own collectives are not recorded: use the package's, such as p101.all_reduce, or your own, "
+            "and return a tensor"
+        )
     n = replay.trace.world_size
     own = {rank: tuple(int(r == rank) for r in range(n)) for rank in replay.ranks}
     return [_in_blocks(_block(replay, Term(i, own[rank])) for i in range(replay.numel)) for rank in replay.ranks]
@@ -44,11 +50,13 @@ def is_transposed(given: list[list[Block]], returned: list[list[Block]]) -> bool
 
 
 def _block(replay: Replay, term: Term) -> Block:
+    if not any(term.counts):  # zeros, or memory that was never written
+        return Block(None, ())
     try:
         chunk = replay.number(term)
     except KeyError:
         return Block(None, ())
-    used = any(term.counts) and any(term.counts[rank] for rank in replay.chunks[chunk].stripes)
+    used = any(term.counts[rank] for rank in replay.chunks[chunk].stripes)
     return Block(chunk, term.counts) if used else Block(None, ())
 
 

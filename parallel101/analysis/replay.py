@@ -57,6 +57,7 @@ class Replay:
     no_data: bool = False  # the messages hold only zeros, as those of a barrier do
     unwritten: list[bool] = field(default_factory=list)  # of each message: whether memory that was never written is in it
     connected: dict[int, set[int]] = field(default_factory=dict)  # for each rank, the ranks whose data could have reached it
+    expected: dict[int, set[int]] = field(default_factory=dict)  # and those of its group that have no message: their data was forgotten
 
     def in_step(self, step: int) -> list[int]:
         """The indices of a step's messages."""
@@ -90,7 +91,7 @@ def replay_of(
 ) -> Replay:
     """Replay a trace. `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
 
-    `watched` is what `watch` knows beyond the record. `idle`: ranks without a message took part too.
+    A rank takes part if it is in the group of a message. `watched` is what `watch` knows beyond the record. `idle`: all ranks take part.
 
     Raises ValueError if `results` or `inputs` do not have one entry a rank.
     """
@@ -99,8 +100,8 @@ def replay_of(
             raise ValueError(f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one entry for each rank, in order")
     messages = [m for m in trace.messages() if m.src != m.dst]
     busy = {rank for m in messages for rank in (m.src, m.dst)}
-    ranks = list(range(trace.world_size)) if idle or not busy else sorted(busy)
     groups = dict.fromkeys((m.send.group.ranks, m.send.group.axis) for m in messages)
+    ranks = list(range(trace.world_size)) if idle or not busy else sorted(busy.union(*(members for members, _ in groups)))
     topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))], groups)
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
@@ -112,7 +113,9 @@ def replay_of(
         given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
         replay.terms, replay.results = returned, results or ()
         replay.numel = None if watched is None else math.prod(watched.shape)
-        replay.connected = connected_ranks(ranks, [(m.src, m.dst) for m in messages])
+        pairs = [(m.src, m.dst) for m in messages]
+        forgotten = [(m.src, rank) for rank in ranks if rank not in busy for m in messages if rank in m.send.group.ranks]
+        replay.connected, replay.expected = connected_ranks(ranks, pairs), connected_ranks(ranks, pairs + forgotten)
         replay.no_data = bool(messages) and not any(any(term.counts) or term.mark is not None for p in payloads for term in p or ())
         replay.unwritten = [any(term.mark is not None for term in payload or ()) for payload in payloads]
         sent = [[_of(m.src, term) for term in payload or ()] for m, payload in zip(messages, payloads, strict=True)]

@@ -25,20 +25,22 @@ Key = tuple[int, int]  # what an element of a result is: (its origin, or 0 for a
 class Fault(NamedTuple):
     """Something that is wrong with what ranks returned."""
 
-    kind: (
-        str  # of a sum: "twice", "missing", "mixed"; of a result: "absent", "unwritten"; of its values: "order", "place", "factor", "lost"
-    )
+    kind: str  # "twice", "missing", "mixed", "absent", "unwritten", "nothing", "order", "place", "factor", "lost"
     chunk: int
-    times: int  # how often it is in the sum; what the sum was divided by; how many elements were lost
+    times: int  # how often it is in the sum; what the sum was divided by; how many elements were lost (0: all of `origins`)
     holders: tuple[int, ...]  # the ranks that ended with it
     origins: tuple[int, ...]  # whose data it is; of "order": the chunks as they lie in the result
 
 
 def value_faults(replay: Replay, operation: str) -> list[Fault]:
     """What is wrong with the results of a run in which the right ranks hold the right chunks for `operation`."""
+    whose = operation in ("all-gather", "gather", "all-to-all")
+    there = {origin for chunk in replay.chunks for origin in chunk.stripes}
+    forgotten = tuple(sorted({rank for origin in there for rank in replay.expected[origin]} - there)) if whose else ()
+    if forgotten:
+        return [Fault("lost", 0, 0, (), forgotten)]
     if not any(replay.terms):
         return []
-    whose = operation in ("all-gather", "gather", "all-to-all")
     keys = {rank: keys_of(replay, rank, whose) for rank in replay.ranks if replay.terms[rank]}
     return [*_orders(replay, keys), *_places(replay, keys, operation), *_factors(replay), *_losses(replay, keys, whose)]
 

@@ -58,6 +58,8 @@ class Verdict:
     @cached_property
     def faults(self) -> list[Fault]:
         """Everything that is wrong with the result, in the order of the chunks."""
+        if self.replay.known and not any(self.replay.final(rank) for rank in self.replay.ranks):
+            return [Fault("nothing", 0, 0, tuple(self.replay.ranks), ())]
         found = self._chunk_faults()
         return found if found or self._candidate is None else value_faults(self.replay, self._candidate)
 
@@ -93,8 +95,7 @@ class Verdict:
         k, p = len(replay.chunks), len(replay.ranks)
         whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
         ranks = "both" if p == 2 else f"all {p}"
-        mean = any(term.divisor > 1 for rank in replay.ranks for term in (replay.terms[rank] if replay.terms else None) or ())
-        once = f"with the mean of the data of {ranks} ranks in it" if mean else f"with the data of {ranks} ranks in it once"
+        once = f"with the mean of the data of {ranks} ranks in it" if self.mean else f"with the data of {ranks} ranks in it once"
         holder = next((r for r in replay.ranks if len(replay.final(r)) == k), None)
         root = next(iter(self._origins), None)
         endings = {
@@ -111,16 +112,26 @@ class Verdict:
             return endings[op] + self._not_judged()
         ends = [(r, chunk_letters([replay.chunks[c].label for c in sorted(replay.final(r))])) for r in replay.ranks if replay.final(r)]
         if len(ends) <= 4 and len(replay.chunks) > 1:
-            return sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends))
-        return "This is what each rank ends with."
+            return sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends)) + self._not_judged()
+        return "This is what each rank ends with." + self._not_judged()
+
+    @property
+    def mean(self) -> bool:
+        """Whether a rank returned a sum that was divided."""
+        replay = self.replay
+        return any(term.divisor > 1 for rank in replay.ranks for term in (replay.terms[rank] if replay.terms else None) or ())
+
+    @property
+    def unreadable(self) -> list[int]:
+        """The ranks that returned values from which nothing can be told, such as a sum plus 1."""
+        replay = self.replay
+        return [rank for rank in replay.ranks if replay.results and replay.results[rank] is not None and replay.terms[rank] is None]
 
     def _not_judged(self) -> str:
-        """What to say if ranks returned values from which nothing can be told, such as a sum plus 1."""
-        replay = self.replay
-        ranks = [rank for rank in replay.ranks if replay.results and replay.results[rank] is not None and replay.terms[rank] is None]
+        ranks = self.unreadable
         if not ranks:
             return ""
-        who = "the ranks return" if ranks == replay.ranks else f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
+        who = "the ranks return" if ranks == self.replay.ranks else f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
         return f" What {who} can't be read as copies, sums or means of the data, so it is not judged."
 
     def _joined(self) -> str:
@@ -149,6 +160,10 @@ class Verdict:
     def _describe(self, fault: Fault) -> str:
         replay = self.replay
         where = f"on {ranks_text(fault.holders, replay.ranks)}"
+        if fault.kind == "nothing":
+            return "No rank ends with any of the data."
+        if fault.kind == "lost" and fault.origins:
+            return sentence(f"no rank ends with {data_of(fault.origins)}")
         if fault.kind == "lost":
             lost = "1 element" if fault.times == 1 else f"{fault.times} elements"
             return f"Of the {replay.numel} elements of each rank's tensor, {lost} {'is' if fault.times == 1 else 'are'} in no result."
@@ -197,7 +212,7 @@ def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
         return list(replay.chunks[chunk].stripes)
     if not replay.sums:
         return []
-    return [r for r in replay.chunks[chunk].stripes if r in replay.connected[rank] and not returned[chunk][r]]
+    return [r for r in replay.chunks[chunk].stripes if r in replay.expected[rank] and not returned[chunk][r]]
 
 
 def lacks_chunks(replay: Replay, rank: int) -> list[int]:

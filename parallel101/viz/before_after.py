@@ -19,7 +19,7 @@ from parallel101.analysis.unwritten import Watched
 from parallel101.analysis.verdict import lacks
 from parallel101.record.trace import Trace
 from parallel101.record.units import ranks_text
-from parallel101.viz.captions import Captions
+from parallel101.viz.captions import Captions, fitted
 from parallel101.viz.diagram import Point
 from parallel101.viz.matrix import STYLE as MARKS
 from parallel101.viz.scene import Node, Scene, Stop
@@ -98,6 +98,9 @@ def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Wat
                 _block(group, replay, flight.block, (x, y), cell)
         if last:
             _sentence(scene, text, landed + 0.5, scene.duration + 1, wrong)
+    if not moving:
+        scene.stops.append(Stop(LEAD, scene.duration, text))
+        _sentence(scene, text, LEAD, scene.duration + 1, wrong)
     sums = after.add("g").show((scene.duration - LAST, scene.duration + 1))
     for i, (rank, row) in enumerate(zip(replay.ranks, returned)):
         for k, block in enumerate(row):
@@ -128,8 +131,9 @@ def _flights(
 
 
 def _sentence(scene: Scene, text: str, begin: float, end: float, wrong: bool = False) -> None:
-    panel = scene.panel(narrow="none")
-    panel.add("text", text, x=28, y=64, font_size=14, class_="w b" if wrong else "m").show((begin, end))
+    group, (size, lines) = scene.panel(narrow="none").add("g").show((begin, end)), fitted(text, 904, wrong)
+    for k, line in enumerate(lines):
+        group.add("text", line, x=28, y=64 if len(lines) == 1 else 59 + 16 * k, font_size=size, class_="w b" if wrong else "m")
 
 
 def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed: bool) -> str:
@@ -145,6 +149,11 @@ def result_text(replay: Replay, captions: Captions, given: list[list[Block]], re
     first, operation = replay.ranks[0], captions.operation
     holder = next((rank for rank, row in zip(replay.ranks, given) if len(row) > 1 or row[0].chunk is not None), first)
     receiver = next((rank for rank, row in zip(replay.ranks, returned) if row), first)
+    verdict = captions.verdict
+    if all(result is None for result in replay.results):
+        return "The function returned nothing."
+    if verdict.faults or verdict.mean or verdict.unreadable:
+        return verdict.sentence()
     if is_transposed(given, returned):
         return "Each column has become a row: the matrix of blocks is transposed."
     if operation == "all-gather":
@@ -157,7 +166,7 @@ def result_text(replay: Replay, captions: Captions, given: list[list[Block]], re
         return "Each column is added up, and its sum becomes the row of one rank."
     if operation == "all-reduce":
         return "Each column is added up, and every rank has the sums."
-    return captions.verdict.sentence()
+    return verdict.sentence()
 
 
 def _numbered(replay: Replay) -> bool:
@@ -176,7 +185,8 @@ def _frame(scene: Node, replay: Replay, left: float, name: str, rows: list[list[
                     "rect", x=left + k * cell[0] + GAP, y=y + GAP, width=cell[0] - 2 * GAP, height=cell[1] - 2 * GAP, rx=4, class_="faint"
                 )
         if not row:
-            scene.add("text", "nothing", x=left + 6, y=y + cell[1] / 2 + 4, font_size=12, class_="m")
+            what = "can't be read" if name == "after" and replay.terms[rank] is None and replay.results[rank] is not None else "nothing"
+            scene.add("text", what, x=left + 6, y=y + cell[1] / 2 + 4, font_size=12, class_="m")
 
 
 def _inside(at: Point, cell: Point) -> dict[str, float]:

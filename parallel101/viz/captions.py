@@ -253,5 +253,15 @@ class Captions:
         return True
 
 
+def fitted(text: str, room: float, bold: bool = False) -> tuple[float, list[str]]:
+    """The font size at which a sentence fits into `room` pixels, at most 14, and its lines: one, or two if one would be too small."""
+    width = (8.7 if bold else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
+    size = min(14.0, 14 * room / max(width, 1))
+    if size >= 10.5:
+        return size, [text]
+    middle = min((i for i, letter in enumerate(text) if letter == " "), key=lambda i: abs(i - len(text) / 2))
+    return min(12.5, 2 * size * 0.95), [text[:middle], text[middle + 1 :]]
+
+
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"

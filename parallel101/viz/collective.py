@@ -17,7 +17,7 @@ from parallel101.analysis.replay import Replay, replay_of
 from parallel101.analysis.unwritten import Watched
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
-from parallel101.viz.captions import NO_DATA, NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions
+from parallel101.viz.captions import NO_DATA, NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions, fitted
 from parallel101.viz.graph import draw_graph
 from parallel101.viz.many_ranks import BINS, draw_many_ranks, sending_over_time
 from parallel101.viz.matrix import draw_matrix, draw_traffic
@@ -108,11 +108,7 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         group = panel.add("g")
         if scene.duration:
             group.show((begin, end))
-        room, width = 884 - 6.8 * len(fact), (8.7 if wrong else 7.7) * len(text)  # in DejaVu Sans, the widest of the usual fonts
-        size, lines = min(14.0, 14 * room / width), [text]
-        if size < 10.5:  # two lines
-            middle = min((i for i, letter in enumerate(text) if letter == " "), key=lambda i: abs(i - len(text) / 2))
-            size, lines = min(12.5, 2 * size * 0.95), [text[:middle], text[middle + 1 :]]
+        size, lines = fitted(text, 884 - 6.8 * len(fact), wrong)
         for k, line in enumerate(lines):
             y = 64 if len(lines) == 1 else 59 + 16 * k
             group.add("text", line, x=28, y=y, font_size=size, class_="w b" if wrong else "m")

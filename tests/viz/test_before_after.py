@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.analysis.blocks import given_blocks, returned_blocks
@@ -68,6 +69,33 @@ def test_blocks_are_those_of_the_values(name):
         assert float(rect.get("x")) + float(rect.get("width")) <= scene.width
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
     assert {float(seconds) for seconds in written} == {scene.duration} and scene.stops[-1].end == scene.duration
+
+
+def returns_nothing(x):
+    p101.all_reduce(x)
+
+
+ENDINGS = {
+    "a mean": (lambda x: p101.all_reduce(x) / 4, "with the mean of the data of all 4 ranks in it.", ""),
+    "nothing is returned": (returns_nothing, "The function returned nothing.", ">nothing<"),
+    "unreadable on some ranks": (lambda x: p101.all_reduce(x) + dist.get_rank(), "so it is not judged.", ">can't be read<"),
+    "unreadable on all ranks": (lambda x: p101.all_gather(x) + 1, "so it is not judged.", ">can't be read<"),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_sums_are_there_only_if_the_ranks_returned_them(name):
+    program, ending, drawn = ENDINGS[name]
+    scene = p101.watch(program, 4, backend="sim").before_after()
+    assert scene.stops[-1].label.endswith(ending) and "every rank has" not in scene.stops[-1].label
+    words = " ".join(text.text or "" for text in ET.fromstring(scene.svg()).iter(f"{SVG}text"))
+    assert ending in words and drawn in scene.svg()
+
+
+def test_a_watched_run_without_readable_data_is_not_told_to_be_watched():
+    for program in (dist.all_reduce, lambda x: x + 1):
+        with pytest.raises(ValueError, match=r"can't be followed.*return a tensor"):
+            p101.watch(program, 4, backend="sim").before_after()
 
 
 def test_runs_that_have_no_such_picture_are_refused():

@@ -135,6 +135,89 @@ def all_gather_one_slot_off(x):
     return torch.cat(parts)
 
 
+def star_that_forgets_the_last(x):
+    rank, p = me()
+    if rank == p - 1:
+        return x
+    if rank:
+        exchange(x, 0, total := torch.empty_like(x), 0)
+        return total
+    total, inbox = x.clone(), torch.empty_like(x)
+    for other in range(1, p - 1):
+        dist.recv(inbox, src=other)
+        total += inbox
+    for other in range(1, p - 1):
+        dist.send(total, dst=other)
+    return total
+
+
+def ring_that_forgets_the_last(x):
+    """The rank that is left out has the number p, and the ring is one of p ranks."""
+    rank, p = me()[0], me()[1] - 1
+    if rank == p:
+        return x
+    blocks = [block.clone() for block in x.tensor_split(p)]
+    for step in range(2 * (p - 1)):
+        into = blocks[(rank - step - 1) % p]
+        exchange(blocks[(rank - step) % p], (rank + 1) % p, inbox := torch.empty_like(into), (rank - 1) % p)
+        into.add_(inbox) if step < p - 1 else into.copy_(inbox)
+    return torch.cat(blocks)
+
+
+def gather_that_forgets_the_last(x, add=False):
+    rank, p = me()
+    if rank:
+        return dist.send(x, dst=0) if rank < p - 1 else None
+    parts = [x, *(torch.empty_like(x) for _ in range(p - 2))]
+    for other in range(1, p - 1):
+        dist.recv(parts[other], src=other)
+    return sum(parts) if add else torch.cat(parts)
+
+
+def broadcast_that_forgets_the_last(x):
+    rank, p = me()
+    received = x if rank == 0 else torch.empty_like(x)
+    if rank == 0:
+        for other in range(1, p - 1):
+            dist.send(x, dst=other)
+    elif rank < p - 1:
+        dist.recv(received, src=0)
+    return received
+
+
+def short_ring(x, make=torch.empty_like):
+    """An all-gather with one step too few."""
+    rank, p = me()
+    blocks = [x if r == rank else make(x) for r in range(p)]
+    for step in range(p - 2):
+        pass_right(blocks[(rank - step) % p], blocks[(rank - step - 1) % p])
+    return torch.cat(blocks)
+
+
+def all_to_all_without_its_own(x):
+    rank, p = me()
+    parts = x.chunk(p)
+    got = [torch.empty_like(parts[0]) for _ in range(p)]
+    for shift in range(1, p):
+        exchange(parts[(rank + shift) % p], (rank + shift) % p, got[(rank - shift) % p], (rank - shift) % p)
+    return torch.cat(got)
+
+
+def copied_before_the_wait(x):
+    rank, p = me()
+    inbox = torch.zeros_like(x)
+    work = dist.irecv(inbox, (rank - 1) % p)
+    dist.send(x, (rank + 1) % p)
+    early = inbox.clone()
+    work.wait()
+    return early
+
+
+def minus_what_arrived(x):
+    pass_right(x, inbox := torch.empty_like(x))
+    return x - inbox
+
+
 WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, what must be said, what must not
     "index, sends what it does not have": (
         lambda x: all_gather(x, sends=lambda rank, step: rank + step),
@@ -214,6 +297,26 @@ WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, w
         lambda x: star_all_reduce(x, roll=1), {},
         r"Elements from different positions were added together, on every rank", r"once|all-reduce",
     ),
+    "forgotten rank, all-reduce in a star": (
+        star_that_forgets_the_last, {},
+        r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's data", r"once|all-reduce",
+    ),
+    "forgotten rank, all-reduce on a ring": (
+        ring_that_forgets_the_last, {"numel": 12}, r"On rank 3, chunk a lacks the data of ranks 0–2", r"once|all-reduce|Ring",
+    ),
+    "forgotten rank, gather": (gather_that_forgets_the_last, {}, r"No rank ends with rank 3's data", r"[Gg]ather|Rank 0 ends"),
+    "forgotten rank, reduce": (
+        lambda x: gather_that_forgets_the_last(x, add=True), {}, r"On rank 0, the sum lacks rank 3's data", r"once|Flat",
+    ),
+    "forgotten rank, broadcast": (broadcast_that_forgets_the_last, {}, r"On rank 3, the result was never written", r"[Bb]roadcast|Every"),
+    "unwritten, a ring with one step too few": (short_ring, {}, r"On rank 3, chunk a was never written", r"all-gather|ends with"),
+    "zeros, a ring with one step too few": (
+        lambda x: short_ring(x, torch.zeros_like), {}, r"On rank 3, the result lacks chunk a", r"all-gather|ends with",
+    ),
+    "unwritten, an all-to-all without its own block": (
+        all_to_all_without_its_own, {}, r"On rank 0, the result contains memory that was never written", r"all-to-all|ends with",
+    ),
+    "zeros, copied before the wait": (copied_before_the_wait, {}, r"No rank ends with any of the data\.", r"ends with all|[ab] and"),
     "lost remainder, cut off": (
         without_the_remainder, {"numel": 10}, r"Of the 10 elements of each rank's tensor, 2 elements are in no result", r"once|all-reduce",
     ),
@@ -231,12 +334,15 @@ def said(scene) -> str:
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_program_is_called_wrong(name):
     program, options, must, must_not = WRONG[name]
-    scene = p101.watch(program, 4, backend="sim", **options).animate()
+    run = p101.watch(program, 4, backend="sim", **options)
+    scene = run.animate()
     verdict = f"{scene.title}. {scene.stops[-1].label}"
     assert re.search(must, said(scene)), said(scene)
     # a step may be called "all-reduce" in the middle of a run; the title and the last sentence may not vouch for it
     last = re.sub(r"^(.*?\. )Step \d+ of \d+[^:]*: [^.]*\.", r"\1", verdict)
     assert not re.search(must_not, last), last
+    tables = run.before_after()
+    assert not re.search(must_not, table := f"{tables.title}. {tables.stops[-1].label}"), table
 
 
 def test_numbers_that_say_nothing_are_not_vouched_for():
@@ -244,6 +350,13 @@ def test_numbers_that_say_nothing_are_not_vouched_for():
     assert label.endswith("What the ranks return can't be read as copies, sums or means of the data, so it is not judged.")
     label = p101.watch(lambda x: p101.broadcast(x) + (me()[0] == 2), 4, backend="sim").animate().stops[-1].label
     assert "What rank 2 returns can't be read as" in label
+    label = p101.watch(minus_what_arrived, 4, backend="sim").animate().stops[-1].label
+    assert label.endswith("so it is not judged.") and "What the ranks return can't be read as" in label
+
+
+def all_reduce_of_three(x):
+    three = dist.new_group([0, 1, 2])
+    return p101.all_reduce(x, group=three) if me()[0] < 3 else x
 
 
 ERRORS: dict[str, tuple[Any, str, str]] = {
@@ -294,6 +407,7 @@ RIGHT = {
     "mean, by the package": (lambda x: p101.all_reduce(x, op="mean"), {"dtype": torch.float64}, "with the mean of the data"),
     "mean, lesson 01's third exercise": (lambda x: all_gather(reduce_scatter(x) / 4), {}, "all 4 chunks, with the mean of the data"),
     "all-gather into a list": (lambda x: list(all_gather(x).chunk(4)), {}, "Every rank ends with all 4 chunks."),
+    "a group of three ranks": (all_reduce_of_three, {}, "with the data of all 3 ranks in it once"),
     "a slice": (lambda x: p101.all_reduce(x[:1]), {}, "with the data of all 4 ranks in it once"),
 }
 
