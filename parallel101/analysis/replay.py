@@ -105,6 +105,7 @@ def replay_of(
     topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))], groups)
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
+    replay.numel = None if watched is None else math.prod(watched.shape)
     payloads = [_decode(m.payload, trace.world_size) for m in messages]
     if all(payload is not None for payload in payloads):
         returned: list[list[Term] | None] = [None] * trace.world_size
@@ -112,7 +113,6 @@ def replay_of(
             returned = [_decode(flat_values(result), trace.world_size) for result in results]
         given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
         replay.terms, replay.results = returned, results or ()
-        replay.numel = None if watched is None else math.prod(watched.shape)
         pairs = [(m.src, m.dst) for m in messages]
         forgotten = [(m.src, rank) for rank in ranks if rank not in busy for m in messages if rank in m.send.group.ranks]
         replay.connected, replay.expected = connected_ranks(ranks, pairs), connected_ranks(ranks, pairs + forgotten)

@@ -25,11 +25,11 @@ TOO_MANY = ("There are too many ranks or chunks to draw them all.", "With fewer,
 
 
 class Captions:
-    """All the text of one picture."""
+    """All the text of one picture. `verdict`: if more of the run is known than is drawn."""
 
-    def __init__(self, replay: Replay):
+    def __init__(self, replay: Replay, verdict: Verdict | None = None):
         self.replay = replay
-        self.verdict = Verdict(replay)
+        self.verdict = verdict or Verdict(replay)
         self.operation = self.verdict.operation
         self.phases = [self._phase(step) for step in range(replay.steps)]
 
@@ -102,6 +102,14 @@ class Captions:
         if any(len(chunk.stripes) > 1 for chunk in replay.chunks):
             return ["Each stripe is the part that came from one rank."]
         return ["A full cell: this rank has the chunk."]
+
+    @cached_property
+    def result(self) -> str:
+        """The sentence after the last step. "" if nothing is known of the result, and nobody expects to see it."""
+        if self.verdict.replay.known:
+            return self.verdict.sentence()
+        watched = self.replay.numel is not None and any(m.payload for m in self.replay.messages) and not self.replay.no_data
+        return "These values do not show which rank they came from, so the result is not judged." if watched else ""
 
     @cached_property
     def size(self) -> str:

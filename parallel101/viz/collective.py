@@ -10,11 +10,13 @@ from the values, the steps from what waited for what, and the topology from who 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from parallel101.analysis.replay import Replay, replay_of
 from parallel101.analysis.unwritten import Watched
+from parallel101.analysis.verdict import Verdict
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_seconds
 from parallel101.viz.captions import NO_DATA, NO_ORIGIN, NOT_KEPT, TOO_MANY, Captions, fitted
@@ -75,9 +77,10 @@ def collective_scene(
             "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
     too_many = len(replay.chunks) > MOST_CHUNKS
-    if too_many or many:
-        replay.known = False
-    timing, captions = Timing(replay), Captions(replay)
+    verdict = Verdict(replay)
+    if too_many or many:  # the result is judged, but not drawn
+        replay = dataclasses.replace(replay, known=False)
+    timing, captions = Timing(replay), Captions(replay, verdict)
     scene = Scene(960, 500, title or captions.title, f"{captions.size}. {captions.intro}")
     scene.duration = timing.duration
     scene.narrow = (480, 842)
@@ -122,13 +125,13 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
     for step, phase in enumerate(captions.phases):
         text, fact, last = captions.step(step), captions.sent(step), step == replay.steps - 1
         error = captions.new_error(step) if replay.known else ""
-        until = timing.reveal if last and replay.known else timing.start(step + 1)
+        until = timing.reveal if last and captions.result else timing.start(step + 1)
         show(text, fact, timing.start(step), timing.arrival(step) if error else until)
         if error:
             show(error, fact, timing.arrival(step), until, wrong=True)
         label = [f"Step {step + 1} of {replay.steps}{', ' + phase if phase else ''}: {text}", error]
-        if last and replay.known:
-            label.append(captions.verdict.sentence())
+        if last and captions.result:
+            label.append(captions.result)
             show(label[-1], fact, timing.reveal, scene.duration + 1, wrong=bool(captions.verdict.faults))
         scene.stops.append(Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part)))
 

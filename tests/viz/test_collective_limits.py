@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
+from functools import partial
 
 import pytest
 
@@ -46,6 +47,20 @@ def barrier(x):
 def without_origin(n, program=p.binomial_broadcast):
     """More ranks than an int64 can tell apart: plain numbers."""
     return recorded(program, n, 0, payload=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "ending", "title"),
+    [
+        (p.ring_all_reduce, "with the data of all 17 ranks in it once.", "Ring all-reduce"),
+        (partial(p.broken_ring_all_reduce, twice=(1, 0)), "has rank 0's data twice.", "Messages on a ring of 17 ranks"),
+        (lambda x: p101.all_reduce(p101.all_reduce(x)), "so the result is not judged.", "Messages on 17 ranks"),
+    ],
+    ids=["right", "added twice", "not known"],
+)
+def test_the_result_of_more_ranks_than_are_drawn_is_judged(program, ending, title):
+    scene = p101.watch(program, 17, backend="sim").animate()
+    assert scene.stops[-1].label.endswith(ending) and scene.title == title and ending.split()[-1] in scene.svg(), scene.stops[-1].label
 
 
 def test_too_many_ranks_or_messages_are_refused_with_advice():
