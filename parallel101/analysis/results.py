@@ -45,6 +45,22 @@ def value_faults(replay: Replay, operation: str) -> list[Fault]:
     return [*_orders(replay, keys), *_places(replay, keys, operation), *_factors(replay), *_losses(replay, keys, whose)]
 
 
+def part_faults(replay: Replay) -> list[Fault]:
+    """What is wrong if each rank has one part of one rank's data, but two have the same part, and another part is in no result."""
+    parts = [replay.final(rank) for rank in replay.ranks]
+    origins = tuple({origin for chunk in replay.chunks for origin in chunk.stripes})
+    if replay.sums or replay.numel is None or len(origins) != 1 or any(len(part) != 1 for part in parts):
+        return []
+    holders: dict[int, list[int]] = defaultdict(list)
+    for rank, part in zip(replay.ranks, parts, strict=True):
+        holders[next(iter(part))].append(rank)
+    lost = replay.numel - sum(replay.chunks[chunk].elements for chunk in holders)
+    double = [chunk for chunk in sorted(holders) if len(holders[chunk]) > 1]
+    if len(holders) < 2 or not double or lost <= 0:
+        return []
+    return [Fault("lost", double[0], lost, tuple(holders[double[0]]), origins)]
+
+
 def keys_of(replay: Replay, rank: int, whose: bool) -> list[Key]:
     terms = [term for term in replay.terms[rank] or () if term.position is not None]
     return [(term.counts.index(max(term.counts)) if whose else 0, term.position or 0) for term in terms]

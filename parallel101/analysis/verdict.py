@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import cached_property
 
 from parallel101.analysis.replay import Replay
-from parallel101.analysis.results import Fault, joined_along, keys_of, value_faults
+from parallel101.analysis.results import Fault, joined_along, keys_of, part_faults, value_faults
 from parallel101.record.units import chunk_letters, listed, ranks_text, sentence
 
 
@@ -61,7 +61,7 @@ class Verdict:
         if self.replay.known and not any(self.replay.final(rank) for rank in self.replay.ranks):
             return [Fault("nothing", 0, 0, tuple(self.replay.ranks), ())]
         found = self._chunk_faults()
-        return found if found or self._candidate is None else value_faults(self.replay, self._candidate)
+        return found or (value_faults(self.replay, self._candidate) if self._candidate else part_faults(self.replay))
 
     def _chunk_faults(self) -> list[Fault]:
         replay = self.replay
@@ -162,6 +162,9 @@ class Verdict:
         where = f"on {ranks_text(fault.holders, replay.ranks)}"
         if fault.kind == "nothing":
             return "No rank ends with any of the data."
+        if fault.kind == "lost" and fault.holders:
+            lost = f"{fault.times} of the {replay.numel} elements of {data_of(fault.origins)}"
+            return sentence(f"{ranks_text(fault.holders)} end with {chunk_name(replay, fault.chunk)}, and {lost} are in no result")
         if fault.kind == "lost" and fault.origins:
             return sentence(f"no rank ends with {data_of(fault.origins)}")
         if fault.kind == "lost":

@@ -86,6 +86,17 @@ def scatter_shifted(x):
     return mine
 
 
+def scatter_off_by_one(x):
+    rank, p = me()
+    parts = x.chunk(p)
+    if rank == 0:
+        for other in range(1, p):
+            dist.send(parts[other - 1], dst=other)
+        return parts[0]
+    dist.recv(mine := torch.empty_like(parts[0]), src=0)
+    return mine
+
+
 def all_to_all_by_shift(x):
     """The parts are joined in the order in which they arrive, not in the order of the ranks."""
     rank, p = me()
@@ -255,6 +266,10 @@ WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, w
     ),
     "place, a scatter that is shifted": (
         scatter_shifted, {}, r"Rank 0 ends with chunk b, which is rank 1's part", r"Flat scatter|its own part",
+    ),
+    "place, a scatter that is off by one": (
+        scatter_off_by_one, {},
+        r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no result", r"[Ss]catter|rank 1 ends with a",
     ),
     "place, an all-to-all that is shifted": (
         all_to_all_shifted, {}, r"Rank 0 ends with chunk b, which is rank 1's part", r"all-to-all|its part of every",
