@@ -135,5 +135,5 @@ def _largest(square: Square) -> str:
     pairs = [(r, c) for r, values in enumerate(square.values) for c, value in enumerate(values) if value == most]
     if not most:
         return "nothing"
-    where = f"rank {pairs[0][0]} and rank {pairs[0][1]}" if len(pairs) == 1 else f"{len(pairs)} times"
+    where = f"rank {pairs[0][0]} and rank {pairs[0][1]}" if len(pairs) == 1 else f"for each of {len(pairs)} pairs of ranks"
     return f"the most is {square.text(most)}, {where}"

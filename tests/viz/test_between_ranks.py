@@ -39,3 +39,4 @@ def test_squares_and_sentence(n, words):
     if n == 1:
         ring = p101.launch(lambda: p101.all_gather(torch.ones(2), algorithm="ring"), world_size=3, backend="sim")
         assert "Each rank sends to 1 other, 16 B in 2 messages." in ring.traffic().svg()
+        assert "the most is 16 B, for each of 3 pairs of ranks" in ring.traffic().description
