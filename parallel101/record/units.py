@@ -17,11 +17,11 @@ def human_bytes(nbytes: float) -> str:
 
 def decimal_bytes(nbytes: float) -> str:
     """18_874_368 -> "18.9 MB": powers of 1000, as papers write memory, and as a trainer's `describe()` does."""
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
-    return f"{nbytes:.3g} GB"
+    return f"{nbytes:.3g} TB"
 
 
 def human_seconds(seconds: float) -> str:

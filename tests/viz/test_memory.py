@@ -66,6 +66,6 @@ def test_themes_and_nothing_to_draw(theme):
         memory_scene({})
 
 
-@pytest.mark.parametrize("count", [0, 999, 999.6, 1234, 18_874_368, 7.5e9])
+@pytest.mark.parametrize("count", [0, 999, 999.6, 1234, 18_874_368, 7.5e9, 2.8e12])
 def test_the_picture_writes_bytes_as_the_table_does(count):
     assert decimal_bytes(count) == readable(count)

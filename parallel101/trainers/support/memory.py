@@ -107,8 +107,8 @@ def describe(trainer: Any) -> Holdings:
 
 def readable(count: float) -> str:
     """18_874_368 → "18.9 MB": powers of 1000, as papers write memory."""
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"
