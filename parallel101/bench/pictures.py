@@ -87,12 +87,17 @@ def row(what: str, unit: str, ours: Sequence[float], limit: float, peer: str = "
     """A row of the table. Frames per second must be as many as `limit`, everything else must be at most that."""
     measured = statistics.median(ours)
     kept = round(measured) >= limit if unit == "frames/s" else measured <= limit
-    spread = f"{min(ours):.3g} … {max(ours):.3g}" if len(ours) > 1 else ""
+    spread = f"{number(min(ours))} … {number(max(ours))}" if len(ours) > 1 else ""
     compared = ("", "", "")
     if theirs:
         ratio = statistics.median(a / b for a, b in zip(ours, theirs))
-        compared = (peer, f"{statistics.median(theirs):.3g} {unit}", f"**{ratio:.2g}**")
-    return (what, f"{measured:.3g} {unit}", spread, f"{limit:g} {unit}", "yes" if kept else "**no**", *compared)
+        compared = (peer, f"{number(statistics.median(theirs))} {unit}", f"**{ratio:.2g}**")
+    return (what, f"{number(measured)} {unit}", spread, f"{limit:g} {unit}", "yes" if kept else "**no**", *compared)
+
+
+def number(value: float) -> str:
+    """Three digits, and of large numbers all before the point: 0.525, 37.1, 1,190."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 # ---- the animation ----
@@ -195,7 +200,7 @@ def _seconds_to_use(browser: Browser, page: Path) -> float:
 
 def notebook_rows(kernels: int) -> Iterator[Row]:
     """Run the cells of a learner in fresh kernels: in one go, and with time to read in between."""
-    imports, first, read, after, next_, launched, changed = ([] for _ in range(7))
+    imports, first, read, alone, after, next_, launched, changed = ([] for _ in range(8))
     for _ in range(kernels):
         with Kernel() as kernel:
             imports.append(kernel.seconds(IMPORTS))
@@ -209,10 +214,13 @@ def notebook_rows(kernels: int) -> Iterator[Row]:
             kernel.seconds(IMPORTS)
             time.sleep(READING)
             read.append(kernel.seconds(WATCH, shows="<figure"))
+        with Kernel() as kernel:  # the kernel and the fork server import torch at the same time
+            alone.append(kernel.seconds(f"import parallel101 as p101\n\n{WATCH}", shows="<figure"))
         after.append(time_spawn("gloo"))
     spawn, launch = "`spawn` of 4 ranks", "`launch` of 4 ranks, without a picture"
     yield row("notebook: the first `watch`, at once after the imports", "s", first, 2.5, spawn, after)
-    yield row("with the imports, torch's among them", "s", [a + b for a, b in zip(imports, first)], 2.5, spawn, after)
+    yield row("`import torch`, `import parallel101` and the first `watch`", "s", [a + b for a, b in zip(imports, first)], 2.5, spawn, after)
+    yield row("`import parallel101` and the first `watch`, in one cell", "s", alone, 2.5, spawn, after)
     yield row(f"the first `watch`, {READING:g} s after the imports", "s", read, 2.5, spawn, after)
     yield row("the next `watch`", "s", next_, 0.2, launch, launched)
     yield row("a change in the explorer: 4 ranks, gloo", "s", changed, 0.3, launch, launched)
