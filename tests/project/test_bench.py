@@ -92,7 +92,9 @@ def test_all_sides_of_a_training_table_train_the_same_thing() -> None:
 def test_the_animation_of_14_steps_is_measured_beside_matplotlibs_and_keeps_its_size() -> None:
     run = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8, backend="sim")
     time, size = pictures.animation_rows(run, 1)
-    assert time[0].startswith("animation of 14 steps on 8 ranks") and all(float(row[6].split()[0]) > 0 for row in (time, size))
+    assert time[0].startswith("animation of 14 steps on 8 ranks") and all(
+        float(row[6].split()[0].replace(",", "")) > 0 for row in (time, size)
+    )
     assert size[3:5] == ("250 kB", "yes"), size
     states = pictures.contributions(run)
     assert len(states) == 15 and (states[0] == 1).all() and (states[-1] == 8).all()
@@ -104,4 +106,5 @@ def test_a_limit_is_kept_by_at_most_so_much_or_at_least_so_many_frames() -> None
         for unit, value, limit in [("s", 2, 2), ("s", 2.1, 2), ("frames/s", 59.9, 60), ("frames/s", 58, 60)]
     ]
     assert kept == ["yes", "**no**", "yes", "**no**"]
+    assert [pictures.number(value) for value in (0.5251, 37.12, 999.4, 1190.4)] == ["0.525", "37.1", "999", "1,190"]
     assert pictures.row("", "s", [1, 2, 4], 2, "a peer", [1, 4, 2])[2:] == ("1 … 4", "2 s", "yes", "a peer", "2 s", "**1**")
