@@ -26,9 +26,9 @@ class Block(NamedTuple):
 
 def given_blocks(replay: Replay) -> list[list[Block]]:
     """The blocks that each of the replay's ranks was given, in order. Raises ValueError for a run whose data can't be followed."""
-    if not replay.known or replay.numel is None:
-        if replay.numel is None:
-            raise ValueError("the blocks of a run are known if its data can be followed: run it with p101.watch(fn, …)")
+    if replay.numel is None:
+        raise ValueError("the blocks of a run are known if its data can be followed: run it with p101.watch(fn, …)")
+    if not replay.known:
         raise ValueError(
             "the data of this run can't be followed: its messages and results hold nothing that can be read as copies, sums or means of x. "
             "The messages inside torch's own collectives are not recorded: use the package's, such as p101.all_reduce, or your own, "
