@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
 from parallel101.trainers.gradients import GradientSync
 from parallel101.trainers.pipeline.messages import Messages, is_first_forward
 from parallel101.trainers.schedules.actions import COMPUTE, Action, ScheduleError
 from parallel101.trainers.schedules.check import partner
-from parallel101.trainers.support.arguments import LossFn, check_depends, check_loss
+from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
+from parallel101.trainers.support.batches import Batch, call, count_samples, split
 from parallel101.trainers.weight_gradients import WeightGradients
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -30,7 +32,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 class Held(NamedTuple):
     """What a stage keeps of a microbatch from its forward to the end of its backward."""
 
-    x: Tensor
+    x: Any
     y: Tensor
     later: WeightGradients
 
@@ -40,6 +42,7 @@ class Executor:
 
     Args:
         parts: global stage → its part of the model; without a pipeline {0: the model}.
+        loss_fn: None if the model returns its loss.
         actions: of this rank, in order, with sends and receives.
         stages: how many the whole model has.
         syncs: (stages of this rank, how their gradients are synchronised). home: parameter → its synchronisation.
@@ -47,26 +50,28 @@ class Executor:
         goes_on: after an error, take part in every remaining message, so that the other ranks reach the end of the step.
 
     Attributes:
-        microbatches: how many of them a step has.
+        microbatches: how many of them a step has. Those without samples are left out, with their messages.
         losses: microbatch → its share of the loss; on the last stage only.
+        weights: microbatch → the weight of its loss, if loss_fn returns sums and weights. Then `losses` has the sums.
         failure: the first error of this step. After it nothing more is computed.
     """
 
     def __init__(
         self,
         parts: Mapping[int, nn.Module],
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         actions: Sequence[Action],
         *,
         stages: int,
         syncs: Sequence[tuple[frozenset[int], GradientSync]],
         home: Mapping[nn.Parameter, GradientSync],
+        device: torch.device,
         messages: Messages | None = None,
         autocast: torch.dtype | None = None,
         goes_on: bool = True,
     ):
         self.parts, self.loss_fn, self.actions, self.last_stage = parts, loss_fn, actions, stages - 1
-        self.syncs, self.home, self.messages, self.autocast, self.goes_on = syncs, home, messages, autocast, goes_on
+        self.syncs, self.home, self.device, self.messages, self.autocast, self.goes_on = syncs, home, device, messages, autocast, goes_on
         kinds = {action.kind for action in actions if action.kind in COMPUTE}
         if not {"F"} < kinds:
             raise ScheduleError(f"actions={[str(action) for action in actions]}: expected forwards (F) and their backwards (B, or I and W)")
@@ -75,26 +80,38 @@ class Executor:
         self.last = [[a for a in actions if a.kind in "BW" and a.stage in of_sync][-1] for of_sync, _ in syncs]
         self.run_by = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weight_gradients}
         self.losses: dict[int, Tensor] = {}
+        self.weights: dict[int, float] = {}
         self.failure: Exception | None = None
 
-    def begin(self, inputs: Tensor, targets: Tensor, total: int, shape: Hashable = None) -> None:
+    def begin(self, inputs: Batch, targets: Batch, total: int, shape: Hashable = None) -> None:
         """A step begins, on this rank's share of a batch of `total` samples. `shape`: of a sample, the same on all stages."""
-        self.prepare(inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches), total, shape)
+        sizes = split_sizes(count_samples(inputs), self.microbatches)
+        self.prepare(split(inputs, sizes), split(targets, sizes), sizes, total, shape)
 
-    def prepare(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], total: int, shape: Hashable, forward_only: bool = False) -> None:
-        self.inputs, self.targets, self.total, self.forward_only = inputs, targets, total, forward_only
-        self.losses, self.failure, self.broken = {}, None, False
+    def prepare(
+        self,
+        inputs: Sequence[Batch],
+        targets: Sequence[Batch],
+        samples: Sequence[int],
+        total: int,
+        shape: Hashable,
+        forward_only: bool = False,
+    ) -> None:
+        self.inputs, self.targets, self.samples, self.total, self.forward_only = inputs, targets, samples, total, forward_only
+        self.losses, self.weights, self.failure, self.broken = {}, {}, None, False
         self.held: dict[tuple[int, int], Held] = {}  # by stage and microbatch
         self.later: dict[tuple[int, int], WeightGradients] = {}
         self.results: dict[Action, Tensor] = {}  # what a SEND sends, or the next stage on this rank takes
         if self.messages is not None:
-            self.messages.begin([(len(x), shape) for x in inputs], forward_only)
+            self.messages.begin([(count, shape) if count else None for count in samples], forward_only)
 
     def run(self, action: Action) -> None:
         """Compute one action, or start one message. An error is kept in `failure`."""
         try:
             if action.kind in COMPUTE:
                 self.compute(action)
+            elif not self.samples[action.microbatch]:
+                return
             elif self.messages is not None and action.kind.startswith("SEND"):
                 self.messages.send(action, self.results.pop(action, None))
             elif self.messages is not None:
@@ -109,14 +126,14 @@ class Executor:
 
     def compute(self, action: Action) -> None:
         stage, kind, i = action[:3]
-        arrived = self.receive(action)
+        arrived = self.receive(action) if self.samples[i] else None
         labels = {"microbatch": i, "stage": stage} if self.last_stage else {"microbatch": i}
         with ExitStack() as around:
             around.enter_context(span(NAMES[kind], **labels))
             for (stages, sync), last in zip(self.syncs, self.last):
                 if stage in stages:
                     around.enter_context(sync.forward() if kind == "F" else sync.backward(kind, action == last))
-            if not self.broken:
+            if self.samples[i] and not self.broken:
                 self.run_by[kind](stage, i, arrived)
 
     def receive(self, action: Action) -> Tensor | None:
@@ -140,14 +157,13 @@ class Executor:
         x = self.inputs[i] if arrived is None else arrived.requires_grad_(arrived.is_floating_point())
         later = WeightGradients(split=(stage, i) in self.split, ready=self.ready)
         with later.forward():
+            with self.casting():
+                y = call(self.parts[stage], x)
+                if stage == self.last_stage:
+                    y = self.loss(i, y)
             if stage == self.last_stage:
-                y = self.loss(stage, x, self.targets[i]) * (len(self.targets[i]) / self.total)
-                if not self.forward_only:
-                    check_depends(y)
                 self.losses[i] = y.detach()
             else:
-                with self.casting(x):
-                    y = self.parts[stage](x)
                 self.results[Action(stage, "SEND_F", i)] = y.detach()
         if not self.forward_only:
             self.held[stage, i] = Held(x, y, later)
@@ -167,13 +183,18 @@ class Executor:
     def ready(self, p: nn.Parameter) -> None:
         self.home[p].ready(p)
 
-    def loss(self, stage: int, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over these samples, from what comes into the last stage."""
-        with self.casting(inputs):
-            return check_loss(self.loss_fn(self.parts[stage](inputs), targets))
+    def loss(self, i: int, outputs: Any) -> Tensor:
+        """This microbatch's part of the step's loss: its mean, weighted by its samples, or the sum that loss_fn returns with a weight."""
+        loss, weight = loss_and_weight(self.loss_fn, outputs, self.targets[i])
+        if not self.forward_only:
+            check_depends(loss)
+        if weight is None:
+            return loss * (self.samples[i] / self.total)
+        self.weights[i] = weight
+        return loss
 
-    def casting(self, x: Tensor) -> Any:
-        return torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+    def casting(self) -> Any:
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     def finish(self) -> None:
         """All messages of the step have left."""
@@ -185,10 +206,17 @@ class Executor:
         if self.messages is not None:
             self.messages.forget()
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, shape: Hashable) -> float | None:
-        """The mean loss over these samples, in one microbatch without a backward; None on ranks that don't have the last stage."""
-        self.prepare([inputs], [targets], len(targets), shape, forward_only=True)
+    def evaluate(self, inputs: Batch, targets: Batch, shape: Hashable) -> tuple[float, float]:
+        """The sum of the losses of these samples and its weight, which is the number of samples unless loss_fn returns one.
+
+        It runs one microbatch without a backward. (0, 0) on ranks that don't have the last stage.
+        """
+        samples = count_samples(inputs)
+        self.prepare([inputs], [targets], [samples], samples, shape, forward_only=True)
         for action in filter(is_first_forward, self.actions):
             self.run(action)
         self.finish()
-        return self.losses[0].item() if 0 in self.losses else None
+        if 0 not in self.losses:
+            return 0.0, 0.0
+        loss = self.losses[0].item()
+        return (loss, self.weights[0]) if 0 in self.weights else (loss * samples, samples)

@@ -37,7 +37,7 @@ class HybridTrainer(Trainer):
     """Trains one model on a mesh of ranks with up to three axes; equal to one process with the whole batch.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, sync: see `Trainer`.
+        model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `Trainer`.
         mesh: a DeviceMesh whose axes are named out of "dp", "tp" and "pp", in any order.
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3: see `ShardedTrainer`.
         overlap, bucket_bytes, layers: how gradients are synchronised along dp; see `DataParallelTrainer` and `ShardedTrainer`.
@@ -52,7 +52,7 @@ class HybridTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         optimizer: OptimizerFn,
         *,
         mesh: DeviceMesh,
@@ -70,6 +70,7 @@ class HybridTrainer(Trainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        verify: bool = True,
     ):
         axes = Axes(mesh, axis_sizes(mesh))
         for axis, what, given in (
@@ -94,10 +95,10 @@ class HybridTrainer(Trainer):
             plan=plan if "tp" in axes.sizes else None,
             sequence_parallel=sequence_parallel,
             layers_per_stage=layers_per_stage,
-            elementwise=zero_stage > 0 or "tp" in axes.sizes,
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            verify=verify,
         )
 
 
@@ -105,7 +106,7 @@ class TensorParallelTrainer(Trainer):
     """Trains one model on all ranks of a group, each of which has a block of every matrix; equal to one process.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, sync: see `Trainer`. A model whose head is cut ("vocabulary") needs
+        model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `Trainer`. A model whose head is cut ("vocabulary") needs
             loss_fn=vocabulary_cross_entropy.
         group: the ranks that train together; see `group_of`. All are given the same samples.
         plan: name of a module → style, `*` for any part of a name; what no name matches is replicated. "auto": from the model's structure.
@@ -124,7 +125,7 @@ class TensorParallelTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         optimizer: OptimizerFn,
         *,
         group: GroupLike = None,
@@ -134,6 +135,7 @@ class TensorParallelTrainer(Trainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        verify: bool = True,
     ):
         axes = Axes(group, {"dp": 1, "tp": group_of(group).size})
         super().__init__(
@@ -145,10 +147,10 @@ class TensorParallelTrainer(Trainer):
             schedule=choose_schedule(axes, model, accumulate=accumulate),
             plan=plan,
             sequence_parallel=sequence_parallel,
-            elementwise=True,
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            verify=verify,
         )
 
 
@@ -157,7 +159,7 @@ class PipelineTrainer(Trainer):
 
     Args:
         model: an nn.Sequential, or one with a method `.sequence()`: modules in order, whose composition is its forward.
-        loss_fn, optimizer, clip_norm, autocast, sync: see `Trainer`.
+        loss_fn, optimizer, clip_norm, autocast, sync, verify: see `Trainer`.
         group: the ranks that train together; see `group_of`. All are given the same samples: the first stage reads the inputs, the last one
             the targets.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or a Schedule.
@@ -174,7 +176,7 @@ class PipelineTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         optimizer: OptimizerFn,
         *,
         group: GroupLike = None,
@@ -185,6 +187,7 @@ class PipelineTrainer(Trainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        verify: bool = True,
     ):
         axes = Axes(group, {"dp": 1, "pp": group_of(group).size})
         super().__init__(
@@ -198,6 +201,7 @@ class PipelineTrainer(Trainer):
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            verify=verify,
         )
 
 

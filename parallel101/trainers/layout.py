@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives import all_gather
+from parallel101.collectives import all_gather, gather
 from parallel101.mesh import Group, GroupLike, along, group_of
 
 ORDER = ("pp", "tp", "dp")  # in which the axes cut a parameter, the outermost first
@@ -192,10 +192,11 @@ class Layout:
 
     # ── all of them, collective ──
 
-    def gather(self, parts: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """The whole of each of these names, on every rank, where each rank gives its part. If nothing is cut, copies of the parts.
+    def gather(self, parts: Mapping[str, Tensor], names: Sequence[str], first_only: bool = False) -> dict[str, Tensor]:
+        """The whole of each of these names, from each rank's part. If nothing is cut, copies of the parts.
 
-        One all-gather a dtype. A rank's `parts` lacks a name if it holds no element of it.
+        One all-gather a dtype, or with `first_only` a gather to the first rank; the others get nothing. A rank's `parts` lacks a name if
+        it holds no element of it.
         """
         if not self.cut_axes:
             return {name: parts[name].detach().clone() for name in names}
@@ -205,9 +206,15 @@ class Layout:
             sizes = [{name: self.shape(name, at).numel() if self.counts(name, at) else 0 for name in alike} for at in self.line]
             mine = [parts[name].detach().reshape(-1) for name in alike if name in parts and self.counts(name)]
             packed = torch.cat([torch.empty(0, dtype=dtype, device=self.device), *mine])
-            rows = all_gather(packed, group=self.axes.along(self.cut_axes), sizes=[sum(s.values()) for s in sizes])
+            collect = gather if first_only else all_gather
+            rows = collect(packed, group=self.axes.along(self.cut_axes), sizes=[sum(s.values()) for s in sizes])
+            if first_only and self.axes.position != 0:
+                continue
             for at, of_rank, row in zip(self.line, sizes, rows.split([sum(s.values()) for s in sizes])):
                 held[tuple(at.values())].update(zip(alike, row.split(list(of_rank.values()))))
+
+        if first_only and self.axes.position != 0:
+            return {}
 
         def part(name: str, at: Coordinates) -> Tensor:
             return held[tuple(at.values())][name].view(self.shape(name, at))

@@ -54,13 +54,13 @@ class Prepared(NamedTuple):
     home: Mapping[nn.Parameter, GradientSync]
     entries: Mapping[str, Entry]
     sums: Sequence[tuple[Sequence[str], Group]]
-    loss_fn: LossFn
+    loss_fn: LossFn | None
     notes: Sequence[str]
 
 
 def prepare(
     model: nn.Module,
-    loss_fn: LossFn,
+    loss_fn: LossFn | None,
     axes: Axes,
     agree: Agreement,
     entries: Mapping[str, Entry],
@@ -150,6 +150,7 @@ def build_executor(prepared: Prepared, axes: Axes, schedule: Schedule, autocast:
         stages=len(schedule.placement),
         syncs=prepared.syncs,
         home=prepared.home,
+        device=device,
         messages=messages,
         autocast=autocast,
         goes_on=axes.sizes.get("tp", 1) == 1,

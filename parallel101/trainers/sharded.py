@@ -31,10 +31,10 @@ class ShardedTrainer(Trainer):
 
     Args:
         model: on stage 3 its parameters are empty outside of their layer's forward and backward; `state_dict` gathers them.
-        loss_fn, clip_norm, autocast, sync: see `Trainer`.
+        loss_fn, clip_norm, autocast, sync, verify: see `Trainer`.
         optimizer: a function of the whole parameters, so that it may make groups by name or shape. It is then handed this rank's pieces,
             which are 1-D. So it must be elementwise, as SGD, Adam, AdamW, Adagrad and most are. An optimizer that looks at whole
-            matrices or their norms, as Muon, Adafactor and LAMB do, is refused.
+            matrices or their norms, as Muon, Adafactor and LAMB do, is refused before the first step; see `verify`.
         group: the ranks that train together; see `group_of`. None: all, or this one alone if there is no process group.
         zero_stage: 1, 2 or 3; see above.
         overlap: send gradients, and on stage 3 fetch the next layer, while this one computes.
@@ -53,7 +53,7 @@ class ShardedTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         optimizer: OptimizerFn,
         *,
         group: GroupLike = None,
@@ -65,6 +65,7 @@ class ShardedTrainer(Trainer):
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        verify: bool = True,
     ):
         super().__init__(
             model,
@@ -73,10 +74,10 @@ class ShardedTrainer(Trainer):
             axes=Axes(group, {"dp": group_of(group).size}),
             make_sync=sharded(zero_stage, overlap, bucket_bytes, layers, autocast),
             schedule=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)),
-            elementwise=True,
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            verify=verify,
         )
 
 

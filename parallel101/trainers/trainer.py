@@ -13,25 +13,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from parallel101.collectives import all_reduce
 from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
+from parallel101.trainers import verify as verification
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.one_process import OneProcess
 from parallel101.trainers.prepare import MakeSync, build_executor, prepare
-from parallel101.trainers.replicas import check_alike
 from parallel101.trainers.schedules.schedule import Schedule
 from parallel101.trainers.support import checkpoint, fit, memory
-from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_batch, check_model, check_options, shape_number
+from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_model, check_options
+from parallel101.trainers.support.batches import Batch, check_pair, count_samples, number_of_shape, number_of_values
 from parallel101.trainers.support.history import History
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
+from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
 from parallel101.trainers.tensor.plan import Plan
+
+
+def whole_model(
+    model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None, axes: Axes
+) -> tuple[OneProcess | None, str]:
+    """What `verify` compares with, before the model is cut. None and the reason, if it can't be copied."""
+    if loss_fn is vocabulary_cross_entropy:
+        loss_fn = partial(loss_fn, group=axes.along([]))
+    try:
+        return OneProcess(model, optimizer, loss_fn, autocast), ""
+    except Exception as error:  # whatever a user's module raises
+        return None, f"the model or the optimizer can't be copied ({type(error).__name__}: {error})"
 
 
 class Trainer:
@@ -46,10 +62,11 @@ class Trainer:
         make_sync: (a stage, its parameters, …) → how the axis "dp" sums their gradients, and who owns what; see prepare.py.
         schedule: what each rank along "pp" does in a step. Without such an axis: gradient accumulation, as 1F1B on one stage.
         plan, sequence_parallel: how modules are cut along "tp"; see `TensorParallelTrainer`. layers_per_stage: see `PipelineTrainer`.
-        elementwise: refuse optimizers that look at whole matrices, since this rank will own pieces.
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
         autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it; weights and gradients keep their own.
         sync: copy the first rank's weights at the start. Without it, models that differ are an error that names the parameter.
+        verify: before the first step, compare this layout with one process, on a few samples of its batch; see `verify`. It is not done on
+            one rank without microbatches, nor if it would take more than 1 GiB: then a line says so.
 
     Attributes:
         model, optimizer: as they are used, for a learning-rate schedule or a look inside.
@@ -61,7 +78,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         optimizer: OptimizerFn,
         *,
         axes: Axes,
@@ -70,10 +87,10 @@ class Trainer:
         plan: Plan | None = None,
         sequence_parallel: bool = False,
         layers_per_stage: Sequence[int] | None = None,
-        elementwise: bool = False,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        verify: bool = True,
     ):
         check_options(loss_fn, clip_norm, autocast)
         self.model, self.axes, self.clip_norm = model, axes, clip_norm
@@ -84,7 +101,12 @@ class Trainer:
 
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.state_names = checkpoint.names_of_state(model)
-        built = build_optimizer(optimizer, trained, elementwise)
+        self.state_keys = list(model.state_dict())
+        built = build_optimizer(optimizer, trained)
+        self.verifies, self.in_time = verify, sequence_parallel
+        self.one_process, self.why_no_copy = None, ""
+        if verify and self.position == 0:
+            self.one_process, self.why_no_copy = whole_model(model, built, loss_fn, autocast, axes)
         entries = {name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()}
         self.prepared = prepare(
             model,
@@ -107,39 +129,53 @@ class Trainer:
         self.executor = build_executor(self.prepared, axes, schedule, autocast, self.device)
 
         self.trained = list(trained)
+        self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        checkpoint.refuse_parts(self)
         self.reached: list[str] = []  # parameters that some rank's samples reached in the last step
-        self.checked_replicas = False
+        self.to_verify = verify and (len(axes.members.ranks) > 1 or self.executor.microbatches > 1)
         self.steps = 0
         self.history = History()
 
     # ── one step ──
 
-    def step(self, inputs: Tensor, targets: Tensor) -> float:
+    def step(self, inputs: Batch, targets: Batch = None) -> float:
         """Train on one batch, of which this rank gives its share, and return the loss of the whole, the same float on every rank.
 
         Args:
-            inputs, targets: this rank's samples, along dim 0; `share` cuts them out of a whole batch. Shares need not be equal.
+            inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a whole batch. Shares need not be equal,
+                and some may be empty. The model is called with a tensor, or with the entries of a dict as keywords, or of a tuple as
+                arguments.
+            targets: of these samples, for loss_fn. None if loss_fn is None.
 
-        Raises, on every rank: ValueError if a rank has fewer samples than microbatches, FloatingPointError if the loss of some rank is
-        not finite, and what the model raised on one rank. In each case no weight has been changed.
+        Raises, on every rank: ValueError if the ranks' shares don't belong together, FloatingPointError if the loss of some rank is
+        not finite, NotEqualError before the first step (see `verify`), and what the model raised on one rank. In each case no weight has
+        been changed.
         """
-        total, shape = self.count_samples((inputs, targets))
+        total, shape = self.check_batch(inputs, targets)
+        if self.to_verify:
+            self.verify_once(inputs, targets)
+        loss = self.compute_gradients(inputs, targets, total, shape)
+        with span("optimizer"):
+            if self.clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(list(self.owned.values()), self.clip_norm, self.norm())
+            self.optimizer.step()
+            self.gradient_sync.publish()
+        self.steps += 1
+        return loss
+
+    def compute_gradients(self, inputs: Batch, targets: Batch, total: int, shape: int) -> float:
+        """Afterwards every owned .grad is the gradient of the mean loss of the whole batch, which is returned."""
         self.reached = []
         self.optimizer.zero_grad()
         self.gradient_sync.begin()
         self.executor.begin(inputs, targets, total, shape)
         for action in self.executor.actions:
             self.executor.run(action)
-        unused = self.finish_gradients()
-        loss = self.agree_on_loss(unused)
-        with span("optimizer"):
-            if self.clip_norm is not None:
-                gradients = {name: p.grad for name, p in self.owned.items() if p.grad is not None}
-                nn.utils.clip_grads_with_norm_(list(self.owned.values()), self.clip_norm, self.layout.norm(gradients))
-            self.optimizer.step()
-            self.gradient_sync.publish()
-        self.steps += 1
-        return loss
+        return self.agree_on_loss(self.finish_gradients())
+
+    def norm(self) -> Tensor:
+        """Of all gradients together, each element counted once."""
+        return self.layout.norm({name: p.grad for name, p in self.owned.items() if p.grad is not None})
 
     def finish_gradients(self) -> list[str]:
         """Afterwards every owned .grad is the whole batch's. Returns the parameters that this rank's samples did not reach."""
@@ -165,47 +201,52 @@ class Trainer:
 
     # ── what the ranks agree on ──
 
-    def count_samples(self, batch: Any) -> tuple[int, int]:
-        """How many samples the whole batch has, and a number for their shape. An error on all ranks if one of them has too few."""
-        problem, mine, shape = None, -1, 0
+    def check_batch(self, inputs: Batch, targets: Batch) -> tuple[int, int]:
+        """How many samples the whole batch has, and a number for their shape. Raises, on all ranks, if the shares don't fit together."""
+        problem, mine = None, (-1, 0, 0)
+        several = len(self.agree.ranks) > self.axes.sizes["dp"]  # ranks with the same samples
         try:
-            inputs, _ = check_batch(batch)
-            mine, shape = len(inputs), shape_number(inputs)
+            if self.prepared.loss_fn is not None:
+                check_pair((inputs, targets))
+            elif targets is not None:
+                raise ValueError("loss_fn is None, so the model returns its loss: expected step(inputs), without targets of its own")
+            self.check_frozen()
+            values = number_of_values((inputs, targets)) if several else 0
+            mine = count_samples(inputs), number_of_shape(inputs), values
         except (TypeError, ValueError) as error:
             problem = error
-        several = len(self.agree.ranks) > self.axes.sizes["dp"]  # ranks with the same samples
-        counts, *told = self.agree.numbers(mine, shape) if several else self.agree.numbers(mine)
-        shapes = told[0] if told else [shape] * len(counts)
+        counts, *told = self.agree.numbers(*mine) if several else self.agree.numbers(mine[0])
         if min(counts) < 0:
             self.agree.raise_problem(problem, f"take its batch in step {self.steps}")
         firsts: dict[int, int] = {}  # position along dp → the first rank there
-        for position, count in enumerate(counts):
+        for position in range(len(counts)):
             first = firsts.setdefault(self.axes.coordinates(position)["dp"], position)
-            if (count, shapes[position]) != (counts[first], shapes[first]):
+            if any(of_ranks[position] != of_ranks[first] for of_ranks in (counts, *told)):
                 a, b = self.agree.ranks[first], self.agree.ranks[position]
+                unlike = f"{counts[first]:.0f} and {counts[position]:.0f} samples" if counts[position] != counts[first] else "other samples"
                 raise ValueError(
-                    f"rank {a} was given {counts[first]:.0f} samples and rank {b} {count:.0f}, or samples of another shape: ranks that "
-                    "differ only along tp or pp work on the same samples; share(batch) cuts over dp alone"
+                    f"rank {a} and rank {b} were given {unlike}, but ranks that differ only along tp or pp work on the same ones: "
+                    "pass the same batch to all of them. share(batch) cuts over dp alone; a DistributedSampler, or a loader that "
+                    "shuffles with a seed of its own on each rank, gives them different samples"
                 )
         total = sum(counts[first] for first in firsts.values())
-        for position, count in enumerate(counts):
-            if count < (least := self.executor.microbatches):
-                wanted = "at least one sample a rank" if least == 1 else f"at least accumulate={least} samples a rank"
-                if self.axes.sizes.get("pp", 1) > 1:
-                    wanted = f"at least microbatches={least} samples for each position along dp"
-                raise ValueError(
-                    f"the batch is too small: rank {self.agree.ranks[position]} has {count:.0f} of its "
-                    f"{total:.0f} samples, and {len(self.agree.ranks)} ranks train; "
-                    f"expected {wanted}: use a larger batch or fewer {'ranks' if least == 1 else 'microbatches'}"
-                )
-        return int(total), shape
+        if not total:
+            raise ValueError(f"the batch of step {self.steps} has no samples: expected at least one")
+        return int(total), mine[1]
+
+    def check_frozen(self) -> None:
+        """Raises ValueError for a parameter that has begun to need gradients: nobody would sum them."""
+        for name, p in self.frozen:
+            if p.requires_grad:
+                raise ValueError(f"{name!r} was frozen when the trainer was built, and is not any more: build a new trainer to train it")
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
         """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""
-        failure = self.executor.failure
+        failure, weights = self.executor.failure, self.executor.weights
         try:
             mine = sum(part.item() for part in self.executor.losses.values()) if failure is None else math.nan
-            parts, counts = self.agree.numbers(mine, len(unused) if failure is None else -1)
+            weight = math.fsum(weights.values()) if weights else -1  # the loss is a mean, or another rank's
+            parts, counts, of_ranks = self.agree.numbers(mine, len(unused) if failure is None else -1, weight)
         except Exception:
             if failure is not None:  # more interesting than a broken connection that may be its consequence
                 raise failure from None
@@ -220,19 +261,24 @@ class Trainer:
                 f"step {self.steps}: the loss is {where}; no weight was changed. "
                 "Look at that rank's samples, or lower the learning rate, or set clip_norm"
             )
+        once = [position for position in range(len(parts)) if self.axes.coordinates(position).get("tp", 0) == 0]
+        loss = math.fsum(parts[position] for position in once)
+        if max(of_ranks) >= 0:
+            loss = self.divide_by_weight(loss, math.fsum(max(of_ranks[position], 0) for position in once))
         left_out = self.reached_by_none(unused) if any(counts) else set()
         for name in left_out & self.owned.keys():
             self.owned[name].grad = None  # as in one process
         self.reached = [name for name in self.trained if name not in left_out]
-        if not self.checked_replicas:
-            self.check_replicas()
-        return math.fsum(part for position, part in enumerate(parts) if self.axes.coordinates(position).get("tp", 0) == 0)
+        return loss
 
-    def check_replicas(self) -> None:
-        """After the first step: ranks that have the same parameters and buffers must have the same gradients and values."""
-        self.checked_replicas = True
-        if self.axes.sizes.get("tp", 1) > 1 or next(self.model.buffers(), None) is not None:
-            self.agree.check_on_all(lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device))
+    def divide_by_weight(self, loss: float, weight: float) -> float:
+        """What was summed becomes the mean: gradients, and the loss that is returned. `weight`: of the whole batch."""
+        if not weight:
+            raise ValueError(f"step {self.steps}: the weights of the loss add up to 0, so no target counts; no weight was changed")
+        for p in self.owned.values():
+            if p.grad is not None:
+                p.grad /= weight
+        return loss / weight
 
     def reached_by_none(self, unused: Sequence[str]) -> set[str]:
         """The parameters that no rank's samples reached."""
@@ -242,10 +288,11 @@ class Trainer:
         return {name for name, count in zip(self.trained, counts) if not count}
 
     @property
-    def untrained(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank that no optimizer changes, by name."""
-        local = set(self.prepared.local).difference(self.trained)
-        return {name: t for name, t in checkpoint.tensors_of_state(self.model).items() if name in local}
+    def parts(self) -> dict[str, Tensor]:
+        """Name → what this rank has of it: of trained parameters what it owns, and the others and buffers whole."""
+        others = set(self.prepared.local).intersection(self.layout.entries).difference(self.trained)
+        here = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: t for name, t in here if name in others} | dict(self.owned)
 
     # ── what the whole model needs, on any layout ──
 
@@ -253,3 +300,4 @@ class Trainer:
     gradients, state_dict = checkpoint.gradients, checkpoint.state_dict
     save, resume = checkpoint.save, checkpoint.resume
     describe = memory.describe
+    verify, verify_once = verification.verify, verification.verify_once

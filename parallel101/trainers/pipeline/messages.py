@@ -41,6 +41,8 @@ class Messages:
         device: of the tensors.
     """
 
+    LEARNT = ("known", "announced", "seen")
+
     def __init__(self, axes: Axes, lists: Sequence[Sequence[Action]], placement: Placement, in_list_order: bool, device: torch.device):
         self.placement, self.me, self.device, self.in_list_order = placement, axes.here["pp"], device, in_list_order
         self.ranks = axes.along(["pp"]).ranks
@@ -53,11 +55,18 @@ class Messages:
         self.seen: set[Hashable] = set()  # shapes of microbatches of whole steps
 
     def begin(self, shapes: Sequence[Hashable], forward_only: bool = False) -> None:
-        """A step begins. `shapes`: for each microbatch, what its messages' shapes depend on. `forward_only`: see `is_first_forward`."""
+        """A step begins.
+
+        Args:
+            shapes: for each microbatch, what its messages' shapes depend on. None: it has no samples, and no messages.
+            forward_only: see `is_first_forward`.
+        """
         self.shapes = shapes
-        self.through_one = self.in_list_order and self.seen.issuperset(shapes)
-        self.seen.update(shapes)
+        present = {shape for shape in shapes if shape is not None}
+        self.through_one = self.in_list_order and self.seen.issuperset(present)
+        self.seen.update(present)
         lists = [list(filter(is_first_forward, of_rank)) for of_rank in self.lists] if forward_only else self.lists
+        lists = [[a for a in of_rank if shapes[a.microbatch] is not None] for of_rank in lists]
         self.expected: dict[int, deque[Action]] = {}
         for source, of_rank in enumerate(lists):
             if source != self.me:

@@ -26,8 +26,11 @@ class Part(nn.Module):
         for number, entry in entries.items():
             self.add_module(str(number), entry)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for entry in self.entries:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The first module takes what the model is called with, or what the stage before has sent."""
+        first, *others = self.entries
+        x = first(*args, **kwargs)
+        for entry in others:
             x = entry(x)
         return x
 

@@ -1,14 +1,12 @@
 """The arguments of a trainer, checked before the first message, so that a mistake is an error at once.
 
 model       a module whose weights have values, on a device that the group can send from, without statistics over the batch
-loss_fn     a function; it returns one number, which depends on the weights
-batch       (inputs, targets), two tensors with the same number of samples along dim 0
+loss_fn     a function; it returns one number, which depends on the weights, or a sum and its weight
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel101.mesh import Group
+from parallel101.trainers.support.batches import in_words
 
-Batch = tuple[Tensor, Tensor]
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # statistics over the batch; nn.SyncBatchNorm asks the other ranks
@@ -28,10 +26,10 @@ SHARDED: WeakSet[nn.Module] = WeakSet()  # modules whose weights a trainer has c
 
 def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
     """Raises TypeError or ValueError for what makes no sense on any rank."""
-    if isinstance(loss_fn, type) or not callable(loss_fn):
+    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         raise TypeError(
             f"loss_fn={loss_fn!r}: expected a function of (outputs, targets) that returns their mean loss, such as "
-            "torch.nn.functional.mse_loss or nn.MSELoss()"
+            "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
         )
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r}: expected the largest norm that the gradients may have, above 0, or None")
@@ -85,38 +83,33 @@ def check_norms(model: nn.Module) -> None:
             )
 
 
-def check_batch(batch: Any) -> Batch:
-    """(inputs, targets); a batch may also be one tensor of two. Raises TypeError or ValueError for anything else."""
-    pair = tuple(batch) if isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1) else ()
-    if len(pair) != 2 or not all(isinstance(t, Tensor) and t.dim() for t in pair):
-        raise TypeError(f"a batch is {in_words(batch)}: expected (inputs, targets), two tensors with the samples along dim 0")
-    inputs, targets = pair
-    if len(inputs) != len(targets):
-        raise ValueError(f"inputs have {len(inputs)} samples along dim 0 and targets {len(targets)}: expected the same number")
-    return inputs, targets
+def loss_and_weight(loss_fn: LossFn | None, outputs: Any, targets: Any) -> tuple[Tensor, float | None]:
+    """The loss, and its weight if it is a sum. Raises ValueError for anything else.
 
-
-def shape_number(inputs: Tensor) -> int:
-    """A number for the shape of a sample and its dtype: equal ones have the same, on every rank. Exact as a float64."""
-    digest = hashlib.blake2b(f"{tuple(inputs.shape[1:])} {inputs.dtype}".encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big")
-
-
-def in_words(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        parts = [in_words(part) if isinstance(part, Tensor) else type(part).__name__ for part in value[:4]]
-        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}{', …' if len(value) > 4 else ''}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def check_loss(loss: Any) -> Tensor:
-    """One number. Raises ValueError for anything else."""
+    Args:
+        loss_fn: returns a mean over the samples, or (sum, weight). None: the model returns its loss, or outputs with a `loss`.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(outputs, targets)
+    elif isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", outputs)
+    weight = None
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, given = loss
+        weight = float(given)
+        if not weight >= 0:
+            raise ValueError(f"the loss has the weight {weight}: expected (sum of losses, their weight), a weight of 0 or more")
     if not isinstance(loss, Tensor) or loss.dim():
         what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
-        raise ValueError(f"loss_fn returned {what}: expected the mean over the samples, a tensor without dims")
-    return loss
+        if loss_fn is None:
+            raise ValueError(
+                f"loss_fn is None, and the model's loss is {what}: expected a model that returns its loss, or outputs with a loss; "
+                "or pass loss_fn=lambda outputs, targets: …"
+            )
+        raise ValueError(f"loss_fn returned {what}: expected the mean over the samples, a tensor without dims, or (sum, weight)")
+    return loss, weight
 
 
 def check_depends(loss: Tensor) -> None:

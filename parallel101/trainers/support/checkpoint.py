@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 
 def state_dict(trainer: Any) -> dict[str, Any]:
     """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere. Collective: call it on every rank."""
-    parts = trainer.untrained | dict(trainer.owned)
-    whole = trainer.layout.gather(parts, list(trainer.layout.entries))
-    state = copy.copy(trainer.model.state_dict())
+    whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
+    with reading_parts(trainer):
+        state = copy.copy(trainer.model.state_dict())
     for key, value in state.items():
         name = trainer.state_names.get(key)
         state[key] = copy.deepcopy(value if name is None else whole[name].detach())
@@ -43,22 +44,26 @@ def gradients(trainer: Any) -> dict[str, Tensor | None]:
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
-def save(trainer: Any, path: str | os.PathLike) -> None:
+def save(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> None:
     """Write all that is needed to continue: weights, optimizer state, steps, history. Collective; the first rank writes, atomically.
 
-    Any trainer on any number of ranks can `resume` it. Raises OSError on every rank if the file could not be written.
+    Any trainer on any number of ranks can `resume` it. `scheduler`: of the learning rate, to be saved with it.
+    Raises OSError on every rank if the file could not be written.
     """
     content = {
         "model": trainer.state_dict(),
         "optimizer": trainer.sharded_optimizer.state(),
         "steps": trainer.steps,
         "history": trainer.history.as_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     trainer.agree.all_or_none(f"save to {path}", lambda: write_checkpoint(path, content) if trainer.position == 0 else None)
 
 
-def resume(trainer: Any, path: str | os.PathLike) -> int:
+def resume(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> int:
     """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the number of steps that were taken. Collective.
+
+    `scheduler`: of the learning rate; it gets the state that was saved, and there must be one.
 
     Everything is checked before anything is changed. Raises, on every rank, OSError if the file can't be read on one, and ValueError if it
     is not such a file, is of another model or optimizer, or differs from the one that the first rank reads.
@@ -67,6 +72,8 @@ def resume(trainer: Any, path: str | os.PathLike) -> int:
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
         content = read_checkpoint(path)
         check_state(content["model"], trainer)
+        if scheduler is not None and content.get("scheduler") is None:
+            raise ValueError(f"{path} has no scheduler's state: expected a file that save(…, scheduler=…) wrote")
         return content, trainer.sharded_optimizer.state_to_load(content["optimizer"]), History(**content["history"])
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
@@ -75,6 +82,8 @@ def resume(trainer: Any, path: str | os.PathLike) -> int:
     trainer.agree.check_same(found, f"the ranks read different contents from {path}", "expected one file, or copies of it")
     load_model(trainer, content["model"])
     trainer.optimizer.load_state_dict(optimizer)
+    if scheduler is not None:
+        scheduler.load_state_dict(content["scheduler"])
     trainer.steps, trainer.history = content["steps"], history
     return trainer.steps
 
@@ -82,13 +91,41 @@ def resume(trainer: Any, path: str | os.PathLike) -> int:
 @torch.no_grad()
 def load_model(trainer: Any, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
-    parts = trainer.untrained | dict(trainer.owned)
+    parts = trainer.parts
     trainer.model.load_state_dict({key: value for key, value in state.items() if key not in trainer.state_names}, strict=False)
     for key, value in state.items():
         name = trainer.state_names.get(key)
         if name in parts:
             parts[name].copy_(trainer.layout.cut(name, value))
     trainer.gradient_sync.publish()
+
+
+def refuse_parts(trainer: Any) -> None:
+    """Let `state_dict` and copies of a model that is cut raise an error: they would have shards, or nothing, in place of weights."""
+    trainer.reads_parts = False
+    entries, model = trainer.layout.entries, trainer.model
+    if all(p.shape == entries[name].shape for name, p in model.named_parameters() if name in entries):
+        return
+
+    def refuse(*_: Any) -> None:
+        if not trainer.reads_parts:
+            raise RuntimeError(
+                "this rank has only a part of the model's weights: expected trainer.state_dict(), which all ranks call, and which gives "
+                "the whole model's (a new model's load_state_dict takes it)"
+            )
+
+    model.register_state_dict_pre_hook(refuse)
+    model.__deepcopy__ = refuse
+
+
+@contextmanager
+def reading_parts(trainer: Any) -> Iterator[None]:
+    """Inside, the trainer itself reads the state of what this rank has."""
+    trainer.reads_parts = True
+    try:
+        yield
+    finally:
+        trainer.reads_parts = False
 
 
 def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
@@ -157,7 +194,7 @@ def check_place(path: str | os.PathLike) -> None:
 
 def check_state(state: Mapping[str, Any], trainer: Any) -> None:
     """Raises ValueError if the names and shapes in a model's state are not those of the trainer's whole model."""
-    keys = trainer.model.state_dict().keys()
+    keys = trainer.state_keys
     for key in dict.fromkeys([*keys, *state]):
         if key not in state:
             raise ValueError(f"the checkpoint is another model's: it has no {key!r}")

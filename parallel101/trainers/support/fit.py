@@ -10,16 +10,17 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
-from parallel101.trainers.support.arguments import Batch, check_batch, shape_number
+from parallel101.trainers.support.batches import Batch, check_pair, count_samples, map_tensors, number_of_shape, split, tensors_of
 from parallel101.trainers.support.checkpoint import check_place
 from parallel101.trainers.support.history import History, StepResult
 
@@ -27,16 +28,18 @@ END = object()
 
 
 def share(trainer: Any, batch: Batch) -> Batch:
-    """This rank's part of a whole batch (inputs, targets), cut along dim 0 as `split_sizes` does; on the model's device.
+    """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0 as `split_sizes` does.
 
-    Raises TypeError for what is not two tensors, ValueError for a batch of fewer samples than ranks.
+    It is on the model's device. A batch of fewer samples than ranks leaves some ranks without samples.
+    Raises TypeError or ValueError for what is not a tree of tensors with equally many samples (see batches.py).
     """
-    inputs, targets = check_batch(batch)
-    ranks, mine = trainer.axes.sizes["dp"], trainer.axes.here["dp"]
-    if len(inputs) < ranks:
-        raise ValueError(f"a batch of {len(inputs)} samples can't be shared by {ranks} ranks: expected one a rank at least")
-    sizes = split_sizes(len(inputs), ranks)
-    return inputs.split(sizes)[mine].to(trainer.device), targets.split(sizes)[mine].to(trainer.device)
+    sizes = split_sizes(count_samples(batch), trainer.axes.sizes["dp"])
+    return map_tensors(lambda t: t.to(trainer.device), split(batch, sizes)[trainer.axes.here["dp"]])
+
+
+def inputs_and_targets(trainer: Any, batch: Any) -> tuple[Any, Any]:
+    """What `step` takes of a batch. If the model returns its loss, all of the batch is what the model is called with."""
+    return (batch, None) if trainer.prepared.loss_fn is None else check_pair(batch)
 
 
 def fit(
@@ -46,6 +49,7 @@ def fit(
     until: int | None = None,
     save_to: str | os.PathLike | None = None,
     save_every: int | None = None,
+    scheduler: Any = None,
     on_step: Callable[[StepResult], object] | None = None,
     progress: bool = True,
 ) -> History:
@@ -53,9 +57,12 @@ def fit(
 
     Args:
         batches: whole batches (inputs, targets), the same on every rank, which cuts out its share: an iterable, or a function that
-            gives the batch of a step by its number, so that a resumed run continues with the batch that it would have had.
+            gives the batch of a step by its number, so that a resumed run continues with the batch that it would have had. With
+            loss_fn=None a batch is what the model is called with.
         until: stop when the trainer has taken so many steps in all, those before `resume` counted. A function of the step needs it.
         save_to: a checkpoint to write, every `save_every` steps and at the end.
+        scheduler: of the learning rate, one of torch.optim.lr_scheduler's over `trainer.optimizer`. It takes a step after each of the
+            trainer's, and is saved with the checkpoint; see `resume`.
         on_step: called after every step, on every rank, with its `StepResult`: number, loss, seconds, samples, tokens.
         progress: show the bar (on the first rank only).
     """
@@ -70,18 +77,21 @@ def fit(
             if batch is END:
                 break
             began = time.perf_counter()
-            loss = trainer.step(*trainer.share(batch))
-            step = StepResult(trainer.steps - 1, loss, time.perf_counter() - began, len(batch[0]), tokens_in(batch[0]))
+            inputs, targets = inputs_and_targets(trainer, batch)
+            loss = trainer.step(*trainer.share((inputs, targets)))
+            step = StepResult(trainer.steps - 1, loss, time.perf_counter() - began, count_samples(inputs), tokens_in(inputs))
             trainer.history.add(step)
+            if scheduler is not None:
+                scheduler.step()
             bar.set_postfix_str(f"loss {loss:.4f}, {trainer.history.rate()}", refresh=False)
             bar.update()
             if on_step is not None:
                 on_step(step)
             if save_every and trainer.steps % save_every == 0 and save_to is not None:
-                trainer.save(save_to)
+                trainer.save(save_to, scheduler=scheduler)
                 saved = trainer.steps
     if save_to is not None and saved < trainer.steps:
-        trainer.save(save_to)
+        trainer.save(save_to, scheduler=scheduler)
     return trainer.history
 
 
@@ -93,33 +103,59 @@ def progress_bar(trainer: Any, batches: Any, until: int | None, progress: bool) 
 
 @torch.no_grad()
 def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
-    """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same float on every rank."""
-    training = [module for module in trainer.model.modules() if module.training]
-    trainer.model.eval()
-    total, samples, problem = 0.0, 0, None
-    try:
+    """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same float on every rank.
+
+    A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights: all sums over all weights.
+    """
+    total, weight, problem = 0.0, 0.0, None
+    with evaluation_mode(trainer):
         for batch in batches:
             try:
-                x, y = share(trainer, batch)
+                x, y = share(trainer, inputs_and_targets(trainer, batch))
             except Exception as error:
                 problem = problem or error
                 with trainer.gradient_sync.forward():  # on ZeRO-3 the other ranks wait for this one's weights
                     continue
             with span("evaluate"):
-                loss = trainer.executor.evaluate(x, y, shape_number(x))
+                of_batch = evaluate_share(trainer, x, y)
             problem = problem or trainer.executor.failure
-            if loss is not None and trainer.axes.here.get("tp", 0) == 0:  # ranks along tp share one loss
-                total, samples = total + loss * len(x), samples + len(x)
+            total, weight = total + of_batch[0], weight + of_batch[1]
+    totals, weights = trainer.agree.numbers(total, -1 if problem else weight)
+    if min(weights) < 0:
+        trainer.executor.forget()
+        trainer.agree.raise_problem(problem, "evaluate")
+    if not sum(weights):
+        raise ValueError("evaluate() was given no batches, or no targets that count")
+    return math.fsum(totals) / math.fsum(weights)
+
+
+def evaluate_share(trainer: Any, inputs: Batch, targets: Batch) -> tuple[float, float]:
+    """The sum of this share's losses, and its weight; (0, 0) on a rank whose loss another rank along tp or pp tells."""
+    loss, weight = trainer.executor.evaluate(inputs, targets, number_of_shape(inputs))
+    return (loss, weight) if trainer.axes.here.get("tp", 0) == 0 else (0.0, 0.0)
+
+
+@contextmanager
+def evaluation_mode(trainer: Any) -> Iterator[None]:
+    """Inside, the model is in eval mode."""
+    training = [module for module in trainer.model.modules() if module.training]
+    trainer.model.eval()
+    try:
+        with WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext():
+            yield
     finally:
         for module in training:  # and no other: some may be frozen
             module.training = True
-    totals, counts = trainer.agree.numbers(total, -1 if problem else samples)
-    if min(counts) < 0:
-        trainer.executor.forget()
-        trainer.agree.raise_problem(problem, "evaluate")
-    if not sum(counts):
-        raise ValueError("evaluate() was given no batches")
-    return math.fsum(totals) / sum(counts)
+
+
+class WithoutFastPath(TorchFunctionMode):
+    """While it is active, nn.TransformerEncoderLayer calls its layers. Otherwise, in eval mode, torch reads their weights itself.
+
+    torch leaves its fast path as soon as any mode is active, and this one changes nothing else.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: Any) -> None:
@@ -136,6 +172,7 @@ def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: 
         raise TypeError(f"on_step={on_step!r}: expected a function of a step, such as lambda step: print(step.loss)")
 
 
-def tokens_in(inputs: Tensor) -> int:
+def tokens_in(inputs: Batch) -> int:
     """How many tokens: whole numbers in rows are text."""
-    return 0 if inputs.is_floating_point() or inputs.dim() < 2 else inputs.numel()
+    tokens = tensors_of(inputs)[0]
+    return 0 if tokens.is_floating_point() or tokens.dim() < 2 else tokens.numel()

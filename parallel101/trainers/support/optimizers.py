@@ -7,7 +7,6 @@ rank 1   exp_avg of weight[8:16] ┘ ─▶ the first rank: exp_avg of weight, 4
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,9 @@ from parallel101.collectives import all_gather, gather
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.layout import Coordinates, Layout
 
-ROWS, COLUMNS, STEPS = 4, 6, 3  # of the matrix on which `check_elementwise` tries an optimizer
 
-
-def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter], elementwise: bool) -> Optimizer:
-    """Call it with the parameters. Raises TypeError or ValueError if the result is not an optimizer of just these.
-
-    `elementwise`: refuse it also if it does not update each element on its own.
-    """
+def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """Call it with the parameters. Raises TypeError or ValueError if the result is not an optimizer of just these."""
     hint = "expected a function that builds one over the parameters it is given, such as lambda p: torch.optim.AdamW(p, lr=1e-3)"
     if isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__} that is already built: {hint}")
@@ -58,8 +52,6 @@ def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter], elem
             f"the optimizer leaves out {len(left_out)} of the parameters that it was given, {left_out[0]!r} first: expected all of them; "
             "set requires_grad_(False) on parameters that should not be trained"
         )
-    if elementwise:
-        check_elementwise(built)
     return built
 
 
@@ -164,62 +156,3 @@ def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any
     return [
         torch.load(io.BytesIO(part.cpu().numpy().tobytes()), map_location=device, weights_only=True) for part in packed_of_all.split(sizes)
     ]
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises ValueError unless the optimizer updates each element on its own. It is tried: a matrix at once, and in two flat pieces.
-
-        SGD, Adam, AdamW, Adagrad, …    the same numbers: their parameters can be cut anywhere
-        Muon, Adafactor, LAMB, …        other numbers, since they look at rows, columns or the norm of a whole matrix
-
-    One that can't be built again as `type(optimizer)(param_groups)` can't be tried, and is accepted.
-    """
-    name = type(optimizer).__name__
-    for group in (group for group in optimizer.param_groups if group["params"]):
-        like: Tensor = group["params"][0]
-        generator = torch.Generator().manual_seed(0)
-        scale = torch.logspace(-1, 1, ROWS)[:, None]  #  rows of unlike size: the norm of some is not that of all
-        start, *gradients = ((torch.randn(ROWS, COLUMNS, generator=generator) * scale).to(like) for _ in range(1 + STEPS))
-        try:
-            at_once = built_like(optimizer, group, [start])
-        except Exception:
-            return
-        try:
-            whole = updated(at_once, [[g] for g in gradients])
-        except Exception as error:
-            raise ValueError(f"{name}.step() failed on a {ROWS} × {COLUMNS} matrix; trainers call it without arguments: {error}") from error
-        if not whole.isfinite().all():
-            continue  #  as Adam's in float16: nothing to compare
-        problem: Exception | None = None
-        try:
-            pieces = updated(built_like(optimizer, group, halves(start)), [halves(g) for g in gradients])
-            alike = torch.allclose(whole, pieces, rtol=0, atol=1e-3 * float((whole - start.flatten()).abs().max()))
-        except Exception as error:
-            alike, problem = False, error
-        if not alike:
-            why = f" ({problem})" if problem else ""
-            raise ValueError(
-                f"{name} is not elementwise: it updates a matrix differently from the pieces of it{why}, "
-                "and with sharding each rank has only pieces. Expected SGD, Adam, AdamW or another that updates every element on its own; "
-                f"DataParallelTrainer, where each rank has whole matrices, takes {name} too"
-            )
-
-
-def built_like(optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    again: Any = type(optimizer)
-    return again([{**options, "params": [nn.Parameter(value.clone()) for value in values]}])
-
-
-def updated(optimizer: Optimizer, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
-    """All values, in one row, after a step with each of these gradients."""
-    (parameters,) = (group["params"] for group in optimizer.param_groups)
-    for of_step in gradients:
-        for p, gradient in zip(parameters, of_step):
-            p.grad = gradient.clone()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in parameters])
-
-
-def halves(matrix: Tensor) -> list[Tensor]:
-    return list(matrix.flatten().split(ROWS * COLUMNS // 2))

@@ -101,7 +101,7 @@ class Resolved:
         self.regions.connect(model, cut_time, here)
 
 
-def resolve(plan: Plan, model: nn.Module, loss_fn: Callable[..., Any], size: int, sequence_parallel: bool = False) -> Resolved:
+def resolve(plan: Plan, model: nn.Module, loss_fn: Callable[..., Any] | None, size: int, sequence_parallel: bool = False) -> Resolved:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
     Args:

@@ -58,6 +58,8 @@ class ZeRO3:
         overlap: fetch the next layer while one computes.
     """
 
+    LEARNT = ("order", "order_known")
+
     def __init__(
         self,
         model: nn.Module,

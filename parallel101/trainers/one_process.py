@@ -1,0 +1,225 @@
+"""What one process makes of a batch: the whole model, kept by the first rank as it was before it was cut.
+
+    model ──▶ copy of its modules          the parameters in them are the model's own, so hooks and loss functions find them
+          └─▶ cut by the trainer
+
+To run it, the first rank exchanges the contents of the two: for a moment `model` is whole again, for every function that refers to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from parallel101.trainers.support.arguments import LossFn, loss_and_weight
+from parallel101.trainers.support.batches import Batch, call
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+PROBABILITY: Mapping[Any, tuple[str, int]] = {  # of dropping: its name, and its place among the arguments
+    **{getattr(nn.functional, name): ("p", 1) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")},
+    **{getattr(nn.functional, name): ("p", 1) for name in ("alpha_dropout", "feature_alpha_dropout")},
+    **{getattr(torch, name): ("p", 1) for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")},
+    nn.functional.scaled_dot_product_attention: ("dropout_p", 4),
+    nn.functional.multi_head_attention_forward: ("dropout_p", 10),
+}
+LEAST_LR = 1e-3
+
+
+class Outcome(NamedTuple):
+    """What a step makes of a batch, by names of the whole model.
+
+    Attributes:
+        loss, evaluated: in training and in evaluation mode.
+        gradients: None for parameters that the loss does not depend on.
+        norm: of all gradients together.
+        updated: the parameters after the optimizer's step.
+        buffers: those with floating-point numbers, after the forward.
+    """
+
+    loss: float
+    evaluated: float
+    gradients: Mapping[str, Tensor | None]
+    norm: float
+    updated: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+class OneProcess:
+    """The whole model and its optimizer. Raises whatever copying the model raises, if it can't be copied.
+
+    Args:
+        model, optimizer: before they are cut.
+        loss_fn: as the user gave it; of logits that are not cut.
+        autocast: see `Trainer`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None):
+        parameters = {id(p): p for p in model.parameters()}  # not copied
+        self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
+        self.whole: nn.Module = copy.deepcopy(model, dict(parameters))
+        self.optimizer = copy_of_optimizer(optimizer, dict(parameters), with_state=False)
+
+    def free(self) -> None:
+        """Let go of the parameters that the model has no longer."""
+        kept = {id(p) for p in self.model.parameters()}
+        empty: dict[int, nn.Parameter] = {}
+        for module in self.whole.modules():
+            for name, p in module._parameters.items():
+                if p is not None and id(p) not in kept:
+                    module._parameters[name] = empty.setdefault(id(p), nn.Parameter(p.data.new_empty(0), p.requires_grad))
+
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, `model` is whole, with these parameters and buffers."""
+        found = [*self.whole.named_parameters(), *self.whole.named_buffers()]
+        before = [(t, t.data, t.grad) for _, t in found]
+        buffers = [(module, dict(module._buffers)) for module in self.whole.modules()]
+        modules = dict(self.model.named_modules())
+        for name, module in self.whole.named_modules():
+            if name in modules:
+                module.training = modules[name].training
+        self.model.__dict__, self.whole.__dict__ = self.whole.__dict__, self.model.__dict__
+        try:
+            for name, t in found:
+                t.data = values[name].clone() if name in values else t.data.clone()
+                t.grad = None
+            with without_dropout(self.model):
+                yield
+        finally:
+            self.model.__dict__, self.whole.__dict__ = self.whole.__dict__, self.model.__dict__
+            for module, own in buffers:  # some are assigned anew in a forward
+                module._buffers.update(own)
+            for t, data, gradient in before:
+                t.data, t.grad = data, gradient
+
+    # ── inside of `holding` ──
+
+    def outputs(self, inputs: Batch) -> Any:
+        with self.casting():
+            return call(self.model, inputs)
+
+    def loss(self, inputs: Batch, targets: Batch) -> Tensor:
+        """The mean loss."""
+        with self.casting():
+            return mean_loss(self.loss_fn, call(self.model, inputs), targets)
+
+    def casting(self) -> Any:
+        device = next(self.model.parameters()).device.type
+        return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
+
+    def step(self, inputs: Batch, targets: Batch, optimizer_state: Mapping[str, Any], lift_lr: bool) -> Outcome:
+        """One step of training.
+
+        Args:
+            optimizer_state: as `ShardedOptimizer.state` returns it.
+            lift_lr: train with a learning rate above zero even if the optimizer's is zero now.
+        """
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad(), evaluating(self.model):
+            evaluated = self.loss(inputs, targets).item()
+        loss = self.loss(inputs, targets)
+        loss.backward()
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()}
+        norm = math.hypot(*(torch.linalg.vector_norm(g.double()).item() for g in gradients.values() if g is not None))
+        buffers = {name: b.detach().clone() for name, b in self.model.named_buffers() if b.is_floating_point()}
+
+        groups = optimizer_state["groups"]
+        self.optimizer.param_groups = [
+            {**{key: value for key, value in group.items() if key != "names"}, "params": [parameters[name] for name in group["names"]]}
+            for group in copy.deepcopy(groups)
+        ]
+        self.optimizer.state.clear()
+        for name, state in optimizer_state["state"].items():
+            self.optimizer.state[parameters[name]] = copy.deepcopy(state)
+        if lift_lr:
+            lift_learning_rates(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.state.clear()
+        updated = {name: p.detach().clone() for name, p in trained.items()}
+        return Outcome(loss.item(), evaluated, gradients, norm, updated, buffers)
+
+
+def mean_loss(loss_fn: LossFn | None, outputs: Any, targets: Any) -> Tensor:
+    loss, weight = loss_and_weight(loss_fn, outputs, targets)
+    return loss if weight is None else loss / weight
+
+
+# ── optimizers ──
+
+
+def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any], with_state: bool = True) -> Optimizer:
+    """A copy with all attributes of a user's class, of which torch's own way of copying keeps three. `memo`: see copy.deepcopy."""
+    again: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = again
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # a scheduler's wrapper would step the original
+    if not with_state:
+        attributes["state"] = defaultdict(dict)
+    again.__dict__.update(copy.deepcopy(attributes, memo))
+    return again
+
+
+def lift_learning_rates(optimizer: Optimizer) -> None:
+    """A warm-up may begin at zero, where every update is right."""
+    for group in optimizer.param_groups:
+        if "lr" in group and not group["lr"]:
+            group["lr"] = LEAST_LR
+
+
+# ── nothing random ──
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, every dropout keeps everything: that of modules, of attention and of torch's functions."""
+    before = []
+    for module in model.modules():
+        name = "p" if isinstance(module, DROPOUTS) else "dropout" if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) else None
+        if name is not None:
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, 0.0)
+    try:
+        with nullcontext() if is_compiled(model) else WithoutDropout():
+            yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """While it is active, functions that drop numbers drop none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in PROBABILITY:
+            name, place = PROBABILITY[func]
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                kwargs[name] = 0.0
+        return func(*args, **kwargs)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has a part of it, which would be compiled again if a mode is active."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())

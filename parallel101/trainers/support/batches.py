@@ -1,0 +1,115 @@
+"""A batch is a tree of tensors: a tensor, or dicts, tuples and lists of them, with the samples along dim 0 of each tensor.
+
+inputs                        the model is called with
+tokens                        model(tokens)
+(tokens, mask)                model(tokens, mask)
+{"input_ids": …, …}           model(input_ids=…, …)           as Hugging Face's models expect it
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Any  # a tree of tensors
+HASH = 6  # bytes: a number of this size is exact in float64
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
+    """The same tree with `function` applied to each tensor. What is neither a tensor nor a container stays as it is."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        mapped = [map_tensors(function, value) for value in tree]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    return tree
+
+
+def leaves(tree: Batch) -> Iterator[Any]:
+    """What the tree's containers hold, in order."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def tensors_of(tree: Batch) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def count_samples(tree: Batch) -> int:
+    """How many samples the batch has. Raises TypeError for what is no tree of tensors, ValueError if its tensors disagree."""
+    tensors = tensors_of(tree)
+    strange = next((leaf for leaf in leaves(tree) if not isinstance(leaf, (Tensor, bool, type(None)))), None)
+    if strange is not None or not tensors or not all(t.dim() for t in tensors):
+        raise TypeError(f"a batch is {in_words(tree)}: expected tensors with the samples along dim 0, or dicts, tuples and lists of them")
+    counts = [len(t) for t in tensors]
+    if len(set(counts)) > 1:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(f"the tensors of a batch have the shapes {shapes}: expected the same number of samples along dim 0 of each")
+    return counts[0]
+
+
+def check_pair(batch: Any) -> tuple[Any, Any]:
+    """(inputs, targets); a batch may also be one tensor of two. Raises TypeError or ValueError for anything else."""
+    pair = tuple(batch) if isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1) else ()
+    if len(pair) != 2:
+        raise TypeError(f"a batch is {in_words(batch)}: expected (inputs, targets), with the samples along dim 0 of each tensor")
+    samples, others = count_samples(pair[0]), count_samples(pair[1])
+    if samples != others:
+        raise ValueError(f"inputs have {samples} samples along dim 0 and targets {others}: expected the same number")
+    return pair
+
+
+def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """The tree cut along dim 0 into parts of these sizes."""
+    ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
+
+    def part(size: int, end: int) -> Batch:
+        return map_tensors(lambda t: t[end - size : end], tree)
+
+    return [part(size, end) for size, end in zip(sizes, ends)]
+
+
+def call(module: nn.Module, inputs: Batch) -> Any:
+    """The module's outputs: the entries of a dict are keywords, those of a tuple or list are arguments."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+
+
+def number_of_shape(tree: Batch) -> int:
+    """A number for the shape of a sample and its dtype: equal ones have the same, on every rank. Exact as a float64."""
+    return number_of(f"{[(tuple(t.shape[1:]), t.dtype) for t in tensors_of(tree)]}".encode())
+
+
+def number_of_values(tree: Batch) -> int:
+    """A number for the values: equal batches have the same, on every rank. Exact as a float64."""
+    rows = [t.detach().contiguous().cpu().reshape(-1).view(torch.uint8) for t in tensors_of(tree)]
+    return number_of(b"".join(row.numpy().data for row in rows))
+
+
+def number_of(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=HASH).digest(), "big")
+
+
+def in_words(value: Any) -> str:
+    """What was given, for an error."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(repr, list(value)[:4])) or 'nothing'}{', …' if len(value) > 4 else ''}"
+    if isinstance(value, (tuple, list)):
+        parts = [in_words(part) if isinstance(part, Tensor) else type(part).__name__ for part in value[:4]]
+        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}{', …' if len(value) > 4 else ''}"
+    return "None" if value is None else f"a {type(value).__name__}"
