@@ -75,29 +75,25 @@ def test_models_that_differ_at_the_start_are_named_by_parameter():
 
 def batches_that_do_not_fit():
     rank = dist.get_rank()
-    one, two = trainer(), trainer(accumulate=2)
+    one = trainer()
     x, y = torch.ones(8, 3), torch.ones(8, 2)
     before = [p.tolist() for p in one.model.parameters()]
     errors = {
-        "share": raised(one.share, (x[:2], y[:2])),
-        "fit": raised(one.fit, [(x[:2], y[:2])], progress=False),
-        "step": raised(one.step, x[:rank], y[:rank]),
-        "accumulate": raised(two.step, x[: 3 - rank], y[: 3 - rank]),
+        "none": raised(one.step, x[:0], y[:0]),
+        "targets": raised(one.step, x[:2], y[: 2 - (rank == 1)]),
         "evaluate": raised(one.evaluate, []),
     }
     assert before == [p.tolist() for p in one.model.parameters()]
     return errors
 
 
-def test_a_batch_smaller_than_the_ranks():
-    first, *others = p101.launch(batches_that_do_not_fit, world_size=3).results
-    assert all(other == first for other in others)
-    assert "a batch of 2 samples can't be shared by 3 ranks" in first["share"]
-    assert first["fit"] == first["share"]
-    assert "the batch is too small: rank 0 has 0 of its 3 samples, and 3 ranks train; expected at least one sample a rank" in first["step"]
-    assert "rank 2 has 1 of its 6 samples" in first["accumulate"]
-    assert "at least accumulate=2 samples a rank" in first["accumulate"]
-    assert "no batches" in first["evaluate"]
+def test_batches_without_samples_or_with_too_few_targets():
+    errors = p101.launch(batches_that_do_not_fit, world_size=3).results
+    for rank, of_rank in enumerate(errors):
+        assert "the batch of step 0 has no samples" in of_rank["none"]
+        assert "inputs have 2 samples along dim 0 and targets 1" in of_rank["targets"]
+        assert ("rank 1 could not take its batch in step 0" in of_rank["targets"]) == (rank != 1)
+        assert "no batches" in of_rank["evaluate"]
 
 
 def a_loss_that_is_not_finite(number):
@@ -174,7 +170,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_training_can_continue(backe
             could_not = "" if rank == 1 else "RuntimeError: rank 1 could not "
             finish = could_not and f"{could_not}finish step 1, and no weight was changed: "
             assert said[:3] == [f"{finish}IndexError: in the middle of {place}" for place in ("forward", "loss", "backward")], name
-            assert said[3].startswith((could_not and f"{could_not}take its batch in step 1: ") + "TypeError: a batch is a tuple"), name
+            assert said[3].startswith((could_not and f"{could_not}take its batch in step 1: ") + "TypeError: a batch is None"), name
             evaluate = could_not and f"{could_not}evaluate: "
             assert said[4:] == [f"{evaluate}IndexError: in the middle of {place}" for place in ("forward", "loss")], name
             torch.testing.assert_close(losses, expected[0], rtol=1e-12, atol=0)

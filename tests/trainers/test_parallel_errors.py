@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -75,14 +74,6 @@ FAULTS = {  # on 4 ranks, and the words that name it
     ),
     "heads": (lambda: tensor(gpt(2), next_token_loss), "'blocks.0.attention.query' has 2 heads, which 4 ranks cannot share equally"),
     "heads, hybrid": (lambda: hybrid(gpt(1), next_token_loss, axes={"pp": 2, "tp": 2}), "which 2 ranks cannot share equally"),
-    "fewer samples than microbatches": (
-        lambda: small_step(pipeline(mlp(), microbatches=6), 5),
-        "the batch is too small: rank 0 has 5 of its 5 samples",
-    ),
-    "fewer samples than microbatches, hybrid": (
-        lambda: small_step(hybrid(mlp(), axes={"dp": 2, "pp": 2}, microbatches=4), 3),
-        "expected at least microbatches=4 samples",
-    ),
     "a mesh larger than the world": (
         lambda: hybrid(mlp(), axes={"dp": 2, "tp": 2, "pp": 2}),
         "Mesh should not be bigger than default world size 4, but found 8 ranks",  # torch's
@@ -189,7 +180,7 @@ def fails_and_goes_on(kind: str, fault: str) -> tuple[str, bool, float, float]:
             assert "a fault in forward" in raised(lambda: trainer.evaluate([(x, y), (x, y)]))  # noqa: B023
         if failing:
             before = trainer.state_dict()
-            nan_here = fault == "nan" and dist.get_rank() == 3  # the last stage is there, and reads the targets
+            nan_here = fault == "nan" and trainer.axes.here["dp"] == trainer.axes.sizes["dp"] - 1
             armed.arm(fault)
             error = raised(lambda: trainer.step(x, y * math.nan if nan_here else y))  # noqa: B023
             armed.arm(None)
@@ -208,7 +199,7 @@ def test_a_fault_on_one_stage_is_told_on_every_rank_and_changes_no_weight(kind):
             assert unchanged
             assert after == without
             if fault == "nan":
-                assert error.startswith("FloatingPointError: step 1: the loss is nan on rank 3; no weight was changed.")
+                assert re.match("FloatingPointError: step 1: the loss is (nan on rank ., )*nan on rank 3; no weight was changed", error)
             elif error != f"ArithmeticError: a fault in {fault}":  # on the rank that has that layer
                 assert re.fullmatch(
                     f"RuntimeError: rank [12] could not finish step [01], and no weight was changed: .*: a fault in {fault}", error

@@ -11,7 +11,6 @@ import parallel101 as p101
 from parallel101.models.gpt import GPT, Block, GPTConfig
 from parallel101.models.mlp import MLP
 from parallel101.trainers.sharded import ShardedTrainer
-from parallel101.trainers.support.optimizers import check_elementwise
 from parallel101.trainers.zero.model_layers import layers_of
 
 
@@ -31,38 +30,6 @@ def test_options_that_mean_nothing():
     ):
         with pytest.raises(ValueError, match=message):
             trainer(**options)
-
-
-class Normed(torch.optim.Optimizer):
-    """A step as long as the weight, in the direction of its gradient: as in LAMB and LARS, of all its elements together."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p -= group["lr"] * p.norm() * p.grad / p.grad.norm()
-
-
-class Demanding(torch.optim.SGD):
-    def __init__(self, params, must):
-        super().__init__(params, lr=0.1)
-
-
-def test_optimizers_that_look_at_whole_matrices_are_refused_and_all_others_taken():
-    refused = [
-        (lambda p: torch.optim.Muon(p), "Muon is not elementwise"),
-        (lambda p: torch.optim.Adafactor(p), "Adafactor is not elementwise"),
-        (lambda p: Normed(p), "Normed is not elementwise"),
-    ]
-    for optimizer, message in refused:
-        with pytest.raises(ValueError, match=message):
-            trainer(optimizer=optimizer)
-    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
-        trainer(optimizer=getattr(torch.optim, name))
-    check_elementwise(Demanding([nn.Parameter(torch.ones(2, 2))], must=1))
 
 
 class Elsewhere(nn.Module):

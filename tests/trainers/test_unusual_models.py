@@ -210,7 +210,7 @@ def test_statistics_of_a_share_are_not_those_of_the_batch():
     assert first == second
     assert len(first) == 3 * len(TRAINERS)
     for gathers, norm, inside in zip(first[::3], first[1::3], first[2::3]):
-        assert "the first step changed buffers differently on different ranks: 'mean' on rank 1 differs from rank 0" in gathers
+        assert "the buffer of 'mean' differs" in gathers
         assert "'norm' is a BatchNorm1d, which looks at the whole batch, and each rank has only its share" in norm
         assert "model.get_submodule('norm.0').eval()" in inside
     assert statistics_of_the_batch() == [], "one rank has the whole batch"
@@ -229,7 +229,7 @@ def penalty(zero_stage, **options):
 
 
 def penalties():
-    with pytest.raises(RuntimeError, match=r"was empty where it was used \(a penalty in the loss, for example\)"):
+    with pytest.raises((RuntimeError, p101.NotEqualError), match=r"was empty where it was used \(a penalty in the loss, for example\)"):
         penalty(3)
     return penalty(1), penalty(2)
 
