@@ -7,6 +7,7 @@ record        the cost of recording a small message   the same message on torch'
 training      time and memory of a training step      DDP and FSDP2
 tensor        the same with tensor parallelism        DTensor
 pipeline      the same in a pipeline                  torch.distributed.pipelining
+verify        the comparison before the first step    a step of one process
 sim           messages per second, ranks, memory      nothing
 pictures      pictures, pages and a first notebook     matplotlib, a page without scripts, spawn; and limits
 """
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel101.bench import collectives, launch, pictures, record, sim, training
+from parallel101.bench import collectives, launch, pictures, record, sim, training, verifying
 from parallel101.bench.report import Report
 
 SECTIONS = {
@@ -28,6 +29,7 @@ SECTIONS = {
     "training": training.measure,
     "tensor": training.measure_tensor,
     "pipeline": training.measure_pipeline,
+    "verify": verifying.measure,
     "sim": sim.measure,
     "pictures": pictures.measure,
 }

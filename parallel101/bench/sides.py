@@ -58,13 +58,13 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def alone(model: nn.Module) -> Step:
+def alone(model: nn.Module, loss_fn: Callable[..., Tensor] = mse_loss) -> Step:
     """Train without communication: the rest of the step."""
     optimizer = adamw(model.parameters())
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = mse_loss(model(inputs), targets)
+        loss = loss_fn(model(inputs), targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -90,11 +90,11 @@ def fsdp(model: nn.Module) -> Step:
 
 
 def data_parallel(model: nn.Module) -> Step:
-    return p101.DataParallelTrainer(model, mse_loss, adamw).step
+    return p101.DataParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
 def sharded(zero_stage: int) -> Side:
-    return lambda model: p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage).step
+    return lambda model: p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage, verify=False).step
 
 
 # ---- tensor: each rank has a part of each layer, and the whole batch ----
@@ -121,7 +121,7 @@ def dtensor(model: nn.Module) -> Step:
 
 
 def tensor_parallel(model: nn.Module) -> Step:
-    return p101.TensorParallelTrainer(model, mse_loss, adamw).step
+    return p101.TensorParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
 # ---- pipeline: each rank has a part of the layers; its first rank reads the inputs, its last one the targets ----
@@ -185,7 +185,7 @@ def v_shape(rank: int, ranks: int) -> list[int]:
 
 def pipeline(schedule: str, chunks: int = 1) -> Side:
     options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "chunks": chunks}
-    return lambda model: p101.PipelineTrainer(model, mse_loss, adamw, **options).step
+    return lambda model: p101.PipelineTrainer(model, mse_loss, adamw, verify=False, **options).step
 
 
 MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"

@@ -43,6 +43,7 @@ class Outcome(NamedTuple):
         norm: of all gradients together.
         updated: the parameters after the optimizer's step.
         buffers: those with floating-point numbers, after the forward.
+        drops: whether the forward called a function that drops numbers, such as F.dropout.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class Outcome(NamedTuple):
     norm: float
     updated: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    drops: bool
 
 
 class OneProcess:
@@ -92,7 +94,7 @@ class OneProcess:
             for name, t in found:
                 t.data = values[name].clone() if name in values else t.data.clone()
                 t.grad = None
-            with without_dropout(self.model):
+            with without_dropout(self.model, functions=not is_compiled(self.model)) as self.dropout:
                 yield
         finally:
             self.model.__dict__, self.whole.__dict__ = self.whole.__dict__, self.model.__dict__
@@ -146,7 +148,7 @@ class OneProcess:
         self.optimizer.step()
         self.optimizer.state.clear()
         updated = {name: p.detach().clone() for name, p in trained.items()}
-        return Outcome(loss.item(), evaluated, gradients, norm, updated, buffers)
+        return Outcome(loss.item(), evaluated, gradients, norm, updated, buffers, self.dropout.found)
 
 
 def mean_loss(loss_fn: LossFn | None, outputs: Any, targets: Any) -> Tensor:
@@ -190,29 +192,32 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, every dropout keeps everything: that of modules, of attention and of torch's functions."""
-    before = []
+def without_dropout(model: nn.Module, functions: bool) -> Iterator[WithoutDropout]:
+    """Inside, every dropout keeps everything: that of modules and, if asked, of torch's functions, attention among them."""
+    before, mode = [], WithoutDropout()
     for module in model.modules():
         name = "p" if isinstance(module, DROPOUTS) else "dropout" if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) else None
         if name is not None:
             before.append((module, name, getattr(module, name)))
             setattr(module, name, 0.0)
     try:
-        with nullcontext() if is_compiled(model) else WithoutDropout():
-            yield
+        with mode if functions else nullcontext():
+            yield mode
     finally:
         for module, name, value in before:
             setattr(module, name, value)
 
 
 class WithoutDropout(TorchFunctionMode):
-    """While it is active, functions that drop numbers drop none."""
+    """While it is active, functions that drop numbers drop none. `found`: whether one was to drop some."""
+
+    found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in PROBABILITY:
             name, place = PROBABILITY[func]
+            self.found |= (args[place] if len(args) > place else kwargs.get(name, 0.0)) > 0
             if len(args) > place:
                 args = (*args[:place], 0.0, *args[place + 1 :])
             else:
