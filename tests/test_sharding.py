@@ -137,6 +137,27 @@ def test_fewer_elements_than_ranks():
     check(FOUR_CASES, {"X": 4}, {"I": 2, "J": 3, "K": 1}, backend="sim")
 
 
+def all_reduce_each(plans):
+    for number, chosen in enumerate(plans):
+        dist.barrier()
+        with p101.span(f"plan {number}"):
+            chosen.run(torch.ones([chosen.sizes[dim] for dim in chosen.result.dims]))
+
+
+MESHES = [{"X": 2, "Y": 3}, {"X": 3, "Y": 2}, {"X": 1, "Y": 3}, {"X": 3, "Y": 3}, {"X": 2, "Y": 2, "Z": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_an_all_reduce_over_several_axes_sends_the_bytes_of_the_plan(mesh):
+    """Also of sizes that the axes do not divide, and of fewer elements than ranks."""
+    axes, backwards = "".join(mesh), "".join(reversed(mesh))
+    plans = [plan(f"A[I] {{U_{axes}}} → A[I]", mesh, I=n) for n in (*range(1, 26), 36, 48, 101)]
+    plans += [plan(f"A[I, J] {{U_{backwards}}} → A[I, J]", mesh, I=n, J=3) for n in (1, 4, 7)]
+    run = p101.launch(all_reduce_each, plans, world_size=math.prod(mesh.values()), backend="sim")
+    sent = [sent for _, (_, sent) in sorted(measured(run.trace).items(), key=lambda item: int(item[0].split()[1]))]
+    assert sent == [chosen.bytes_sent for chosen in plans]
+
+
 def test_on_gloo_and_under_nccl_rules():
     check(FOUR_CASES, {"X": 3}, backend="gloo", trace=True)
     check([*FOUR_CASES, "A[I_X, J] → A[I, J_X]"], {"X": 3}, backend="sim", rules="nccl", network=LATENCY_ONLY)

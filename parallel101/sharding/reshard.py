@@ -7,7 +7,8 @@
     Slice_{X,J}           A[I, J] → A[I, J_X]               each rank keeps its own block and sends nothing
 
 Along an axis of p ranks, with n bytes in the larger of the two blocks, the rank sends n(p−1)/p bytes, and 2n(p−1)/p for AllReduce. All are
-rings, along one axis after the other, except AllToAll. A new subscript is always the innermost, and only the innermost can be removed.
+rings, along one axis after the other, except AllToAll, and AllReduce over several axes, which uses all their links at the same time
+("torus"). A new subscript is always the innermost, and only the innermost can be removed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
-from itertools import combinations, count, permutations
+from itertools import combinations, count, permutations, product
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from parallel101.autograd import all_gather, all_reduce, all_to_all, reduce_scatter
+from parallel101.collectives.comm import Comm
+from parallel101.collectives.torus import routes_of
 from parallel101.mesh import Group, split_sizes
 from parallel101.sharding.notation import Sharding, interval
 
@@ -119,6 +123,8 @@ def sent_in(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: M
     """Elements that the rank at these coordinates sends in a step."""
     extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
     n = math.prod(extents)
+    if step.operation == "AllReduce" and len(step.axes) > 1:
+        return torus_sent(n, step.axes, mesh, at)
     if step.operation == "AllReduce":
         return ring_sent(n, step.axes, mesh, at, gather=False) + ring_sent(n, step.axes, mesh, at, gather=True)
     if step.operation == "ReduceScatter":
@@ -146,6 +152,24 @@ def ring_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mappin
         blocks = split_sizes(n, mesh[axis])
         sent += n - blocks[(at[axis] + gather) % mesh[axis]]
         n = blocks[at[axis]]
+    return sent
+
+
+def torus_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int]) -> int:
+    """Elements that a rank sends in an all-reduce of n over several axes: on each route of "torus", in a ring along each line."""
+    shape = tuple(mesh[axis] for axis in axes)
+    p, parts = math.prod(shape), 2 * sum(length > 1 for length in shape)
+    if n % (p * max(parts, 1)) == 0:
+        return 2 * n * (p - 1) // p
+    place = list(product(*map(range, shape))).index(tuple(at[axis] for axis in axes))
+    group = Group(tuple(range(p)), place, shape, None)
+    blocks, sent = split_sizes(n, p), 0
+    pieces = {block: split_sizes(block, parts) for block in set(blocks)}
+    for number, route in enumerate(routes_of(Comm(group, torch.device("cpu")))):
+        part = [pieces[blocks[position]][number] for position in route.order]
+        for line, windows in route.windows():
+            sizes = [sum(part[window]) for window in windows]
+            sent += 2 * sum(sizes) - sizes[line.rank] - sizes[(line.rank + 1) % line.size]
     return sent
 
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "layers": {"autograd", "collectives", "mesh", SPANS},
     "models": set(),
     "cost": {"collectives", "mesh"},
-    "sharding": {"autograd", "cost", "mesh", SPANS},
+    "sharding": {"autograd", "collectives", "cost", "mesh", SPANS},
     "trainers": {"autograd", "collectives", "mesh", SPANS},
     "keras": {"trainers", "autograd", "collectives", "mesh", SPANS},
     "record": set(),
