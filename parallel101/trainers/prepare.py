@@ -25,7 +25,7 @@ from parallel101.trainers.pipeline.split import Part, cut_points, entries_of, na
 from parallel101.trainers.schedules.messages import has_messages, with_messages
 from parallel101.trainers.schedules.schedule import Schedule
 from parallel101.trainers.support.arguments import SHARDED, LossFn
-from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
+from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.plan import Plan, Resolved, resolve
 
 # (the stage, or None if the parameters are on several of this rank's; its parameters; the ranks along dp; apart: see `by_size`)
@@ -110,7 +110,7 @@ def prepare(
         of_axes |= {"tp": resolved.placements[name]} if resolved is not None and name in resolved.placements else {}
         of_axes |= {"dp": pieces[name]} if name in pieces else {}
         placed[name] = entry._replace(placements=of_axes)
-    if loss_fn is vocabulary_cross_entropy:
+    if is_vocabulary_loss(loss_fn):
         cut_logits = resolved is not None and resolved.vocabulary
         loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
     added = list(sums(trained, where.ranks, summed, axes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +78,25 @@ def test_with_every_setting():
 def test_on_gloo():
     cases = [(name, setting(i)) for i, name in enumerate(("lecture", "gpt", "gpt, whole head, time cut", "fused, time cut"))]
     assert p101.launch(unlike_one_process, cases, world_size=2, backend="gloo").results == [[]] * 2
+
+
+def ignoring(loss):
+    """Targets that are 4 do not count; 4 is among those of `text`."""
+    return partial(loss, ignore_index=4)
+
+
+def joined_loss(logits, targets, ignore_index):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
+
+
+def with_options_of_the_loss():
+    task = GPT._replace(loss_fn=ignoring(joined_loss))
+    trainer = p101.TensorParallelTrainer(task.build(), ignoring(p101.vocabulary_cross_entropy), OPTIMIZERS["sgd"])
+    return differences(trained(trainer, task), one_process(task, "sgd", None))
+
+
+def test_a_partial_of_the_vocabularys_loss_is_one_too():
+    assert p101.launch(with_options_of_the_loss, world_size=2, backend="sim").results == [[]] * 2
 
 
 SYNC = [

@@ -295,16 +295,17 @@ def logits_and_targets(p, dtype=torch.float64):
 
 @pytest.mark.parametrize("sizes", [[10], [5, 5], [4, 3, 3], [0, 9, 1], [3, 3, 2, 2]], ids=str)
 @pytest.mark.parametrize("ignored", [0, 3, 12], ids=lambda n: f"{n} ignored")
-def test_cross_entropy_of_cut_logits_is_torchs_of_the_joined_ones(sizes, ignored):
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 4, "reduction": "sum"}], ids=str)
+def test_cross_entropy_of_cut_logits_is_torchs_of_the_joined_ones(sizes, ignored, options):
     logits, targets = logits_and_targets(len(sizes))
-    targets.view(-1)[:ignored] = -100
+    targets.view(-1)[:ignored] = options.get("ignore_index", -100)
     whole = logits.clone().requires_grad_()
-    expected = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
+    expected = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), **options)
     (3 * expected).backward()
 
     def program(backward):
         mine = logits.split(sizes, -1)[dist.get_rank()].clone().requires_grad_()
-        loss = p101.vocabulary_cross_entropy(mine, targets)
+        loss = p101.vocabulary_cross_entropy(mine, targets, **options)
         if backward:
             (3 * loss).backward()
         return loss.detach(), mine.grad
@@ -330,6 +331,8 @@ def losses_of_extreme_logits():
         p101.vocabulary_cross_entropy(mine, targets[0])
     with pytest.raises(ValueError, match="expected whole numbers"):
         p101.vocabulary_cross_entropy(mine, targets.double())
+    with pytest.raises(ValueError, match="reduction='none': expected"):
+        p101.vocabulary_cross_entropy(mine, targets, reduction="none")
     return loss.item(), half.item(), half.dtype
 
 

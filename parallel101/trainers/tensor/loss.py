@@ -8,8 +8,10 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,21 +21,29 @@ from torch.autograd.function import once_differentiable
 from parallel101.collectives import all_reduce
 from parallel101.mesh import GroupLike, group_of
 
-IGNORED = -100  # a target that does not count, as in torch.nn.functional.cross_entropy
 
-
-def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: GroupLike = None) -> Tensor:
-    """Mean cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the joined logits.
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    group: GroupLike = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the joined logits.
 
     Args:
         logits: (…, V/n), this rank's block along the vocabulary; blocks may differ in size, and one may be empty.
-        targets: (…), whole numbers from 0 to V − 1, the same on every rank. −100 marks a position that does not count.
+        targets: (…), whole numbers from 0 to V − 1, the same on every rank.
         group: the ranks among which the vocabulary is cut, in its order; see `group_of`. A tensor-parallel trainer passes its tp axis.
+        ignore_index: a target that marks a position as not counted.
+        reduction: "mean" over the positions that count, or their "sum".
 
     Returns a scalar; of logits in half precision it is computed, and returned, in float32. The loss counts once, as in
     `reduce_from_group`: backward sends nothing. Forward makes two all-reduces, of N + n and of 2N numbers for N positions.
 
-    Raises ValueError, on every rank, for shapes that do not fit, and IndexError for a target that is not in the vocabulary.
+    Raises ValueError, on every rank, for shapes that do not fit and for another reduction, and IndexError for a target that is not in
+    the vocabulary.
     """
     if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -42,12 +52,19 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: GroupLik
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"targets are {targets.dtype}: expected whole numbers, the position in the vocabulary")
-    return VocabularyCrossEntropy.apply(logits, targets, group)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction={reduction!r}: expected "mean" or "sum"')
+    return VocabularyCrossEntropy.apply(logits, targets, group, ignore_index, reduction == "mean")
+
+
+def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
+    """Whether it is vocabulary_cross_entropy, or a functools.partial of it."""
+    return (loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn) is vocabulary_cross_entropy
 
 
 class VocabularyCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike, ignore_index: int, mean: bool) -> Tensor:
         members, ctx.dtype, ctx.shape = group_of(group), logits.dtype, logits.shape
         position = members.position or 0
         values = logits.detach().reshape(targets.numel(), logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
@@ -62,7 +79,7 @@ class VocabularyCrossEntropy(Function):
         largest = all_reduce(largest, "max", group=group, algorithm="direct")
         starts = [0, *itertools.accumulate(int(size) for size in largest[count:].tolist())]
 
-        counted = target != IGNORED
+        counted = target != ignore_index
         if ((target < 0) | (target >= starts[-1]))[counted].any():
             raise IndexError(f"targets range from {target.min()} to {target.max()}, but the logits have a vocabulary of {starts[-1]}")
         here = counted & (target >= starts[position]) & (target < starts[position + 1])
@@ -75,7 +92,7 @@ class VocabularyCrossEntropy(Function):
         sums[0] = softmax.sum(-1)
         total, chosen = all_reduce(sums, group=group, algorithm="direct")
 
-        number = counted.sum()
+        number = counted.sum() if mean else counted.new_ones((), dtype=torch.int64)
         softmax /= total[:, None]
         ctx.save_for_backward(softmax, row, column, counted, number)
         return ((total.log() - chosen) * counted).sum() / number
@@ -86,4 +103,4 @@ class VocabularyCrossEntropy(Function):
         softmax, row, column, counted, number = ctx.saved_tensors
         gradient = softmax * counted[:, None]
         gradient[row, column] -= 1
-        return gradient.mul_(g / number.clamp(min=1)).view(ctx.shape).to(ctx.dtype), None, None
+        return gradient.mul_(g / number.clamp(min=1)).view(ctx.shape).to(ctx.dtype), None, None, None, None

@@ -23,7 +23,7 @@ from parallel101.trainers.tensor.auto import auto_plan
 from parallel101.trainers.tensor.chain import Chain, chain_of
 from parallel101.trainers.tensor.flow import check_flow
 from parallel101.trainers.tensor.layers import ColumnLinear, Region, RowLinear, VocabularyEmbedding
-from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
+from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.match import listed, match
 from parallel101.trainers.tensor.sequence import Regions, regions_of, without_sequence
 from parallel101.trainers.tensor.styles import Style
@@ -107,13 +107,13 @@ def resolve(plan: Plan, model: nn.Module, loss_fn: Callable[..., Any] | None, si
     Args:
         plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from the model's structure.
         model: the whole model.
-        loss_fn: vocabulary_cross_entropy if and only if the head is cut.
+        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is cut.
         size: of the tensor axis.
         sequence_parallel: cut activations along time wherever they are not cut along features.
 
     Raises ValueError, the same on every rank, with the module's name and the reason, for a plan that does not fit.
     """
-    chain, cut_head = chain_of(model), loss_fn is vocabulary_cross_entropy
+    chain, cut_head = chain_of(model), is_vocabulary_loss(loss_fn)
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f'plan={plan!r}: expected "auto" or a dict from names of modules to styles')
