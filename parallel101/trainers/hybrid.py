@@ -112,7 +112,8 @@ class TensorParallelTrainer(Trainer):
         plan: name of a module → style, `*` for any part of a name; what no name matches is replicated. "auto": from the model's structure.
             "column": the outputs are cut, and backward sums the inputs' gradients. "row": the inputs are cut, and forward sums the outputs.
             "column_gather": the outputs are cut and then gathered. "vocabulary": an embedding's rows, or the head's columns.
-            `column(parts=3, heads=h)`: a fused query, key and value, cut by heads.
+            `column(parts=3, heads=h)`: a fused query, key and value, cut by heads. `column(heads="num_heads")`: so many as that
+            attribute of the module around says, and its code counts them.
         sequence_parallel: between a row layer and the next column layer, cut activations (batch, time, features) along time. All modules
             there must act on each position alone.
         accumulate: microbatches in a step.

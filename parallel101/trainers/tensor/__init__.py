@@ -2,6 +2,7 @@
 
 {"*.up": "column", "*.down": "row"}     styles.py, plan.py: which module has which style, checked before anything is changed
 auto.py                                 a plan from the model's structure
+explain.py                              shape errors of code that counts the whole model's features, in words
 layers.py                               column and row linear layers, the embedding cut by vocabulary
 loss.py                                 cross-entropy of logits that stay cut
 sequence.py                             sequence parallel: between those layers activations are cut along time

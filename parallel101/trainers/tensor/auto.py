@@ -1,16 +1,21 @@
 """A plan from the model's structure.
 
 a chain of linear layers    column, row, column, row, …; a last layer without a partner: column_gather
-attention by heads          modules query, key, value and out with a head_width: column(heads=…) and row
-feed-forward                modules up and down: column and row
+attention by heads          by the names in ATTENTION, with a width or a number of heads: column(heads=…) and row
+feed-forward                by the names in FEED_FORWARD: column and row
 head, and its embedding     vocabulary, if the loss is vocabulary_cross_entropy
 
-What it does not recognise stays replicated.
+What it does not recognise stays replicated. Names are a guess at what the code between the layers does; a plan says it.
+
+GPT-2's attention, as in nanoGPT, takes the width of a head from its input: `k.view(B, T, self.n_head, C // self.n_head)`. That works only
+with all features, so its layers are gathered. To cut it by heads, write `self.c_attn(x).chunk(3, -1)`, `k.view(B, T, -1, head_width)` and
+`y.view(B, T, -1)`, and the plan {"*.c_attn": column(parts=3, heads=n_head), "*.attn.c_proj": "row", …}.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -18,7 +23,28 @@ from parallel101.trainers.tensor.chain import ELEMENTWISE, Chain, inner_chains
 from parallel101.trainers.tensor.match import is_plain
 from parallel101.trainers.tensor.styles import Style, column
 
-COLUMN, ROW = Style("column"), Style("row")
+COLUMN, ROW, GATHERED = Style("column"), Style("row"), Style("column_gather")
+
+ATTENTION = (  # the layers whose outputs are heads, or one with query, key and value side by side; the layer that takes them
+    (("query", "key", "value"), "out"),
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),  # LLaMA
+    (("wq", "wk", "wv"), "wo"),  # LLaMA in Meta's code
+    (("to_q", "to_k", "to_v"), "to_out"),
+    (("to_qkv",), "to_out"),
+    (("to_qkv",), "to_out.0"),
+    (("qkv",), "proj"),
+    (("qkv",), "out"),
+)
+ALL_FEATURES = (("c_attn", "c_proj"),)  # GPT-2: see above
+FEED_FORWARD = (
+    (("up",), "down"),
+    (("c_fc",), "c_proj"),  # GPT-2
+    (("gate_proj", "up_proj"), "down_proj"),  # LLaMA
+    (("w1", "w3"), "w2"),
+)
+HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "dim_head")
+HEADS = ("n_local_heads", "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
+KEY_VALUE_HEADS = ("n_local_kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 
 
 def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str, Style]:
@@ -31,7 +57,8 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
     """
     plan: dict[str, Style] = {}
     for name, module in model.named_modules():
-        plan |= attention(name, module) or feed_forward(name, module)
+        found = attention(module) | feed_forward(module)
+        plan |= {f"{name}.{layer}".strip("."): style for layer, style in found.items()}
     for inner in inner_chains(model, chain):
         plan |= {name: style for name, style in pairs(inner).items() if style.name != "column_gather"}
     if chain is not None:
@@ -44,7 +71,8 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
     if not plan:
         raise ValueError(
             f'plan="auto" found nothing to cut in {type(model).__name__}: expected an nn.Sequential of linear layers, or modules named '
-            'query, key, value, out (with a head_width) or up, down. Pass a plan: {"name of a module": "column" or "row", …}'
+            "query, key, value, out (with a head_width or num_heads) or up, down, or as in LLaMA or GPT-2. "
+            'Pass a plan: {"name of a module": "column" or "row", …}'
         )
     return plan
 
@@ -65,26 +93,54 @@ def pairs(chain: Chain) -> dict[str, Style]:
     return plan
 
 
-def attention(name: str, module: nn.Module) -> dict[str, Style]:
-    parts = [getattr(module, part, None) for part in ("query", "key", "value", "out")]
-    width = getattr(module, "head_width", None)
-    if not width or not all(isinstance(part, nn.Linear) and is_plain(part) for part in parts):
-        return {}
-    cut = {f"{name}.{part}": column(heads=getattr(module, part).out_features // width) for part in ("query", "key", "value")}
-    return {**cut, f"{name}.out": ROW}
+def attention(module: nn.Module) -> dict[str, Style]:
+    """The styles of the layers inside of an attention, by their names in it; {} if it is none."""
+    for inner, last in ATTENTION:
+        found, parts = linears(module, (*inner, last)), 3 if len(inner) == 1 else 1
+        if not found or found[0].out_features != parts * found[-1].in_features:
+            continue
+        layers = found[:-1]
+        heads = [heads_of(module, layer.out_features // parts, layer is not layers[0]) for layer in layers]
+        if None not in heads:
+            return {name: column(parts=parts, heads=count) for name, count in zip(inner, heads)} | {last: ROW}
+    return next((dict.fromkeys(names, GATHERED) for names in ALL_FEATURES if linears(module, names)), {})
 
 
-def feed_forward(name: str, module: nn.Module) -> dict[str, Style]:
-    up, down = getattr(module, "up", None), getattr(module, "down", None)
-    if (
-        isinstance(up, nn.Linear)
-        and isinstance(down, nn.Linear)
-        and is_plain(up)
-        and is_plain(down)
-        and up.out_features == down.in_features
-    ):
-        return {f"{name}.up": COLUMN, f"{name}.down": ROW}
+def feed_forward(module: nn.Module) -> dict[str, Style]:
+    """The styles of the layers inside of a feed-forward, by their names in it; {} if it is none."""
+    for inner, last in FEED_FORWARD:
+        found = linears(module, (*inner, last))
+        if found and all(layer.out_features == found[-1].in_features for layer in found[:-1]):
+            return dict.fromkeys(inner, COLUMN) | {last: ROW}
     return {}
+
+
+def linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The plain linear layers of these names; none if the module does not have all of them."""
+    below = dict(module.named_modules())
+    found = [layer for name in names if isinstance(layer := below.get(name), nn.Linear) and is_plain(layer)]
+    return found if len(found) == len(names) else []
+
+
+def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int | None:
+    """The attribute that counts the heads in so many outputs, else their number; None if the module tells neither."""
+    width = head_width(module)
+    for name in (*KEY_VALUE_HEADS * key_or_value, *HEADS):
+        count = whole_number(module, name)
+        if count and (count * width == outputs if width else outputs % count == 0):
+            return name
+    return outputs // width if width and outputs % width == 0 else None
+
+
+def head_width(module: nn.Module) -> int | None:
+    """How many features a head has, if one of the module's attributes says so."""
+    return next((width for name in HEAD_WIDTHS if (width := whole_number(module, name))), None)
+
+
+def whole_number(module: nn.Module, name: str) -> int | None:
+    """The module's own attribute, if it is a whole number, 1 or more."""
+    value = vars(module).get(name)
+    return value if type(value) is int and value > 0 else None
 
 
 def vocabulary(chain: Chain) -> dict[str, Style]:

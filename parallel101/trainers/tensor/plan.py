@@ -19,8 +19,9 @@ from torch import nn
 
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.auto import auto_plan
+from parallel101.trainers.tensor.auto import auto_plan, head_width, whole_number
 from parallel101.trainers.tensor.chain import Chain, chain_of
+from parallel101.trainers.tensor.explain import explain_shape_errors
 from parallel101.trainers.tensor.flow import check_flow
 from parallel101.trainers.tensor.layers import ColumnLinear, Region, RowLinear, VocabularyEmbedding
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
@@ -84,6 +85,8 @@ class Resolved:
         whole, cut_time = Region(group), Region(group, cut_time=True)
         names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         replaced: dict[int, nn.Module] = {}
+        around: dict[nn.Module, str] = {}  # modules whose own code stands between column and row layers → their names
+        counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
         for name, old in list(model.named_modules(remove_duplicate=False)):
             style = self.styles.get(names[id(old)])
             if style is None or name not in here:
@@ -97,7 +100,16 @@ class Resolved:
                     new.among_all = any(is_below(name, [entry]) for entry in self.regions.keep_after)
                 replaced[id(old)] = new.train(old.training)
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, replaced[id(old)])
+            module = model.get_submodule(parent)
+            setattr(module, attribute, replaced[id(old)])
+            if style.name in ("column", "row"):
+                around[module] = parent
+            if isinstance(style.heads, str):
+                counts.add((module, style.heads))
+        for module, attribute in counts:
+            setattr(module, attribute, getattr(module, attribute) // whole.size)
+        for module, name in around.items():
+            explain_shape_errors(module, name, whole.size, cut_time=bool(self.regions.cut_time))
         self.regions.connect(model, cut_time, here)
 
 
@@ -143,17 +155,24 @@ def shard_of(name: str, module: nn.Module, style: Style, size: int, modules: Map
     outputs, parts, heads = module.out_features, style.parts, style.heads
     if outputs % parts:
         raise ValueError(f"plan: {name!r} has {outputs} outputs, which are no {parts} equal parts (parts={parts})")
-    segment = outputs // parts
-    head_width = getattr(modules[name.rpartition(".")[0]], "head_width", None)  # as our GPT's attention has it
-    if heads is None and isinstance(head_width, int) and style.name == "column" and segment % head_width == 0:
-        heads = segment // head_width
+    segment, around = outputs // parts, modules[name.rpartition(".")[0]]
+    if isinstance(heads, str):
+        if (count := whole_number(around, heads)) is None:
+            raise ValueError(
+                f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} around it has no attribute {heads!r} that "
+                "is a whole number: expected the attribute with which its code counts heads, or how many there are"
+            )
+        heads = count
+    if heads is None and style.name == "column" and (width := head_width(around)) and segment % width == 0:
+        heads = segment // width
     if heads is None:
         sizes = split_sizes(segment, size)
     elif segment % heads:
         raise ValueError(f"plan: {name!r} has {segment} outputs{' a part' * (parts > 1)}, which are no {heads} equal heads (heads={heads})")
     elif heads % size:
         raise ValueError(
-            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: expected a tensor axis that divides {heads}"
+            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: expected a tensor axis that divides {heads}, "
+            "or a plan that leaves the layers of this module out"
         )
     else:
         sizes = [segment // size] * size
