@@ -225,6 +225,17 @@ def test_what_cannot_be_built_is_refused(options, words):
         p101.schedule(arguments.pop("name"), **arguments)
 
 
+@pytest.mark.parametrize("actions", [5, None, "0F0", ["0F0", "1F0"], [["0F0"], 5]], ids=str)
+def test_what_is_no_list_for_each_rank_is_refused(actions):
+    with pytest.raises(p101.ScheduleError, match="expected a list for each rank"):
+        p101.Schedule(actions)
+
+
+def test_actions_that_are_no_texts_are_refused():
+    with pytest.raises(p101.ScheduleError, match=r"action 1 \(int\): expected a text such as '0F3'"):
+        p101.Schedule([[1, 2]])
+
+
 def test_ranks_that_compute_only_do_not_wait_by_nccls_rules():
     schedule = p101.Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B1", "1B0"]])
     for rules in ("gloo", "nccl"):

@@ -32,6 +32,8 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """ "2F3" → stage 2, forward, microbatch 3; "(0F1;7B0)OVERLAP_F_B" → both together. Raises ScheduleError for other texts."""
+        if not isinstance(text, str):
+            raise ScheduleError(f"action {text!r} ({type(text).__name__}): expected a text such as '0F3'")
         if text.startswith("(") and text.endswith(f"){OVERLAP}"):
             return cls(-1, OVERLAP, -1, tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";")))
         found = ACTION.fullmatch(text)

@@ -30,6 +30,8 @@ class Schedule:
     """
 
     def __init__(self, actions: Sequence[Sequence[str]]):
+        if not isinstance(actions, (list, tuple)) or not all(isinstance(of_rank, (list, tuple)) for of_rank in actions):
+            raise ScheduleError(f"Schedule({actions!r}): expected a list for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]")
         self.ranks = [[Action.parse(text) for text in of_rank] for of_rank in actions]
         self.actions = [[str(action) for action in of_rank] for of_rank in self.ranks]
         self.placement = dict(sorted({part.stage: rank for rank, part in reversed(list(self.parts()))}.items()))
