@@ -52,6 +52,11 @@ CASES = [  # what is done with a trainer, and what the error says
     (wraps(lambda: MLP), TypeError, r"model=<class '.*MLP'>: expected an nn.Module that has been built"),
     (wraps(lambda: None), TypeError, "model=None: expected an nn.Module"),
     (wraps(lambda: MLP([4, 4], device="meta")), ValueError, r"'layers\.0\.weight' is on the meta device and has no values"),
+    (
+        wraps(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))),
+        ValueError,
+        r"'0\.weight' has no shape yet",
+    ),
     (wraps(lambda: model().requires_grad_(False)), ValueError, "nothing to train"),
     (loss("mse"), TypeError, r"loss_fn='mse': expected a function of \(outputs, targets\)"),
     (loss(None), ValueError, r"loss_fn is None, so the model returns its loss: expected step\(inputs\)"),

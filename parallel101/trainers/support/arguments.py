@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from parallel101.mesh import Group
@@ -59,6 +60,9 @@ def check_model(model: Any, group: Group) -> torch.device:
             "the model's weights are cut up already, by a trainer that was built before: "
             "build a new model for a new trainer (the old one's .state_dict() has the weights)"
         )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(t):
+            raise ValueError(f"{name!r} has no shape yet, since its module is lazy: run the model once before, model(inputs)")
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values: give it some, with model.to_empty(device=…) and its init")
