@@ -136,3 +136,19 @@ def test_a_gpt_in_float32_and_in_bfloat16_autocast_is_one_process_within_roundin
         torch.testing.assert_close(not_clipped[0], losses, rtol=rtol, atol=0)
         torch.testing.assert_close(not_clipped[1], held_out, rtol=rtol, atol=0)
         torch.testing.assert_close(not_clipped[2], weights, rtol=max(rtol, 1e-3), atol=max(atol, 2e-4))
+
+
+def compiled(how):
+    model, (x, y) = nn.Sequential(*(MLP([4, 4], seed=s, dtype=torch.float64) for s in range(2))), (randn(1, 4, 4), randn(2, 4, 4))
+    if how == "in place":
+        model.compile(backend="aot_eager")
+    elif how == "wrapped":
+        model = torch.compile(model, backend="aot_eager")
+    trainer = ShardedTrainer(model, F.mse_loss, OPTIMIZERS["sgd"], zero_stage=3)
+    return [trainer.step(*trainer.share((x, y))) for _ in range(3)]
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_compiled_model_gathers_its_layers(how):
+    expected, found = (p101.launch(compiled, one, world_size=2, backend="sim").results[0] for one in ("as it is", how))
+    assert found == pytest.approx(expected, rel=1e-12)

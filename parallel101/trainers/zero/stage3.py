@@ -44,6 +44,11 @@ class Layer:
         self.name, self.module, self.flats = name, module, list(flats)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is torch.compile(module), or was compiled in place by module.compile()."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
 class ZeRO3:
     """A GradientSync (see gradients.py) that gathers and frees the layers of a model as it runs, forward and backward.
 
@@ -94,11 +99,12 @@ class ZeRO3:
         self.in_backward = self.in_forward = self.in_layer = False
         self.sends = True  # whether gradients leave in a backward; not so in the first half of one
         self.spans = ExitStack()
-        model.register_forward_pre_hook(self.begin_forward, prepend=True)  # first, so that other hooks see whole weights
+        hook = torch.compiler.disable if any(map(is_compiled, model.modules())) else lambda f: f  # messages are not traced
+        model.register_forward_pre_hook(hook(self.begin_forward), prepend=True)  # first, so that other hooks see whole weights
         for layer in self.layers:
-            layer.module.register_forward_pre_hook(partial(self.pre_forward, layer), prepend=True)
-            layer.module.register_forward_hook(partial(self.post_forward, layer))
-        model.register_forward_hook(self.end_forward)
+            layer.module.register_forward_pre_hook(hook(partial(self.pre_forward, layer)), prepend=True)
+            layer.module.register_forward_hook(hook(partial(self.post_forward, layer)))
+        model.register_forward_hook(hook(self.end_forward))
 
     def begin(self) -> None:
         self.live.begin()
