@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
 from parallel101.trainers.gradients import GradientSync
-from parallel101.trainers.pipeline.messages import Messages, is_first_forward
+from parallel101.trainers.pipeline.messages import Messages, activations, is_first_forward
 from parallel101.trainers.schedules.actions import COMPUTE, Action, ScheduleError
 from parallel101.trainers.schedules.check import partner
 from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
@@ -145,6 +145,8 @@ class Executor:
         send = partner(receive)
         if send.stage in self.parts:
             arrived = self.results.pop(send, None)
+            if kind == "F" and arrived is not None:
+                arrived = arrived.clone()  # the next stage may change it in place, and backward may need it as it was
         else:
             assert self.messages is not None
             arrived = self.messages.take(receive)
@@ -164,7 +166,7 @@ class Executor:
             if stage == self.last_stage:
                 self.losses[i] = y.detach()
             else:
-                self.results[Action(stage, "SEND_F", i)] = y.detach()
+                self.results[Action(stage, "SEND_F", i)] = activations(stage, y)
         if not self.forward_only:
             self.held[stage, i] = Held(x, y, later)
 

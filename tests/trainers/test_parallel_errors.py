@@ -51,6 +51,38 @@ def small_step(trainer, samples: int) -> float:
     return trainer.step(torch.ones(samples, 4, dtype=torch.float64), torch.ones(samples, 2, dtype=torch.float64))
 
 
+class WithFunction(nn.Module):
+    """A function among the modules of its sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def sequence(self):
+        return [self.first, F.relu, self.second]
+
+
+class Called(nn.Module):
+    """A module of the name `sequence` tells no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = mlp()
+
+    def forward(self, x):
+        return self.sequence(x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.linear(x), x
+
+
+FUNCTION = "WithFunction.sequence() has a function at place 1 (relu): expected modules only"
 WAITING = p101.Schedule(
     [
         ["0F0", "0B0", "0F1", "0B1"],
@@ -83,6 +115,10 @@ FAULTS = {  # on 4 ranks, and the words that name it
         "wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
     ),
     "a schedule for other ranks": (lambda: hybrid(mlp(), axes={"dp": 2, "pp": 2}, schedule=WAITING), "expected one for the 2 ranks"),
+    "a function in the sequence, pipeline": (lambda: pipeline(WithFunction()), FUNCTION),
+    "a function in the sequence, tensor": (lambda: tensor(WithFunction()), FUNCTION),
+    "a function in the sequence, ZeRO-3": (lambda: p101.ShardedTrainer(WithFunction(), F.mse_loss, sgd, zero_stage=3), FUNCTION),
+    "a module called sequence, pipeline": (lambda: pipeline(Called()), "a Called can't be cut into pipeline stages"),
     "an axis of another name": (lambda: hybrid(mlp(), axes={"dp": 2, "ep": 2}), "expected names out of dp, tp, pp"),
 }
 
@@ -109,7 +145,21 @@ def test_what_cannot_be_trained_is_named_on_every_rank(fault, found):
     assert others == [first] * 3
 
 
+def test_a_module_called_sequence_is_cut_by_its_plan():
+    def program():
+        return small_step(tensor(Called(), plan={"sequence.layers.0": "column_gather"}), 4)
+
+    expected = F.mse_loss(mlp()(torch.ones(4, 4, dtype=torch.float64)), torch.ones(4, 2, dtype=torch.float64)).item()
+    assert p101.launch(program, world_size=2, backend="sim").results == [pytest.approx(expected)] * 2
+
+
 # ── in the middle of a step ──
+
+
+def test_what_is_no_tensor_cannot_go_to_the_next_stage():
+    found = p101.launch(lambda: raised(lambda: small_step(pipeline(nn.Sequential(Pair(), Pair())), 4)), world_size=2, backend="sim").results
+    assert found[0].startswith("ScheduleError: stage 0 gave a tuple: expected one tensor between two stages")
+    assert found[1].startswith("ValueError: rank 0 could not finish step 0, and no weight was changed: ScheduleError: stage 0 gave a tuple")
 
 
 class Faulty(nn.Module):

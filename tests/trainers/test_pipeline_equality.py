@@ -41,6 +41,15 @@ def rows(step):
 
 DEEP = Task(lambda: MLP([4, 7, 5, 6, 5, 7, 5, 6, 3], dtype=torch.float64), F.mse_loss, rows)
 FROZEN = Task(Frozen, F.mse_loss, rows)
+
+
+def activated(in_place: bool) -> nn.Sequential:
+    """A stage of two modules begins with the activation."""
+    linears = [MLP([4, 4], seed=s, dtype=torch.float64) for s in range(4)]
+    return nn.Sequential(linears[0], nn.Tanh(), nn.LeakyReLU(0.1, in_place), linears[1], nn.ReLU(in_place), linears[2], linears[3])
+
+
+ACTIVATED = Task(lambda: activated(in_place=False), F.mse_loss, lambda step: (randn(step, 11, 4), randn(100 + step, 11, 4)))
 MODELS = {"mlp": DEEP, "tied gpt": TASKS["tied gpt"], "untied gpt": TASKS["untied gpt"], "frozen": FROZEN}
 
 
@@ -191,3 +200,19 @@ def test_a_split_backward_runs_each_half_once():
         assert runs == 4, "once a microbatch"
         changed = {kind for kind, changes in done if changes}
         assert changed == {"W"}
+
+
+def in_place(schedule, layers_per_stage):
+    trainer = p101.PipelineTrainer(
+        activated(in_place=True), F.mse_loss, OPTIMIZERS["adamw"], schedule=schedule, layers_per_stage=layers_per_stage
+    )
+    return differences(trained(trainer, ACTIVATED), one_process(ACTIVATED, "adamw", None))
+
+
+TWO_ON_RANK_0 = p101.Schedule([["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"], ["2F0", "2B0", "2F1", "2B1"]])
+
+
+@pytest.mark.parametrize(("schedule", "layers_per_stage"), [("1f1b", [2, 5]), ("zb-h1", [2, 5]), (TWO_ON_RANK_0, [2, 2, 3])], ids=str)
+def test_a_stage_may_change_in_place_what_it_receives(schedule, layers_per_stage):
+    """Also where it comes from a stage on the same rank, whose backward needs its output as it was."""
+    assert p101.launch(in_place, schedule, layers_per_stage, world_size=2, backend="sim").results == [[]] * 2

@@ -211,6 +211,16 @@ def groups_of(axes: Axes, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, i
     return found
 
 
+def activations(stage: int, y: Any) -> Tensor:
+    """What a stage gives to the next one. Raises ScheduleError if that is no tensor."""
+    if not isinstance(y, Tensor):
+        raise ScheduleError(
+            f"stage {stage} gave a {type(y).__name__}: expected one tensor between two stages. Cut the model where one tensor goes on "
+            "(layers_per_stage=), or let the stage's last module join what it returns (torch.cat)"
+        )
+    return y.detach()
+
+
 def header(tensor: Tensor | None) -> Tensor:
     """Dims, dtype, shape; −1 dims: nothing will come."""
     if tensor is None:

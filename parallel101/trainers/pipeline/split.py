@@ -13,8 +13,21 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from parallel101.mesh import split_sizes
+
+
+class Received(Function):
+    """What has arrived, in the same memory, as a result that autograd allows to be changed in place; a leaf that requires grad is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
 
 
 class Part(nn.Module):
@@ -28,6 +41,7 @@ class Part(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The first module takes what the model is called with, or what the stage before has sent."""
+        args = tuple(Received.apply(x) if isinstance(x, Tensor) and x.is_leaf and x.requires_grad else x for x in args)
         first, *others = self.entries
         x = first(*args, **kwargs)
         for entry in others:
@@ -39,11 +53,26 @@ class Part(nn.Module):
         return self.entries
 
 
+def sequence_of(model: nn.Module) -> list[nn.Module] | None:
+    """What the model's method `.sequence()` returns; None if it has no such method. Raises ValueError if not all of it are modules."""
+    sequence: Any = getattr(model, "sequence", None)
+    if not callable(sequence) or isinstance(sequence, nn.Module):  # a module may have this name too
+        return None
+    entries = list(sequence())
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, nn.Module):
+            raise ValueError(
+                f"{type(model).__name__}.sequence() has a {type(entry).__name__} at place {place} ({getattr(entry, '__name__', entry)}): "
+                "expected modules only, such as nn.ReLU() for torch.relu, or a module of your own whose forward calls the function"
+            )
+    return entries
+
+
 def entries_of(model: nn.Module) -> list[nn.Module]:
     """The modules whose composition is the model's forward. Raises ValueError if the model doesn't tell."""
-    sequence: Any = getattr(model, "sequence", None)
-    if callable(sequence):
-        return list(sequence())
+    entries = sequence_of(model)
+    if entries is not None:
+        return entries
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return list(model)
     raise ValueError(

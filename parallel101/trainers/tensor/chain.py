@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from parallel101.trainers.pipeline.split import sequence_of
+
 Chain = list[tuple[str, nn.Module]]  # name in the model ("" for one that is made anew for each forward, such as the MLP's GELUs), module
 
 ELEMENTWISE = (
@@ -23,8 +25,8 @@ def chain_of(model: nn.Module) -> Chain | None:
     """The modules whose composition is the model's forward, those of an nn.Sequential one by one. None if the model does not tell."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         modules = list(model)
-    elif callable(sequence := getattr(model, "sequence", None)):
-        modules = list(sequence())
+    elif (entries := sequence_of(model)) is not None:
+        modules = entries
     else:
         return None
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from parallel101.trainers.pipeline.split import sequence_of
+
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -24,10 +26,10 @@ def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None
             every module below the model that has parameters and holds no ModuleList, ModuleDict or Sequential to look into; a
             Sequential inside a module of another type is a part of that module. A Keras model inside a Keras model is looked into.
     """
-    sequence: Any = getattr(model, "sequence", None)
-    if types is None and callable(sequence):
+    sequence = sequence_of(model) if types is None else None
+    if sequence is not None:
         names = {module: prefix + name for name, module in model.named_modules()}
-        entries = dict.fromkeys(entry for entry in sequence() if next(entry.parameters(), None) is not None)
+        entries = dict.fromkeys(entry for entry in sequence if next(entry.parameters(), None) is not None)
         yield from ((names[entry], entry) for entry in entries)
         return
     for name, module in children_of(model):
