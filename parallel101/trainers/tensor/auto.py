@@ -126,7 +126,7 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
     """The attribute that counts the heads in so many outputs, else their number; None if the module tells neither."""
     width = head_width(module)
     for name in (*KEY_VALUE_HEADS * key_or_value, *HEADS):
-        count = whole_number(module, name)
+        count = whole_number(vars(module).get(name))
         if count and (count * width == outputs if width else outputs % count == 0):
             return name
     return outputs // width if width and outputs % width == 0 else None
@@ -134,12 +134,11 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
 
 def head_width(module: nn.Module) -> int | None:
     """How many features a head has, if one of the module's attributes says so."""
-    return next((width for name in HEAD_WIDTHS if (width := whole_number(module, name))), None)
+    return next((width for name in HEAD_WIDTHS if (width := whole_number(getattr(module, name, None)))), None)
 
 
-def whole_number(module: nn.Module, name: str) -> int | None:
-    """The module's own attribute, if it is a whole number, 1 or more."""
-    value = vars(module).get(name)
+def whole_number(value: object) -> int | None:
+    """The value of an attribute, if it is a whole number, 1 or more."""
     return value if type(value) is int and value > 0 else None
 
 

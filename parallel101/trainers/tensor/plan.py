@@ -157,7 +157,7 @@ def shard_of(name: str, module: nn.Module, style: Style, size: int, modules: Map
         raise ValueError(f"plan: {name!r} has {outputs} outputs, which are no {parts} equal parts (parts={parts})")
     segment, around = outputs // parts, modules[name.rpartition(".")[0]]
     if isinstance(heads, str):
-        if (count := whole_number(around, heads)) is None:
+        if (count := whole_number(vars(around).get(heads))) is None:
             raise ValueError(
                 f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} around it has no attribute {heads!r} that "
                 "is a whole number: expected the attribute with which its code counts heads, or how many there are"
