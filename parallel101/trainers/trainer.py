@@ -28,6 +28,8 @@ from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.one_process import OneProcess
 from parallel101.trainers.prepare import MakeSync, build_executor, prepare
+from parallel101.trainers.random_numbers import RandomNumbers
+from parallel101.trainers.replicas import check_alike
 from parallel101.trainers.schedules.schedule import Schedule
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_model, check_options
@@ -127,12 +129,14 @@ class Trainer:
         self.sharded_optimizer = ShardedOptimizer(built, trained, self.owned, self.layout)
         self.optimizer = built
         self.executor = build_executor(self.prepared, axes, schedule, autocast, self.device)
+        self.random_numbers = RandomNumbers(axes, self.agree, self.device)
 
         self.trained = list(trained)
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         checkpoint.refuse_parts(self)
         self.reached: list[str] = []  # parameters that some rank's samples reached in the last step
         self.to_verify = verify and (len(axes.members.ranks) > 1 or self.executor.microbatches > 1)
+        self.compared = False
         self.steps = 0
         self.history = History()
 
@@ -169,8 +173,9 @@ class Trainer:
         self.optimizer.zero_grad()
         self.gradient_sync.begin()
         self.executor.begin(inputs, targets, total, shape)
-        for action in self.executor.actions:
-            self.executor.run(action)
+        with self.random_numbers.of_step(self.steps):
+            for action in self.executor.actions:
+                self.executor.run(action)
         return self.agree_on_loss(self.finish_gradients())
 
     def norm(self) -> Tensor:
@@ -269,7 +274,15 @@ class Trainer:
         for name in left_out & self.owned.keys():
             self.owned[name].grad = None  # as in one process
         self.reached = [name for name in self.trained if name not in left_out]
+        if not (self.to_verify or self.compared):
+            self.check_replicas()
         return loss
+
+    def check_replicas(self) -> None:
+        """In the first step, if it was not compared with one process: ranks with equal parameters and buffers have equal gradients."""
+        self.compared = True
+        if self.axes.sizes.get("tp", 1) > 1 or next(self.model.buffers(), None) is not None:
+            self.agree.check_on_all(lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device))
 
     def divide_by_weight(self, loss: float, weight: float) -> float:
         """What was summed becomes the mean: gradients, and the loss that is returned. `weight`: of the whole batch."""

@@ -150,7 +150,7 @@ def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
         report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
     if report.reason and trainer.position == 0:
         print(report, flush=True)
-    trainer.to_verify = False
+    trainer.to_verify, trainer.compared = False, report.equal
     if trainer.one_process is not None:
         trainer.one_process.free()
 

@@ -231,6 +231,50 @@ class Centred(nn.Module):
         return self.down(x - self.scale * x.mean(-1, keepdim=True))
 
 
+def with_dropout():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)).double()
+
+
+class OwnNoise(nn.Module):
+    """Random numbers that are not torch's global ones."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def seeded_along_tp(seed_of, mesh, options):
+    torch.manual_seed(0)
+    model = with_dropout()
+    tp = mesh_of(mesh)["tp"].get_local_rank()
+    model[2] = nn.Sequential(OwnNoise(seed_of * tp), model[2])
+    trainer = p101.HybridTrainer(model, F.mse_loss, sgd, mesh=mesh_of(mesh), plan={"3": "column", "5": "row"}, **options)
+    torch.manual_seed(tp)  # dropout's masks don't depend on it
+    before = trainer.state_dict()
+    try:
+        return trainer.step(*trainer.share(batch(8)))
+    except ValueError as error:
+        assert differing(trainer.state_dict(), before, 0) == []
+        return str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("mesh", ["dp 2, tp 2", "tp 2, pp 2"])
+def test_random_numbers_that_differ_along_tp_are_named_in_the_first_step(mesh, options):
+    def run(seed_of):
+        found = set(p101.launch(seeded_along_tp, seed_of, mesh, options, world_size=4, backend="sim").results)
+        assert len(found) == 1
+        return found.pop()
+
+    assert isinstance(run(0), float)
+    assert re.match(
+        r"the gradient of '0\.weight' is not the same on all ranks along tp: its norms are \S+, \S+\. .*torch\.Generator", run(1)
+    )
+
+
 def partly_computed():
     torch.manual_seed(0)
     trainer = p101.TensorParallelTrainer(Centred().double(), F.mse_loss, sgd, plan={"up": "column", "down": "row"})

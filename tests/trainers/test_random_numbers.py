@@ -1,0 +1,126 @@
+"""Dropout's masks: other ones for other samples, the same on ranks that share samples, and nobody else's random numbers used up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parallel101 as p101
+from parallel101.mesh import group_of
+from tests.trainers.cases import OPTIMIZERS, TRAINERS, randn
+from tests.trainers.hybrid_cases import mesh_of
+from tests.trainers.hybrid_cases import world_size as ranks_of
+
+
+class Masks(nn.Module):
+    """Keeps the masks that it drew in forward and in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, x):
+        self.draw()
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.draw())
+        return x
+
+    def draw(self):
+        self.drawn.append(F.dropout(torch.ones(32)).int().tolist())
+
+
+def model(stages=1):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(stages) for layer in (nn.Linear(4, 4), Masks()))).double()
+
+
+def masks_of(trainer, steps=2):
+    (masks,) = (module for part in trainer.prepared.parts.values() for module in part.modules() if isinstance(module, Masks))
+    for _ in range(steps):
+        trainer.step(*trainer.share((randn(1, 8, 4), randn(2, 8, 4))))
+    return masks.drawn
+
+
+def on_a_mesh(mesh, seed):
+    """This rank's place along dp, and its masks. Every rank has another seed, and changes it before the step."""
+    stages = 2 if "pp" in mesh else 1
+    options = {"microbatches": 1, "layers_per_stage": [2, 2]} if stages > 1 else {}
+    built = model(stages)
+    torch.manual_seed(seed + group_of().position)
+    trainer = p101.HybridTrainer(built, F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of(mesh), **options)
+    torch.manual_seed(seed + 100 + group_of().position)
+    return trainer.axes.here["dp"], masks_of(trainer)
+
+
+@pytest.mark.parametrize(("mesh", "backend"), [("dp 2, tp 2", "sim"), ("tp 2, dp 2", "sim"), ("dp 2, pp 2", "sim"), ("dp 2, tp 2", "gloo")])
+def test_they_differ_along_dp_and_agree_along_tp_and_pp(mesh, backend):
+    def run(seed):
+        return p101.launch(on_a_mesh, mesh, seed, world_size=ranks_of(mesh), backend=backend).results
+
+    by_place = {}
+    for place, masks in run(5):
+        assert by_place.setdefault(place, masks) == masks
+    first, second = by_place[0], by_place[1]
+    assert len({str(mask) for mask in first + second}) == len(first) + len(second) >= 4, "also from step to step"
+    assert dict(run(5)) == by_place, "a run is the same again"
+    assert dict(run(6)) != by_place, "with another seed it is another one"
+
+
+def with_seed(seed):
+    built = model()
+    torch.manual_seed(seed)
+    return masks_of(p101.DataParallelTrainer(built, F.mse_loss, OPTIMIZERS["sgd"]))
+
+
+def test_every_bit_of_the_seed_counts():
+    seeds = (2**63, 2**63 + 1, 2**31, 2**31 + 2**32)
+    assert len({str(p101.launch(with_seed, seed, world_size=2, backend="sim").results) for seed in seeds}) == len(seeds)
+
+
+def global_numbers(trainer):
+    """What a program draws around a step, which may fail, and what it would draw without one."""
+    built = TRAINERS[trainer](model(), F.mse_loss, OPTIMIZERS["sgd"])
+    torch.manual_seed(group_of().position)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(group_of().position)
+    found = [torch.rand(()).item()]
+    x = randn(1, 8, 4)
+    with pytest.raises(RuntimeError):
+        built.step(*built.share((x[:, :3], x)))
+    built.step(*built.share((x, x)))
+    return expected, [*found, torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("trainer", ["overlapped", "ZeRO-3"])
+def test_a_step_uses_up_none_of_the_programs_random_numbers(trainer):
+    results = p101.launch(global_numbers, trainer, world_size=2, backend="sim").results
+    assert [found for _, found in results] == [expected for expected, _ in results]
+    assert results[0] != results[1]
+
+
+def test_one_rank_alone_draws_from_the_global_ones():
+    trainer = p101.DataParallelTrainer(model(), F.mse_loss, OPTIMIZERS["sgd"])
+    torch.manual_seed(3)
+    found = masks_of(trainer)
+    torch.manual_seed(3)
+    masks = Masks()
+    for _ in found:
+        masks.draw()
+    assert found == masks.drawn
+
+
+def resumed(path):
+    """The masks of steps 0, 1 and 2; and of step 2 alone, in a trainer that resumes."""
+    through = p101.DataParallelTrainer(model(), F.mse_loss, OPTIMIZERS["sgd"])
+    masks_of(through)
+    through.save(path)
+    again = p101.DataParallelTrainer(model(), F.mse_loss, OPTIMIZERS["sgd"])
+    again.resume(path)
+    return masks_of(through, steps=1), masks_of(again, steps=1)
+
+
+def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(tmp_path):
+    for through, again in p101.launch(resumed, tmp_path / "run.pt", world_size=2, backend="sim").results:
+        assert again == through[-len(again) :]
