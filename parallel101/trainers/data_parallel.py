@@ -23,7 +23,7 @@ class DataParallelTrainer(Trainer):
     """Trains one model on all ranks of a group, each with its share of the batch; equal to one process with the whole batch.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `Trainer`.
+        model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see `Trainer`.
         group: the ranks that train together; see `group_of`. None: all, or this one alone if there is no process group.
         overlap: send gradients while backward still computes others.
         bucket_bytes: how many bytes of gradients travel together, at least one gradient. None: half of them all, at most 25 MiB;
@@ -47,6 +47,7 @@ class DataParallelTrainer(Trainer):
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        sync_batch_norm: bool = False,
         verify: bool = True,
     ):
         super().__init__(
@@ -59,6 +60,7 @@ class DataParallelTrainer(Trainer):
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            sync_batch_norm=sync_batch_norm,
             verify=verify,
         )
 

@@ -37,7 +37,7 @@ class HybridTrainer(Trainer):
     """Trains one model on a mesh of ranks with up to three axes; equal to one process with the whole batch.
 
     Args:
-        model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `Trainer`.
+        model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see `Trainer`.
         mesh: a DeviceMesh whose axes are named out of "dp", "tp" and "pp", in any order.
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3: see `ShardedTrainer`.
         overlap, bucket_bytes, layers: how gradients are synchronised along dp; see `DataParallelTrainer` and `ShardedTrainer`.
@@ -70,6 +70,7 @@ class HybridTrainer(Trainer):
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        sync_batch_norm: bool = False,
         verify: bool = True,
     ):
         axes = Axes(mesh, axis_sizes(mesh))
@@ -90,7 +91,7 @@ class HybridTrainer(Trainer):
             loss_fn,
             optimizer,
             axes=axes,
-            make_sync=synchronise(zero_stage, overlap, bucket_bytes, layers, autocast),
+            make_sync=synchronise(zero_stage, overlap, bucket_bytes, layers, autocast, goes_on=not sync_batch_norm),
             schedule=chosen,
             plan=plan if "tp" in axes.sizes else None,
             sequence_parallel=sequence_parallel,
@@ -98,6 +99,7 @@ class HybridTrainer(Trainer):
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            sync_batch_norm=sync_batch_norm,
             verify=verify,
         )
 
@@ -226,9 +228,10 @@ def synchronise(
     bucket_bytes: int | None = None,
     layers: Sequence[type[nn.Module]] | None = None,
     autocast: torch.dtype | None = None,
+    goes_on: bool = True,
 ) -> MakeSync:
     """How the gradients of a stage are synchronised along dp."""
-    make = sharded(zero_stage, overlap, bucket_bytes, layers, autocast) if zero_stage else replicated(overlap, bucket_bytes)
+    make = sharded(zero_stage, overlap, bucket_bytes, layers, autocast, goes_on) if zero_stage else replicated(overlap, bucket_bytes)
 
     def make_sync(part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]) -> GradientSync:
         return make(part, parameters, group, apart) if zero_stage or group.size > 1 else Alone(parameters, group)
@@ -253,7 +256,7 @@ def choose_schedule(
     if check_accumulate(accumulate) != 1:
         raise ValueError(f"accumulate={accumulate}: a pipeline's microbatches are the accumulation; say microbatches={accumulate}")
     chosen = schedule_for(schedule, stages, microbatches, chunks)
-    batched = comm_of(axes.along(["pp"]), check_model(model, axes.members), "pipeline").batched
+    batched = comm_of(axes.along(["pp"]), check_model(model), "pipeline").batched
     chosen.check("nccl" if batched else "gloo")
     return chosen
 

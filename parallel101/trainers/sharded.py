@@ -31,7 +31,7 @@ class ShardedTrainer(Trainer):
 
     Args:
         model: on stage 3 its parameters are empty outside of their layer's forward and backward; `state_dict` gathers them.
-        loss_fn, clip_norm, autocast, sync, verify: see `Trainer`.
+        loss_fn, clip_norm, autocast, sync, sync_batch_norm, verify: see `Trainer`.
         optimizer: a function of the whole parameters, so that it may make groups by name or shape. It is then handed this rank's pieces,
             which are 1-D. So it must be elementwise, as SGD, Adam, AdamW, Adagrad and most are. An optimizer that looks at whole
             matrices or their norms, as Muon, Adafactor and LAMB do, is refused before the first step; see `verify`.
@@ -65,6 +65,7 @@ class ShardedTrainer(Trainer):
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        sync_batch_norm: bool = False,
         verify: bool = True,
     ):
         super().__init__(
@@ -72,19 +73,28 @@ class ShardedTrainer(Trainer):
             loss_fn,
             optimizer,
             axes=Axes(group, {"dp": group_of(group).size}),
-            make_sync=sharded(zero_stage, overlap, bucket_bytes, layers, autocast),
+            make_sync=sharded(zero_stage, overlap, bucket_bytes, layers, autocast, goes_on=not sync_batch_norm),
             schedule=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)),
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
+            sync_batch_norm=sync_batch_norm,
             verify=verify,
         )
 
 
 def sharded(
-    zero_stage: int, overlap: bool, bucket_bytes: int | None, layers: Sequence[type[nn.Module]] | None, autocast: torch.dtype | None
+    zero_stage: int,
+    overlap: bool,
+    bucket_bytes: int | None,
+    layers: Sequence[type[nn.Module]] | None,
+    autocast: torch.dtype | None,
+    goes_on: bool,
 ) -> MakeSync:
-    """How gradients are synchronised if each position along dp owns 1/n of the parameters. Raises ValueError for other stages."""
+    """How gradients are synchronised if each position along dp owns 1/n of the parameters. Raises ValueError for other stages.
+
+    Args: see `ShardedTrainer`. goes_on: see `Executor`.
+    """
     if zero_stage not in (1, 2, 3):
         raise ValueError(
             f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 (weights too); "
@@ -96,8 +106,8 @@ def sharded(
         if zero_stage == 3:
             assert part is not None, "HybridTrainer refuses weights that are tied between two stages on one rank"
             SHARDED.update(part.modules())
-            return ZeRO3(part, parameters, group, layers=layers, overlap=overlap, autocast=autocast, apart=apart)
+            return ZeRO3(part, parameters, group, layers=layers, overlap=overlap, autocast=autocast, apart=apart, goes_on=goes_on)
         size = default_bucket_bytes(parameters, 4) if bucket_bytes is None else bucket_bytes
-        return ZeRO12(parameters, group, zero_stage=zero_stage, bucket_bytes=size, overlap=overlap, apart=apart)
+        return ZeRO12(parameters, group, zero_stage=zero_stage, bucket_bytes=size, overlap=overlap, apart=apart, goes_on=goes_on)
 
     return make_sync

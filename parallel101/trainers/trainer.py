@@ -24,6 +24,7 @@ from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers import verify as verification
 from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.batch_norm import check_norms, norms_of, synchronise_norms
 from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.one_process import OneProcess
@@ -67,6 +68,8 @@ class Trainer:
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
         autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it; weights and gradients keep their own.
         sync: copy the first rank's weights at the start. Without it, models that differ are an error that names the parameter.
+        sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along "dp" in each forward and backward. So all
+            ranks must use the same of them; and if samples take different paths through the model, train with overlap=False.
         verify: before the first step, compare this layout with one process, on a few samples of its batch; see `verify`. It is not done on
             one rank without microbatches, nor if it would take more than 1 GiB: then a line says so.
 
@@ -92,11 +95,15 @@ class Trainer:
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         sync: bool = False,
+        sync_batch_norm: bool = False,
         verify: bool = True,
     ):
         check_options(loss_fn, clip_norm, autocast)
         self.model, self.axes, self.clip_norm = model, axes, clip_norm
-        self.device = check_model(model, axes.members)
+        self.device = check_model(model)
+        self.check_norms = partial(check_norms, model, axes.sizes["dp"], schedule.microbatches, sync_batch_norm)
+        self.check_norms()
+        self.synchronises_norms = sync_batch_norm and axes.sizes["dp"] > 1 and any(True for _ in norms_of(model))
         self.position = axes.position
         self.agree = Agreement(axes.group, self.device)
         self.agree.check_or_copy(model, sync)
@@ -130,6 +137,9 @@ class Trainer:
         self.optimizer = built
         self.executor = build_executor(self.prepared, axes, schedule, autocast, self.device)
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
+        if self.synchronises_norms:
+            synchronise_norms(model, axes.along(["dp"]))
+            self.executor.goes_on = False  # a rank that has failed can't take part in a norm's messages
 
         self.trained = list(trained)
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -215,7 +225,7 @@ class Trainer:
                 check_pair((inputs, targets))
             elif targets is not None:
                 raise ValueError("loss_fn is None, so the model returns its loss: expected step(inputs), without targets of its own")
-            self.check_frozen()
+            self.check_unchanged()
             values = number_of_values((inputs, targets)) if several else 0
             mine = count_samples(inputs), number_of_shape(inputs), values
         except (TypeError, ValueError) as error:
@@ -235,15 +245,23 @@ class Trainer:
                     "shuffles with a seed of its own on each rank, gives them different samples"
                 )
         total = sum(counts[first] for first in firsts.values())
+        if self.synchronises_norms and not min(counts):
+            raise ValueError(
+                f"rank {self.agree.ranks[counts.index(0)]} has none of the {total:.0f} samples, and sync_batch_norm needs one at least on each: "
+                "leave such a batch out, or use fewer ranks"
+            )
         if not total:
             raise ValueError(f"the batch of step {self.steps} has no samples: expected at least one")
         return int(total), mine[1]
 
-    def check_frozen(self) -> None:
-        """Raises ValueError for a parameter that has begun to need gradients: nobody would sum them."""
+    def check_unchanged(self) -> None:
+        """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and is not any more."""
+        self.check_norms()
         for name, p in self.frozen:
             if p.requires_grad:
-                raise ValueError(f"{name!r} was frozen when the trainer was built, and is not any more: build a new trainer to train it")
+                raise ValueError(
+                    f"{name!r} was frozen when the trainer was built, and now requires a gradient: build a new trainer to train it"
+                )
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
         """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""

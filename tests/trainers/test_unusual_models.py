@@ -212,7 +212,8 @@ def test_statistics_of_a_share_are_not_those_of_the_batch():
     for gathers, norm, inside in zip(first[::3], first[1::3], first[2::3]):
         assert "the buffer of 'mean' differs" in gathers
         assert "'norm' is a BatchNorm1d, which looks at the whole batch, and each rank has only its share" in norm
-        assert "model.get_submodule('norm.0').eval()" in inside
+        assert "model.get_submodule('norm').eval()" in norm
+        assert "sync_batch_norm=True" in inside
     assert statistics_of_the_batch() == [], "one rank has the whole batch"
 
 

@@ -1,6 +1,6 @@
 """The arguments of a trainer, checked before the first message, so that a mistake is an error at once.
 
-model       a module whose weights have values, on a device that the group can send from, without statistics over the batch
+model       a module whose weights have values, on a device that the group can send from
 loss_fn     a function; it returns one number, which depends on the weights, or a sum and its weight
 """
 
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from parallel101.mesh import Group
 from parallel101.trainers.support.batches import in_words
 
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # statistics over the batch; nn.SyncBatchNorm asks the other ranks
 SHARDED: WeakSet[nn.Module] = WeakSet()  # modules whose weights a trainer has cut up; only that trainer can gather them
 
 
@@ -51,8 +49,8 @@ def check_bucket_bytes(bucket_bytes: Any) -> None:
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at a time, or None")
 
 
-def check_model(model: Any, group: Group) -> torch.device:
-    """The device that the model is on. Raises TypeError or ValueError for a model that can't be trained by these ranks."""
+def check_model(model: Any) -> torch.device:
+    """The device that the model is on. Raises TypeError or ValueError for a model that can't be trained."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: expected an nn.Module that has been built, such as MLP([4, 8, 4])")
     if any(module in SHARDED for module in model.modules()):
@@ -66,25 +64,11 @@ def check_model(model: Any, group: Group) -> torch.device:
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values: give it some, with model.to_empty(device=…) and its init")
-    if group.size > 1:
-        check_norms(model)
     return device_of(model)
 
 
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def check_norms(model: nn.Module) -> None:
-    """Raises ValueError for a norm over the batch, since each rank sees only a part of it."""
-    for name, module in model.named_modules():
-        if isinstance(module, NORMS) and module.training:
-            kind = type(module).__name__
-            raise ValueError(
-                f"{name!r} is a {kind}, which looks at the whole batch, and each rank has only its share: "
-                "the result would differ from one process. Use LayerNorm, GroupNorm or RMSNorm; or nn.SyncBatchNorm, on GPUs; "
-                f"or freeze it: model.get_submodule({name!r}).eval()"
-            )
 
 
 def loss_and_weight(loss_fn: LossFn | None, outputs: Any, targets: Any) -> tuple[Tensor, float | None]:

@@ -38,8 +38,9 @@ class ZeRO12:
         bucket_bytes: int,
         overlap: bool,
         apart: Mapping[str, str] = {},
+        goes_on: bool = True,
     ):
-        self.zero_stage, self.overlap = zero_stage, overlap
+        self.zero_stage, self.overlap, self.goes_on = zero_stage, overlap, goes_on
         self.live = LiveBytes()
         self.reducer = GradientReducer(group)
         self.ranks = group_of(group).size
@@ -72,6 +73,9 @@ class ZeRO12:
         self.listening = complete
         try:
             yield
+        except Exception:
+            complete = complete and self.goes_on
+            raise
         finally:  # after an error, too: the other ranks wait for these
             self.listening = False
             while complete and self.sent < len(

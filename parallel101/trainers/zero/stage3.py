@@ -61,6 +61,7 @@ class ZeRO3:
         layers: the types of the modules that are gathered one at a time; None: see `layers_of`. Parameters in none of them, or in several
             of them (tied weights), are whole for all of a forward, and again for all of a backward.
         overlap: fetch the next layer while one computes.
+        goes_on: see `Executor`.
     """
 
     LEARNT = ("order", "order_known")
@@ -75,10 +76,11 @@ class ZeRO3:
         overlap: bool = True,
         autocast: torch.dtype | None = None,
         apart: Mapping[str, str] = {},
+        goes_on: bool = True,
     ):
         modules = dict(layers_of(model, None if layers is None else tuple(layers)))
         own, shared = share_out(modules, parameters)
-        self.ranks, self.overlap, self.autocast = group_of(group).size, overlap, autocast
+        self.ranks, self.overlap, self.autocast, self.goes_on = group_of(group).size, overlap, autocast, goes_on
         self.live, self.reducer = LiveBytes(), GradientReducer(group)
 
         def flats_of(names: Parameters) -> list[Flat]:
@@ -127,7 +129,7 @@ class ZeRO3:
                 raise
             raise RuntimeError(f"{error}. This was between two layers: if a weight was used there, it was empty, for {WHOLE}") from error
         finally:
-            if not self.passed:  # an error ended this rank's forward, and the others go on
+            if not self.passed and self.goes_on:  # an error ended this rank's forward, and the others go on
                 if not self.in_forward:
                     self.begin_forward()
                 self.end_forward()
@@ -187,7 +189,9 @@ class ZeRO3:
         self.begin_pass(self.order[::-1])
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
+            if not self.goes_on:
+                self.upcoming, self.sends, sends = deque(), False, False
             if "got [0] but expected shape" not in str(error):
                 raise
             raise RuntimeError(

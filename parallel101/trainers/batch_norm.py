@@ -1,0 +1,123 @@
+"""BatchNorm along dp: each rank has a share of the batch, and the mean and variance are those of the whole batch.
+
+    rank 0   3 samples: their mean, variance and number ──┐ all-gather    the mean and variance of
+    rank 1   2 samples: theirs                          ──┘        ─────▶ all 5 samples, on both ranks
+
+    mean = Σ nᵢ meanᵢ / n        variance = Σ nᵢ (varianceᵢ + (meanᵢ − mean)²) / n
+
+The all-gather is differentiable, and its backward adds up what all ranks' losses say about each rank's mean and variance. The gradients
+of weight and bias are this rank's part, as those of any other parameter: the trainer sums them. torch's nn.SyncBatchNorm does this on
+GPUs. `layers/batch_norm.py` is a BatchNorm for a batch that any mesh cuts.
+Source: Ioffe and Szegedy (arXiv 1502.03167); Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parallel101.autograd import all_gather
+from parallel101.mesh import Group
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronised: bool) -> None:
+    """Raises ValueError for a norm that would see a part of the batch only: of `ranks` along dp, a rank's share; or a microbatch."""
+    for name, module in norms_of(model):
+        if module.training or module.running_mean is None:
+            frozen = "" if module.running_mean is None else f"; or freeze it: model.get_submodule({name!r}).eval()"
+            what = f"{name!r} is a {type(module).__name__}, which looks at the whole batch"
+            others = f"use LayerNorm, GroupNorm or RMSNorm{frozen}"
+            if microbatches > 1:
+                raise ValueError(
+                    f"{what}, and a step runs it on {microbatches} microbatches, one by one: the result would differ from one batch. "
+                    f"Use one microbatch a step (accumulate=1; in a pipeline microbatches=1), or {others}"
+                )
+            if ranks > 1 and not synchronised:
+                raise ValueError(
+                    f"{what}, and each rank has only its share: the result would differ from one process. "
+                    f"Pass sync_batch_norm=True, which DataParallelTrainer, ShardedTrainer and HybridTrainer take, or {others}"
+                )
+
+
+def synchronise_norms(model: nn.Module, group: Group) -> None:
+    """From now on the model's norms take the statistics of the samples of all these ranks.
+
+    Each forward and backward of a norm in training mode sends a message, so all ranks must use the same norms in the same order. These
+    messages have a process group of their own, so that they are never taken for gradients, which leave at any time during backward.
+    """
+    own = dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc="mesh_dp")
+    statistics = OfAllRanks(group._replace(process_group=own))
+    for _, module in norms_of(model):
+        module.forward = partial(forward, MethodType(type(module).forward, module), statistics)
+
+
+def norms_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, NORMS))
+
+
+def forward(original: Callable[[Tensor], Tensor], statistics: OfAllRanks, x: Tensor) -> Tensor:
+    with statistics:
+        return original(x)
+
+
+class OfAllRanks(TorchFunctionMode):
+    """Inside, F.batch_norm is `batch_norm` over these ranks. So a module's own code decides when to use and update which statistics."""
+
+    def __init__(self, group: Group):
+        super().__init__()
+        self.group = group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (partial(batch_norm, self.group) if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> OfAllRanks:
+        return self  # a copy of the model takes the statistics of the same ranks
+
+
+def batch_norm(
+    group: Group,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch.nn.functional.batch_norm of x (samples, channels, …), with the statistics of all ranks' samples if `training`.
+
+    It computes in float32 at least. Running statistics become the same on all ranks, bit by bit.
+    """
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1], correction=0)
+    count = x.new_tensor([x.numel() // len(mean)])
+    rows = all_gather(torch.cat([mean, variance, count]).unsqueeze(0), group=group)
+    means, variances, counts = rows.split([len(mean), len(mean), 1], dim=1)
+    n = counts.sum()
+    mean = (counts * means).sum(0) / n
+    variance = (counts * (variances + (means - mean).square())).sum(0) / n
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * n / (n - 1)).to(running_var.dtype), momentum)
+    scale = (variance + eps).rsqrt()
+    y = (x - along_dim_1(mean, x)) * along_dim_1(scale if weight is None else scale * weight, x)
+    return (y if bias is None else y + along_dim_1(bias, x)).to(dtype)
+
+
+def along_dim_1(value: Tensor, x: Tensor) -> Tensor:
+    """One value for each channel, in a shape that multiplies x."""
+    return value.view(-1, *[1] * (x.dim() - 2))
