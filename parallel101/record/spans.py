@@ -123,11 +123,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    yield
-
-
 def compute(seconds: float) -> None:
     """Let a rank of the sim backend compute for `seconds` of virtual time. On real ranks it does nothing: their time is real."""
     try:

@@ -247,8 +247,8 @@ class Trainer:
         total = sum(counts[first] for first in firsts.values())
         if self.synchronises_norms and not min(counts):
             raise ValueError(
-                f"rank {self.agree.ranks[counts.index(0)]} has none of the {total:.0f} samples, and sync_batch_norm needs one at least on each: "
-                "leave such a batch out, or use fewer ranks"
+                f"rank {self.agree.ranks[counts.index(0)]} has none of the {total:.0f} samples, and sync_batch_norm needs one on each "
+                "rank: leave such a batch out, or use fewer ranks"
             )
         if not total:
             raise ValueError(f"the batch of step {self.steps} has no samples: expected at least one")
