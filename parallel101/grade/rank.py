@@ -180,6 +180,10 @@ class Connection:
     def compute(self, seconds: float) -> None:
         self.notes.append([COMPUTE, float(seconds)])
 
+    def unrecorded(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the grader records every call."""
+        return contextlib.nullcontext()
+
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Any) -> int:
         return 0
 

@@ -44,7 +44,7 @@ class RecordedGroup(torch_private.PythonGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form, which is made for Python
         self.inner = inner
         self.whole = whole
-        self.label = label
+        self.name_in_record = label
         self.ranks = list(ranks)
         self.others = tuple(r for r in ranks if r != recorder.rank)
         self.recorder = recorder
@@ -55,6 +55,11 @@ class RecordedGroup(torch_private.PythonGroup):
 
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def label(self) -> str:
+        """The group's name in the record, or in unrecorded() another, under which its calls are numbered."""
+        return self.name_in_record + self.recorder.counted_apart
 
     def getBackendName(self) -> str:
         return f"parallel101_{self.backend}"  # C++ code asks for it, and would look inside a group called "gloo"

@@ -49,6 +49,7 @@ class RankRecorder:
         self.rank = rank
         self.recording = recording
         self.record_waits = False  # whether each time in which the program is blocked in a call becomes a span
+        self.counted_apart = ""  # in unrecorded(), the name under which its calls are numbered, so that later ones keep their numbers
         self.payload_bytes = payload_bytes
         self.on_call = on_call
         self.thread = threading.get_ident()  # the program's own
@@ -74,6 +75,8 @@ class RankRecorder:
         return self.clock.now()
 
     def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None:
+        if self.counted_apart:
+            return
         seq = len(self.recorded)
         self.recorded.append(
             span_event(rank=self.rank, name=name, start=start, end=end, seq=seq, where=caller(), labels=args, waiting=waiting)
@@ -90,10 +93,18 @@ class RankRecorder:
     def compute(self, seconds: float) -> None:
         """Nothing: real ranks compute in real time."""
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        before, self.counted_apart = self.counted_apart, " unrecorded"
+        try:
+            yield
+        finally:
+            self.counted_apart = before
+
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
         if self.on_call is None:
             return 0
-        call = call_to_compare(self.rank, kind, ranks, within, alike, self.collectives)
+        call = call_to_compare(self.rank, kind, ranks, within + self.counted_apart, alike, self.collectives)
         self.on_call(call)
         return call.seq
 
@@ -140,7 +151,8 @@ class RankRecorder:
         now = self.now()
         self._end_dropped(run_is_over=False)
         dropped = [event._replace(end=now) for _, event in self.dropped_works]
-        return self._rows([work.event(now) for work in list(self.unfinished_works) if not work.done] + dropped)
+        works = [work for work in list(self.unfinished_works) if not work.done and not work.unrecorded]
+        return self._rows([work.event(now) for work in works] + dropped)
 
     def close(self) -> None:
         """The run is over: what was never waited for has ended now, as far as is known."""
@@ -317,6 +329,7 @@ class RecordedWork(WatchedWork):
         self.call, self.event_group, self.start = call, group, start
         self.inputs: Inputs | None = inputs
         self.received = received
+        self.unrecorded = bool(posted.group.recorder.counted_apart)
         self.done = False
         posted.group.recorder.unfinished_works.add(self)
 
@@ -333,6 +346,8 @@ class RecordedWork(WatchedWork):
 
     def _note_dropped(self) -> None:
         """Nobody will see this work end. A collective ends all the same; of a message it is not known."""
+        if self.unrecorded:
+            return
         payload = None if self.inputs is None else self.inputs.payload
         event = self.event(self.start, payload=payload)
         self.posted.group.recorder.dropped_works.append((None if self.call.kind in P2P else self.inner, event))
@@ -376,6 +391,7 @@ class RecordedWork(WatchedWork):
         source = self.posted.group.ranks[self.inner._source_rank()] if call.kind == "recv" and len(call.peers) != 1 else None
         inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
         assert inputs is not None
-        recorder.recorded.append(self.event(end, source, inputs.payload if received is None else values([received])))
+        if not self.unrecorded:
+            recorder.recorded.append(self.event(end, source, inputs.payload if received is None else values([received])))
         if checked and inputs.changed():
             raise tensor_changed(call)

@@ -3,6 +3,7 @@
     with span("forward", microbatch=3): …        named compute
     with wait_span("wait for gradients"): …      a named wait: the rank computes nothing
     compute(0.5)                                 half a second on the clock of a virtual rank
+    with unrecorded(): …                         leaves nothing of all this, and no message, in the record
 
 Outside a recorded run all of these do nothing, so library code can keep them. This file imports nothing of parallel101: copy it along
 with the collectives. It records nothing itself: whoever records a run sets a `Recorder`.
@@ -33,6 +34,7 @@ class Recorder(Protocol):
     def now(self) -> Any: ...
     def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None: ...
     def compute(self, seconds: float) -> None: ...
+    def unrecorded(self) -> contextlib.AbstractContextManager[None]: ...
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
         """Compare `kind` and the arguments `alike` with what the other ranks pass in their call with the same number; a checked run raises.
@@ -134,3 +136,17 @@ def compute(seconds: float) -> None:
     target = recorder()
     if target is not None:
         target.compute(seconds)
+
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """Leave what happens inside out of the run: messages, collectives, spans, compute(), and on sim the time that they take.
+
+    All ranks of a group enter and leave it together: make a collective of the group the first and the last thing inside. Wait inside for
+    what was begun inside, and before it for what was begun before. Make process groups outside.
+
+    Inside, deadlocks and calls that do not agree are found as elsewhere. On sim the ranks go on as if the block had not been there, each
+    at its own time. On real ranks nothing is recorded either, but the time that passes inside is real: it lies between the events before
+    and after the block.
+    """
+    target = recorder()
+    return contextlib.nullcontext() if target is None else target.unrecorded()

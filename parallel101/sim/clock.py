@@ -14,6 +14,7 @@ import sys
 import threading
 from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -77,6 +78,11 @@ class VirtualRank:
         """The world's time has reached the rank's clock."""
         self.world.wake(self)
 
+    def set_futures(self) -> None:
+        """Set the futures of works that have ended, on the rank's own thread."""
+        while self.finished_futures:
+            self.finished_futures.pop(0).set_future()
+
     # ---- the rank's recorder: see record/spans.py ----
 
     def now(self) -> float:
@@ -84,6 +90,9 @@ class VirtualRank:
 
     def compute(self, seconds: float) -> None:
         self.clock = self.now() + seconds
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        return self.world.unrecorded(self)
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
         call = call_to_compare(self.number, kind, ranks, within, alike, self.agreements)
@@ -119,6 +128,8 @@ class World:
         self.call_checker = CallChecker()
         self.find_misuse: Callable[[], Exception | None] = lambda: None  # a better explanation than a deadlock, when nothing goes on
         self.deadlock_notes: Callable[[], list[tuple[str, str]]] = list  # what else to say about a deadlock: (sentence, "file:line")
+        self.second: World | None = None  # the world of the ranks that are in unrecorded(): see second_world.py
+        self.unrecorded: Callable[[VirtualRank], AbstractContextManager[None]] = lambda _: nullcontext()
         self._report: tuple[BaseException, VirtualRank] | None = None  # the first exception that reports another rank's failure
         self._switch: Callable[[int, int], None] = lambda old, new: None
         self._current = 0
@@ -222,8 +233,7 @@ class World:
             rank.turn.acquire()
         if self.failure is not None:
             raise RankCancelled
-        while rank.finished_futures:
-            rank.finished_futures.pop(0).set_future()
+        rank.set_futures()
 
     def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
         """Block a rank until a work is done, but not longer than its time limit, if the program has set one (see limits.py)."""
@@ -265,6 +275,8 @@ class World:
         if self.failure is None:
             self.failure = error
             self.failed_rank = None if rank is None else rank.number
+            if self.second is not None:
+                self.second.failure = error
 
     def only_rank_threads(self) -> bool:
         """Whether no thread that a rank has started is still running."""
@@ -333,19 +345,8 @@ class World:
                 self.fail(error)
 
     def _advance(self) -> bool:
-        """No rank can run now: messages get their links, and time moves to the next event. False if all ranks have finished."""
-        links = self.links
-        if links.requests or links.freed:
-            links.arbitrate(self.now)
-        limit = self.limits.next() if self.limits.waits else None
-        if limit is not None and (not self._times or limit < self._times[0]):
-            self.now = limit
-            self.limits.expire()
-            self._idle_polls = 0
-        elif self._times:
-            self.now = heappop(self._times)
-            for event in self._scheduled.pop(self.now):
-                event.fire()
+        """No rank can run now: time moves, in the second world if it can. False if all ranks have finished."""
+        if (self.second is not None and self.second.move()) or self.move():
             self._idle_polls = 0
         elif not self._pollers or self._polled_too_often():
             if self._report is not None:
@@ -353,22 +354,46 @@ class World:
             elif all(rank.finished for rank in self.ranks):
                 return False
             else:
-                self.fail(self.find_misuse() or self.call_checker.error() or self._deadlock())
+                self.fail(self._explanation())
         for rank in self._pollers:
-            self.wake(rank)
+            rank.world.wake(rank)
         self._pollers.clear()
         self._woken.sort(reverse=True)
         self._ready, self._woken = self._woken, []
+        return True
+
+    def move(self) -> bool:
+        """Messages get their links, and time moves to the next event. False if there is none."""
+        links = self.links
+        if links.requests or links.freed:
+            links.arbitrate(self.now)
+        limit = self.limits.next() if self.limits.waits else None
+        if limit is not None and (not self._times or limit < self._times[0]):
+            self.now = limit
+            self.limits.expire()
+        elif self._times:
+            self.now = heappop(self._times)
+            for event in self._scheduled.pop(self.now):
+                event.fire()
+        else:
+            return False
         return True
 
     def _polled_too_often(self) -> bool:
         self._idle_polls += 1
         return self._idle_polls > MAX_IDLE_POLLS
 
-    def _deadlock(self) -> Exception:
-        waits = {rank.number: rank.waiting for rank in self.ranks if rank.waiting is not None and not rank.finished}
+    def _explanation(self) -> Exception:
+        """Why no rank can go on."""
+        worlds = [self, self.second] if self.second is not None else [self]
+        misuse = [world.find_misuse() or world.call_checker.error() for world in worlds]
+        return next(filter(None, misuse), None) or self._deadlock(worlds)
+
+    def _deadlock(self, worlds: Sequence[World]) -> Exception:
+        waits = {rank.number: rank.waiting for world in worlds for rank in world.ranks if rank.waiting is not None and not rank.finished}
         frames = sys._current_frames()  # where each rank is blocked, which may be some lines after its call
         calls = {number: work.call()._replace(where=where(frames.get(self.ranks[number].thread))) for number, work in waits.items()}
         returned = [rank.number for rank in self.ranks if rank.finished]
-        error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, self.deadlock_notes())
+        notes = [note for world in worlds for note in world.deadlock_notes()]
+        error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)
         return error or AssertionError(f"no virtual rank can run, but none waits for another: {calls}")

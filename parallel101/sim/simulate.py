@@ -7,6 +7,7 @@
     group.py            the process group that torch.distributed uses, and how ranks wait for each other in its collectives
     collectives.py      which bytes torch's own collectives move, and how long they take
     queues.py           rules="nccl": in which order a rank's operations start on NCCL
+    second_world.py     unrecorded(): calls that leave nothing in the run
     process_state.py    what each rank has to itself, as if it were a process, and what all share; with modules.py, random_states.py
                         and logging_states.py
 
@@ -42,6 +43,7 @@ from parallel101.sim.network import Network
 from parallel101.sim.process_state import ProcessStates
 from parallel101.sim.queue_notes import queue_notes
 from parallel101.sim.queues import QueuedGroup, QueuedState
+from parallel101.sim.second_world import SecondGroups
 from parallel101.sim.work import poll_future, wait_for_future
 
 STACK_BYTES = 2 << 20  # of a rank's thread; stack that it does not touch costs nothing
@@ -95,6 +97,9 @@ def simulate(
     else:
         shared = SharedState(world, payload_bytes)
         backend, new_group = "sim", partial(SimGroup, shared)
+    second = SecondGroups(shared)
+    if isinstance(second.shared, QueuedState):
+        second.world.deadlock_notes = partial(queue_notes, second.shared.queues)
     on_start(shared)
     store = dist.HashStore()
 
@@ -126,7 +131,8 @@ def simulate(
         threading.stack_size(stack)
     error = world.failure
     unfinished = [] if error is None else shared.unfinished()
-    unwaited = [work.call() for work in shared.unwaited()] if error is None else shared.dropped()
+    both = (shared, second.shared)
+    unwaited = [call for of in both for call in ([work.call() for work in of.unwaited()] if error is None else of.dropped())]
     of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
     return SimResult(results, world.events, unfinished, unwaited, error, (world.failed_rank or 0) if of_one_rank else None)
 
