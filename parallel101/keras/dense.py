@@ -11,6 +11,7 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,11 +48,14 @@ class CutDense(keras.layers.Layer):
 
         def block(name: str, variable: Any, dim: int) -> Any:
             mine = variable.value.detach().split(self.sizes, dim)[members.position].clone()
-            return self.add_weight(shape=mine.shape, dtype=variable.dtype, initializer=lambda *_, **__: mine, name=name)
+            return add(name, variable, mine)
 
         def whole(name: str, variable: Any) -> Any:
-            copy = variable.value.detach().clone()
-            return self.add_weight(shape=copy.shape, dtype=variable.dtype, initializer=lambda *_, **__: copy, name=name)
+            return add(name, variable, variable.value.detach().clone())
+
+        def add(name: str, variable: Any, mine: Any) -> Any:
+            like = {"dtype": variable.dtype, "regularizer": variable.regularizer, "name": name}
+            return self.add_weight(shape=mine.shape, initializer=lambda *_, **__: mine, **like)
 
         self.kernel = block("kernel", dense.kernel, dim)
         self.bias = None if dense.bias is None else whole("bias", dense.bias) if style == "row" else block("bias", dense.bias, 0)
@@ -92,12 +96,51 @@ def cut_model(model: Any, plan: str | Mapping[str, str], group: GroupLike) -> tu
     def same_input(tensor: Any) -> Any:
         return keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor._keras_history.operation.name)
 
-    copy = keras.models.clone_model(model, keras.tree.map_structure(same_input, graph_of(model).input), clone_function=clone)
+    compiled, model.compiled = model.compiled, False  # else Keras compiles the copy too, with an optimizer of its own
+    try:
+        copy = keras.models.clone_model(model, keras.tree.map_structure(same_input, graph_of(model).input), clone_function=clone)
+    finally:
+        model.compiled = compiled
     for layer in model.layers:
         if layer.name not in styles and layer.variables:
             for mine, theirs in zip(copy.get_layer(layer.name).variables, layer.variables):
                 mine.assign(theirs.value)
+    set_trainable(layers_within(copy), trainable(model))
     return copy, styles
+
+
+def layers_within(model: Any) -> list[Any]:
+    """The model, its layers and the layers in these, in an order that is the same for a model and its copy; containers first."""
+    return [model, *(part for layer in model.layers for part in layer._flatten_layers())]
+
+
+def trainable(model: Any) -> list[bool]:
+    return [layer.trainable for layer in layers_within(model)]
+
+
+def set_trainable(layers: list[Any], flags: list[bool]) -> None:
+    """Freeze those with False. What is set on a container holds for the layers in it, until theirs is set."""
+    for layer, flag in zip(layers, flags, strict=True):
+        if layer is not None:
+            layer.trainable = flag
+
+
+class Freezing:
+    """Which layers are frozen, in a model and in its copy: what changes in one of them changes in the other, as if they were one."""
+
+    def __init__(self, model: Any, copy: Any):
+        self.copy, self.seen = copy, trainable(model)
+        self.layers = [weakref.ref(layer) for layer in layers_within(model)]  # None when nobody else holds the model any more
+
+    def follow(self) -> None:
+        mine, theirs = layers_within(self.copy), [ref() for ref in self.layers]
+        flags = [
+            copy.trainable if layer is None or layer.trainable == old else not old for copy, layer, old in zip(mine, theirs, self.seen)
+        ]
+        if flags != self.seen:
+            set_trainable(mine, flags)
+            set_trainable(theirs, flags)
+            self.seen = flags
 
 
 def auto_plan(model: Any, users: Mapping[Any, list[Any]], ranks: int) -> dict[str, str]:

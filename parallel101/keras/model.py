@@ -12,23 +12,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import gather_from_group
-from parallel101.collectives import broadcast
-from parallel101.keras.checks import check_model, check_optimizer
-from parallel101.keras.dense import cut_model, graph_of
+from parallel101.collectives import all_gather, barrier
+from parallel101.keras.callbacks import BackupElsewhere, SameOrder
+from parallel101.keras.checks import check_methods, check_model, check_optimizer, check_samples
+from parallel101.keras.dense import Freezing, cut_model, graph_of, layers_within, set_trainable, trainable
 from parallel101.keras.installed import keras
+from parallel101.keras.randomness import Draws, draw_alike, nothing_drawn
 from parallel101.keras.shards import Shards, axes_of
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.agreement import Agreement
 
 ALIKE = "call keras.utils.set_random_seed(0) on every rank before you build the model"
-SAME_DATA = "every rank passes the whole x and y; batch_size is that of the whole batch, and ParallelKeras cuts it"
+SAME_DATA = (
+    "every rank passes the whole x and y, and freezes the same layers; batch_size is that of the whole batch, and ParallelKeras cuts it"
+)
 
 
 class ParallelKeras(keras.Model):
@@ -44,8 +50,21 @@ class ParallelKeras(keras.Model):
         zero_stage: what is cut over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
 
     Every rank passes the whole x and y. batch_size is that of the whole batch. Samples come in the order that position 0 shuffles.
-    Raises ValueError, on every rank, for what cannot equal one process: the text names the layer and says what to do.
+    Dropout draws the masks of one process over a tensor axis. Over a data axis each rank draws its own.
+
+    A model that was compiled stays compiled, and its optimizer goes on where it is, also after `keras.saving.load_model`. With
+    zero_stage 1 to 3 the optimizer is taken from the model. Layers that are frozen later, here or in the model itself, are not updated.
+    Layers that are frozen now can't be trained later.
+
+    Raises ValueError, on every rank, for what cannot equal one process: the text names the layer and says what to do. Refused are
+
+    - a model class with its own train_step, test_step, compute_loss, fit or the like; over a tensor axis, with its own call
+    - activity regularizers, weight constraints, and regularizers or optimizers that look at whole matrices of which ranks have shards
+    - over a data axis, before the first batch: layers that mix samples (the mean of a batch in a Lambda), keep statistics of batches
+      (BatchNormalization, unless it is frozen), have metrics, or call add_loss
     """
+
+    optimizer: Any  # compile sets it
 
     def __init__(
         self,
@@ -60,6 +79,7 @@ class ParallelKeras(keras.Model):
                 f"model is {type(model).__name__}: expected a keras.Sequential or functional model with its weights. "
                 "A Sequential has them once it begins with keras.Input(shape)"
             )
+        check_methods(model)
         super().__init__(name=f"parallel_{model.name}")
         self.axes, lines = axes_of(group, mesh, plan, zero_stage)
         self.dp, self.tp = group_of(lines["dp"]), group_of(lines["tp"])
@@ -69,11 +89,31 @@ class ParallelKeras(keras.Model):
         self.agree.check_same(((v.path, v.value) for v in model.variables), "the models differ at the start", ALIKE)
         if len(self.agree.ranks) > 1:
             check_model(model, samples_are_cut=self.dp.size > 1)
-        self.inner, self.plan = (model, {}) if self.tp.size == 1 or plan is None else cut_model(model, plan, lines["tp"])
+        self.inner, self.plan = (model, {}) if self.tp.size == 1 or plan is None else self.cut(model, plan, lines["tp"])
+        self.freezing = Freezing(model, self.inner)
         self.shards = Shards(self.inner, lines, zero_stage)
+        self.draws = Draws(self.inner, self.dp.position or 0, self.agree.device)
+        pairs = [(layer, self.inner.get_layer(layer.name)) for layer in model.layers]
+        self.names = {whole.path: mine.path for theirs, ours in pairs for whole, mine in zip(theirs.variables, ours.variables)}
         self.output_names = getattr(self.inner, "output_names", None)  # compile(loss={"name of an output": …})
         self.reached: list[str] = []
+        self.trains: list[bool] = []  # which layers and weights the last step trained
+        self.samples_checked = False
         self.built = True
+        if model.compiled:
+            self.compile(**{**model._compile_config.config, "optimizer": model.optimizer})
+            if self.optimizer is not model.optimizer and self.inner is model:
+                model.compiled, model.optimizer = False, None  # its state would take the memory that ZeRO saves
+
+    def cut(self, model: Any, plan: str | Mapping[str, str], tp: GroupLike) -> tuple[Any, dict[str, str]]:
+        check_methods(model, ["call"])
+        with nothing_drawn():
+            return cut_model(model, plan, tp)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The model's: over a tensor axis, copies of them, some of which hold shards."""
+        return self.inner.layers
 
     def call(self, x: Any, training: bool | None = None) -> Any:
         """The outputs for the whole batch, on every rank."""
@@ -82,54 +122,109 @@ class ParallelKeras(keras.Model):
             return keras.tree.map_structure(lambda y: keras.ops.zeros((total, *y.shape[1:]), y.dtype), graph_of(self.inner).output)
         sizes = split_sizes(total, self.dp.size)
         mine = keras.tree.map_structure(lambda t: t.split(sizes)[self.dp.position], x)
-        with self.shards.sync.forward():
-            outputs = self.inner(mine, training=training)
+        with self.draws.own() if training and self.draws.seeds and self.dp.size > 1 else nullcontext():
+            outputs = self.run(mine, training)
         if self.dp.size == 1:
             return outputs
-        return keras.tree.map_structure(lambda y: gather_from_group(y, 0, group=self.dp_group, sizes=sizes), outputs)
+
+        def whole(y: Any) -> Any:
+            gathered: Any = gather_from_group(y, 0, group=self.dp_group, sizes=sizes)
+            if (mask := getattr(y, "_keras_mask", None)) is not None:
+                gathered._keras_mask = all_gather(mask, group=self.dp_group, sizes=sizes)  # losses and metrics weigh by it
+            return gathered
+
+        return keras.tree.map_structure(whole, outputs)
+
+    def run(self, x: Any, training: bool | None) -> Any:
+        """The outputs of the model for samples of this rank."""
+        with self.shards.sync.forward():
+            return self.inner(x, training=training)
 
     def train_step(self, data: Any) -> Any:
         """One step on a batch, as Keras's own. Before the optimizer updates this rank's shards, gradients are summed over the data axis."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.checked(data))
+        self.freezing.follow()
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.checked(data, self.trains_now()))
+        self.prepare()
+        self.check_once(x)
         sync, optimizer = self.shards.sync, self.optimizer
         self.inner.zero_grad()
         sync.begin()
         outputs = self(x, training=True)
         loss = self.compute_loss(x, y, outputs, sample_weight, training=True)
-        with sync.backward("B", last=True):
-            optimizer.scale_loss(loss).backward()
-        unused = sync.finish()
-        gradients = self.shards.gradients(unused)
-        self.reached = [name for name, g in gradients.items() if g is not None]
-        with torch.no_grad():
-            optimizer.apply(list(gradients.values()), self.trainable_variables)
-        sync.publish()
+        if variables := self.trainable_variables:
+            with sync.backward("B", last=True):
+                optimizer.scale_loss(loss).backward()
+            gradients = self.shards.gradients(sync.finish())
+            self.shards.add_penalty_gradients(gradients, optimizer.loss_scale_factor or 1.0)
+            gradients = {v.path: gradients[v.path] for v in variables}
+            self.reached = [name for name, g in gradients.items() if g is not None]
+            with torch.no_grad():
+                optimizer.apply(list(gradients.values()), variables)
+            sync.publish()
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss.detach(), sample_weight=len(keras.tree.flatten(x)[0]))
         return self.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
+    def prepare(self) -> None:
+        """Before a step. Raises ValueError, on every rank, if it would not equal one process."""
+        if self.trains != (now := self.trains_now()):
+            self.check_trained()
+            self.trains, self.samples_checked = now, False
+        if self.draws.seeds and len(self.agree.ranks) > 1:
+            draw_alike(self.agree)
+
+    def check_once(self, x: Any) -> None:
+        """Raises ValueError, on every rank, if the first batch of two samples or more shows that samples depend on each other."""
+        if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
+            problem = check_samples(self.inner, x, self.run)
+            self.agree.check_on_all(lambda: refuse(problem))
+            self.samples_checked = True
+
+    def trains_now(self) -> list[bool]:
+        return [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
+
+    def check_trained(self) -> None:
+        """Raises ValueError for layers that were frozen when the model was wrapped, and are not any more."""
+        if thawed := [v.path for v in self.inner.trainable_variables if v.path not in self.shards.trained]:
+            raise ValueError(
+                f"{thawed[0]!r} was frozen when ParallelKeras wrapped the model, and stays so: wrap the model before you freeze layers, "
+                "then they can be trained again"
+            )
+        if len(self.agree.ranks) > 1:
+            check_model(self.inner, samples_are_cut=self.dp.size > 1)
+
     def test_step(self, data: Any) -> Any:
-        return super().test_step(self.checked(data))
+        self.check_once(keras.utils.unpack_x_y_sample_weight(self.checked(data))[0])
+        return super().test_step(data)
 
     def predict_step(self, data: Any) -> Any:
-        return super().predict_step(self.checked(data))
+        self.check_once(keras.utils.unpack_x_y_sample_weight(self.checked(data))[0])
+        return super().predict_step(data)
 
-    def checked(self, data: Any) -> Any:
-        """The batch. Raises ValueError, on every rank, unless all of them have the same: 8 bytes a rank."""
-        tensors = [t for t in keras.tree.flatten(data) if t is not None]
-        self.agree.check_same(
-            ((f"tensor {i} of the batch", torch.as_tensor(t)) for i, t in enumerate(tensors)), "the batches differ", SAME_DATA
-        )
+    def checked(self, data: Any, trains: Sequence[bool] = ()) -> Any:
+        """The batch. Raises ValueError, on every rank, unless all of them have the same, and train the same: 8 bytes a rank."""
+        tensors = {f"tensor {i} of the batch": torch.as_tensor(t) for i, t in enumerate(keras.tree.flatten(data)) if t is not None}
+        tensors["what is trained"] = torch.tensor(trains, dtype=torch.bool)
+        self.agree.check_same(tensors.items(), "the batches differ", SAME_DATA)
         return data
 
     # ── as in Keras, on all ranks ──
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """See keras.Model.compile. Raises ValueError for an optimizer that looks at whole matrices."""
+        """See keras.Model.compile. Raises ValueError for an optimizer that looks at whole matrices.
+
+        An optimizer that was built for the model goes on where it is.
+        """
         super().compile(*args, **kwargs)
         if self.jit_compile:
             raise ValueError("jit_compile=True: torch.compile cannot trace the messages between ranks; leave it out")
+        self.freezing.follow()
+        self.check_trained()
+        if self.optimizer is not None:
+            self.optimizer = self.shards.for_my_shards(self.optimizer, self.names)
         if len(self.agree.ranks) > 1 and self.optimizer is not None:
             check_optimizer(self.optimizer)
             self.optimizer._clip_gradients = self.clip  # Keras's own would take the norm of this rank's shards
@@ -150,9 +245,15 @@ class ParallelKeras(keras.Model):
         same_order = SameOrder(self.agree)
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.append(same_order)
+            used = callbacks.callbacks
         else:
-            callbacks = [*keras.tree.flatten(callbacks or []), same_order]
+            callbacks = used = [*keras.tree.flatten(callbacks or []), same_order]
+        backups = [i for i, callback in enumerate(used) if isinstance(callback, keras.callbacks.BackupAndRestore)]
+        for i in backups if self.axes.position else []:
+            used[i] = BackupElsewhere(used[i])
         history = super().fit(x, y, batch_size, epochs, self.shown(verbose), callbacks, *args, **kwargs)
+        if backups:
+            barrier(group=self.agree.group)  # position 0 has deleted its files
         if self.optimizer.use_ema:
             self.shards.sync.publish()
         return history
@@ -180,9 +281,30 @@ class ParallelKeras(keras.Model):
     def variables(self) -> list[Any]:
         return self.mine("variables")
 
+    @property
+    def trainable_weights(self) -> list[Any]:
+        return self.mine("trainable_weights")
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        return self.mine("trainable_variables")
+
+    @property
+    def non_trainable_weights(self) -> list[Any]:
+        return self.mine("non_trainable_weights")
+
+    @property
+    def non_trainable_variables(self) -> list[Any]:
+        return self.mine("non_trainable_variables")
+
     def mine(self, kind: str) -> list[Any]:
         shards = self.__dict__.get("shards")  # Keras asks before it is there
         return [] if shards is None else [shards.trained.get(v.path, v) for v in getattr(shards.inner, kind)]
+
+    def _get_regularization_losses(self) -> list[Any]:
+        """What Keras adds to the loss: the penalties of the whole weights. Collective. Their gradients are added in the step."""
+        in_symbols = self.inner.variables[0].value.device.type == "meta"  # Keras asks for shapes only
+        return [] if in_symbols else self.shards.penalty()
 
     def get_weights(self) -> list[Any]:
         """The whole model's, in its order. Collective: all ranks call it."""
@@ -211,35 +333,52 @@ class ParallelKeras(keras.Model):
         self.write(lambda whole: whole.save_weights(filepath, overwrite=overwrite, **kwargs))
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """See keras.Model.load_weights; the whole model's. Collective; every rank reads, and keeps its shards."""
-        kind, config = self.recipe
-        whole = kind.from_config(config)
-        self.agree.all_or_none(f"load {os.fspath(filepath)!r}", lambda: whole.load_weights(filepath, **kwargs))
+        """See keras.Model.load_weights; the whole model's, and its optimizer's. Collective; every rank reads, and keeps its shards."""
+        weights, state = self.get_weights(), self.optimizer_state()
+
+        def load() -> Any:
+            whole = self.rebuilt(weights, state)
+            whole.load_weights(filepath, **kwargs)
+            return whole
+
+        whole = self.agree.all_or_none(f"load {os.fspath(filepath)!r}", load)
         self.set_weights(whole.get_weights())
+        if state:
+            self.shards.set_optimizer_state(self.optimizer, [v.value.detach() for v in whole.optimizer.variables])
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("ParallelKeras has no export: save() the whole model, load it in one process and export it there")
 
     def write(self, save: Any) -> None:
         """Give position 0 the whole model, with its optimizer, to write."""
-        weights = self.get_weights()
-        optimizer = self.optimizer if self.compiled else None
-        state = self.shards.optimizer_state(optimizer.variables) if optimizer is not None and optimizer.built else []
+        weights, state = self.get_weights(), self.optimizer_state()
 
         def on_first() -> None:
             if self.axes.position == 0:
-                kind, config = self.recipe
-                whole = kind.from_config(config)
-                whole.set_weights(weights)
-                if self.compiled:
-                    whole.compile_from_config(self.get_compile_config())
-                if state:
-                    whole.optimizer.build(whole.trainable_variables)
-                    for variable, value in zip(whole.optimizer.variables, state):
-                        variable.assign(value)
-                save(whole)
+                save(self.rebuilt(weights, state))
 
         self.agree.all_or_none("save the model", on_first)
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Whole; empty before the first step. Collective."""
+        return self.shards.optimizer_state(self.optimizer) if self.compiled and self.optimizer and self.optimizer.built else []
+
+    def rebuilt(self, weights: list[Any], state: list[torch.Tensor]) -> Any:
+        """The model in one process: with these weights, and compiled as this one is, with this state of the optimizer."""
+        kind, config = self.recipe
+        with nothing_drawn():
+            whole = kind.from_config(config)
+        set_trainable(layers_within(whole), trainable(self.inner))
+        whole.set_weights(weights)
+        if self.compiled:
+            optimizer = self.optimizer and type(self.optimizer).from_config(self.optimizer.get_config())
+            whole.compile(**{**self._compile_config.config, "optimizer": optimizer})
+        if state:
+            same = {mine.path: variable for mine, variable in zip(self.inner.weights, whole.weights)}
+            optimizer.build([same[v.path] for v in self.optimizer._trainable_variables])
+            for variable, value in zip(optimizer.variables, state, strict=True):
+                variable.assign(value)
+        return whole
 
     # ── who holds what ──
 
@@ -260,13 +399,7 @@ class ParallelKeras(keras.Model):
         return "\n".join([f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()])
 
 
-class SameOrder(keras.callbacks.Callback):
-    """Before each epoch all ranks take the state of position 0's random numbers, by which Keras shuffles on torch's backend."""
-
-    def __init__(self, agree: Agreement):
-        super().__init__()
-        self.agree = agree
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        state = broadcast(torch.get_rng_state().to(self.agree.device), 0, group=self.agree.group)
-        torch.set_rng_state(state.cpu())
+def refuse(problem: str) -> None:
+    """Raises ValueError if there is one."""
+    if problem:
+        raise ValueError(problem)

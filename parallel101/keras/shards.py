@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.collectives import all_reduce
+from parallel101.keras.checks import check_regularizer
 from parallel101.keras.dense import CutDense
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of
@@ -53,6 +54,9 @@ class Shards:
         dp, tp = (Axes(lines[name], {name: group_of(lines[name]).size}) for name in ("dp", "tp"))
         self.over_dp, self.over_tp = Layout(dp, on_line, device), Layout(tp, on_all, device)
         self.trained = {path: self.piece(v) if zero_stage else v for path, v in own.items()}
+        for v in self.regularized():
+            if any(layout.entries[v.path].placements for layout in (self.over_dp, self.over_tp)):
+                check_regularizer(v.regularizer, v.path)
 
     # ── the whole model, collective ──
 
@@ -70,12 +74,37 @@ class Shards:
 
     def norms(self, parts: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Path → the norm of the whole, the same on every rank, from each rank's part."""
-        squares = torch.stack([part.double().square().sum() for part in parts.values()])
+        squares = self.totals({path: part.double().square().sum() for path, part in parts.items()})
+        return dict(zip(parts, squares.sqrt().tolist()))
+
+    def totals(self, of_parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """For each path a number of the whole, from those of each rank's parts, which add up to it."""
+        numbers = torch.stack(list(of_parts.values()))
         for axis, layout in (("dp", self.over_dp), ("tp", self.over_tp)):
             if layout.cut_axes:
-                mine = torch.tensor([layout.counts(path) for path in parts], device=squares.device)
-                squares = all_reduce(squares * mine, group=self.lines[axis])
-        return dict(zip(parts, squares.sqrt().tolist()))
+                mine = torch.tensor([layout.counts(path) for path in of_parts], device=numbers.device)
+                numbers = all_reduce(numbers * mine, group=self.lines[axis])
+        return numbers
+
+    # ── regularizers ──
+
+    def regularized(self) -> list[Any]:
+        """The model's variables whose penalties count now: Keras leaves out those of frozen weights."""
+        return [v for v in self.inner.trainable_variables if v.regularizer is not None]
+
+    def penalty(self) -> list[torch.Tensor]:
+        """The sum of the penalties of all whole weights, no part of the graph; empty if there are none. Collective."""
+        with torch.no_grad():
+            of_parts = {v.path: v.regularizer(self.trained[v.path].value) for v in self.regularized()}
+        return [self.totals(of_parts).sum()] if of_parts else []
+
+    def add_penalty_gradients(self, gradients: dict[str, torch.Tensor | None], scale: float) -> None:
+        """To the gradients of the batch, those of the penalties, times `scale`: each rank knows them for what it holds."""
+        for v in self.regularized():
+            part = self.trained[v.path].value.detach().requires_grad_()
+            (more,) = torch.autograd.grad(v.regularizer(part) * scale, part)
+            gradient = gradients[v.path]
+            gradients[v.path] = more if gradient is None else gradient + more
 
     # ── on this rank ──
 
@@ -98,18 +127,47 @@ class Shards:
             found[path] = None if path in unused else gradient
         return found
 
-    def optimizer_state(self, variables: list[Any]) -> list[torch.Tensor]:
-        """The whole of each of the optimizer's variables. Keras names them after the weight to which they belong."""
-        prefixes = {path.replace("/", "_") + "_": path for path in self.trained}
-        whole = []
-        for variable in variables:
-            owner = max((prefix for prefix in prefixes if variable.name.startswith(prefix)), key=len, default=None)
-            value = variable.value.detach()
-            path = prefixes.get(owner or "")
-            if path is not None and value.shape == self.trained[path].value.shape:
-                value = self.gather({path: value}, [path])[path]
-            whole.append(value)
-        return whole
+    # ── the optimizer ──
+
+    def optimizer_state(self, optimizer: Any) -> list[torch.Tensor]:
+        """The whole of each of the optimizer's variables. Collective."""
+        parts = self.parts()
+        values = [(variable.value.detach(), self.owner(variable, parts)) for variable in optimizer.variables]
+        return [value if path is None else self.gather({path: value}, [path])[path] for value, path in values]
+
+    def set_optimizer_state(self, optimizer: Any, whole: Sequence[torch.Tensor]) -> None:
+        """Of an optimizer that was built for what this rank holds."""
+        parts = self.parts()
+        for variable, value in zip(optimizer.variables, whole, strict=True):
+            path = self.owner(variable, parts)
+            variable.assign(value if path is None else self.cut(path, value))
+
+    def owner(self, variable: Any, parts: Mapping[str, torch.Tensor]) -> str | None:
+        """The weight to which a variable of the optimizer belongs: Keras names it after that. None for the step count, for example."""
+        paths = [path for path in parts if variable.name.startswith(path.replace("/", "_") + "_")]
+        path = max(paths, key=len, default=None)
+        return path if path is not None and variable.value.shape == parts[path].shape else None
+
+    def for_my_shards(self, optimizer: Any, names: Mapping[str, str]) -> Any:
+        """The optimizer or, if it was built for the whole model's weights, one that goes on where it is, for what this rank holds.
+
+        `names`: path of a variable of the model that was wrapped → its path here. Raises ValueError if it is another model's.
+        """
+        if not optimizer.built:
+            return optimizer
+        mine = {v.path: self.trained.get(v.path, v) for v in self.inner.variables}
+        theirs = optimizer._trainable_variables
+        if all(any(v is own for own in mine.values()) for v in theirs):
+            return optimizer
+        paths = [names.get(v.path) for v in theirs]
+        if any(path is None or self.shape(path) != tuple(v.shape) for path, v in zip(paths, theirs)):
+            raise ValueError(
+                "the optimizer was built for other weights than this model's: compile with a new one, or with that of the model you wrapped"
+            )
+        copy = type(optimizer).from_config(optimizer.get_config())
+        copy.build([mine[path] for path in paths])
+        self.set_optimizer_state(copy, [v.value.detach() for v in optimizer.variables])
+        return copy
 
     def describe(self) -> Iterator[str]:
         """How the weights lie on the ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,29 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
-
-os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported, here and on the ranks
-
-CLOSE = 1e-10
-
-
-def in_float64():
-    """Keras with weights and arithmetic in float64. By itself it computes in float32 even then; see the table below."""
-    import keras
-    from keras.src.backend.common import dtypes
-
-    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    keras.utils.set_random_seed(0)
-    return keras
-
-
-def differences(one, many):
-    """The names of what is not equal, with both values."""
-    assert one.keys() == many.keys()
-    return {name: (one[name], many[name]) for name in one if not torch.allclose(one[name], many[name], rtol=CLOSE, atol=CLOSE)}
-
+from tests.keras.cases import LINES, classifier, differences, in_float64, samples
 
 # ── our own trainers ──
 
@@ -88,26 +65,6 @@ OPTIMIZERS = {
     "sgd, global_clipnorm": lambda k: k.optimizers.SGD(0.1, global_clipnorm=0.1),
     "adam, accumulation, average": lambda k: k.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5),
 }
-LINES = {  # on a line of ranks
-    "tensor": {},
-    "data": {"plan": None},
-    "ZeRO-1": {"zero_stage": 1},
-    "ZeRO-2": {"zero_stage": 2},
-    "ZeRO-3": {"zero_stage": 3},
-}
-
-
-def classifier(keras):
-    keras.utils.set_random_seed(0)
-    widths = [(16, "relu"), (8, "relu"), (5, "softmax")]
-    model = keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(n, activation=f) for n, f in widths)])
-    return model
-
-
-def samples(keras, n=17):
-    random = torch.Generator().manual_seed(1)
-    x, labels = torch.randn(n, 6, generator=random, dtype=torch.float64).numpy(), torch.randint(5, (n,), generator=random).numpy()
-    return x, keras.utils.to_categorical(labels, 5).astype("float64")
 
 
 def fitted(keras, model, optimizer, **options):
@@ -268,10 +225,8 @@ def refused():
     attempt("no weights", lambda: parallel(keras.Sequential([layers.Dense(4)])))
     attempt("models differ", lambda: parallel(sequential(layers.Dense(4, bias_initializer=keras.initializers.Constant(rank)))))
     attempt("batches differ", lambda: parallel(classifier(keras)).predict(samples(keras)[0] + rank, verbose=0))
-    attempt("regularizer", lambda: parallel(sequential(layers.Dense(4, kernel_regularizer="l2"))))
     attempt("constraint", lambda: parallel(sequential(layers.Dense(4, kernel_constraint="max_norm", name="up"))))
-    attempt("dropout", lambda: parallel(sequential(layers.Dense(4), layers.Dropout(0.5, name="drop")), zero_stage=1))
-    attempt("mask", lambda: parallel(sequential(layers.Reshape((3, 2)), layers.Masking(name="mask"), layers.Dense(4)), plan=None))
+    attempt("statistics", lambda: parallel(sequential(layers.Dense(4), layers.BatchNormalization(name="norm")), zero_stage=1))
     attempt("no Dense", lambda: parallel(sequential(layers.LayerNormalization())))
     attempt("zero_stage", lambda: parallel(classifier(keras), zero_stage=4))
     attempt("pipeline", lambda: parallel(classifier(keras), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))))
@@ -291,10 +246,8 @@ WORDS = {
     "no weights": "a Sequential has them once it begins with keras.Input",
     "models differ": "set_random_seed(0) on every rank",
     "batches differ": "every rank passes the whole x and y",
-    "regularizer": "the model adds losses",
     "constraint": "'up' has a constraint",
-    "dropout": "'drop' (Dropout)",
-    "mask": "'mask' makes a mask",
+    "statistics": "'norm' (BatchNormalization) keeps numbers",
     "no Dense": "no Dense layer to cut",
     "zero_stage": "zero_stage=4: expected",
     "pipeline": 'has no pipeline ("pp")',
