@@ -1,6 +1,6 @@
 """What the ranks agree on with a few numbers, so that all go on together or all raise together.
 
-rank 0   loss 0.71, fine            ┐  all fine: 16 bytes a rank, and training goes on
+rank 0   loss 0.71, fine            ┐  all fine: 24 bytes a rank, and training goes on
 rank 1   loss 0.64, fine            ┘
 rank 2   failed: IndexError …       →  every rank raises: rank 2 its own error, the others one that names rank 2 and quotes it
 

@@ -30,7 +30,7 @@ class DataParallelTrainer(Trainer):
             0: each on its own, and with overlap=False that is the naive all-reduce after backward.
         accumulate: microbatches into which a rank's share of the batch is cut: as many forwards and backwards, one communication.
 
-    Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and 24 bytes to each other rank for counts and losses.
+    Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and to each other rank 32 bytes: counts, losses, their weights.
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2.
     """
 

@@ -37,7 +37,7 @@ from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_mo
 from parallel101.trainers.support.batches import Batch, check_pair, count_samples, number_of_shape, number_of_values
 from parallel101.trainers.support.history import History
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
-from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
+from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.plan import Plan
 
 
@@ -45,7 +45,8 @@ def whole_model(
     model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None, axes: Axes
 ) -> tuple[OneProcess | None, str]:
     """What `verify` compares with, before the model is cut. None and the reason, if it can't be copied."""
-    if loss_fn is vocabulary_cross_entropy:
+    if is_vocabulary_loss(loss_fn):
+        assert loss_fn is not None
         loss_fn = partial(loss_fn, group=axes.along([]))
     try:
         return OneProcess(model, optimizer, loss_fn, autocast), ""

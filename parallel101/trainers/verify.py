@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
@@ -81,18 +81,15 @@ class Report:
     def __str__(self) -> str:
         if self.reason:
             return f"not verified: {self.reason}"
-        ratios: dict[tuple[str, str], dict[str, Row]] = {}
+        compared: dict[tuple[str, str], dict[str, Row]] = {}
         for row in self.rows:
-            ratios.setdefault((row.what, row.name), {})[row.weights] = row
+            compared.setdefault((row.what, row.name), {})[row.weights] = row
         lines = [("largest differences", *WEIGHTS, "of the bound")]
         for what in dict.fromkeys(row.what for row in self.rows):
-            found = [of_name for (kind, _), of_name in ratios.items() if kind == what]
-            found.sort(key=lambda of_name: -max(row.ratio for row in of_name.values()))
-            for of_name in found[:SHOWN]:
-                worst = max(row.ratio for row in of_name.values())
-                differences = [f"{of_name[weights].difference:.1e}" if weights in of_name else "" for weights in WEIGHTS]
-                name = f"{what} {of_name[WEIGHTS[0]].name}".strip()
-                lines.append((name, differences[0], differences[1], f"{worst:.1%}" if worst <= 1 else "✗"))
+            found = [(max(row.ratio for row in rows.values()), name, rows) for (kind, name), rows in compared.items() if kind == what]
+            for worst, name, rows in sorted(found, key=lambda of_name: -of_name[0])[:SHOWN]:
+                given, moved = (f"{rows[weights].difference:.1e}" if weights in rows else "" for weights in WEIGHTS)
+                lines.append((f"{what} {name}".strip(), given, moved, f"{worst:.1%}" if worst <= 1 else "✗"))
             if len(found) > SHOWN:
                 lines.append((f"{what}: {len(found) - SHOWN} more, all closer", "", "", ""))
         a, b, c, d = (max(len(line[column]) for line in lines) for column in range(4))
@@ -202,15 +199,16 @@ class Comparison:
             words = explain(trainer, together, perturbed(values, trainer.trained), rows) if self.first else ""
             return trainer.agree.texts(words)[0]
 
+        problem: BaseException | None = None
         try:
             for weights in WEIGHTS:
                 self.compare(weights, header, expected[WEIGHTS.index(weights)] if self.first else None)
-        except LayoutFailed as failed:  # what one process could compute
+        except LayoutFailed as failed:
             problem = failed.__cause__
-            assert problem is not None
+        if problem is not None:  # which one process had not
             if trainer.executor.goes_on and (words := cause(())):  # else the other ranks may be elsewhere
                 raise NotEqualError(f"{words} {ALSO} {type(problem).__name__}: {problem}", Report(cause=words)) from problem
-            raise problem from None
+            raise problem
         report = Report(self.rows_of_all())
         if not report.equal:
             report = Report(report.rows, cause=cause(report.rows))
@@ -282,17 +280,19 @@ class Comparison:
 
     def compare(self, weights: str, header: Mapping[str, Any], expected: Outcome | None) -> None:
         trainer, number = self.trainer, WEIGHTS.index(weights)
-        if weights == "perturbed":
-            perturb_owned(trainer)
-        seed_all(1)
-        loss, norm = self.of_layout(header["drops"])
+        wanted, bound = header["numbers"], header["bound"]
+        with with_buffers_restored(trainer.model):
+            if weights == "perturbed":  # which no zero weight hides
+                perturb_owned(trainer)
+                difference = abs(self.evaluated() - wanted[number][1])
+                self.add("evaluate", "", weights, difference, bound * abs(wanted[number][1]))
+            seed_all(1)
+            loss, norm = self.of_layout(header["drops"])
+            here = {name: b.detach().clone() for name, b in trainer.model.named_buffers() if name in header["buffers"]}
         gradients = self.from_first(trainer.trained, expected and expected.gradients)
         updated = self.from_first(trainer.trained, expected and expected.updated)
         buffers = self.from_first(header["buffers"], expected and expected.buffers)
-        wanted, bound = header["numbers"], header["bound"]
         self.add("loss", "", weights, abs(loss - wanted[number][0]), bound * max(abs(of[0]) for of in wanted))
-        if weights == "perturbed":  # which no zero weight hides
-            self.add("evaluate", "", weights, abs(self.evaluated() - wanted[number][1]), bound * abs(wanted[number][1]))
         if trainer.clip_norm is not None:
             self.add("norm", "", weights, abs(norm - wanted[number][2]), bound * max(of[2] for of in wanted))
 
@@ -300,7 +300,6 @@ class Comparison:
         for name, p in trainer.owned.items():
             mine = torch.zeros_like(p) if p.grad is None else p.grad
             self.add("gradient", name, weights, largest(mine - cut(name, gradients[name])), header["gradient"][name])
-        here = dict(trainer.model.named_buffers())
         for name in header["buffers"]:
             if name in here and here[name].shape == buffers[name].shape:
                 self.add("buffer", name, weights, largest(here[name] - buffers[name]), header["buffer"][name])
@@ -466,27 +465,35 @@ def perturb_owned(trainer: Any) -> None:
 def untouched(trainer: Any) -> Iterator[None]:
     """Afterwards weights, gradients, buffers, random numbers and everything that the trainer has learnt of the model are as before."""
     parameters = [*trainer.model.parameters(), *trainer.owned.values()]
-    weights = [(p, p.detach().clone()) for p in trainer.owned.values()]
+    weights = [(p, p.detach().clone()) for p in parameters if p.numel()]  # ZeRO-3's are empty, and its owned pieces are not
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
-    buffers = [(m, name, b, b.clone()) for m in trainer.model.modules() for name, b in m._buffers.items() if b is not None]
     reached, state = trainer.reached, random_state()
     learnt = [(part, name, copy.copy(getattr(part, name))) for part in parts_of(trainer) for name in getattr(part, "LEARNT", ())]
     try:
-        yield
+        with with_buffers_restored(trainer.model):
+            yield
     finally:
         set_random_state(state)
         with torch.no_grad():
             for p, value in weights:
                 p.copy_(value)
-            trainer.gradient_sync.publish()
             for p, gradient, value in gradients:
                 p.grad = gradient if gradient is None else gradient.copy_(value)
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(value)
         for part, name, known in learnt:
             setattr(part, name, known)
         trainer.reached = reached
+
+
+@contextmanager
+def with_buffers_restored(model: nn.Module) -> Iterator[None]:
+    before = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer  # a forward may have assigned another
+                buffer.copy_(value)
 
 
 def parts_of(trainer: Any) -> Iterator[Any]:

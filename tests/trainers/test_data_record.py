@@ -62,7 +62,9 @@ def test_bytes_are_two_n_minus_one_over_n_of_the_gradients(p):
     trace = p101.launch(steps, *EVERY, world_size=p, backend="sim", network=CLOCK).trace
     expected = 2 * (p - 1) * GRADIENT_BYTES // p
     assert gradient_bytes_sent(trace) == [[expected] * len(EVERY)] * p
-    asked = (8 + 16 + 24) * (p - 1)  # first a hash of the model and a seed; in a step a count, a loss, and whether all parameters were used
+    asked = (8 + 16 + 32) * (
+        p - 1
+    )  # first a hash of the model and a seed; in a step a count, and a loss, its weight and the unused parameters
     met = math.ceil(math.log2(p))  # the barrier's bytes
     assert trace.bytes_sent == [len(EVERY) * (expected + asked + met)] * p, "and nothing else"
 

@@ -252,7 +252,7 @@ WORDS = {  # the model, the plan, whether time is cut, and how the message begin
         llama,
         {f"*.{part}_proj": "column" for part in "qkv"} | {"*.o_proj": "row"},
         False,
-        "'h.0.attn' (LlamaAttention) raised \"shape '[4, 5, 4, 4]' is invalid for input of size 160\"",
+        "'h.0.attn' (LlamaAttention) raised \"shape '[2, 5, 4, 4]' is invalid for input of size 80\"",
     ),
     "all times": (in_order, "auto", True, "'h.0.attn' (LlamaAttention) raised \"shape '["),
 }

@@ -1,0 +1,207 @@
+"""The comparison with one process before the first step: it leaves no trace, and says when it is not made."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel101 as p101
+from parallel101.trainers import verify
+from tests.trainers.cases import ALL_OPTIMIZERS, gpt, randn, text
+from tests.trainers.hybrid_cases import mesh_of
+from tests.trainers.tensor_cases import seeded
+
+LAYOUTS = {  # on 4 ranks: the mesh, and options
+    "overlapped": ("dp 4", {"bucket_bytes": 500}),
+    "ZeRO-1": ("dp 4", {"zero_stage": 1}),
+    "ZeRO-2, accumulated": ("dp 4", {"zero_stage": 2, "accumulate": 2}),
+    "ZeRO-3": ("dp 4", {"zero_stage": 3}),
+    "tensor": ("dp 2, tp 2", {"zero_stage": 1}),
+    "sequence parallel": ("dp 2, tp 2", {"sequence_parallel": True}),
+    "pipeline": ("dp 2, pp 2", {"microbatches": 2, "zero_stage": 3}),
+    "zero bubble": ("pp 4", {"microbatches": 4, "schedule": "zb-h1"}),
+    "tensor and pipeline": ("pp 2, tp 2", {"microbatches": 3}),
+}
+
+
+class WithBuffers(nn.Module):
+    """Counts its forwards, and remembers its first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("ones", torch.ones(1, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        return F.dropout(x * self.ones, 0.5, self.training)
+
+
+def built(name, check):
+    mesh, options = LAYOUTS[name]
+    model = gpt(tied=True)
+    model.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
+    model.norm = nn.Sequential(model.norm, WithBuffers())
+    loss = p101.vocabulary_cross_entropy if "tp" in mesh else next_token_loss
+    plan = {"plan": {"embedding.token": "vocabulary", "head": "vocabulary", "*.up": "column", "*.down": "row"}} if "tp" in mesh else {}
+    if "sequence_parallel" in options:
+        model.norm = model.norm[0]
+        plan = {"plan": "auto"}
+    model.blocks[0].mlp.down._forward_hooks.clear()
+    return p101.HybridTrainer(model, loss, ALL_OPTIMIZERS["adamw"], mesh=mesh_of(mesh), verify=check, clip_norm=0.05, **plan, **options)
+
+
+def next_token_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def state_of(trainer):
+    """All that a user can see, on this rank."""
+    model = trainer.model
+    parameters = [*model.parameters(), *trainer.owned.values()]
+    return {
+        "weights": {name: t.clone() for name, t in trainer.state_dict().items()},
+        "here": [p.detach().clone() for p in parameters],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in parameters],
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+        "optimizer": copy.deepcopy(trainer.optimizer.state_dict()),
+        "random": [torch.get_rng_state(), random.getstate()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "training": [m.training for m in model.modules()],
+        "dropout": [getattr(m, "p", None) for m in model.modules()],
+        "described": str(trainer.describe()),
+        "steps": (trainer.steps, list(trainer.reached)),
+    }
+
+
+def differing(before, after):
+    return [key for key in before if not same(before[key], after[key])]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def traces_of_verify(name):
+    trainer, found = built(name, True), []
+    for step in range(3):  # before the first step, and between others
+        inputs, targets = trainer.share(text(step))
+        before = state_of(trainer)
+        report = trainer.verify(inputs, targets)
+        found.append((report.equal, differing(before, state_of(trainer))))
+        trainer.step(inputs, targets)
+    return found
+
+
+@pytest.mark.parametrize(("backend", "names"), [("sim", list(LAYOUTS)), ("gloo", ["ZeRO-1", "tensor and pipeline"])], ids=["sim", "gloo"])
+def test_it_changes_nothing(backend, names):
+    found = p101.launch(lambda: {name: traces_of_verify(name) for name in names}, world_size=4, backend=backend).results
+    assert found == [{name: [(True, [])] * 3 for name in names}] * 4
+
+
+def two_steps(name, check):
+    trainer = built(name, check)
+    trainer.compared = True  # or replicas would be compared in its place
+    losses = [trainer.step(*trainer.share(text(step))) for step in range(2)]
+    return losses, {key: value.tolist() for key, value in trainer.state_dict().items()}, str(trainer.describe())
+
+
+@pytest.mark.parametrize("name", ["overlapped", "ZeRO-3", "tensor", "pipeline", "zero bubble"])
+@pytest.mark.parametrize("rules", ["gloo", "nccl"])
+def test_it_appears_in_no_record_and_on_no_clock(name, rules):
+    network = p101.Network(latency=1e-3, bandwidth=1e6)
+    runs = [p101.launch(two_steps, name, check, world_size=4, backend="sim", network=network, rules=rules) for check in (True, False)]
+    assert runs[0].results == runs[1].results, "nor in losses, weights and what is described"
+    with_it, without = ([(e.rank, e.kind, e.peer, e.nbytes, e.start, e.end) for e in run.trace.events] for run in runs)
+    assert with_it == without
+    assert runs[0].trace.makespan == runs[1].trace.makespan
+    assert runs[0].trace.bytes_sent == runs[1].trace.bytes_sent
+
+
+# ── when it is made ──
+
+
+def times_made(options):
+    """How often it is made in three steps."""
+    made = []
+    original = verify.compare
+    verify.compare = lambda *args: made.append(1) or original(*args)
+    try:
+        trainer = p101.DataParallelTrainer(seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"], **options)
+        trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
+    finally:
+        verify.compare = original
+    return len(made)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [(2, {}, 1), (1, {}, 0), (1, {"accumulate": 2}, 1), (2, {"verify": False}, 0)],
+    ids=["two ranks", "one rank", "accumulated", "verify=False"],
+)
+def test_it_is_made_once_before_the_first_step(world_size, options, expected):
+    assert p101.launch(times_made, options, world_size=world_size).results == [expected] * world_size
+
+
+def too_large():
+    verify.MOST_BYTES = 1000
+    trainer = p101.DataParallelTrainer(seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"])
+    trainer.step(randn(0, 8, 4), randn(9, 8, 3))
+    return trainer.verify(randn(0, 8, 4), randn(9, 8, 3)).equal
+
+
+def test_a_model_that_is_too_large_is_said_once_and_may_be_verified_all_the_same(capsys):
+    assert p101.launch(too_large, world_size=2).results == [True, True]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "verified" in line]
+    assert "not verified: a comparison with one process would take 1.16 kB on rank 0, more than 1 kB" in line
+    assert "fewer or narrower layers" in line
+
+
+def test_without_a_copy_it_can_not_be_made():
+    trainer = p101.DataParallelTrainer(nn.Linear(4, 3), F.mse_loss, ALL_OPTIMIZERS["sgd"], verify=False)
+    with pytest.raises(ValueError, match="built with verify=False and keeps no copy"):
+        trainer.verify(torch.ones(2, 4), torch.ones(2, 3))
+
+
+# ── what it prints ──
+
+
+def a_table(wrong):
+    loss = (lambda y, t: F.mse_loss(y, t).sqrt()) if wrong else F.mse_loss
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    trainer = p101.HybridTrainer(seeded(nn.Sequential(nn.Linear(4, 3))), loss, ALL_OPTIMIZERS["sgd"], mesh=mesh)
+    if not wrong:
+        return trainer.verify(*trainer.share((randn(0, 8, 4), randn(1, 8, 3))))
+    with pytest.raises(p101.NotEqualError) as error:
+        trainer.verify(*trainer.share((randn(0, 8, 4), randn(1, 8, 3))))
+    return error.value
+
+
+def test_a_report_is_a_table_the_same_on_all_ranks():
+    first, second = p101.launch(a_table, False, world_size=2).results
+    assert first == second
+    assert first.equal
+    assert first.worst.ratio <= 1
+    lines = str(first).splitlines()
+    assert lines[0] == "equal to one process"
+    assert [line.split()[0] for line in lines[2:]] == ["loss", "evaluate", "gradient", "gradient", "update", "update"]
+
+
+def test_an_error_has_the_report():
+    for error in p101.launch(a_table, True, world_size=2).results:
+        assert not error.report.equal
+        assert "loss_fn is no mean over samples" in str(error)
+        assert "✗" in str(error.report)
+        assert str(error.report).startswith("not equal to one process")
