@@ -4,6 +4,8 @@ trainer.py       the step, readable as the textbook's loop          layout.py   
 executor.py      the actions of a step, carried out                 agreement.py    what the ranks agree on, errors included
 prepare.py       from the whole model to this rank's part of it     support/        arguments, optimizers, fit, checkpoints, memory
 
+verify.py        before the first step: equal to one process?      one_process.py  what one process makes of the same samples
+
 data_parallel.py, sharded.py, hybrid.py    the public trainers: ways to put a Trainer together
 gradients.py     naive, bucketed, overlapped all-reduce             zero/           ZeRO stages 1, 2 and 3
 tensor/          layers cut by a plan, and their loss               weight_gradients.py   ∂W, computed later than ∂x

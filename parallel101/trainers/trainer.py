@@ -60,7 +60,9 @@ class Trainer:
     Args:
         model: the whole model, the same on every rank; it knows nothing of parallelism.
         loss_fn: (outputs, targets) → the mean loss over the samples, which lie along dim 0. The losses of shares and microbatches are
-            weighted by their samples, so a sum, or a mean that leaves out some targets (ignore_index), would differ from one process.
+            weighted by their samples. Or → (sum of losses, their weight), such as the number of targets that count, if they are not
+            equally many in each sample (ignore_index, class weights): the gradients of the whole batch are divided by all weights
+            together. None: the model returns its loss, or outputs with a `loss`.
         optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
         axes: the ranks that train together, as a mesh; the samples are cut along its axis "dp".
         make_sync: (a stage, its parameters, …) → how the axis "dp" sums their gradients, and who owns what; see prepare.py.
@@ -73,6 +75,10 @@ class Trainer:
             ranks must use the same of them; and if samples take different paths through the model, train with overlap=False.
         verify: before the first step, compare this layout with one process, on a few samples of its batch; see `verify`. It is not done on
             one rank without microbatches, nor if it would take more than 1 GiB: then a line says so.
+
+    Between steps the weights belong to the trainer. What is done to the model's parameters there (clamping, row norms) reaches only
+    what this rank has: nothing on ZeRO stage 3, a block along tp. Use `state_dict` and a new trainer. Freezing a parameter later is
+    allowed; a parameter or BatchNorm that was frozen at the start stays so, or the next step raises ValueError.
 
     Attributes:
         model, optimizer: as they are used, for a learning-rate schedule or a look inside.

@@ -46,12 +46,12 @@ def setting(*numbers: int) -> Setting:
 
 
 TRAINERS: dict[str, Callable[..., Any]] = {
-    "naive": partial(DataParallelTrainer, overlap=False, bucket_bytes=0),
-    "bucketed": partial(DataParallelTrainer, overlap=False, bucket_bytes=200),
-    "overlapped": partial(DataParallelTrainer, overlap=True, bucket_bytes=200),
-    "ZeRO-1": partial(ShardedTrainer, zero_stage=1, bucket_bytes=200),
-    "ZeRO-2": partial(ShardedTrainer, zero_stage=2, bucket_bytes=200),
-    "ZeRO-3": partial(ShardedTrainer, zero_stage=3),
+    "naive": partial(DataParallelTrainer, overlap=False, bucket_bytes=0, verify=False),
+    "bucketed": partial(DataParallelTrainer, overlap=False, bucket_bytes=200, verify=False),
+    "overlapped": partial(DataParallelTrainer, overlap=True, bucket_bytes=200, verify=False),
+    "ZeRO-1": partial(ShardedTrainer, zero_stage=1, bucket_bytes=200, verify=False),
+    "ZeRO-2": partial(ShardedTrainer, zero_stage=2, bucket_bytes=200, verify=False),
+    "ZeRO-3": partial(ShardedTrainer, zero_stage=3, verify=False),
 }
 
 

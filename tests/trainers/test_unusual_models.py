@@ -194,7 +194,7 @@ def statistics_of_the_batch():
     for build in TRAINERS.values():
         for model in (Gathers(), Parts(norm=nn.BatchNorm1d(4)), Parts(norm=nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False)))):
             try:
-                trainer = build(model, F.mse_loss, OPTIMIZERS["sgd"])
+                trainer = build(model, F.mse_loss, OPTIMIZERS["sgd"], verify=True)
                 before = trainer.state_dict()
                 trainer.step(*trainer.share((x, x)))
             except ValueError as error:
