@@ -144,9 +144,9 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     All ranks of a group enter and leave it together: make a collective of the group the first and the last thing inside. Wait inside for
     what was begun inside, and before it for what was begun before. Make process groups outside.
 
-    Inside, deadlocks and calls that do not agree are found as elsewhere. On sim the ranks go on as if the block had not been there, each
-    at its own time. On real ranks nothing is recorded either, but the time that passes inside is real: it lies between the events before
-    and after the block.
+    Inside, deadlocks and calls that do not agree are found as elsewhere. On sim each rank goes on at the time at which it entered, as if
+    the block had not been there (second_world.py names the one exception). On real ranks the time that passes inside is real: it lies
+    between the events before and after the block, and counts as computing.
     """
     target = recorder()
     return contextlib.nullcontext() if target is None else target.unrecorded()

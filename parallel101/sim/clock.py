@@ -49,8 +49,8 @@ class VirtualRank:
     """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and what it waits for."""
 
     __slots__ = (
-        *("agreements", "clock", "finished", "finished_futures", "in_flight", "interrupted", "number", "polled_at", "record_waits"),
-        *("send_order", "spans", "thread", "turn", "unfinished_futures", "unwaited", "waiting", "wakes", "world"),
+        *("agreements", "clock", "finished", "finished_futures", "groups", "in_flight", "interrupted", "number", "polled_at"),
+        *("record_waits", "send_order", "spans", "thread", "turn", "unfinished_futures", "unwaited", "waiting", "wakes", "world"),
     )
 
     def __init__(self, number: int, world: World):
@@ -62,6 +62,7 @@ class VirtualRank:
         self.thread = 0
         self.wakes = False  # it will run at the present time
         self.finished = False
+        self.groups: list[Any] = []  # its view of each of its process groups
         self.waiting: Waitable | None = None
         self.interrupted: Exception | None = None  # what its wait raises when it runs next, although its work is not done
         self.in_flight = 0  # messages that it has sent and that have not arrived
@@ -118,6 +119,7 @@ class World:
         self.network = network
         self.route = network.router(size)
         self.now = 0.0
+        self.round = 0  # how often ranks have run at this time before
         self.ranks = [VirtualRank(number, self) for number in range(size)]
         self.links = Links(self.schedule)
         self.limits = TimeLimits(self)
@@ -204,6 +206,11 @@ class World:
     def in_flight(self) -> list[TimedEvent]:
         """What waits for links, or has a time at which it will end."""
         return [*self.links.waiting(), *(event for events in self._scheduled.values() for event in events)]
+
+    def keep_holds(self) -> None:
+        """Note from now on which links are held, so that time may go back."""
+        events = ((time, event) for time, events in self._scheduled.items() for event in events)
+        self.links.held = [(self.now, time, hop) for time, event in events for hop in getattr(event, "hops", ())[-1:]]
 
     def wake(self, rank: VirtualRank) -> None:
         """Let a rank run at the present time."""
@@ -372,7 +379,10 @@ class World:
             self.now = limit
             self.limits.expire()
         elif self._times:
-            self.now = heappop(self._times)
+            before, self.now = self.now, heappop(self._times)
+            self.round = self.round + 1 if self.now == before else 0
+            if self.now < before:  # a rank has left unrecorded(): see second_world.py
+                links.go_back(self.now, before)
             for event in self._scheduled.pop(self.now):
                 event.fire()
         else:

@@ -89,6 +89,7 @@ class SimGroup(PointToPointGroup):
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
         self.world.limits.views[label].append(self)
+        member.groups.append(self)
 
     def size(self) -> int:
         return len(self.ranks)

@@ -239,6 +239,7 @@ class Links:
         self.freed: list[int] = []
         self.busy: set[int] = set()
         self.queues: dict[int, list[Request]] = {}
+        self.held: list[tuple[float, float, tuple[int, ...]]] | None = None  # (from, to, links), kept while time may go back
 
     def request(self, now: float, order: int, sender: int, number: int, message: Transfer) -> None:
         """A message is ready to start: it asks for the links of its first hop."""
@@ -278,13 +279,25 @@ class Links:
                     break
             else:
                 busy.update(hop)
+                if self.held is not None:
+                    self.held.append((now, now + message.duration, hop))
                 if place == 0:
                     message.start(now)
                 if place + 1 >= len(hops):
                     self.schedule(now + message.duration, message)
                 else:
-                    self.schedule(now + message.duration, _LinkRelease(self, hop))
+                    self.schedule(now + message.duration, _LinkRelease(self, (hop,)))
                     heappush(more, (now, order, sender, number, message, place + 1, -1))
+
+    def go_back(self, now: float, before: float) -> None:
+        """Time goes back to `now`: what held links between then and `before` will hold them again."""
+        for start, end, hop in self.held or ():
+            if now < end <= before:
+                if start <= now:
+                    self.busy.update(hop)
+                else:
+                    self.schedule(start, _LinkHold(self, (hop,)))
+                self.schedule(end, _LinkRelease(self, (hop,)))
 
     def _take_from_queue(self, link: int, into: list[Request]) -> None:
         queue = self.queues.get(link)
@@ -297,11 +310,20 @@ class Links:
 class _LinkRelease:
     """The tail of a message leaves a link in the middle of its path."""
 
-    __slots__ = ("hop", "links")
+    __slots__ = ("hops", "links")
 
-    def __init__(self, links: Links, hop: tuple[int, ...]):
+    def __init__(self, links: Links, hops: tuple[tuple[int, ...], ...]):
         self.links = links
-        self.hop = hop
+        self.hops = hops
 
     def fire(self) -> None:
-        self.links.free(self.hop)
+        self.links.free(self.hops[-1])
+
+
+class _LinkHold(_LinkRelease):
+    """A message that was simulated before time went back gets a link again."""
+
+    __slots__ = ()
+
+    def fire(self) -> None:
+        self.links.busy.update(self.hops[-1])

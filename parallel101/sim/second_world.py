@@ -3,11 +3,14 @@
     the run's world      rank 0 ── send ──┐                              ┌── recv ──▶
     the second world                      └── messages, compute, spans ──┘
 
-Inside, each process group of the rank posts to its counterpart in the second world. Its network takes no time. Everything else is the same
-code: matching, NCCL's queues, checks. So a deadlock inside is found as any other, and nothing of the run's own state has to be restored.
+Inside, each process group of the rank posts to its counterpart in the second world, whose network takes no time. Everything else is the
+same code: matching, NCCL's queues, checks. So a deadlock inside is found as any other, and nothing of the run has to be restored.
 
-The run's clock stands still until no rank of the second world can go on. If a rank must still arrive in the block, and waits for a message
-of the run before it, then time moves. At the end of the block each rank goes on at the time at which it entered, so time may go back.
+The run's clock moves only when no rank of the second world can go on: then a rank that must still arrive waits for a message of the run.
+At the end each rank goes on at the time at which it entered, so the run's time may go back, and links are held again as they were. The
+times are then those of the same run without the block, with one exception. A rank that entered early sends over a link, and a message from
+before a late rank's block used that link afterwards: the late one would have waited for the early one, and has not. This takes links that
+several ranks share, as on a torus, eager messages, or ranks outside of the block that communicate with those inside it.
 """
 
 from __future__ import annotations
@@ -56,6 +59,8 @@ class SecondGroups:
         self.world = SecondWorld(shared.world)
         self.shared = type(shared)(self.world, payload_bytes=0)
         self.counterparts: dict[SimGroup, SimGroup] = {}
+        self.inside = 0  # how many ranks
+        self.leaving: list[tuple[float, int]] = []  # when they entered: the time, and the round at that time
         shared.world.second, shared.world.unrecorded = self.world, self.unrecorded
 
     def counterpart(self, group: SimGroup) -> SimGroup:
@@ -66,9 +71,12 @@ class SecondGroups:
 
     @contextmanager
     def unrecorded(self, rank: VirtualRank) -> Iterator[None]:
-        """Inside, a rank of the run posts to the second world. At the end it goes on at the time at which it has entered."""
-        world, entered = rank.world, rank.now()
-        groups = [group for members in world.limits.views.values() for group in members if group.member is rank]
+        """Inside, a rank of the run posts to the second world. At the end it goes on at the time at which it entered."""
+        world, groups = rank.world, list(rank.groups)
+        entered = rank.now(), world.round if rank.clock <= world.now else 0
+        if not self.inside:
+            world.keep_holds()
+        self.inside += 1
         own = [{name: vars(group).pop(name) for name in POSTS if name in vars(group)} for group in groups]  # see limits.py
         for group in groups:
             other = self.counterpart(group)
@@ -83,7 +91,28 @@ class SecondGroups:
                     vars(group).pop(name, None)
                 vars(group).update(attributes)
             self.world.events.clear()
-        world.schedule(entered, rank)
-        world.block(rank)
-        while world.now != entered:
-            world.block(rank)
+            self.inside -= 1
+            goes_on = _GoesOn(rank, entered, self.leaving)
+            world.schedule(entered[0], goes_on)
+            while not goes_on.done:
+                world.block(rank)
+            self.leaving.remove(entered)
+            if not self.inside:
+                world.links.held = None
+
+
+class _GoesOn:
+    """A rank goes on after the block at the time at which it entered, and after the ranks that entered in an earlier round at that time."""
+
+    __slots__ = ("done", "entered", "leaving", "rank")
+
+    def __init__(self, rank: VirtualRank, entered: tuple[float, int], leaving: list[tuple[float, int]]):
+        self.rank, self.entered, self.leaving, self.done = rank, entered, leaving, False
+        leaving.append(entered)
+
+    def fire(self) -> None:
+        if self.entered > min(self.leaving):
+            self.rank.world.schedule(self.rank.world.now, self)
+        else:
+            self.done = True
+            self.rank.world.wake(self.rank)

@@ -1,0 +1,69 @@
+"""`unrecorded()` on real ranks: no events, the same numbers in those that follow, and errors inside are named. (On sim: tests/sim.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel101 as p101
+from parallel101 import collectives
+from parallel101.record.spans import compute, span, unrecorded
+from tests.ranks.failing import line_of
+
+
+def exchange(rank):
+    sent = dist.isend(torch.ones(3), 1 - rank)
+    dist.recv(torch.empty(3), 1 - rank)
+    sent.wait()
+
+
+def program(block):
+    rank = dist.get_rank()
+    for _ in range(2):
+        if block:
+            with unrecorded():
+                collectives.all_gather(torch.ones(1))
+                with span("inside"):
+                    compute(1.0)
+                    exchange(rank)
+                p101.all_reduce(torch.ones(2, requires_grad=True)).sum().backward()
+                dist.all_reduce(x := torch.ones(1))
+                assert x.item() == 2
+                collectives.all_gather(torch.ones(1))
+        with span("outside"):
+            exchange(rank)
+            collectives.all_reduce(torch.ones(5))
+            dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_the_record_is_the_same_with_and_without(backend):
+    traces = [p101.launch(program, block, world_size=2, backend=backend, trace=True).trace for block in (True, False)]
+    with_it, without = ([event._replace(start=0.0, end=0.0, posted=0.0) for event in trace.events] for trace in traces)
+    assert sorted(with_it, key=str) == sorted(without, key=str) and with_it
+    assert not traces[0].unfinished
+
+
+def waits_inside():
+    rank = dist.get_rank()
+    with unrecorded():
+        exchange(rank)
+        dist.recv(torch.empty(3), 1 - rank)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_deadlock_inside_is_named(trace):
+    with pytest.raises(p101.DeadlockError) as failed:
+        p101.launch(waits_inside, world_size=2, trace=trace)
+    assert failed.value.waiting == {r: ("recv", 1 - r, line_of(waits_inside, "torch.empty")) for r in (0, 1)}
+
+
+def differs_inside():
+    with unrecorded():
+        collectives.all_reduce(torch.ones(2 + dist.get_rank()))
+
+
+def test_a_misuse_inside_is_named():
+    with pytest.raises(p101.MisuseError, match="shape"):
+        p101.launch(differs_inside, world_size=2, trace=True)
