@@ -177,3 +177,42 @@ def test_an_evaluation_leaves_every_module_as_it_was():
     assert modes == [False, True, False]
     assert trainer.model.training
     assert not frozen.training
+
+
+def scheduled(until, save_to=None, start=None, named=True):
+    """A learning rate that changes in each step, and a MultiStepLR."""
+    trainer = build()
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        trainer.optimizer,
+        [
+            torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: step / 4),
+            torch.optim.lr_scheduler.MultiStepLR(trainer.optimizer, [2, 3]),
+        ],
+        milestones=[3],
+    )
+    if start is not None:
+        trainer.resume(start, **({"scheduler": scheduler} if named else {}))
+    losses = trainer.fit(batch, until=until, save_to=save_to, scheduler=scheduler, progress=False).losses
+    return losses, scheduler.get_last_lr()
+
+
+def test_a_scheduler_is_saved_and_resumed(tmp_path):
+    path = tmp_path / "run.pt"
+    expected = p101.launch(scheduled, STEPS, world_size=2, backend="sim").results
+    p101.launch(scheduled, 4, save_to=path, world_size=2, backend="sim")
+    assert p101.launch(scheduled, STEPS, start=path, world_size=2, backend="sim").results == expected
+    run(until=2, save_to=tmp_path / "without.pt")
+    with pytest.raises(ValueError, match=r"has no scheduler's state: expected a file that save\(…, scheduler=…\) wrote"):
+        scheduled(STEPS, start=tmp_path / "without.pt")
+
+
+def different_batches():
+    own = torch.utils.data.TensorDataset(*batch(0))
+    loader = torch.utils.data.DataLoader(own, batch_size=4, sampler=torch.utils.data.DistributedSampler(own))
+    with pytest.raises(ValueError, match=r"ranks? .* other batches .*DistributedSampler") as error:
+        build().fit(loader, progress=False)
+    return str(error.value)
+
+
+def test_fit_refuses_batches_that_differ_between_ranks():
+    assert len(set(p101.launch(different_batches, world_size=2).results)) == 1

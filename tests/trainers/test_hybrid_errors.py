@@ -311,3 +311,59 @@ def buffers_of_one_stage():
 
 def test_buffers_that_differ_on_one_stage_are_an_error_on_all_stages():
     assert len(set(p101.launch(buffers_of_one_stage, world_size=4, backend="sim").results)) == 1
+
+
+# ── what belongs to the trainer ──
+
+
+PARTS = [("tp 4", {"plan": {"layers.0": "column", "layers.1": "row"}}), ("pp 2, dp 2", {"microbatches": 2}), ("dp 4", {"zero_stage": 3})]
+WHOLE = [("dp 4", {}), ("dp 4", {"zero_stage": 2})]
+
+
+def state_and_copies(mesh, options):
+    trainer = p101.HybridTrainer(mlp(), F.mse_loss, sgd, mesh=mesh_of(mesh), **options)
+    said = []
+    for use in (trainer.model.state_dict, lambda: torch.optim.swa_utils.AveragedModel(trainer.model)):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
+    trainer.step(*trainer.share(batch(8)))
+    again = mlp()
+    again.load_state_dict(trainer.state_dict())
+    return said
+
+
+@pytest.mark.parametrize(("mesh", "options"), [*PARTS, *WHOLE], ids=str)
+def test_a_model_that_is_cut_has_no_state_of_its_own(mesh, options):
+    for said in p101.launch(state_and_copies, mesh, options, world_size=4, backend="sim").results:
+        assert ["expected trainer.state_dict()" in text for text in said] == [True] * 2 * ((mesh, options) in PARTS)
+
+
+def thawed(mesh, options):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.GELU(), nn.Linear(8, 3)).double()
+    model[0].requires_grad_(False)
+    trainer = p101.HybridTrainer(model, F.mse_loss, sgd, mesh=mesh_of(mesh), **options)
+    losses = [trainer.step(*trainer.share(batch(8)))]
+    errors = []
+    trainer.model[1].train()
+    with pytest.raises(ValueError) as error:
+        trainer.step(*trainer.share(batch(8)))
+    errors.append(str(error.value))
+    trainer.model[1].eval()
+    if trainer.axes.here.get("pp", 0) == 0:
+        trainer.model[0].weight.requires_grad_(True)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        trainer.step(*trainer.share(batch(8)))
+    errors.append(str(error.value))
+    trainer.model[0].weight.requires_grad_(False)
+    return [*losses, trainer.step(*trainer.share(batch(8)))], errors
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp 4", {"zero_stage": 1}), ("pp 2, dp 2", {"microbatches": 2})], ids=str)
+def test_what_was_frozen_stays_so(mesh, options):
+    torch.manual_seed(0)
+    for losses, (norm, weight) in p101.launch(thawed, mesh, options, world_size=4, backend="sim").results:
+        assert losses[1] < losses[0]
+        assert "'1' is a BatchNorm1d, which looks at the whole batch" in norm
+        assert "'0.weight' was frozen when the trainer was built" in weight

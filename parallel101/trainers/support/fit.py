@@ -20,7 +20,16 @@ from tqdm.auto import tqdm
 
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
-from parallel101.trainers.support.batches import Batch, check_pair, count_samples, map_tensors, number_of_shape, split, tensors_of
+from parallel101.trainers.support.batches import (
+    Batch,
+    check_pair,
+    count_samples,
+    map_tensors,
+    number_of_shape,
+    number_of_values,
+    split,
+    tensors_of,
+)
 from parallel101.trainers.support.checkpoint import check_place
 from parallel101.trainers.support.history import History, StepResult
 
@@ -78,6 +87,7 @@ def fit(
                 break
             began = time.perf_counter()
             inputs, targets = inputs_and_targets(trainer, batch)
+            check_same(trainer, (inputs, targets))
             loss = trainer.step(*trainer.share((inputs, targets)))
             step = StepResult(trainer.steps - 1, loss, time.perf_counter() - began, count_samples(inputs), tokens_in(inputs))
             trainer.history.add(step)
@@ -93,6 +103,20 @@ def fit(
     if save_to is not None and saved < trainer.steps:
         trainer.save(save_to, scheduler=scheduler)
     return trainer.history
+
+
+def check_same(trainer: Any, batch: Batch) -> None:
+    """Raises ValueError, on every rank, if the ranks have other batches: each cuts its share out of the whole one."""
+    if len(trainer.agree.ranks) == 1:
+        return
+    (numbers,) = trainer.agree.numbers(number_of_values(batch))
+    others = [str(rank) for rank, number in zip(trainer.agree.ranks, numbers) if number != numbers[0]]
+    if others:
+        raise ValueError(
+            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} gave fit other batches in step {trainer.steps} than rank "
+            f"{trainer.agree.ranks[0]}: expected the same whole batches on every rank, of which fit cuts out each rank's share. Leave "
+            "DistributedSampler out, and seed a loader that shuffles alike on all ranks"
+        )
 
 
 def progress_bar(trainer: Any, batches: Any, until: int | None, progress: bool) -> tqdm:
