@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
     from parallel101.trainers.tensor.styles import column
     from parallel101.trainers.trainer import Trainer
-    from parallel101.trainers.verify import NotEqualError
+    from parallel101.trainers.verify.report import NotEqualError
     from parallel101.viz.watch import watch
 from parallel101.record.notebook import in_notebook
 
@@ -62,7 +62,7 @@ _WHERE = {
     "parallel101.trainers.tensor.loss": "vocabulary_cross_entropy",
     "parallel101.trainers.tensor.styles": "column",
     "parallel101.trainers.trainer": "Trainer",
-    "parallel101.trainers.verify": "NotEqualError",
+    "parallel101.trainers.verify.report": "NotEqualError",
     "parallel101.autograd.point_to_point": "receive send",
     "parallel101.ranks.launch": "Run launch",
     "parallel101.autograd.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",

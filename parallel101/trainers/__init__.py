@@ -4,7 +4,7 @@ trainer.py       the step, readable as the textbook's loop          layout.py   
 executor.py      the actions of a step, carried out                 agreement.py    what the ranks agree on, errors included
 prepare.py       from the whole model to this rank's part of it     support/        arguments, optimizers, fit, checkpoints, memory
 
-verify.py        before the first step: equal to one process?      one_process.py  what one process makes of the same samples
+shares.py        do the ranks' shares of a batch fit together?     verify/         before the first step: equal to one process?
 
 data_parallel.py, sharded.py, hybrid.py    the public trainers: ways to put a Trainer together
 gradients.py     naive, bucketed, overlapped all-reduce             zero/           ZeRO stages 1, 2 and 3

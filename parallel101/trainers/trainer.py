@@ -17,41 +17,27 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from parallel101.collectives import all_reduce
 from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
-from parallel101.trainers import verify as verification
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batch_norm import check_norms, norms_of, synchronise_norms
 from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
-from parallel101.trainers.one_process import OneProcess
 from parallel101.trainers.prepare import MakeSync, build_executor, prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.replicas import check_alike
 from parallel101.trainers.schedules.schedule import Schedule
+from parallel101.trainers.shares import check_shares
 from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import LossFn, OptimizerFn, check_model, check_options
-from parallel101.trainers.support.batches import Batch, check_pair, count_samples, number_of_shape, number_of_values
+from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
-from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.plan import Plan
-
-
-def whole_model(
-    model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None, axes: Axes
-) -> tuple[OneProcess | None, str]:
-    """What `verify` compares with, before the model is cut. None and the reason, if it can't be copied."""
-    if is_vocabulary_loss(loss_fn):
-        assert loss_fn is not None
-        loss_fn = partial(loss_fn, group=axes.along([]))
-    try:
-        return OneProcess(model, optimizer, loss_fn, autocast), ""
-    except Exception as error:  # whatever a user's module raises
-        return None, f"the model or the optimizer can't be copied ({type(error).__name__}: {error})"
+from parallel101.trainers.verify.compare import verify, verify_once
+from parallel101.trainers.verify.one_process import whole_model
 
 
 class Trainer:
@@ -172,7 +158,7 @@ class Trainer:
         not finite, NotEqualError before the first step (see `verify`), and what the model raised on one rank. In each case no weight has
         been changed.
         """
-        total, shape = self.check_batch(inputs, targets)
+        total, shape = check_shares(self, inputs, targets)
         if self.to_verify:
             self.verify_once(inputs, targets)
         loss = self.compute_gradients(inputs, targets, total, shape)
@@ -222,53 +208,6 @@ class Trainer:
                 p.grad = part.copy_(summed.view_as(part))
 
     # ── what the ranks agree on ──
-
-    def check_batch(self, inputs: Batch, targets: Batch) -> tuple[int, int]:
-        """How many samples the whole batch has, and a number for their shape. Raises, on all ranks, if the shares don't fit together."""
-        problem, mine = None, (-1, 0, 0)
-        several = len(self.agree.ranks) > self.axes.sizes["dp"]  # ranks with the same samples
-        try:
-            if self.prepared.loss_fn is not None:
-                check_pair((inputs, targets))
-            elif targets is not None:
-                raise ValueError("loss_fn is None, so the model returns its loss: expected step(inputs), without targets of its own")
-            self.check_unchanged()
-            values = number_of_values((inputs, targets)) if several else 0
-            mine = count_samples(inputs), number_of_shape(inputs), values
-        except (TypeError, ValueError) as error:
-            problem = error
-        counts, *told = self.agree.numbers(*mine) if several else self.agree.numbers(mine[0])
-        if min(counts) < 0:
-            self.agree.raise_problem(problem, f"take its batch in step {self.steps}")
-        firsts: dict[int, int] = {}  # position along dp → the first rank there
-        for position in range(len(counts)):
-            first = firsts.setdefault(self.axes.coordinates(position)["dp"], position)
-            if any(of_ranks[position] != of_ranks[first] for of_ranks in (counts, *told)):
-                a, b = self.agree.ranks[first], self.agree.ranks[position]
-                unlike = f"{counts[first]:.0f} and {counts[position]:.0f} samples" if counts[position] != counts[first] else "other samples"
-                raise ValueError(
-                    f"rank {a} and rank {b} were given {unlike}, but ranks that differ only along tp or pp work on the same ones: "
-                    "pass the same batch to all of them. share(batch) cuts over dp alone; a DistributedSampler, or a loader that "
-                    "shuffles with a seed of its own on each rank, gives them different samples"
-                )
-        total = sum(counts[first] for first in firsts.values())
-        if self.synchronises_norms and not min(counts):
-            raise ValueError(
-                f"rank {self.agree.ranks[counts.index(0)]} has none of the {total:.0f} samples, and sync_batch_norm needs one on each "
-                "rank: leave such a batch out, or use fewer ranks"
-            )
-        if not total:
-            raise ValueError(f"the batch of step {self.steps} has no samples: expected at least one")
-        return int(total), mine[1]
-
-    def check_unchanged(self) -> None:
-        """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and is not any more."""
-        self.check_norms()
-        for name, p in self.frozen:
-            if p.requires_grad:
-                raise ValueError(
-                    f"{name!r} was frozen when the trainer was built, and now requires a gradient: build a new trainer to train it"
-                )
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
         """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""
@@ -338,4 +277,4 @@ class Trainer:
     gradients, state_dict = checkpoint.gradients, checkpoint.state_dict
     save, resume = checkpoint.save, checkpoint.resume
     describe = memory.describe
-    verify, verify_once = verification.verify, verification.verify_once
+    verify, verify_once = verify, verify_once

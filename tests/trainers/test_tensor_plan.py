@@ -169,12 +169,6 @@ def linears(*sizes):
     return seq(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-
-
 def tied_chain():
     model = linears(4, 4, 4)
     model[1].weight = model[0].weight
@@ -217,7 +211,6 @@ REFUSED = {
         lambda: seq(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)),
         r"'1' \(Softmax\) gets",
     ),
-    "norm between siblings": ({"up": "column", "down": "row"}, Twice, r"'norm' \(LayerNorm\) stands between"),
     "row does not fit": ({"0": p101.column(parts=2), "1": "row"}, lambda: linears(4, 8, 4), "row layer '1' takes 8 inputs"),
     "tied, one cut": ({"0": "column", "1": "row"}, tied_chain, "'0.weight' and '1.weight' are tied"),
     "multi-head attention": ({"*.out_proj": "row"}, lambda: nn.TransformerEncoderLayer(4, 2), "reads the weights of this layer itself"),

@@ -81,6 +81,12 @@ def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
     return [part(size, end) for size, end in zip(sizes, ends)]
 
 
+def join(batches: Sequence[Batch]) -> Batch:
+    """The samples of several batches as one."""
+    columns = iter(zip(*(tensors_of(batch) for batch in batches)))
+    return map_tensors(lambda _: torch.cat(next(columns)), batches[0])
+
+
 def call(module: nn.Module, inputs: Batch) -> Any:
     """The module's outputs: the entries of a dict are keywords, those of a tuple or list are arguments."""
     if isinstance(inputs, Mapping):

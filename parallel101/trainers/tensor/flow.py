@@ -74,12 +74,11 @@ def check_others(model: nn.Module, rest: Styles, styles: Styles, shards: Shards)
     for name, style in rest.items():
         if style.name in ("column", "row"):
             of_parent.setdefault(name.rpartition(".")[0], {})[name] = style.name
-    for parent, kinds in of_parent.items():
+    for kinds in of_parent.values():
         columns, rows = ([name for name, kind in kinds.items() if kind == wanted] for wanted in ("column", "row"))
         if columns and rows:
             for row in rows:
                 check_fit(row, columns, styles, shards)
-            check_between(model.get_submodule(parent), parent, styles)
             continue
         for name, kind in kinds.items():
             if kind == "column":
@@ -91,22 +90,6 @@ def check_others(model: nn.Module, rest: Styles, styles: Styles, shards: Shards)
                 taken = True
     if waiting and not taken:
         raise outputs_stay_cut(waiting[0])
-
-
-def check_between(parent: nn.Module, name: str, styles: Styles) -> None:
-    """A module with parameters of its own between a column and its row: it would see some of the features, and train on them."""
-    children = [(f"{name}.{child}".strip("."), module) for child, module in parent.named_children()]
-    cut = False
-    for child, module in children:
-        style = styles.get(child)
-        if style is None and cut and next(module.parameters(), None) is not None:
-            raise ValueError(
-                f"plan: {child!r} ({type(module).__name__}) stands between column and row layers of {name!r}: it would see only "
-                "this rank's features. "
-                'Leave these layers out of the plan, or make them "column_gather"'
-            )
-        if style is not None:
-            cut = style.name == "column"
 
 
 def check_fit(row: str, columns: list[str], styles: Styles, shards: Shards) -> None:

@@ -4,111 +4,36 @@
     the first rank   all of those samples ──────▶ one process (one_process.py) ─▶ the same               ┴─▶ equal?
 
 It is done twice: with the model's weights, and with slightly different ones, so that a weight that is zero now (LoRA's B, a head) hides
-nothing. The optimizer is compared from equal gradients, since Adam turns the rounding of a zero gradient into a full step.
-
-How close. A result in precision u is rounded once in each of the d modules, there and back, and sums up to k numbers. Such errors add up
-like a random walk, so two orders of summing differ by about √(d·k)·u. In autocast the sums are in float32, and only results are rounded
-to the coarser v: √d·v. The bound is 8 times that, relative to the largest gradient in the same module; and u, relative to the largest
-of all, for a gradient that is zero but for rounding, such as that of a bias before a softmax.
+nothing. The optimizer is compared from equal gradients, since Adam turns the rounding of a zero gradient into a full step. How much two
+results may differ is in rounding.py.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import random
-import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
-from parallel101.trainers.explain import explain
-from parallel101.trainers.one_process import OneProcess, Outcome, copy_of_optimizer, lift_learning_rates, without_dropout
-from parallel101.trainers.support.batches import Batch, count_samples, map_tensors, number_of_shape, tensors_of
+from parallel101.trainers.shares import check_shares
+from parallel101.trainers.support.batches import Batch, count_samples, join, map_tensors, number_of_shape, tensors_of
 from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.support.optimizers import tell_first
+from parallel101.trainers.verify.causes import explain
+from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffers_restored
+from parallel101.trainers.verify.one_process import OneProcess, Outcome, copy_of_optimizer, lift_learning_rates, without_dropout
+from parallel101.trainers.verify.perturb import perturb_owned, perturbed
+from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
+from parallel101.trainers.verify.rounding import SAFETY, eps_of, largest, most_rounding, scales
 
 MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together: beyond that it is not done before the first step
-WEIGHTS = ("weights as they are", "perturbed")
-SAFETY = 8
 ALSO = "One process can compute the first samples, but in parts they are an error:"
-SHOWN = 5  # names of a kind
-
-
-class Row(NamedTuple):
-    """One comparison. `ratio`: the difference over the largest that rounding explains; above 1 it is a difference."""
-
-    what: str  # "loss", "evaluate", "gradient", "norm", "update" or "buffer"
-    name: str  # of the parameter or buffer
-    weights: str  # one of WEIGHTS
-    difference: float
-    ratio: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `verify` returns. Print it to see a table.
-
-    Attributes:
-        rows: all comparisons, the same on every rank.
-        reason: why nothing was compared, if nothing was.
-        cause: of the first differences, in words.
-    """
-
-    rows: Sequence[Row] = field(default=(), repr=False)
-    reason: str = ""
-    cause: str = ""
-
-    @property
-    def worst(self) -> Row | None:
-        """The row that comes closest to its bound, or exceeds it most."""
-        return max(self.rows, key=lambda row: row.ratio, default=None)
-
-    @property
-    def equal(self) -> bool:
-        """Whether something was compared, and no row exceeds its bound."""
-        return bool(self.rows) and all(row.ratio <= 1 for row in self.rows)
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"not verified: {self.reason}"
-        compared: dict[tuple[str, str], dict[str, Row]] = {}
-        for row in self.rows:
-            compared.setdefault((row.what, row.name), {})[row.weights] = row
-        lines = [("largest differences", *WEIGHTS, "of the bound")]
-        for what in dict.fromkeys(row.what for row in self.rows):
-            found = [(max(row.ratio for row in rows.values()), name, rows) for (kind, name), rows in compared.items() if kind == what]
-            for worst, name, rows in sorted(found, key=lambda of_name: -of_name[0])[:SHOWN]:
-                given, moved = (f"{rows[weights].difference:.1e}" if weights in rows else "" for weights in WEIGHTS)
-                lines.append((f"{what} {name}".strip(), given, moved, f"{worst:.1%}" if worst <= 1 else "✗"))
-            if len(found) > SHOWN:
-                lines.append((f"{what}: {len(found) - SHOWN} more, all closer", "", "", ""))
-        a, b, c, d = (max(len(line[column]) for line in lines) for column in range(4))
-        table = [f"{name:{a}}   {given:>{b}}   {moved:>{c}}   {ratio:>{d}}" for name, given, moved, ratio in lines]
-        title = "equal to one process" if self.equal else "not equal to one process"
-        return "\n".join([title, *(line.rstrip() for line in table)])
-
-    __repr__ = __str__
-
-
-class NotEqualError(ValueError):
-    """This layout computes something else than one process. `report` has all comparisons."""
-
-    def __init__(self, message: str, report: Report):
-        super().__init__(message, report)
-        self.report = report
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
@@ -131,8 +56,11 @@ def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
     if not trainer.verifies:
         raise ValueError("this trainer was built with verify=False and keeps no copy of the whole model: build it with verify=True")
     with unrecorded():
-        trainer.check_batch(inputs, targets)
-        return compare(trainer, inputs, targets)
+        check_shares(trainer, inputs, targets)
+        report = compare(trainer, inputs, targets)
+    trainer.to_verify &= not report.equal
+    trainer.compared |= report.equal
+    return report
 
 
 def compare(trainer: Any, inputs: Batch, targets: Batch) -> Report:
@@ -177,6 +105,9 @@ class Comparison:
         wanted = trainer.executor.microbatches + (trainer.axes.here["dp"] % 2 == 0)  # uneven shares, if the batch allows it
         self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
         self.rows: dict[tuple[str, str, str], tuple[float, float]] = {}
+        entries, autocast = [trainer.layout.entries[name] for name in trainer.trained], trainer.executor.autocast
+        self.shapes = [entry.shape for entry in entries]
+        self.dtypes = {entry.dtype for entry in entries} | ({autocast} if autocast else set())
 
     def run(self) -> Report:
         trainer = self.trainer
@@ -187,6 +118,7 @@ class Comparison:
         expected: list[Outcome] = []
         if self.first:
             together = join([of_rank for of_rank in of_ranks if of_rank is not None])
+            self.bound = most_rounding(trainer.model, self.shapes, self.dtypes, tensors_of(together))
             try:
                 expected = self.one_process(together, values, state)
             except NotVerified as why:
@@ -238,43 +170,24 @@ class Comparison:
             raise
         except Exception as error:
             raise NotVerified(f"one process could not compute the first samples ({type(error).__name__}: {error})") from error
-        if abs(again - outcomes[0].loss) > self.bound(batch) * abs(outcomes[0].loss):
+        if abs(again - outcomes[0].loss) > self.bound * abs(outcomes[0].loss):
             raise NotVerified("the model draws random numbers besides dropout, so that two runs of one process differ")
         return outcomes
-
-    def bound(self, batch: Batch) -> float:
-        """How much two ways of summing may differ, relative to the largest number."""
-        trainer, model = self.trainer, self.trainer.one_process.whole
-        shapes = [trainer.layout.entries[name].shape for name in trainer.trained]
-        dtypes = [trainer.layout.entries[name].dtype for name in trainer.trained]
-        depth = sum(1 for module in model.modules() if module._parameters)
-        terms = max(*(max(shape, default=1) for shape in shapes), *(t.numel() for t in tensors_of(batch)))
-        sums = max(torch.finfo(dtype).eps for dtype in dtypes)
-        results = sums if trainer.executor.autocast is None else max(sums, torch.finfo(trainer.executor.autocast).eps)
-        if sums > torch.finfo(torch.float32).eps:  # half precision: sums are in float32, and their results are rounded
-            sums, results = torch.finfo(torch.float32).eps, max(sums, results)
-        return SAFETY * (sums * math.sqrt(depth * terms) + (results * math.sqrt(depth) if results > sums else 0))
 
     def header(self, reason: str, expected: Sequence[Outcome]) -> dict[str, Any]:
         """The numbers that every rank needs of the first rank's results."""
         if not self.first or reason:
             return {"reason": reason}
-        bound = self.bound(self.batch)
         return {
             "reason": "",
             "drops": any(of.drops for of in expected),
-            "bound": bound,
+            "bound": self.bound,
             "numbers": [(of.loss, of.evaluated, of.norm) for of in expected],
             "absent": [[name for name, g in of.gradients.items() if g is None] for of in expected],
-            "gradient": scales([of.gradients for of in expected], bound, self.eps()),
-            "buffer": scales([of.buffers for of in expected], bound, 0),
+            "gradient": scales([of.gradients for of in expected], self.bound, eps_of(self.dtypes)),
+            "buffer": scales([of.buffers for of in expected], self.bound, 0),
             "buffers": [name for name in expected[0].buffers if name in self.trainer.layout.entries],
         }
-
-    def eps(self) -> float:
-        entries, autocast = self.trainer.layout.entries, self.trainer.executor.autocast
-        dtypes = {entries[name].dtype for name in self.trainer.trained} | ({autocast} if autocast else set())
-        return max(torch.finfo(dtype).eps for dtype in dtypes)
 
     # ── all ranks ──
 
@@ -387,140 +300,6 @@ class LayoutFailed(Exception):
     """The layout could not compute what one process could; its cause is why."""
 
 
-def message(report: Report) -> str:
-    wrong = sorted((row for row in report.rows if row.ratio > 1), key=lambda row: -row.ratio)
-    kinds = list(dict.fromkeys(row.what for row in report.rows if row.ratio > 1))
-    first = next(row for row in wrong if row.what == kinds[0])
-    what = f"the {first.what}" + (f" of {first.name!r}" if first.name else "")
-    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return (
-        f"this layout does not compute what one process does: {what} differs by {first.difference:.2g}{more}. {report.cause} "
-        "No weight was changed. The error's .report is a table; verify=False trains without this comparison"
-    )
-
-
 def holds_share(trainer: Any) -> bool:
     """True on one of the ranks that have the same samples."""
     return all(trainer.axes.here.get(axis, 0) == 0 for axis in trainer.axes.sizes if axis != "dp")
-
-
-def join(batches: Sequence[Batch]) -> Any:
-    """The samples of several batches as one."""
-    columns = iter(zip(*(tensors_of(batch) for batch in batches)))
-    return map_tensors(lambda _: torch.cat(next(columns)), batches[0])
-
-
-def largest(t: Tensor) -> float:
-    """The largest absolute value; infinity for what is not a number."""
-    if not t.numel():
-        return 0.0
-    found = float(t.detach().abs().max())
-    return math.inf if math.isnan(found) else found
-
-
-def scales(outcomes: Sequence[Mapping[str, Tensor | None]], bound: float, eps: float) -> dict[str, float]:
-    """Name → the largest difference that rounding explains, from the largest numbers in its module and in all."""
-    of_module: dict[str, float] = {}
-    for outcome in outcomes:
-        for name, t in outcome.items():
-            module = name.rpartition(".")[0]
-            of_module[module] = max(of_module.get(module, 0.0), 0.0 if t is None else largest(t))
-    of_all = max(of_module.values(), default=0.0)
-    return {name: bound * of_module[name.rpartition(".")[0]] + eps * of_all for name in outcomes[0]}
-
-
-# ── weights that are slightly different ──
-
-
-def noise(name: str, shape: Sequence[int]) -> Tensor:
-    """For this parameter, the same on every rank: about a tenth of what an initial weight of this shape would be.
-
-    Fractional parts of the multiples of the golden ratio: as irregular as this needs, and faster than random numbers.
-    """
-    start = zlib.crc32(name.encode()) / 2**32
-    steps = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu").mul_(0.6180339887498949).add_(start).frac_()
-    return steps.sub_(0.5).mul_(0.3 / max(1, shape[-1] if shape else 1) ** 0.5).view(tuple(shape))
-
-
-def perturbed(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    moved = {name: moved_by(values[name], noise(name, values[name].shape)) for name in names}
-    return {**values, **moved}
-
-
-def moved_by(t: Tensor, step: Tensor) -> Tensor:
-    return (t.to(torch.complex128 if t.is_complex() else torch.float64) + step.to(t.device)).to(t.dtype)
-
-
-@torch.no_grad()
-def perturb_owned(trainer: Any) -> None:
-    for name, p in trainer.owned.items():
-        p.copy_(moved_by(p.detach(), trainer.layout.cut(name, noise(name, trainer.layout.entries[name].shape))))
-    trainer.gradient_sync.publish()
-
-
-# ── no trace ──
-
-
-@contextmanager
-def untouched(trainer: Any) -> Iterator[None]:
-    """Afterwards weights, gradients, buffers, random numbers and everything that the trainer has learnt of the model are as before."""
-    parameters = [*trainer.model.parameters(), *trainer.owned.values()]
-    weights = [(p, p.detach().clone()) for p in parameters if p.numel()]  # ZeRO-3's are empty, and its owned pieces are not
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
-    reached, state = trainer.reached, random_state()
-    learnt = [(part, name, copy.copy(getattr(part, name))) for part in parts_of(trainer) for name in getattr(part, "LEARNT", ())]
-    try:
-        with with_buffers_restored(trainer.model):
-            yield
-    finally:
-        set_random_state(state)
-        with torch.no_grad():
-            for p, value in weights:
-                p.copy_(value)
-            for p, gradient, value in gradients:
-                p.grad = gradient if gradient is None else gradient.copy_(value)
-        for part, name, known in learnt:
-            setattr(part, name, known)
-        trainer.reached = reached
-
-
-@contextmanager
-def with_buffers_restored(model: nn.Module) -> Iterator[None]:
-    before = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in before:
-                module._buffers[name] = buffer  # a forward may have assigned another
-                buffer.copy_(value)
-
-
-def parts_of(trainer: Any) -> Iterator[Any]:
-    """Those that learn something of the model, in attributes that they name in LEARNT."""
-    yield trainer.executor.messages
-    for _, sync in trainer.prepared.syncs:
-        yield sync
-        yield getattr(sync, "live", None)
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
-
-
-def random_state() -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    return [torch.get_rng_state(), random.getstate(), cuda, numpy.random.get_state() if numpy else None]
-
-
-def set_random_state(state: list[Any]) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if state[2] is not None:
-        torch.cuda.set_rng_state_all(state[2])
-    if state[3] is not None:
-        sys.modules["numpy"].random.set_state(state[3])

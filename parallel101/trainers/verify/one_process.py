@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, loss_and_weight
 from parallel101.trainers.support.batches import Batch, call
+from parallel101.trainers.tensor.loss import is_vocabulary_loss
+from parallel101.trainers.verify.no_trace import random_state, set_random_state
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 PROBABILITY: Mapping[Any, tuple[str, int]] = {  # of dropping: its name, and its place among the arguments
@@ -154,6 +158,22 @@ class OneProcess:
 def mean_loss(loss_fn: LossFn | None, outputs: Any, targets: Any) -> Tensor:
     loss, weight = loss_and_weight(loss_fn, outputs, targets)
     return loss if weight is None else loss / weight
+
+
+def whole_model(
+    model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None, axes: Axes
+) -> tuple[OneProcess | None, str]:
+    """What a layout is compared with, before the model is cut. None and the reason, if it can't be copied."""
+    if is_vocabulary_loss(loss_fn):
+        assert loss_fn is not None
+        loss_fn = partial(loss_fn, group=axes.along([]))
+    state = random_state()
+    try:
+        return OneProcess(model, optimizer, loss_fn, autocast), ""
+    except Exception as error:  # whatever a user's module raises
+        return None, f"the model or the optimizer can't be copied ({type(error).__name__}: {error})"
+    finally:
+        set_random_state(state)  # a Keras layer that is copied draws its first weights
 
 
 # ── optimizers ──

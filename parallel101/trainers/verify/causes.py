@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel101.trainers.one_process import OneProcess, mean_loss
 from parallel101.trainers.pipeline.split import entries_of
 from parallel101.trainers.support.batches import Batch, call, split, tensors_of
+from parallel101.trainers.verify.one_process import OneProcess, mean_loss
 
 FAR = 1e-3  # relative; more than rounding in any dtype that a loss is computed in
 

@@ -1,0 +1,82 @@
+"""A comparison leaves no trace: afterwards weights, gradients, buffers and random numbers are as they were.
+
+So is what the trainer's parts learn of the model in their first step, such as the order of its layers: a part names those attributes in
+LEARNT. What a model keeps elsewhere, in an attribute of Python's, is not put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def untouched(trainer: Any) -> Iterator[None]:
+    """Afterwards weights, gradients, buffers, random numbers and everything that the trainer has learnt of the model are as before."""
+    parameters = [*trainer.model.parameters(), *trainer.owned.values()]
+    weights = [(p, p.detach().clone()) for p in parameters if p.numel()]  # ZeRO-3's are empty, and its owned pieces are not
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+    reached, state = trainer.reached, random_state()
+    learnt = [(part, name, copy.copy(getattr(part, name))) for part in parts_of(trainer) for name in getattr(part, "LEARNT", ())]
+    try:
+        with with_buffers_restored(trainer.model):
+            yield
+    finally:
+        set_random_state(state)
+        with torch.no_grad():
+            for p, value in weights:
+                p.copy_(value)
+            for p, gradient, value in gradients:
+                p.grad = gradient if gradient is None else gradient.copy_(value)
+        for part, name, known in learnt:
+            setattr(part, name, known)
+        trainer.reached = reached
+
+
+@contextmanager
+def with_buffers_restored(model: nn.Module) -> Iterator[None]:
+    before = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer  # a forward may have assigned another
+                buffer.copy_(value)
+
+
+def parts_of(trainer: Any) -> Iterator[Any]:
+    """Those that learn something of the model, in attributes that they name in LEARNT."""
+    yield trainer.executor.messages
+    for _, sync in trainer.prepared.syncs:
+        yield sync
+        yield getattr(sync, "live", None)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
+def random_state() -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    return [torch.get_rng_state(), random.getstate(), cuda, numpy.random.get_state() if numpy else None]
+
+
+def set_random_state(state: list[Any]) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        torch.cuda.set_rng_state_all(state[2])
+    if state[3] is not None:
+        sys.modules["numpy"].random.set_state(state[3])
