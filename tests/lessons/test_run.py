@@ -27,6 +27,8 @@ ROUNDING = r"'(\d\.\de-1[5-7]|0\.0e\+00)'"  # of float64
 
 TINY = r"(\d(\.\d)?e-1[3-9]|0(\.0)?e\+00)"
 
+EQUAL = r"(^|: )equal to one process\nlargest differences .*\nloss .*%\n(.|\n)*gradient .*%\n(.|\n)*update .*%"  # what verify prints
+
 # Output that the text around a cell describes. No cell asserts it: it would tell the answer before the run.
 PRINTED = {
     "00_ranks": {
@@ -129,13 +131,14 @@ PRINTED = {
         "lanes-sim": [r"'naive': '17.8 s', 'bucketed': '17.0 s', 'overlapped': '14.0 s'"],
         "real-check": [r"(rank \d: the first bucket was sent [1-9]\d* ms before .*\n?){2}"],
         "real-spread": [r"(\w+ +median +\d+ ms, from \d+ to \d+ ms\n?){3}"],
-        "train-check": [r"losses: (\de-0[4-9]|0e\+00) of the loss", r"(a step on \d ranks? +median +\d+ ms, from \d+ to \d+ ms\n?){2}"],
+        "train-check": [EQUAL, r"(a step on \d ranks? +median +\d+ ms, from \d+ to \d+ ms\n?){2}"],
         "accumulate-run": [r"'accumulate=1': (\d+), 'accumulate=4': \1\}"],
         "break-sum-run": [r"\[('[1-9]\.\de\+0\d'(, )?){4}\]"],
         "break-start-run": [r"ranks: ([1-9]|0\.[1-9])"],
         "break-start-error": ["layers.0.weight", "rank 1", "sync=True"],
         "break-uneven-run": [r"\[('\d\.\de-0[1-3]'(, )?){4}\]"],
         "break-uneven-check": [r"10 samples: not right yet, \d\.\de-0[1-3] .*\n12 samples: right, "],
+        "break-labels-run": [r"^this layout does not .*Return \(sum of losses, their weight\)(.|\n)*^loss: \d"],
         "break-every-run": [r"\[1288, 3864\]"],
     },
     "05_sharding": {
@@ -154,7 +157,7 @@ PRINTED = {
         "break-clip-check": [r"not right yet: \d\.\de-0[12]"],
         "break-leak-run": [r"gathered at once, at most: 34 layers"],
         "break-all-reduce-run": [r"the same blocks: True\n.*\[6000, 3000\]"],
-        "break-optimizer-run": ["Adafactor is not elementwise", "DataParallelTrainer"],
+        "break-optimizer-run": ["the update of '.*' differs by .* looks at whole matrices", "DataParallelTrainer"],
         "keras-run": [
             rf"{options}}}: \[{count}, {count}\] parameters, losses (\de-(0[6-9]|1\d)|0e\+00) "
             for options, count in (("'zero_stage': 3", 8613), ("'plan': 'auto'", 8645))
@@ -162,7 +165,7 @@ PRINTED = {
     },
     "06_tensor_parallel": {
         "pain-run": [r"measured: 1\.00"],
-        "pain-one": ["a batch of 1 samples can't be shared by 4 ranks"],
+        "pain-one": [r"\[1, 0, 0, 0\]"],
         "ways-run": [rf"{name} .* sent: \[({sent}(, )?){{4}}\]   {TINY} from" for name, sent in (("by_columns", 6144), ("by_rows", 12288))],
         "lecture-run": [rf"2 ranks: {TINY} .*\n4 ranks: {TINY} "],
         "pair-run": [r"measured: 2\.5$"],
@@ -179,7 +182,7 @@ PRINTED = {
             rf"gradients: {TINY} apart",
         ],
         "plan-run": [r"attention.query \(2 modules\): column\(heads=4\)", r"mlp.down \(2 modules\): row", "head: vocabulary"],
-        "train-run": [rf"2 ranks{how}: losses {TINY}, gradients {TINY}, weights {TINY} from" for how in ("", ", sequence parallel")],
+        "train-run": [rf"2 ranks{how}: largest difference {TINY}$" for how in ("", ", sequence parallel")] + [EQUAL],
         "memory-run": ["the same bytes with one sample: True"],
         "cost-check": ["counted: 393,216 bytes"],
         "cost-theory": [r"tensor parallel: 393,216 .*: 393,216\ndata parallel: 299,520 .*: 299,520\nratio: 1\.31"],
@@ -210,10 +213,10 @@ PRINTED = {
         "split-run": [rf"(zb-h\d: {TINY} from one process\n?){{2}}"],
         "split-check": [r"'1F1B': '9 s', 'ZB-H1': '3 s', 'ZB-H2': '0 s'}"],
         "published-run": [r"ours: 0\.2431(.|\n)*ours: 0\.1585(.|\n)*ours: 0\.1083"],
-        "trainer-run": [rf"(\S+ +losses: {TINY}   weights: {TINY}\n?){{5}}"],
+        "trainer-run": [rf"(\S+ +largest difference: {TINY}\n?){{5}}", EQUAL],
         "real-check": [r"(rank \d posts the receive of the next \w+ (\d+\.\d ms before(, )?){3} the end of this \w+\n?){2}"],
         "tied-run": [r"embedding\.token\.weight: on stages 0, 1"],
-        "tied-check": [rf"gradient of the tied matrix: {TINY} .*\nweight of the tied matrix: {TINY} "],
+        "tied-check": [rf"(gradient of the tied .*: {TINY} from .*\n){{2}}(update of the tied .*: {TINY} from .*\n?){{2}}"],
         "break-send-run": [rf"GPipe: finishes, {TINY} from", r"1F1B: deadlock", "All of them send first"],
         "break-loss-show": [
             r"right +1\.00 times as long, cosine 1\.000",
@@ -235,7 +238,7 @@ PRINTED = {
         "mesh-run": [r"rank 5 = dp 1, pp 0, tp 1: +dp \[1, 5\] +pp \[5, 7\] +tp \[4, 5\]"],
         "cut-run": [r"rank 5 .* 128\nrank 7 .* 72"],
         "by-hand-run": [rf"\[('{TINY}'(, )?){{8}}\]"],
-        "trainer-run": [rf"losses: {TINY} of the loss apart\ngradients: {TINY} of their norm"],
+        "trainer-run": [EQUAL, rf"^norm +{TINY} +{TINY} "],
         "describe-run": [
             "embedding.token.weight: on stages 0, 1 over pp and sharded along dim 0 over tp",
             "7 tensors of the model: on stage 0 over pp\n",
@@ -246,7 +249,7 @@ PRINTED = {
         "clip-check": [r"not right yet: \d\.?\d*e-0[12]"],
         "zero-run": [r"counted: 4\.0\d bytes", r"ZeRO-1 .* 3\.0\d bytes", r"ZeRO-3 .* 2\.0\d bytes"],
         "resume-check": [r"18 steps, .*: (\de-0[4-9]|0e\+00) of the loss"],
-        "links-run": [r" 14\.9 s\n.* 18\.0 s\n.* 38\.4 s", r"bytes sent by all ranks together: \d+$"],
+        "links-run": [r" 14\.9 s\n.* 18\.1 s\n.* 38\.4 s", r"bytes sent by all ranks together: \d+$"],
         "train-check": [r"ln V = 4\.\d\d; first step 4\.\d\d\nlast ten steps: (1\.|2\.[0-7])"],
         "write-run": [r"BEFORE: The (.|\n)*AFTER: The "],
         "break-share-run": [r"\[('\de-0[1-5]'(, )?){8}\]"],
