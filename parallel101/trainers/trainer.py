@@ -36,7 +36,8 @@ from parallel101.trainers.support.batches import Batch
 from parallel101.trainers.support.history import History
 from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
 from parallel101.trainers.tensor.plan import Plan
-from parallel101.trainers.verify.compare import verify, verify_once
+from parallel101.trainers.verify.compare import verify
+from parallel101.trainers.verify.first_step import verify_once
 from parallel101.trainers.verify.one_process import whole_model
 
 

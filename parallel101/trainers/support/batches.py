@@ -82,9 +82,12 @@ def split(tree: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """The samples of several batches as one."""
-    columns = iter(zip(*(tensors_of(batch) for batch in batches)))
-    return map_tensors(lambda _: torch.cat(next(columns)), batches[0])
+    """The samples of several batches as one. Raises ValueError for samples of different shapes."""
+    columns = list(zip(*(tensors_of(batch) for batch in batches)))
+    if any(t.shape[1:] != column[0].shape[1:] for column in columns for t in column):
+        raise ValueError("the ranks' samples are of different shapes, and one process would take them together")
+    joined = iter([torch.cat(column) for column in columns])
+    return map_tensors(lambda _: next(joined), batches[0])
 
 
 def call(module: nn.Module, inputs: Batch) -> Any:

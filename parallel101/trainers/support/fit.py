@@ -144,13 +144,19 @@ def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
                 of_batch = evaluate_share(trainer, x, y)
             problem = problem or trainer.executor.failure
             total, weight = total + of_batch[0], weight + of_batch[1]
-    totals, weights = trainer.agree.numbers(total, -1 if problem else weight)
-    if min(weights) < 0:
-        trainer.executor.forget()
-        trainer.agree.raise_problem(problem, "evaluate")
+    totals, weights = agree_on_evaluation(trainer, total, weight, problem)
     if not sum(weights):
         raise ValueError("evaluate() was given no batches, or no targets that count")
     return math.fsum(totals) / math.fsum(weights)
+
+
+def agree_on_evaluation(trainer: Any, loss: float, weight: float, problem: Exception | None) -> list[list[float]]:
+    """The losses and weights of all ranks. Raises, on all of them, if one of them had a problem."""
+    losses, weights = trainer.agree.numbers(loss, -1 if problem else weight)
+    if min(weights) < 0:
+        trainer.executor.forget()
+        trainer.agree.raise_problem(problem, "evaluate")
+    return [losses, weights]
 
 
 def evaluate_share(trainer: Any, inputs: Batch, targets: Batch) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """This layout against one process, on the same few samples, before the first step: equal, or refused.
 
-    every rank       m or m + 1 of its samples ─▶ the trainer's own step ─▶ loss, gradients, updated weights ┐
+    every rank       some of its samples ───────▶ the trainer's own step ─▶ loss, gradients, updated weights ┐
     the first rank   all of those samples ──────▶ one process (one_process.py) ─▶ the same               ┴─▶ equal?
 
 It is done twice: with the model's weights, and with slightly different ones, so that a weight that is zero now (LoRA's B, a head) hides
@@ -22,17 +22,15 @@ from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
 from parallel101.trainers.shares import check_shares
 from parallel101.trainers.support.batches import Batch, count_samples, join, map_tensors, number_of_shape, tensors_of
-from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
-from parallel101.trainers.support.memory import readable
+from parallel101.trainers.support.fit import agree_on_evaluation, evaluate_share, evaluation_mode
 from parallel101.trainers.support.optimizers import tell_first
-from parallel101.trainers.verify.causes import explain
+from parallel101.trainers.verify.causes import explain, messages_of_its_own
 from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffers_restored
 from parallel101.trainers.verify.one_process import OneProcess, Outcome, copy_of_optimizer, lift_learning_rates, without_dropout
 from parallel101.trainers.verify.perturb import perturb_owned, perturbed
 from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
-from parallel101.trainers.verify.rounding import SAFETY, eps_of, largest, most_rounding, scales
+from parallel101.trainers.verify.rounding import eps_of, largest, most_rounding, scales
 
-MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together: beyond that it is not done before the first step
 ALSO = "One process can compute the first samples, but in parts they are an error:"
 
 
@@ -41,14 +39,17 @@ def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
 
     Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers, and the weights after one update of the
     optimizer from equal gradients: with the model's weights, and once more with slightly perturbed ones and a learning rate above zero.
-    Dropout keeps everything. The first rank computes microbatches + 1 samples of each position along dp at most, as one process does; the
-    others wait.
+    Dropout keeps everything. Each position along dp gives a sample for each microbatch, and every second one more. The first rank computes
+    all of them as one process does; the others wait. If they are not equal it is tried again with a further sample for each microbatch, since
+    one alone is a special case in some models (squeeze, statistics).
 
     Args:
         inputs, targets: as for `step`.
 
     Returns a Report, the same on every rank, which prints as a table. If nothing could be compared, its `reason` says why: a model that
     draws random numbers of its own, or a model or optimizer that can't be copied.
+
+    Hooks of the optimizer's step are called, too, each with a copy of the optimizer.
 
     Raises NotEqualError, on every rank, with the report and, if it can be told, the cause. What a first batch does not show, it can't find:
     weights that are edited between steps, a layer that is unfrozen later, samples of a kind that comes later.
@@ -64,45 +65,26 @@ def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
 
 
 def compare(trainer: Any, inputs: Batch, targets: Batch) -> Report:
+    """All of it, once. Collective; only `unrecorded` is the caller's."""
+    try:
+        with untouched(trainer):
+            report = Comparison(trainer, inputs, targets, of_each=1).run()
+        if report.equal:
+            return report
+    except Exception as error:
+        if not (isinstance(error, NotEqualError) or trainer.executor.goes_on):  # the other ranks may be elsewhere
+            raise
     with untouched(trainer):
-        return Comparison(trainer, inputs, targets).run()
-
-
-def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
-    """Before the first step. Raises NotEqualError; if nothing can be compared, a line says so, and training goes on."""
-    with unrecorded():
-        reason = too_much(trainer, inputs, targets)
-        report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
-    if report.reason and trainer.position == 0:
-        print(report, flush=True)
-    trainer.to_verify, trainer.compared = False, report.equal
-    if trainer.one_process is not None:
-        trainer.one_process.free()
-
-
-def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
-    """Why it isn't done before the first step, the same on every rank."""
-    entries = trainer.layout.entries
-    if any(t.is_meta for t in trainer.model.parameters()):
-        return "the model is on the meta device and has no values"
-    nbytes = {name: entry.shape.numel() * entry.dtype.itemsize for name, entry in entries.items()}
-    trained = sum(nbytes[name] for name in trainer.trained)
-    samples = sum(t[:1].nbytes for t in tensors_of((inputs, targets))) * (trainer.executor.microbatches + 1) * trainer.axes.sizes["dp"]
-    needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))
-    if needed <= MOST_BYTES:
-        return ""
-    return (
-        f"a comparison with one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, more than {readable(MOST_BYTES)}. "
-        "Try the same options with fewer or narrower layers, or call trainer.verify(inputs, targets) if the memory is there"
-    )
+        return Comparison(trainer, inputs, targets, of_each=2).run()
 
 
 class Comparison:
     """One verification. What all ranks do, in this order."""
 
-    def __init__(self, trainer: Any, inputs: Batch, targets: Batch):
+    def __init__(self, trainer: Any, inputs: Batch, targets: Batch, of_each: int):
         self.trainer, self.first = trainer, trainer.position == 0
-        wanted = trainer.executor.microbatches + (trainer.axes.here["dp"] % 2 == 0)  # uneven shares, if the batch allows it
+        even = trainer.axes.here["dp"] % 2 == 0  # so that shares are uneven, if the batch allows it
+        wanted = of_each * trainer.executor.microbatches + even
         self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
         self.rows: dict[tuple[str, str, str], tuple[float, float]] = {}
         entries, autocast = [trainer.layout.entries[name] for name in trainer.trained], trainer.executor.autocast
@@ -111,24 +93,31 @@ class Comparison:
 
     def run(self) -> Report:
         trainer = self.trainer
+        if len(trainer.agree.ranks) > 1:
+            cause_of_layers, reason = messages_of_its_own(trainer.model)
+            if cause_of_layers:
+                raise NotEqualError(f"this layout does not compute what one process does: {cause_of_layers}", Report(cause=cause_of_layers))
+            if reason:
+                return Report(reason=reason)
         of_ranks = tell_first(self.batch if holds_share(trainer) else None, trainer.axes.group, trainer.device)
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state = trainer.sharded_optimizer.state()
         reason, together = "", (None, None)
         expected: list[Outcome] = []
         if self.first:
-            together = join([of_rank for of_rank in of_ranks if of_rank is not None])
-            self.bound = most_rounding(trainer.model, self.shapes, self.dtypes, tensors_of(together))
             try:
+                together = join([of_rank for of_rank in of_ranks if of_rank is not None])
+                self.bound = most_rounding(trainer.model, self.shapes, self.dtypes, tensors_of(together))
                 expected = self.one_process(together, values, state)
-            except NotVerified as why:
+            except (NotVerified, ValueError) as why:
                 reason = str(why)
         header = json.loads(trainer.agree.texts(json.dumps(self.header(reason, expected)))[0])
         if header["reason"]:
             return Report(reason=header["reason"])
 
         def cause(rows: Sequence[Row]) -> str:
-            words = explain(trainer, together, perturbed(values, trainer.trained), rows) if self.first else ""
+            moved = perturbed(values, trainer.trained) if self.first else {}
+            words = explain(trainer, together, moved, rows, self.bound) if self.first else ""
             return trainer.agree.texts(words)[0]
 
         problem: BaseException | None = None
@@ -159,7 +148,7 @@ class Comparison:
                 mine = perturbed(values, self.trainer.trained) if weights == "perturbed" else values
                 seed_all(1)
                 with whole.holding(mine):
-                    outcomes.append(whole.step(*batch, state, lift_lr=weights == "perturbed"))
+                    outcomes.append(whole.step(*batch, self.trainer.optimizer, state, lift_lr=weights == "perturbed"))
                 losses = outcomes[-1].loss, outcomes[-1].evaluated
                 if not all(map(math.isfinite, losses)):
                     raise NotVerified(f"in one process the loss of the first samples is {losses[0]}")
@@ -195,12 +184,13 @@ class Comparison:
         trainer, number = self.trainer, WEIGHTS.index(weights)
         wanted, bound = header["numbers"], header["bound"]
         with with_buffers_restored(trainer.model):
-            if weights == "perturbed":  # which no zero weight hides
+            if weights == "perturbed":
                 perturb_owned(trainer)
-                difference = abs(self.evaluated() - wanted[number][1])
-                self.add("evaluate", "", weights, difference, bound * abs(wanted[number][1]))
             seed_all(1)
             loss, norm = self.of_layout(header["drops"])
+            if weights == "perturbed":  # which no zero weight hides
+                difference = abs(self.evaluated() - wanted[number][1])
+                self.add("evaluate", "", weights, difference, bound * abs(wanted[number][1]))
             here = {name: b.detach().clone() for name, b in trainer.model.named_buffers() if name in header["buffers"]}
         gradients = self.from_first(trainer.trained, expected and expected.gradients)
         updated = self.from_first(trainer.trained, expected and expected.updated)
@@ -219,7 +209,7 @@ class Comparison:
         absent = set(header["absent"][number])
         for name, before, after in self.updates({name: None if name in absent else cut(name, g) for name, g in gradients.items()}, number):
             should = cut(name, updated[name])
-            rounding = SAFETY * torch.finfo(after.dtype).eps * largest(should)
+            rounding = 2 * torch.finfo(after.dtype).eps * largest(should)
             self.add("update", name, weights, largest(after - should), bound * largest(should - before) + rounding)
 
     def of_layout(self, drops: bool) -> tuple[float, float]:
@@ -239,8 +229,8 @@ class Comparison:
         """The loss in evaluation mode."""
         try:
             with torch.no_grad(), evaluation_mode(self.trainer):
-                mine = evaluate_share(self.trainer, *self.batch)
-            sums, weights = self.trainer.agree.numbers(*mine)
+                mine, weight = evaluate_share(self.trainer, *self.batch)
+            sums, weights = agree_on_evaluation(self.trainer, mine, weight, self.trainer.executor.failure)
         except Exception as error:
             raise LayoutFailed from error
         return math.fsum(sums) / math.fsum(weights)

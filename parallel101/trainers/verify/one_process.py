@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 class OneProcess:
-    """The whole model and its optimizer. Raises whatever copying the model raises, if it can't be copied.
+    """The whole model. Raises whatever copying it or the optimizer raises, if they can't be copied.
 
     Args:
         model, optimizer: before they are cut.
@@ -72,7 +72,10 @@ class OneProcess:
         parameters = {id(p): p for p in model.parameters()}  # not copied
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
         self.whole: nn.Module = copy.deepcopy(model, dict(parameters))
-        self.optimizer = copy_of_optimizer(optimizer, dict(parameters), with_state=False)
+        copy_of_optimizer(optimizer, dict(parameters), state={})  # so that it is known now
+        for module in self.whole.modules():
+            if isinstance(module, nn.SyncBatchNorm):  # the first rank computes alone, and nobody would answer it
+                module.__class__ = WholeBatchNorm  # type: ignore[assignment]
 
     def free(self) -> None:
         """Let go of the parameters that the model has no longer."""
@@ -122,35 +125,34 @@ class OneProcess:
         device = next(self.model.parameters()).device.type
         return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
 
-    def step(self, inputs: Batch, targets: Batch, optimizer_state: Mapping[str, Any], lift_lr: bool) -> Outcome:
+    def step(self, inputs: Batch, targets: Batch, optimizer: Optimizer, optimizer_state: Mapping[str, Any], lift_lr: bool) -> Outcome:
         """One step of training.
 
         Args:
-            optimizer_state: as `ShardedOptimizer.state` returns it.
+            optimizer: a rank's, for its attributes and hooks.
+            optimizer_state: the whole state and groups, as `ShardedOptimizer.state` returns them.
             lift_lr: train with a learning rate above zero even if the optimizer's is zero now.
         """
         parameters = dict(self.model.named_parameters())
-        with torch.no_grad(), evaluating(self.model):
-            evaluated = self.loss(inputs, targets).item()
         loss = self.loss(inputs, targets)
         loss.backward()
+        with torch.no_grad(), evaluating(self.model):  # after the forward of training, as in a layout: spectral norm learns in that
+            evaluated = self.loss(inputs, targets).item()
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()}
         norm = math.hypot(*(torch.linalg.vector_norm(g.double()).item() for g in gradients.values() if g is not None))
         buffers = {name: b.detach().clone() for name, b in self.model.named_buffers() if b.is_floating_point()}
 
-        groups = optimizer_state["groups"]
-        self.optimizer.param_groups = [
+        groups = [
             {**{key: value for key, value in group.items() if key != "names"}, "params": [parameters[name] for name in group["names"]]}
-            for group in copy.deepcopy(groups)
+            for group in copy.deepcopy(optimizer_state["groups"])
         ]
-        self.optimizer.state.clear()
-        for name, state in optimizer_state["state"].items():
-            self.optimizer.state[parameters[name]] = copy.deepcopy(state)
+        states = {parameters[name]: copy.deepcopy(state) for name, state in optimizer_state["state"].items()}
+        memo = {id(p): p for p in parameters.values()}
+        whole = copy_of_optimizer(optimizer, memo, state=defaultdict(dict, states), param_groups=groups)
         if lift_lr:
-            lift_learning_rates(self.optimizer)
-        self.optimizer.step()
-        self.optimizer.state.clear()
+            lift_learning_rates(whole)
+        whole.step()
         updated = {name: p.detach().clone() for name, p in trained.items()}
         return Outcome(loss.item(), evaluated, gradients, norm, updated, buffers, self.dropout.found)
 
@@ -179,14 +181,19 @@ def whole_model(
 # ── optimizers ──
 
 
-def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any], with_state: bool = True) -> Optimizer:
-    """A copy with all attributes of a user's class, of which torch's own way of copying keeps three. `memo`: see copy.deepcopy."""
+def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any], **instead: Any) -> Optimizer:
+    """A copy with all attributes of a user's class, of which torch's own way of copying keeps three.
+
+    Args:
+        memo: see copy.deepcopy.
+        instead: attributes that it has instead of copies. Hooks are not copied: the object that a method belongs to may be large.
+    """
     again: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = again
-    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # a scheduler's wrapper would step the original
-    if not with_state:
-        attributes["state"] = defaultdict(dict)
-    again.__dict__.update(copy.deepcopy(attributes, memo))
+    others = {key: value for key, value in vars(optimizer).items() if key not in instead}
+    others.pop("step", None)  # a scheduler's wrapper would step the original
+    hooks = {key: copy.copy(others.pop(key)) for key in list(others) if key.endswith("_hooks")}
+    again.__dict__.update(copy.deepcopy(others, memo), **hooks, **instead)
     return again
 
 
@@ -195,6 +202,13 @@ def lift_learning_rates(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "lr" in group and not group["lr"]:
             group["lr"] = LEAST_LR
+
+
+class WholeBatchNorm(nn.BatchNorm1d):
+    """What nn.SyncBatchNorm computes if one process has the whole batch."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
 
 
 # ── nothing random ──

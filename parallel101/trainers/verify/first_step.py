@@ -1,0 +1,42 @@
+"""Whether a trainer is compared with one process before its first step: always, unless that takes too much memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel101.record.spans import unrecorded
+from parallel101.trainers.support.batches import Batch, tensors_of
+from parallel101.trainers.support.memory import readable
+from parallel101.trainers.verify.compare import compare
+from parallel101.trainers.verify.report import Report
+
+MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together
+
+
+def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
+    """Before the first step. Raises NotEqualError; if nothing can be compared, a line says so, and training goes on."""
+    with unrecorded():
+        reason = too_much(trainer, inputs, targets)
+        report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
+    if report.reason and trainer.position == 0:
+        print(report, flush=True)
+    trainer.to_verify, trainer.compared = False, report.equal
+    if trainer.one_process is not None:
+        trainer.one_process.free()
+
+
+def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
+    """Why it isn't done before the first step, the same on every rank."""
+    entries = trainer.layout.entries
+    if any(t.is_meta for t in trainer.model.parameters()):
+        return "the model is on the meta device and has no values"
+    nbytes = {name: entry.shape.numel() * entry.dtype.itemsize for name, entry in entries.items()}
+    trained = sum(nbytes[name] for name in trainer.trained)
+    samples = sum(t[:1].nbytes for t in tensors_of((inputs, targets))) * (trainer.executor.microbatches + 1) * trainer.axes.sizes["dp"]
+    needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))
+    if needed <= MOST_BYTES:
+        return ""
+    return (
+        f"a comparison with one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, more than {readable(MOST_BYTES)}. "
+        "Try the same options with fewer or narrower layers, or call trainer.verify(inputs, targets) if the memory is there"
+    )
