@@ -5,13 +5,13 @@
 
 Either way every rank gets the outputs of the whole batch. So Keras computes the loss and the metrics as it does in one process, and
 compile, fit, evaluate, predict and callbacks are Keras's own.
+sharded_model.py says what each rank holds of the weights, and saves and loads the whole model.
 Source: Rajbhandari et al., "ZeRO" (2020); Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -24,9 +24,10 @@ from parallel101.autograd import gather_from_group
 from parallel101.collectives import all_gather, barrier
 from parallel101.keras.callbacks import BackupElsewhere, SameOrder
 from parallel101.keras.checks import check_methods, check_model, check_optimizer, check_samples
-from parallel101.keras.dense import Freezing, cut_model, graph_of, layers_within, set_trainable, trainable
+from parallel101.keras.dense import Freezing, cut_model, graph_of, trainable
 from parallel101.keras.installed import keras
 from parallel101.keras.randomness import Draws, draw_alike, nothing_drawn
+from parallel101.keras.sharded_model import ShardedModel
 from parallel101.keras.shards import Shards, axes_of
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.agreement import Agreement
@@ -37,7 +38,7 @@ SAME_DATA = (
 )
 
 
-class ParallelKeras(keras.Model):
+class ParallelKeras(ShardedModel):
     """A Keras model that is trained by all ranks of a group or mesh, and equals the model in one process.
 
     Args:
@@ -63,8 +64,6 @@ class ParallelKeras(keras.Model):
     - over a data axis, before the first batch: layers that mix samples (the mean of a batch in a Lambda), keep statistics of batches
       (BatchNormalization, unless it is frozen), have metrics, or call add_loss
     """
-
-    optimizer: Any  # compile sets it
 
     def __init__(
         self,
@@ -168,6 +167,11 @@ class ParallelKeras(keras.Model):
                 metric.update_state(loss.detach(), sample_weight=len(keras.tree.flatten(x)[0]))
         return self.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
+    def _get_regularization_losses(self) -> list[Any]:
+        """What Keras adds to the loss: the penalties of the whole weights. Collective. Their gradients are added in the step."""
+        in_symbols = self.inner.variables[0].value.device.type == "meta"  # Keras asks for shapes only
+        return [] if in_symbols else self.shards.penalty()
+
     def prepare(self) -> None:
         """Before a step. Raises ValueError, on every rank, if it would not equal one process."""
         if self.trains != (now := self.trains_now()):
@@ -269,134 +273,6 @@ class ParallelKeras(keras.Model):
     def shown(self, verbose: Any) -> Any:
         """One rank shows progress."""
         return verbose if self.axes.position == 0 else 0
-
-    # ── weights ──
-
-    @property
-    def weights(self) -> list[Any]:
-        """What this rank holds: under ZeRO its pieces of the trained weights."""
-        return self.mine("weights")
-
-    @property
-    def variables(self) -> list[Any]:
-        return self.mine("variables")
-
-    @property
-    def trainable_weights(self) -> list[Any]:
-        return self.mine("trainable_weights")
-
-    @property
-    def trainable_variables(self) -> list[Any]:
-        return self.mine("trainable_variables")
-
-    @property
-    def non_trainable_weights(self) -> list[Any]:
-        return self.mine("non_trainable_weights")
-
-    @property
-    def non_trainable_variables(self) -> list[Any]:
-        return self.mine("non_trainable_variables")
-
-    def mine(self, kind: str) -> list[Any]:
-        shards = self.__dict__.get("shards")  # Keras asks before it is there
-        return [] if shards is None else [shards.trained.get(v.path, v) for v in getattr(shards.inner, kind)]
-
-    def _get_regularization_losses(self) -> list[Any]:
-        """What Keras adds to the loss: the penalties of the whole weights. Collective. Their gradients are added in the step."""
-        in_symbols = self.inner.variables[0].value.device.type == "meta"  # Keras asks for shapes only
-        return [] if in_symbols else self.shards.penalty()
-
-    def get_weights(self) -> list[Any]:
-        """The whole model's, in its order. Collective: all ranks call it."""
-        names = [v.path for v in self.inner.weights]
-        whole = self.shards.gather(self.shards.parts(), names)
-        return [keras.ops.convert_to_numpy(whole[name]) for name in names]
-
-    def set_weights(self, weights: list[Any]) -> None:
-        """From the whole model's, in its order. Collective."""
-        parts = self.shards.parts()
-        names = [v.path for v in self.inner.weights]
-        if [tuple(w.shape) for w in weights] != [self.shards.shape(name) for name in names]:
-            raise ValueError("weights: expected arrays of the shapes that get_weights() returns")
-        with torch.no_grad():
-            for name, whole in zip(names, weights):
-                if name in parts:
-                    parts[name].copy_(self.shards.cut(name, torch.as_tensor(whole, device=parts[name].device)))
-        self.shards.sync.publish()
-
-    def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Write the whole model to a file that `keras.saving.load_model` reads in one process. Collective; position 0 writes."""
-        self.write(lambda whole: whole.save(filepath, overwrite=overwrite, **kwargs))
-
-    def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """See keras.Model.save_weights; the whole model's. Collective; position 0 writes."""
-        self.write(lambda whole: whole.save_weights(filepath, overwrite=overwrite, **kwargs))
-
-    def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """See keras.Model.load_weights; the whole model's, and its optimizer's. Collective; every rank reads, and keeps its shards."""
-        weights, state = self.get_weights(), self.optimizer_state()
-
-        def load() -> Any:
-            whole = self.rebuilt(weights, state)
-            whole.load_weights(filepath, **kwargs)
-            return whole
-
-        whole = self.agree.all_or_none(f"load {os.fspath(filepath)!r}", load)
-        self.set_weights(whole.get_weights())
-        if state:
-            self.shards.set_optimizer_state(self.optimizer, [v.value.detach() for v in whole.optimizer.variables])
-
-    def export(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("ParallelKeras has no export: save() the whole model, load it in one process and export it there")
-
-    def write(self, save: Any) -> None:
-        """Give position 0 the whole model, with its optimizer, to write."""
-        weights, state = self.get_weights(), self.optimizer_state()
-
-        def on_first() -> None:
-            if self.axes.position == 0:
-                save(self.rebuilt(weights, state))
-
-        self.agree.all_or_none("save the model", on_first)
-
-    def optimizer_state(self) -> list[torch.Tensor]:
-        """Whole; empty before the first step. Collective."""
-        return self.shards.optimizer_state(self.optimizer) if self.compiled and self.optimizer and self.optimizer.built else []
-
-    def rebuilt(self, weights: list[Any], state: list[torch.Tensor]) -> Any:
-        """The model in one process: with these weights, and compiled as this one is, with this state of the optimizer."""
-        kind, config = self.recipe
-        with nothing_drawn():
-            whole = kind.from_config(config)
-        set_trainable(layers_within(whole), trainable(self.inner))
-        whole.set_weights(weights)
-        if self.compiled:
-            optimizer = self.optimizer and type(self.optimizer).from_config(self.optimizer.get_config())
-            whole.compile(**{**self._compile_config.config, "optimizer": optimizer})
-        if state:
-            same = {mine.path: variable for mine, variable in zip(self.inner.weights, whole.weights)}
-            optimizer.build([same[v.path] for v in self.optimizer._trainable_variables])
-            for variable, value in zip(optimizer.variables, state, strict=True):
-                variable.assign(value)
-        return whole
-
-    # ── who holds what ──
-
-    def get_parallelism_info(self) -> dict[str, Any]:
-        """The number of ranks, the size of each axis, and the plan: name of a Dense layer → how it is cut."""
-        return {"world_size": len(self.agree.ranks), "axes": dict(self.axes.sizes), "plan": dict(self.plan)}
-
-    def get_gradient_sharding_info(self) -> dict[str, Any]:
-        """Whether the optimizer of each rank gets shards of the gradients, and of how many of the trained weights it has a shard."""
-        layouts = self.shards.over_dp, self.shards.over_tp
-        names = [name for name in self.shards.trained if any(layout.entries[name].placements for layout in layouts)]
-        enabled = len(self.agree.ranks) > 1 and bool(names)
-        return {"enabled": enabled, "parameter_shards": len(names), "zero_stage": self.zero_stage}
-
-    def describe(self) -> str:
-        """The plan, and how each weight lies on the ranks."""
-        plan = [f"{name}: {style}" for name, style in self.plan.items()]
-        return "\n".join([f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()])
 
 
 def refuse(problem: str) -> None:
