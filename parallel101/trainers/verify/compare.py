@@ -40,8 +40,8 @@ def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
     Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers, and the weights after one update of the
     optimizer from equal gradients: with the model's weights, and once more with slightly perturbed ones and a learning rate above zero.
     Dropout keeps everything. Each position along dp gives a sample for each microbatch, and every second one more. The first rank computes
-    all of them as one process does; the others wait. If they are not equal it is tried again with a further sample for each microbatch, since
-    one alone is a special case in some models (squeeze, statistics).
+    all of them as one process does; the others wait. If the two are not equal, it is tried again with two samples for each microbatch,
+    since one alone is a special case in some models (squeeze, statistics).
 
     Args:
         inputs, targets: as for `step`.

@@ -72,6 +72,8 @@ class OneProcess:
         parameters = {id(p): p for p in model.parameters()}  # not copied
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
         self.whole: nn.Module = copy.deepcopy(model, dict(parameters))
+        if any(p is not q for p, q in zip(model.parameters(), self.whole.parameters(), strict=True)):
+            raise TypeError("it makes new parameters for a copy of its own, as Keras models do")
         copy_of_optimizer(optimizer, dict(parameters), state={})  # so that it is known now
         for module in self.whole.modules():
             if isinstance(module, nn.SyncBatchNorm):  # the first rank computes alone, and nobody would answer it

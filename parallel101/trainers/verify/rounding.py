@@ -2,7 +2,7 @@
 
 A result in precision u is rounded once in each of the d modules, there and back, and sums up to k numbers. Such errors add up like a random
 walk, so two orders of summing differ by about √(d·k)·u. In half precision, or in autocast, sums are in float32, and only their results are
-rounded to the coarser v: √d·v more. The bound is 8 times that, relative to the largest gradient in the same module; and v, relative to the
+rounded to the coarser v: √d·v more. The bound is 4 times that, relative to the largest gradient in the same module; and v, relative to the
 largest of all, for a gradient that is zero but for rounding, such as that of a bias before a softmax. An optimizer makes the same of the
 same gradient, element by element, so a weight after its update may differ by 2u.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-SAFETY = 8
+SAFETY = 4
 SINGLE = torch.finfo(torch.float32).eps
 
 
