@@ -29,8 +29,8 @@ class Agreement:
     """Small exchanges among all ranks that train together. Every rank of the group calls the same methods in the same order."""
 
     def __init__(self, group: GroupLike, device: torch.device):
-        self.group, self.device = group, device
-        self.ranks = group_of(group).ranks
+        self.group, self.device = group_of(group), device  # found once: a DeviceMesh takes its time to tell
+        self.ranks = self.group.ranks
 
     def numbers(self, *mine: float) -> list[list[float]]:
         """Each of these numbers of every rank: a list by position for each."""
@@ -39,9 +39,11 @@ class Agreement:
 
     def texts(self, mine: str) -> list[str]:
         """Every rank's text, by position."""
-        data = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=self.device)
+        data = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if mine:
+            data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
         sizes = all_gather(torch.tensor([len(data)], device=self.device), group=self.group).tolist()
-        return [bytes(part.tolist()).decode() for part in all_gather(data, group=self.group, sizes=sizes).split(sizes)]
+        return [part.numpy().tobytes().decode() for part in all_gather(data, group=self.group, sizes=sizes).cpu().split(sizes)]
 
     def same(self, mine: str) -> bool:
         """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""

@@ -262,7 +262,7 @@ class Trainer:
         """The parameters that no rank's samples reached."""
         missed = set(unused)
         reached = [name in self.prepared.trained and name not in missed for name in self.trained]
-        counts = all_reduce(torch.tensor(reached, dtype=torch.int32, device=self.device), group=self.axes.group).tolist()
+        counts = all_reduce(torch.tensor(reached, dtype=torch.int32, device=self.device), group=self.agree.group).tolist()
         return {name for name, count in zip(self.trained, counts) if not count}
 
     @property

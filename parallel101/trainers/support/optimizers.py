@@ -86,7 +86,7 @@ class ShardedOptimizer:
         """State and options by parameter name, as a checkpoint keeps them. Collective; complete on the first rank only."""
         layout, states = self.layout, self.optimizer.state
         mine = {name: dict(states[p]) for name, p in self.owned.items() if p in states and layout.counts(name)}
-        of_all = tell_first(mine, layout.axes.along(layout.cut_axes), layout.device)
+        of_all = [of_rank or {} for of_rank in tell_first(mine, layout.axes.along(layout.cut_axes), layout.device)]
         by_place = {tuple(at.values()): of_rank for at, of_rank in zip(layout.line, of_all)}
 
         def part(name: str, key: str, at: Coordinates) -> Tensor:
@@ -142,17 +142,21 @@ def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
 
 
 def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any]:
-    """What every rank passes (tensors, numbers, strings, in dicts and tuples), by position, on the first rank; [] on the others."""
+    """What every rank passes (tensors, numbers, strings, in dicts and tuples), by position, on the first rank; [] on the others.
+
+    What is empty arrives as None, without a file.
+    """
     members = group_of(group)
     if members.size == 1:
         return [content]
     file = io.BytesIO()
-    torch.save(content, file)
-    packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)
+    packed = torch.empty(0, dtype=torch.uint8, device=device)
+    if content:
+        torch.save(content, file)
+        packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor([len(packed)], device=device), group=group).tolist()
     packed_of_all = gather(packed, 0, group=group, sizes=sizes)
     if members.position != 0:
         return []
-    return [
-        torch.load(io.BytesIO(part.cpu().numpy().tobytes()), map_location=device, weights_only=True) for part in packed_of_all.split(sizes)
-    ]
+    files = [io.BytesIO(part.cpu().numpy().tobytes()) for part in packed_of_all.split(sizes)]
+    return [torch.load(file, map_location=device, weights_only=True) if size else None for file, size in zip(files, sizes)]

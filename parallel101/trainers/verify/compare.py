@@ -99,7 +99,7 @@ class Comparison:
                 raise NotEqualError(f"this layout does not compute what one process does: {cause_of_layers}", Report(cause=cause_of_layers))
             if reason:
                 return Report(reason=reason)
-        of_ranks = tell_first(self.batch if holds_share(trainer) else None, trainer.axes.group, trainer.device)
+        of_ranks = tell_first(self.batch if holds_share(trainer) else None, trainer.agree.group, trainer.device)
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state = trainer.sharded_optimizer.state()
         reason, together = "", (None, None)
@@ -111,7 +111,7 @@ class Comparison:
                 expected = self.one_process(together, values, state)
             except (NotVerified, ValueError) as why:
                 reason = str(why)
-        header = json.loads(trainer.agree.texts(json.dumps(self.header(reason, expected)))[0])
+        header = json.loads(trainer.agree.texts(json.dumps(self.header(reason, together, expected)))[0])
         if header["reason"]:
             return Report(reason=header["reason"])
 
@@ -148,7 +148,7 @@ class Comparison:
                 mine = perturbed(values, self.trainer.trained) if weights == "perturbed" else values
                 seed_all(1)
                 with whole.holding(mine):
-                    outcomes.append(whole.step(*batch, self.trainer.optimizer, state, lift_lr=weights == "perturbed"))
+                    outcomes.append(whole.step(*batch, self.trainer.optimizer, state, perturbed=weights == "perturbed"))
                 losses = outcomes[-1].loss, outcomes[-1].evaluated
                 if not all(map(math.isfinite, losses)):
                     raise NotVerified(f"in one process the loss of the first samples is {losses[0]}")
@@ -163,12 +163,13 @@ class Comparison:
             raise NotVerified("the model draws random numbers besides dropout, so that two runs of one process differ")
         return outcomes
 
-    def header(self, reason: str, expected: Sequence[Outcome]) -> dict[str, Any]:
+    def header(self, reason: str, together: Batch, expected: Sequence[Outcome]) -> dict[str, Any]:
         """The numbers that every rank needs of the first rank's results."""
         if not self.first or reason:
             return {"reason": reason}
         return {
             "reason": "",
+            "samples": count_samples(together),
             "drops": any(of.drops for of in expected),
             "bound": self.bound,
             "numbers": [(of.loss, of.evaluated, of.norm) for of in expected],
@@ -187,7 +188,7 @@ class Comparison:
             if weights == "perturbed":
                 perturb_owned(trainer)
             seed_all(1)
-            loss, norm = self.of_layout(header["drops"])
+            loss, norm = self.of_layout(header["samples"], header["drops"])
             if weights == "perturbed":  # which no zero weight hides
                 difference = abs(self.evaluated() - wanted[number][1])
                 self.add("evaluate", "", weights, difference, bound * abs(wanted[number][1]))
@@ -212,11 +213,10 @@ class Comparison:
             rounding = 2 * torch.finfo(after.dtype).eps * largest(should)
             self.add("update", name, weights, largest(after - should), bound * largest(should - before) + rounding)
 
-    def of_layout(self, drops: bool) -> tuple[float, float]:
+    def of_layout(self, total: int, drops: bool) -> tuple[float, float]:
         """Loss and norm, as the trainer computes them."""
         trainer = self.trainer
         inputs, targets = self.batch
-        total = int(sum(trainer.agree.numbers(count_samples(inputs) if holds_share(trainer) else 0)[0]))
         try:
             with without_dropout(trainer.model, functions=drops):
                 loss = trainer.compute_gradients(inputs, targets, total, number_of_shape(inputs))
@@ -263,7 +263,7 @@ class Comparison:
             for name, part in zip(alike, row.split(sizes)):
                 if tensors and tensors[name] is not None:
                     part.copy_(tensors[name].reshape(-1))  # type: ignore[union-attr]
-            row = broadcast(row, 0, group=self.trainer.axes.group)
+            row = broadcast(row, 0, group=self.trainer.agree.group)
             found.update({name: part.view(entries[name].shape) for name, part in zip(alike, row.split(sizes))})
         return found
 

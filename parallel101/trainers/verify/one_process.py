@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     """What a step makes of a batch, by names of the whole model.
 
     Attributes:
-        loss, evaluated: in training and in evaluation mode.
+        loss, evaluated: in training mode, and with perturbed weights in evaluation mode.
         gradients: None for parameters that the loss does not depend on.
         norm: of all gradients together.
         updated: the parameters after the optimizer's step.
@@ -127,19 +127,21 @@ class OneProcess:
         device = next(self.model.parameters()).device.type
         return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
 
-    def step(self, inputs: Batch, targets: Batch, optimizer: Optimizer, optimizer_state: Mapping[str, Any], lift_lr: bool) -> Outcome:
+    def step(self, inputs: Batch, targets: Batch, optimizer: Optimizer, optimizer_state: Mapping[str, Any], perturbed: bool) -> Outcome:
         """One step of training.
 
         Args:
             optimizer: a rank's, for its attributes and hooks.
             optimizer_state: the whole state and groups, as `ShardedOptimizer.state` returns them.
-            lift_lr: train with a learning rate above zero even if the optimizer's is zero now.
+            perturbed: evaluate, too, and train with a learning rate above zero even if the optimizer's is zero now.
         """
         parameters = dict(self.model.named_parameters())
         loss = self.loss(inputs, targets)
         loss.backward()
-        with torch.no_grad(), evaluating(self.model):  # after the forward of training, as in a layout: spectral norm learns in that
-            evaluated = self.loss(inputs, targets).item()
+        evaluated = loss.item()
+        if perturbed:
+            with torch.no_grad(), evaluating(self.model):  # after the forward of training, as in a layout: spectral norm learns in that
+                evaluated = self.loss(inputs, targets).item()
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()}
         norm = math.hypot(*(torch.linalg.vector_norm(g.double()).item() for g in gradients.values() if g is not None))
@@ -152,7 +154,7 @@ class OneProcess:
         states = {parameters[name]: copy.deepcopy(state) for name, state in optimizer_state["state"].items()}
         memo = {id(p): p for p in parameters.values()}
         whole = copy_of_optimizer(optimizer, memo, state=defaultdict(dict, states), param_groups=groups)
-        if lift_lr:
+        if perturbed:
             lift_learning_rates(whole)
         whole.step()
         updated = {name: p.detach().clone() for name, p in trained.items()}
