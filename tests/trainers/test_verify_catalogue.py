@@ -738,6 +738,6 @@ def test_a_norm_that_asks_other_ranks_is_one_of_the_whole_batch_in_one_process()
     state = {"state": {}, "groups": [{"names": [name for name, _ in model.named_parameters()], "lr": 1e-2, **optimizer.defaults}]}
     whole = OneProcess(model, optimizer, F.mse_loss, None)
     with whole.holding(dict(model.state_dict())):
-        found = whole.step(*ROWS, optimizer, state, lift_lr=False)
+        found = whole.step(*ROWS, optimizer, state, perturbed=False)
     F.mse_loss(again(ROWS[0]), ROWS[1]).backward()
     assert all(torch.equal(p.grad, found.gradients[name]) for name, p in again.named_parameters())
