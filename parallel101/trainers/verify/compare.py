@@ -29,7 +29,7 @@ from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffe
 from parallel101.trainers.verify.one_process import OneProcess, Outcome, copy_of_optimizer, lift_learning_rates, without_dropout
 from parallel101.trainers.verify.perturb import perturb_owned, perturbed
 from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
-from parallel101.trainers.verify.rounding import eps_of, largest, most_rounding, scales
+from parallel101.trainers.verify.rounding import apart, eps_of, largest, most_rounding, scales
 
 ALSO = "One process can compute the first samples, but in parts they are an error:"
 
@@ -203,15 +203,15 @@ class Comparison:
         cut = trainer.layout.cut
         for name, p in trainer.owned.items():
             mine = torch.zeros_like(p) if p.grad is None else p.grad
-            self.add("gradient", name, weights, largest(mine - cut(name, gradients[name])), header["gradient"][name])
+            self.add("gradient", name, weights, apart(mine, cut(name, gradients[name])), header["gradient"][name])
         for name in header["buffers"]:
             if name in here and here[name].shape == buffers[name].shape:
-                self.add("buffer", name, weights, largest(here[name] - buffers[name]), header["buffer"][name])
+                self.add("buffer", name, weights, apart(here[name], buffers[name]), header["buffer"][name])
         absent = set(header["absent"][number])
         for name, before, after in self.updates({name: None if name in absent else cut(name, g) for name, g in gradients.items()}, number):
             should = cut(name, updated[name])
             rounding = 2 * torch.finfo(after.dtype).eps * largest(should)
-            self.add("update", name, weights, largest(after - should), bound * largest(should - before) + rounding)
+            self.add("update", name, weights, apart(after, should), bound * largest(should - before) + rounding)
 
     def of_layout(self, total: int, drops: bool) -> tuple[float, float]:
         """Loss and norm, as the trainer computes them."""

@@ -49,6 +49,14 @@ def scales(outcomes: Sequence[Mapping[str, Tensor | None]], bound: float, eps: f
     return {name: bound * of_module[name.rpartition(".")[0]] + eps * of_all for name in outcomes[0]}
 
 
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference. What is the same infinity, or no number, in both is no difference, as in half precision."""
+    found = largest(a - b)
+    if math.isfinite(found):
+        return found
+    return largest((a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0))
+
+
 def largest(t: Tensor) -> float:
     """The largest absolute value; infinity for what is not a number."""
     if not t.numel():
