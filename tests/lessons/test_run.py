@@ -138,7 +138,7 @@ PRINTED = {
         "break-start-error": ["layers.0.weight", "rank 1", "sync=True"],
         "break-uneven-run": [r"\[('\d\.\de-0[1-3]'(, )?){4}\]"],
         "break-uneven-check": [r"10 samples: not right yet, \d\.\de-0[1-3] .*\n12 samples: right, "],
-        "break-labels-run": [r"^this layout does not (.|\\n)*Return \(sum of losses, their weight\)(.|\n)*^loss: \d"],
+        "break-labels-run": [r"^this layout does not (.|\n)*Return \(sum of losses, their weight\)(.|\n)*^loss: \d"],
         "break-every-run": [r"\[1288, 3864\]"],
     },
     "05_sharding": {
