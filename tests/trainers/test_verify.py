@@ -202,6 +202,6 @@ def test_a_report_is_a_table_the_same_on_all_ranks():
 def test_an_error_has_the_report():
     for error in p101.launch(a_table, True, world_size=2).results:
         assert not error.report.equal
-        assert "loss_fn is no mean over samples" in str(error)
+        assert "loss_fn isn't a mean over samples" in str(error)
         assert "✗" in str(error.report)
         assert str(error.report).startswith("not equal to one process")

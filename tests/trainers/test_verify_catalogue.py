@@ -138,7 +138,7 @@ def squares(model: nn.Module) -> Tensor:
 
 
 IGNORED, WEIGHTS = torch.tensor([-100] * 3 + [1] * 3), torch.arange(1, 7).double().square()
-NO_MEAN, CUT = "loss_fn is no mean over samples", (*PARTS, "pp", "dp × tp", "dp × pp", "tp × pp")
+NO_MEAN, CUT = "loss_fn isn't a mean over samples", (*PARTS, "pp", "dp × tp", "dp × pp", "tp × pp")
 LOSSES = {
     "ignore_index": Program(NO_MEAN, CUT, chain, F.cross_entropy, CLASSES),
     "a microbatch without targets": Program(NO_MEAN, ("alone",), chain, F.cross_entropy, (ROWS[0], IGNORED)),

@@ -1,6 +1,6 @@
 """Why a layout differs from one process, in words, as far as one process can tell: from parts of the samples that were compared.
 
-the loss of two parts of the same outputs      is their mean, or loss_fn is no mean over samples
+the loss of two parts of the same outputs      is their mean, or loss_fn isn't a mean over samples
 the outputs of the same samples                are the same again, or the model remembers
 the outputs of two parts of the samples        are those of the whole, or something mixes samples
 the modules of .sequence(), one by one         are the forward, or a pipeline computes something else
@@ -106,7 +106,7 @@ def of_the_loss(whole: OneProcess, batch: tuple[Batch, Batch], in_parts: bool, b
     if not far(together, of_parts, bound):
         return ""
     return (
-        f"loss_fn is no mean over samples: of the same outputs it gives {together:.6g}, and on average of two parts of them "
+        f"loss_fn isn't a mean over samples: of the same outputs it gives {together:.6g}, and on average of two parts of them "
         f"{of_parts:.6g}. Return (sum of losses, their weight) from loss_fn, such as the number of targets that count, and each "
         "is divided by the whole batch's weight. A loss that compares samples with each other can't be cut along them."
     )
