@@ -58,3 +58,8 @@ def check_frozen(trainer: Any) -> None:
     for name, p in trainer.frozen:
         if p.requires_grad:
             raise ValueError(f"{name!r} was frozen when the trainer was built, and now requires a gradient: build a new trainer for it")
+
+
+def holds_share(trainer: Any) -> bool:
+    """True on one of the ranks that have the same samples."""
+    return all(trainer.axes.here.get(axis, 0) == 0 for axis in trainer.axes.sizes if axis != "dp")

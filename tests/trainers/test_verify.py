@@ -165,8 +165,27 @@ def too_large():
 def test_a_model_that_is_too_large_is_said_once_and_may_be_verified_all_the_same(capsys):
     assert p101.launch(too_large, world_size=2).results == [True, True]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "verified" in line]
-    assert "not verified: a comparison with one process would take 824 B on rank 0, more than 500 B" in line
+    assert "not verified: a comparison with one process would take 936 B on rank 0, more than 500 B" in line
     assert "fewer or narrower layers" in line
+
+
+def kept_by_the_first_rank():
+    """Elements of matrices that the plan has cut, before and after a call of verify."""
+    trainer = built("tensor", True)
+
+    def kept():
+        here = {id(p) for p in trainer.model.parameters()}
+        return 0 if trainer.one_process is None else sum(p.numel() for p in trainer.one_process.whole.parameters() if id(p) not in here)
+
+    before = kept()
+    trainer.verify(*trainer.share(text(0)))
+    return before, kept()
+
+
+def test_what_is_kept_for_it_is_freed_afterwards():
+    first, *others = p101.launch(kept_by_the_first_rank, world_size=4, backend="sim").results
+    assert first[0] > 0
+    assert [first[1], *(kept for of_rank in others for kept in of_rank)] == [0] * 7
 
 
 def test_without_a_copy_it_can_not_be_made():

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
@@ -167,12 +168,18 @@ def evaluate_share(trainer: Any, inputs: Batch, targets: Batch) -> tuple[float, 
 
 @contextmanager
 def evaluation_mode(trainer: Any) -> Iterator[None]:
+    """Inside, the trainer's model is in eval mode, and its layers compute what they hold."""
+    with evaluating(trainer.model), WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext():
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode."""
-    training = [module for module in trainer.model.modules() if module.training]
-    trainer.model.eval()
+    training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
-        with WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext():
-            yield
+        yield
     finally:
         for module in training:  # and no other: some may be frozen
             module.training = True

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
-from parallel101.trainers.shares import check_shares
+from parallel101.trainers.shares import check_shares, holds_share
 from parallel101.trainers.support.batches import Batch, count_samples, join, map_tensors, number_of_shape, tensors_of
 from parallel101.trainers.support.fit import agree_on_evaluation, evaluate_share, evaluation_mode
 from parallel101.trainers.support.optimizers import tell_first
@@ -59,9 +59,16 @@ def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
     with unrecorded():
         check_shares(trainer, inputs, targets)
         report = compare(trainer, inputs, targets)
-    trainer.to_verify &= not report.equal
-    trainer.compared |= report.equal
+    if report.equal:
+        settle(trainer, report)
     return report
+
+
+def settle(trainer: Any, report: Report) -> None:
+    """The comparison before the first step is made; what the first rank kept for it alone is freed."""
+    trainer.to_verify, trainer.compared = False, trainer.compared or report.equal
+    if trainer.one_process is not None:
+        trainer.one_process.free()
 
 
 def compare(trainer: Any, inputs: Batch, targets: Batch) -> Report:
@@ -288,8 +295,3 @@ class NotVerified(Exception):
 
 class LayoutFailed(Exception):
     """The layout could not compute what one process could; its cause is why."""
-
-
-def holds_share(trainer: Any) -> bool:
-    """True on one of the ranks that have the same samples."""
-    return all(trainer.axes.here.get(axis, 0) == 0 for axis in trainer.axes.sizes if axis != "dp")

@@ -7,7 +7,7 @@ from typing import Any
 from parallel101.record.spans import unrecorded
 from parallel101.trainers.support.batches import Batch, tensors_of
 from parallel101.trainers.support.memory import readable
-from parallel101.trainers.verify.compare import compare
+from parallel101.trainers.verify.compare import compare, settle
 from parallel101.trainers.verify.report import Report
 
 MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together
@@ -20,9 +20,7 @@ def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
         report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
     if report.reason and trainer.position == 0:
         print(report, flush=True)
-    trainer.to_verify, trainer.compared = False, report.equal
-    if trainer.one_process is not None:
-        trainer.one_process.free()
+    settle(trainer, report)
 
 
 def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
@@ -32,7 +30,7 @@ def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
         return "the model is on the meta device and has no values"
     nbytes = {name: entry.shape.numel() * entry.dtype.itemsize for name, entry in entries.items()}
     trained = sum(nbytes[name] for name in trainer.trained)
-    samples = sum(t[:1].nbytes for t in tensors_of((inputs, targets))) * (trainer.executor.microbatches + 1) * trainer.axes.sizes["dp"]
+    samples = sum(t[:1].nbytes for t in tensors_of((inputs, targets))) * (2 * trainer.executor.microbatches + 1) * trainer.axes.sizes["dp"]
     needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))
     if needed <= MOST_BYTES:
         return ""

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.support.arguments import LossFn, loss_and_weight
 from parallel101.trainers.support.batches import Batch, call
+from parallel101.trainers.support.fit import evaluating
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.verify.no_trace import random_state, set_random_state
 
@@ -216,17 +217,6 @@ class WholeBatchNorm(nn.BatchNorm1d):
 
 
 # ── nothing random ──
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

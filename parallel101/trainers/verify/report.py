@@ -58,11 +58,12 @@ class Report:
             if len(found) > 1 and not differing:
                 lines.append((f"{what}: all {len(found)}", "0", "0", ""))
                 continue
-            for worst, name, rows in (differing or found)[:SHOWN]:
+            shown = (differing or found)[:SHOWN]
+            for worst, name, rows in shown:
                 given, moved = (f"{rows[weights].difference:.1e}" if weights in rows else "" for weights in WEIGHTS)
                 lines.append((f"{what} {name}".strip(), given, moved, f"{worst:.1%}" if worst <= 1 else "✗"))
-            if len(found) > SHOWN:
-                lines.append((f"{what}: {len(found) - SHOWN} more, all closer", "", "", ""))
+            if len(found) > len(shown):
+                lines.append((f"{what}: {len(found) - len(shown)} more, all closer", "", "", ""))
         a, b, c, d = (max(len(line[column]) for line in lines) for column in range(4))
         table = [f"{name:{a}}   {given:>{b}}   {moved:>{c}}   {ratio:>{d}}" for name, given, moved, ratio in lines]
         title = "equal to one process" if self.equal else "not equal to one process"
