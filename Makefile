@@ -40,12 +40,11 @@ picture: $(READY)
 	$(BIN)/python docs/ring.py
 
 # Some images set PYTHONDONTWRITEBYTECODE. Without byte code, each of the many processes that the tests start compiles the library again.
-# Some set PYTHONUNBUFFERED. Then two ranks that print at the same time, as torchrun's do in lesson 00, mix their lines.
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED= $(BIN)/python -m pytest $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TESTS)
 
 setup: $(READY)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -32,12 +33,34 @@ import torch
 
 FIRST_USER = 20_000
 RANKS = 64  # users of one grader
+GRADERS = 500  # at the same time
 LEFT_OUT = ("test", "tests", "site-packages", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__phello__")
 
 
 def user_of(rank: int) -> int | None:
     """The user that a rank of this process becomes: another one for each grader that runs at the same time. None: this user."""
-    return FIRST_USER + os.getpid() % 500 * RANKS + rank if separate_users() else None
+    return FIRST_USER + claimed(os.getpid()) * RANKS + rank if separate_users() else None
+
+
+@cache
+def claimed(process: int) -> int:
+    """A number that no other grader on this machine has while this process lives: a name in the kernel, which no two sockets can have.
+
+    Two graders with the same users would end each other's ranks. Where the kernel has no such names, on macOS, it is the process's number.
+    """
+    for number in (*range(process % GRADERS, GRADERS), *range(process % GRADERS)):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0parallel101 grader {number}")
+        except OSError:
+            name.close()
+        else:
+            _names.append(name)
+            return number
+    return process % GRADERS
+
+
+_names: list[socket.socket] = []  # they are given back at the end of the process
 
 
 @cache

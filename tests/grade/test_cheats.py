@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.grade.grading import grade
 from parallel101.grade.remote import RankDied, Ranks, Submission, TimeOver
 from parallel101.grade.submissions import exercise_result
-from parallel101.grade.users import separate_users
+from parallel101.grade.users import GRADERS, claimed, separate_users
 
 DECLARED = """
 import torch
@@ -270,6 +271,11 @@ def test_what_torch_has_ready_made_is_hidden(exercise, code):
     imports_it = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
     verdict = grade(imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret")
     assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs names of sockets that are not files")
+def test_two_graders_whose_process_numbers_are_alike_have_different_users():
+    assert claimed(os.getpid()) != claimed(os.getpid() + GRADERS)
 
 
 @pytest.mark.skipif(not separate_users(), reason="needs root, and a torch that other users can read")

@@ -98,4 +98,5 @@ def test_bfloat16_autocast_computes_in_bfloat16_and_keeps_the_weights():
         next_token_loss(logits, tokens).backward()
     assert logits.dtype == torch.bfloat16
     assert {p.grad.dtype for p in gpt.parameters()} == {torch.float32}
-    torch.testing.assert_close(logits.float(), gpt(tokens), rtol=0.05, atol=0.1)
+    exact = gpt(tokens)
+    assert 0 < (logits - exact).norm() / exact.norm() < 0.05  # of all values: one alone differs more, by another kernel for each processor
