@@ -1,4 +1,4 @@
-"""parallel101: run parallel training programs on several ranks, record every message and draw what happened.
+"""parallel101: run parallel training programs on several ranks, record and draw what happened.
 
 import torch
 
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
         scatter,
     )
     from parallel101.autograd.point_to_point import receive, send
-    from parallel101.autograd.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+    from parallel101.autograd.replicated import (
+        copy_to_group,
+        gather_from_group,
+        reduce_from_group,
+        scatter_to_group,
+    )
     from parallel101.mesh import split_sizes
     from parallel101.ranks.launch import Run, launch
     from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError, RankFailed
@@ -50,7 +55,10 @@ from parallel101.record.notebook import in_notebook
 __version__ = "0.1.0"
 
 _WHERE = {
-    "parallel101.autograd": "algorithms all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter",
+    "parallel101.autograd": (
+        "algorithms all_gather all_reduce all_to_all barrier broadcast gather reduce "
+        "reduce_scatter scatter"
+    ),
     "parallel101.sim.network": "Network",
     "parallel101.record.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
     "parallel101.mesh": "split_sizes",
@@ -77,7 +85,9 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, because `parallel101 doctor` must also run where torch is missing."""
+    """Import a name when it is first used, because `parallel101 doctor` must also run where
+    torch is missing.
+    """
     if name in _MODULES:
         return import_module(f"parallel101.{name}")
     if name not in _HOME:
@@ -90,5 +100,6 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__, *_MODULES]
 
 
-if in_notebook() and find_spec("torch") is not None:  # the fork server imports torch while the reader reads on: the first launch needs it
+# the fork server imports torch while the reader reads on: the first launch needs it
+if in_notebook() and find_spec("torch") is not None:
     import_module("parallel101.ranks.processes").preload([])

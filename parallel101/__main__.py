@@ -1,4 +1,6 @@
-"""`python -m parallel101`, and `torchrun … -m parallel101 run --record DIR train.py`: the same command line as `parallel101`."""
+"""`python -m parallel101`, and `torchrun … -m parallel101 run --record DIR train.py`: the same
+command line as `parallel101`.
+"""
 
 import sys
 

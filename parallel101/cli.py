@@ -1,6 +1,7 @@
 """The command line: `parallel101 doctor | lab | lessons | run | merge | grade | bench`.
 
-A command imports what it needs only when it runs, so that `doctor` still works where torch or Jupyter is broken.
+A command imports what it needs only when it runs, so that `doctor` still works where torch or
+Jupyter is broken.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 for success, 1 for failure. Wrong arguments exit with status 2."""
+    """Run one command. Returns the exit status: 0 for success, 1 for failure. Wrong arguments
+    exit with status 2.
+    """
     _escape_unsupported_characters()
     try:
         try:
             return _run(argv)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, so that a write error is handled below and not while Python exits
+                # here, so that a write error is handled below and not while Python exits
+                sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe (`| head`), which is not an error
         _discard_further_output()
         return 141
@@ -40,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _discard_further_output()
-        print(f"parallel101: cannot write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        print(
+            f"parallel101: cannot write {error.filename or 'the output'}: {error.strerror}",
+            file=sys.stderr,
+        )
         return 1
 
 
@@ -56,75 +63,206 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _discard_further_output() -> None:
-    """Redirect stdout to nowhere: Python flushes it once more when it exits, and would report the same error again."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout may be an object without a file descriptor
+    """Redirect stdout to nowhere: Python flushes it once more when it exits, and would report
+    the same error again.
+    """
+    # stdout may be an object without a file descriptor
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _escape_unsupported_characters() -> None:
-    r"""If the output's encoding lacks a character (with LC_ALL=C it lacks ✓), print its escape, such as \u2713."""
+    r"""If the output's encoding lacks a character (with LC_ALL=C it lacks ✓), print its escape,
+    such as \u2713.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not None, as in a daemon, and not a notebook's stream
             stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="parallel101", description="Learn how neural networks are trained on many GPUs and machines.")
+    parser = argparse.ArgumentParser(
+        prog="parallel101",
+        description="Learn how neural networks are trained on many GPUs and machines.",
+    )
     parser.add_argument("--version", action="version", version=f"parallel101 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, run, text, takes_extra=False):
-        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")  # bench has a --help of its own
+        # bench has a --help of its own
+        sub = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
         sub.set_defaults(run=run, takes_extra=takes_extra, parser=sub)
         return sub
 
-    doctor = command("doctor", _doctor, "Check what works on this machine, and say how to fix what does not.")
+    doctor = command(
+        "doctor", _doctor, "Check what works on this machine, and say how to fix what does not."
+    )
     doctor.add_argument("--json", action="store_true", help="print the table as JSON, for programs")
 
-    text = "Open the lessons in JupyterLab; `lab homework` opens the homework. Other options go to JupyterLab (e.g. --no-browser)."
+    text = (
+        "Open the lessons in JupyterLab; `lab homework` opens the homework. Other options go "
+        "to JupyterLab (e.g. --no-browser)."
+    )
     lab = command("lab", _lab, text, takes_extra=True)
-    lessons = command("lessons", _lessons, "Run the lessons on real ranks and write them as web pages that work offline.")
+    lessons = command(
+        "lessons",
+        _lessons,
+        "Run the lessons on real ranks and write them as web pages that work offline.",
+    )
     for sub in (lab, lessons):
-        sub.add_argument("--lessons", metavar="FOLDER", help="folder with the notebooks (default: lessons/ in this clone)")
-    lessons.add_argument("names", nargs="*", metavar="NAME", help="lessons to run, e.g. 01 or 01_collectives (default: all)")
-    lessons.add_argument("--only", metavar="NAMES", help="build a course of these lessons alone, e.g. 01,04; the index lists no others")
-    lessons.add_argument("--out", metavar="FOLDER", type=Path, default=Path("site"), help="folder for the pages (default: site)")
-    lessons.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=600.0, help="time limit for each cell (default: 600)")
-
-    run = command("run", _script, "Run a script for torchrun on every rank, unchanged, and show who waits for whom.")
-    run.add_argument("--world-size", metavar="N", type=int, help="number of ranks (default: 4)")
-    run.add_argument("--backend", choices=("gloo", "sim", "nccl"), help="where the ranks run (default: gloo)")
-    run.add_argument("--network", metavar="TEXT", type=_network, help="on sim, the links, e.g. latency=1e-6,bandwidth=1e9")
-    run.add_argument("--rules", choices=("gloo", "nccl"), default="gloo", help="on sim, what the program may rely on (default: gloo)")
-    run.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=math.inf, help="time limit (default: none)")
-    run.add_argument("--record", metavar="DIR", type=Path, help="under torchrun: the folder to which each rank writes what it recorded")
-    run.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
-    run.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
-    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
-
-    merge = command("merge", _merge, "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.")
-    merge.add_argument("directory", metavar="DIR", type=Path, help="the folder with the ranks' files")
-    for sub in (run, merge):
-        sub.add_argument("--page", metavar="FILE", type=Path, help="write a web page with the timeline and the traffic")
-        sub.add_argument("--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev")
-
-    grade = command("grade", _grade, "Grade homework: one set with all verdicts, or a folder of sets with a table of points.")
-    grade.add_argument("path", metavar="PATH", nargs="?", type=Path, help="e.g. homework or homework/hw1_moving (default: homework/ here)")
-    grade.add_argument("--submission", metavar="PATH", type=Path, help="what was handed in: a file, a folder, or a folder for each learner")
-    grade.add_argument("--gradescope", metavar="FILE", type=Path, help="write results.json as Gradescope reads it, after each exercise")
-    grade.add_argument("--json", metavar="PATH", type=Path, help="write the result to this file; of a class, to a file each in this folder")
-    grade.add_argument("--csv", metavar="FILE", type=Path, help="write the points as a table")
-    grade.add_argument(
-        "--jobs", metavar="N", type=int, default=1, help="of a class, how many submissions are graded at a time (default: 1)"
+        sub.add_argument(
+            "--lessons",
+            metavar="FOLDER",
+            help="folder with the notebooks (default: lessons/ in this clone)",
+        )
+    lessons.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="lessons to run, e.g. 01 or 01_collectives (default: all)",
+    )
+    lessons.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="build a course of these lessons alone, e.g. 01,04; the index lists no others",
+    )
+    lessons.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("site"),
+        help="folder for the pages (default: site)",
+    )
+    lessons.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=600.0,
+        help="time limit for each cell (default: 600)",
     )
 
-    release = command("release", _release, "Write what a teacher needs: the learners' bundle, and autograders with secret cases.")
-    release.add_argument("path", metavar="PATH", type=Path, help="the homework set, e.g. homework/hw1_moving")
-    release.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder for the bundles")
-    for sub in (grade, release):
-        sub.add_argument("--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed")
+    run = command(
+        "run",
+        _script,
+        "Run a script for torchrun on every rank, unchanged, and show who waits for whom.",
+    )
+    run.add_argument("--world-size", metavar="N", type=int, help="number of ranks (default: 4)")
+    run.add_argument(
+        "--backend", choices=("gloo", "sim", "nccl"), help="where the ranks run (default: gloo)"
+    )
+    run.add_argument(
+        "--network",
+        metavar="TEXT",
+        type=_network,
+        help="on sim, the links, e.g. latency=1e-6,bandwidth=1e9",
+    )
+    run.add_argument(
+        "--rules",
+        choices=("gloo", "nccl"),
+        default="gloo",
+        help="on sim, what the program may rely on (default: gloo)",
+    )
+    run.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=math.inf,
+        help="time limit (default: none)",
+    )
+    run.add_argument(
+        "--record",
+        metavar="DIR",
+        type=Path,
+        help="under torchrun: the folder to which each rank writes what it recorded",
+    )
+    run.add_argument(
+        "-m", dest="as_module", action="store_true", help="run a module, as python -m does"
+    )
+    run.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
+    run.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
 
-    command("bench", _bench, "Measure parallel101 on this machine, and compare it with torch.", takes_extra=True)
+    merge = command(
+        "merge",
+        _merge,
+        "Join what the ranks of a torchrun job recorded with parallel101 run --record DIR.",
+    )
+    merge.add_argument(
+        "directory", metavar="DIR", type=Path, help="the folder with the ranks' files"
+    )
+    for sub in (run, merge):
+        sub.add_argument(
+            "--page",
+            metavar="FILE",
+            type=Path,
+            help="write a web page with the timeline and the traffic",
+        )
+        sub.add_argument(
+            "--chrome", metavar="FILE", type=Path, help="write a trace for ui.perfetto.dev"
+        )
+
+    grade = command(
+        "grade",
+        _grade,
+        "Grade homework: one set with all verdicts, or a folder of sets with a table of points.",
+    )
+    grade.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        type=Path,
+        help="e.g. homework or homework/hw1_moving (default: homework/ here)",
+    )
+    grade.add_argument(
+        "--submission",
+        metavar="PATH",
+        type=Path,
+        help="what was handed in: a file, a folder, or a folder for each learner",
+    )
+    grade.add_argument(
+        "--gradescope",
+        metavar="FILE",
+        type=Path,
+        help="write results.json as Gradescope reads it, after each exercise",
+    )
+    grade.add_argument(
+        "--json",
+        metavar="PATH",
+        type=Path,
+        help="write the result to this file; of a class, to a file each in this folder",
+    )
+    grade.add_argument("--csv", metavar="FILE", type=Path, help="write the points as a table")
+    grade.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="of a class, how many submissions are graded at a time (default: 1)",
+    )
+
+    release = command(
+        "release",
+        _release,
+        "Write what a teacher needs: the learners' bundle, and autograders with secret cases.",
+    )
+    release.add_argument(
+        "path", metavar="PATH", type=Path, help="the homework set, e.g. homework/hw1_moving"
+    )
+    release.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="the folder for the bundles"
+    )
+    for sub in (grade, release):
+        sub.add_argument(
+            "--seed-file", metavar="FILE", type=Path, help="a file with the teacher's secret seed"
+        )
+
+    command(
+        "bench",
+        _bench,
+        "Measure parallel101 on this machine, and compare it with torch.",
+        takes_extra=True,
+    )
     commands.metavar = " | ".join(commands.choices)
     return parser
 
@@ -140,9 +278,15 @@ def _lab(args: argparse.Namespace, extra: list[str]) -> int:
 
     from parallel101.grade.homework import find_homework
 
-    folder, options = (find_homework, extra[1:]) if extra[:1] == ["homework"] else (lambda: _lessons_folder(args), extra)
+    folder, options = (
+        (find_homework, extra[1:])
+        if extra[:1] == ["homework"]
+        else (lambda: _lessons_folder(args), extra)
+    )
     try:
-        LabApp.launch_instance(argv=[str(folder()), *(option for option in options if option != "--")])
+        LabApp.launch_instance(
+            argv=[str(folder()), *(option for option in options if option != "--")]
+        )
     except FileNotFoundError as error:
         args.parser.error(str(error))
     return 0
@@ -158,9 +302,17 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
         make_output_folder(args.out)
     except ValueError as error:
         args.parser.error(str(error))
-    print(f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: {', '.join(n.stem for n in notebooks)}", flush=True)
+    print(
+        f"Running {len(notebooks)} lesson{'s' * (len(notebooks) > 1)}: "
+        f"{', '.join(n.stem for n in notebooks)}",
+        flush=True,
+    )
     done = publish(notebooks, args.out, only=args.only is not None, timeout=args.timeout)
-    print("Wrote", *(f"  {page}  {page.stat().st_size / 1000:,.0f} kB" for page in done.written), sep="\n")
+    print(
+        "Wrote",
+        *(f"  {page}  {page.stat().st_size / 1000:,.0f} kB" for page in done.written),
+        sep="\n",
+    )
     for failure in done.failed:
         print(f"\n✗ {failure}", file=sys.stderr)
     if done.failed:
@@ -170,7 +322,9 @@ def _lessons(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _import_no_grammars() -> None:
-    """Leave out a module for URLs, which nbformat imports by way of jsonschema and never uses: its grammars take two seconds."""
+    """Leave out a module for URLs, which nbformat imports by way of jsonschema and never uses:
+    its grammars take two seconds.
+    """
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 
@@ -189,12 +343,17 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a valid time limit; expected a finite number of seconds greater than 0")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a valid time limit; expected a finite number of seconds greater than 0"
+        )
     return seconds
 
 
 def _script(args: argparse.Namespace, extra: list[str]) -> int:
-    """Run a script on ranks. Its output comes as it is printed, then the error if there is one, and then the tables."""
+    """Run a script on ranks.
+
+    Its output comes as it is printed, then the error if there is one, and then the tables.
+    """
     from parallel101 import LaunchTimeout
     from parallel101.ranks.script import Script
     from parallel101.ranks.torchrun import in_a_job
@@ -219,18 +378,25 @@ def _script(args: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _run_here(args: argparse.Namespace, script: Script) -> int:
-    """Start the ranks, and show the record of the run, also if it failed or was stopped with Ctrl-C."""
+    """Start the ranks, and show the record of the run, also if it failed or was stopped with
+    Ctrl-C.
+    """
     from parallel101 import launch
     from parallel101.ranks.script import free_port, run_script
     from parallel101.ranks.torchrun import in_a_job
 
     if args.record is not None:
         where = "with --backend sim" if in_a_job() else "without torchrun"
-        raise ValueError(f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or --chrome FILE here")
+        raise ValueError(
+            f"--record can't be used {where}. It is for torchrun's ranks: use --page FILE or "
+            "--chrome FILE here"
+        )
     os.environ["MASTER_PORT"] = str(free_port())
     options = {name: getattr(args, name) for name in ("world_size", "network", "rules", "timeout")}
     try:
-        trace = launch(run_script, script, trace=True, backend=args.backend or "gloo", **options).trace
+        trace = launch(
+            run_script, script, trace=True, backend=args.backend or "gloo", **options
+        ).trace
     except BaseException as error:
         if (trace := getattr(error, "trace", None)) is None:
             raise
@@ -249,10 +415,16 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     from parallel101.record.rank_files import rank_file, write_rank_file
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    wrong = next((f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None), None)
+    wrong = next(
+        (f"--{name}" for name in ("page", "chrome", "network") if getattr(args, name) is not None),
+        None,
+    )
     if args.record is None or wrong:
         what = f"{wrong} can't be used" if wrong else "--record DIR is needed"
-        raise ValueError(f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 merge DIR` makes the page of all")
+        raise ValueError(
+            f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 "
+            "merge DIR` makes the page of all"
+        )
     args.record.mkdir(parents=True, exist_ok=True)
     rank_file(args.record, rank).unlink(missing_ok=True)  # of an earlier run
     backend = args.backend or "gloo"
@@ -262,7 +434,9 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
             backend=backend,
             world_size=args.world_size,
             timeout=min(args.timeout, 1e9),
-            keep=lambda record: write_rank_file(args.record, rank, size, backend, record.events, record.unfinished),
+            keep=lambda record: write_rank_file(
+                args.record, rank, size, backend, record.events, record.unfinished
+            ),
         )
     except RuntimeError as error:
         if getattr(error, "rank", 0) == rank:  # it is raised on every rank
@@ -270,7 +444,9 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
         return 1
     if rank == 0:
         print(
-            f"Each rank wrote its record to {args.record}. To join them: parallel101 merge {args.record} --page trace.html", file=sys.stderr
+            f"Each rank wrote its record to {args.record}. To join them: parallel101 merge "
+            f"{args.record} --page trace.html",
+            file=sys.stderr,
         )
     return 0
 
@@ -286,14 +462,20 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
     except ValueError as error:
         return args.parser.error(str(error))
     if missing:
-        print(f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what was done there", file=sys.stderr)
+        print(
+            f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what "
+            "was done there",
+            file=sys.stderr,
+        )
     trace.save(args.directory / "trace.json.gz")
     _report(trace, script_name(trace), args)
     print(f"Wrote {args.directory / 'trace.json.gz'}. parallel101.Trace.load reads it.")
     return 0
 
 
-def _report(trace: Trace, name: str, args: argparse.Namespace, failed: BaseException | None = None) -> None:
+def _report(
+    trace: Trace, name: str, args: argparse.Namespace, failed: BaseException | None = None
+) -> None:
     """Print the tables of a run, and write the files that were asked for."""
     from parallel101.analysis.waiting import with_compute
     from parallel101.viz.run_table import as_text, heading, tables
@@ -330,7 +512,10 @@ def _grade(args: argparse.Namespace, extra: list[str]) -> int:
         if args.submission is None and not any(files.values()):
             return command.main(args.path)
         if args.path is None:
-            raise ValueError("name the homework set, e.g. parallel101 grade homework/hw1_moving --submission submissions")
+            raise ValueError(
+                "name the homework set, e.g. parallel101 grade homework/hw1_moving "
+                "--submission submissions"
+            )
         return command.handed_in(args.path, args.submission, jobs=max(1, args.jobs), **files)
     except (FileNotFoundError, ValueError) as error:
         return args.parser.error(str(error))  # exits

@@ -1,7 +1,8 @@
 """`parallel101 doctor`: checks what works on this machine, and says how to fix what does not.
 
-Each check is one short function that tries something and returns a row of the table. The checks named "launch" start real ranks, so if all
-checks pass, the lessons run here. This module imports torch only inside the checks: doctor must also run where torch is missing.
+Each check is one short function that tries something and returns a row of the table. The checks
+named "launch" start real ranks, so if all checks pass, the lessons run here. This module imports
+torch only inside the checks: doctor must also run where torch is missing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from parallel101.viz.chromium import find_chromium
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = "2.13"
 TESTED_TORCH = "2.13.0"  # what constraints.txt installs, and the lessons are tested with
-TRIED_TORCH = (TESTED_TORCH, "2.14.1")  # with which the tests have been tried; CONTRIBUTING says how to try another
+# with which the tests have been tried; CONTRIBUTING says how to try another
+TRIED_TORCH = (TESTED_TORCH, "2.14.1")
 MARKS = {"works": "✓", "fails": "✗", "absent": "–"}
 
 
 class Row(NamedTuple):
-    """The result of one check. `state` is "works", "fails" or "absent": not on this machine, but no lesson needs it."""
+    """The result of one check.
+
+    `state` is "works", "fails" or "absent": not on this machine, but no lesson needs it.
+    """
 
     state: str
     found: str
@@ -37,7 +42,10 @@ class Row(NamedTuple):
 
 
 def main(as_json: bool = False) -> int:
-    """Run all checks and print each row as soon as it is known, or all rows as JSON. Returns 1 if a check failed, otherwise 0."""
+    """Run all checks and print each row as soon as it is known, or all rows as JSON.
+
+    Returns 1 if a check failed, otherwise 0.
+    """
     rows = []
     for row in run_checks():
         rows.append(row)
@@ -45,7 +53,13 @@ def main(as_json: bool = False) -> int:
             print(as_text(row), flush=True)
     failed = [row.name for row in rows if row.state == "fails"]
     if as_json:
-        print(json.dumps({"ok": not failed, "checks": [row._asdict() for row in rows]}, indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"ok": not failed, "checks": [row._asdict() for row in rows]},
+                indent=2,
+                ensure_ascii=False,
+            )
+        )
     elif failed:
         print(f"\nNot working: {', '.join(failed)}. The lines that begin with → say what to do.")
     else:
@@ -63,19 +77,34 @@ def as_text(row: Row) -> str:
 
 
 def run_checks() -> Iterator[Row]:
-    """Run the checks one after the other. A check that raises becomes a failed row, and the checks after it still run."""
+    """Run the checks one after the other.
+
+    A check that raises becomes a failed row, and the checks after it still run.
+    """
     for name, check in CHECKS.items():
         try:
             yield check()._replace(name=name)
         except Exception as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            yield Row("fails", message, "If this message does not help, report it with the output of `parallel101 doctor --json`.", name)
+            yield Row(
+                "fails",
+                message,
+                (
+                    "If this message does not help, report it with the output of `parallel101 "
+                    "doctor --json`."
+                ),
+                name,
+            )
 
 
 def check_python() -> Row:
     found = f"{platform.python_version()} at {sys.executable}, on {platform.platform(terse=True)}"
     if sys.version_info < OLDEST_PYTHON:
-        return Row("fails", found, "parallel101 needs Python 3.10 or newer. Run make PYTHON=/path/to/a/newer/python3")
+        return Row(
+            "fails",
+            found,
+            "parallel101 needs Python 3.10 or newer. Run make PYTHON=/path/to/a/newer/python3",
+        )
     return Row("works", found)
 
 
@@ -83,13 +112,22 @@ def check_machine() -> Row:
     import psutil
 
     memory = psutil.virtual_memory()
-    return Row("works", f"{os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB of memory, {memory.available / 2**30:.1f} GiB free")
+    return Row(
+        "works",
+        (
+            f"{os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB of memory, "
+            f"{memory.available / 2**30:.1f} GiB free"
+        ),
+    )
 
 
 def check_torch() -> Row:
     from packaging.version import Version
 
-    advice = f"Run pip install torch=={TESTED_TORCH} (on Linux without a GPU, add --index-url https://download.pytorch.org/whl/cpu)"
+    advice = (
+        f"Run pip install torch=={TESTED_TORCH} (on Linux without a GPU, add --index-url "
+        "https://download.pytorch.org/whl/cpu)"
+    )
     try:
         found = version("torch")
         import torch
@@ -106,7 +144,9 @@ def check_torch() -> Row:
     elif mine in TRIED_TORCH:
         note = f"; all tests have passed with it, and the lessons are tested with {TESTED_TORCH}"
     else:
-        note = f"; the tests have been tried with {' and '.join(TRIED_TORCH)}, not with this version"
+        note = (
+            f"; the tests have been tried with {' and '.join(TRIED_TORCH)}, not with this version"
+        )
     return Row("works", f"{found} ({build} build){note}")
 
 
@@ -115,7 +155,11 @@ def check_gloo() -> Row:
 
     if dist.is_available() and dist.is_gloo_available():
         return Row("works", "part of this build of torch: ranks can run on the CPU")
-    return Row("fails", "not part of this build of torch", "Install torch from PyPI or from pytorch.org: these builds have gloo.")
+    return Row(
+        "fails",
+        "not part of this build of torch",
+        "Install torch from PyPI or from pytorch.org: these builds have gloo.",
+    )
 
 
 def check_nccl() -> Row:
@@ -123,7 +167,13 @@ def check_nccl() -> Row:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_nccl_available()):
-        return Row("absent", "not part of this build of torch. backend='nccl' needs a CUDA build on Linux; gloo and sim work without")
+        return Row(
+            "absent",
+            (
+                "not part of this build of torch. backend='nccl' needs a CUDA build on Linux; gloo "
+                "and sim work without"
+            ),
+        )
     if not torch.cuda.is_available():
         return Row("absent", "part of this build of torch, but there is no GPU to use it with")
     return Row("works", "version " + ".".join(map(str, torch.cuda.nccl.version())))
@@ -133,15 +183,24 @@ def check_gpus() -> Row:
     import torch
 
     if not torch.cuda.is_available():
-        advice = "If this machine has a GPU: check that nvidia-smi lists it and that its driver is new enough for this build of torch."
+        advice = (
+            "If this machine has a GPU: check that nvidia-smi lists it and that its driver is "
+            "new enough for this build of torch."
+        )
         return Row(
-            "absent", "none that torch can use. All lessons run without a GPU, on gloo and sim", advice if torch.version.cuda else ""
+            "absent",
+            "none that torch can use. All lessons run without a GPU, on gloo and sim",
+            advice if torch.version.cuda else "",
         )
     count = torch.cuda.device_count()
-    names = ", ".join(f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[1] / 2**30:.0f} GiB)" for i in range(count))
+    names = ", ".join(
+        f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[1] / 2**30:.0f} GiB)"
+        for i in range(count)
+    )
     if count == 1:
         advice = (
-            "With one GPU, backend='nccl' runs one rank only, because NCCL needs a GPU for each rank. Use it to see that a program works "
+            "With one GPU, backend='nccl' runs one rank only, because NCCL needs a GPU for "
+            "each rank. Use it to see that a program works "
             "on CUDA tensors. Run two or more ranks on gloo or sim: the program stays the same."
         )
         return Row("works", f"1: {names}", advice)
@@ -151,10 +210,20 @@ def check_gpus() -> Row:
 def check_loopback() -> Row:
     import psutil
 
-    names = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in addresses)]
-    advice = "Ranks on one machine connect through 127.0.0.1. In a container, run ip link set lo up. Or does a firewall block it?"
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(a.address == "127.0.0.1" for a in addresses)
+    ]
+    advice = (
+        "Ranks on one machine connect through 127.0.0.1. In a container, run ip link set lo "
+        "up. Or does a firewall block it?"
+    )
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2) as client:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=2) as client,
+        ):
             connection, _ = server.accept()
             with connection:
                 client.sendall(b"?")
@@ -162,14 +231,28 @@ def check_loopback() -> Row:
                 assert connection.recv(1) == b"?"
     except OSError as error:
         return Row("fails", f"no connection over 127.0.0.1: {error}", advice)
-    return Row("works", f"{', '.join(names) or 'an interface without a name'} (127.0.0.1): one byte was sent and received")
+    return Row(
+        "works",
+        (
+            f"{', '.join(names) or 'an interface without a name'} (127.0.0.1): one byte was sent "
+            "and received"
+        ),
+    )
 
 
 def check_fork_server() -> Row:
     if hasattr(os, "fork"):
-        return Row("works", "this system can fork: ranks start from a process that has already imported torch")
-    advice = "Everything works, but each launch takes as long as importing torch. Launches are fast under WSL 2."
-    return Row("absent", f"{platform.system()} cannot fork: each rank starts as a new process", advice)
+        return Row(
+            "works",
+            "this system can fork: ranks start from a process that has already imported torch",
+        )
+    advice = (
+        "Everything works, but each launch takes as long as importing torch. Launches are fast "
+        "under WSL 2."
+    )
+    return Row(
+        "absent", f"{platform.system()} cannot fork: each rank starts as a new process", advice
+    )
 
 
 def sum_of_ranks() -> float:
@@ -183,17 +266,32 @@ def sum_of_ranks() -> float:
 
 
 def check_launch(backend: str) -> Row:
-    """Launch two ranks that add their numbers. The second launch is faster, because the fork server already runs."""
+    """Launch two ranks that add their numbers.
+
+    The second launch is faster, because the fork server already runs.
+    """
     import parallel101
 
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
-        results = list(parallel101.launch(sum_of_ranks, world_size=2, backend=backend, timeout=30.0).results)
+        results = list(
+            parallel101.launch(sum_of_ranks, world_size=2, backend=backend, timeout=30.0).results
+        )
         seconds.append(time.perf_counter() - began)
         if results != [1.0, 1.0]:
-            return Row("fails", f"two ranks added 0 and 1 and got {results}; expected [1.0, 1.0]", "Please report this.")
-    return Row("works", f"two ranks started and added their numbers in {seconds[0]:.2f} s; the second time in {seconds[1]:.2f} s")
+            return Row(
+                "fails",
+                f"two ranks added 0 and 1 and got {results}; expected [1.0, 1.0]",
+                "Please report this.",
+            )
+    return Row(
+        "works",
+        (
+            f"two ranks started and added their numbers in {seconds[0]:.2f} s; the second time in "
+            f"{seconds[1]:.2f} s"
+        ),
+    )
 
 
 def check_jupyter() -> Row:
@@ -204,7 +302,9 @@ def check_jupyter() -> Row:
         except PackageNotFoundError:
             missing.append(package)
     if missing:
-        return Row("fails", f"not installed: {', '.join(missing)}", f"Run pip install {' '.join(missing)}")
+        return Row(
+            "fails", f"not installed: {', '.join(missing)}", f"Run pip install {' '.join(missing)}"
+        )
     return Row("works", ", ".join(found))
 
 
@@ -212,7 +312,10 @@ def check_browser() -> Row:
     try:
         found = find_chromium() or webbrowser.get().name
     except webbrowser.Error:
-        advice = "On a machine without a screen, run parallel101 lab --no-browser and open the address that it prints on your own computer."
+        advice = (
+            "On a machine without a screen, run parallel101 lab --no-browser and open the "
+            "address that it prints on your own computer."
+        )
         return Row("absent", "none found", advice)
     return Row("works", found)
 

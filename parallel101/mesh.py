@@ -1,4 +1,6 @@
-"""Who takes part in a collective: a group of ranks in order, often an axis of a mesh. And how n things are split over p ranks.
+"""Who takes part in a collective: a group of ranks in order, often an axis of a mesh.
+
+And how n things are split over p ranks.
 
 world 0 1 2 3 4 5      group=[4, 0, 2]: rank 4 has position 0, rank 0 position 1, rank 2 position 2; ranks 1, 3 and 5 are idle
 mesh [[0, 1, 2],       group=mesh: six positions, row by row; group=mesh["x"]: the ranks on this rank's line along axis x
@@ -19,15 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.record.spans import axis_described
 
-OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on a rank that is not in the group
+# what new_group returns on a rank that is not in the group
+OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class Group(NamedTuple):
-    """Ranks in order. A rank's place in that order is its position: roots and peers of collectives are positions."""
+    """Ranks in order. A rank's place in that order is its position: roots and peers of
+    collectives are positions.
+    """
 
-    ranks: tuple[int, ...]  # ranks of the world, by position; empty if an idle rank cannot know them
+    # ranks of the world, by position; empty if an idle rank cannot know them
+    ranks: tuple[int, ...]
     position: int | None  # of this rank; None: this rank is idle
-    shape: tuple[int, ...]  # of the mesh, its positions counted row by row; (size,) for a flat group
+    # of the mesh, its positions counted row by row; (size,) for a flat group
+    shape: tuple[int, ...]
     process_group: dist.ProcessGroup | None  # which carries the messages; None: the default group
     axes: tuple[str, ...] = ()  # the names of the mesh's axes, if they have names
 
@@ -37,7 +44,9 @@ class Group(NamedTuple):
 
     @property
     def axis(self) -> str | None:
-        """The name of the mesh's axis; of several axes their names joined by "_", as torch calls a flattened mesh."""
+        """The name of the mesh's axis; of several axes their names joined by "_", as torch
+        calls a flattened mesh.
+        """
         return "_".join(self.axes) or None
 
     def along(self, *axes: int) -> Group:
@@ -62,21 +71,25 @@ def group_of(group: GroupLike = None) -> Group:
     Args:
         group: one of
             None: all ranks; without a process group, this one rank alone.
-            A sequence of ranks of the world, in order. It needs no `new_group`, and the other ranks need not know of it.
+            A sequence of ranks of the world, in order. It needs no `new_group`, and the other ranks
+            need not know of it.
             A ProcessGroup, or what `new_group` returned on a rank outside it.
             A DeviceMesh of one axis or several: its ranks, row by row.
             A Group: itself.
 
-    Raises:
-        TypeError: for anything else. ValueError: for a rank named twice, or one that the world does not have.
-        RuntimeError: for a group without a process group, as before `init_process_group`.
+    Raises: TypeError: for anything else. ValueError: for a rank named twice, or one that the world
+        does not have. RuntimeError: for a group without a process group, as before
+        `init_process_group`.
     """
     if isinstance(group, Group):
         return group
     if not dist.is_initialized():
         if group is None:
             return Group((0,), 0, (1,), None)
-        raise RuntimeError(f"group={group!r}, but there is no process group: run inside parallel101.launch(…) or call init_process_group")
+        raise RuntimeError(
+            f"group={group!r}, but there is no process group: run inside parallel101.launch(…) "
+            "or call init_process_group"
+        )
     me, world_size = dist.get_rank(), dist.get_world_size()
     if group is None:
         return Group(tuple(range(world_size)), me, (world_size,), None)
@@ -89,7 +102,9 @@ def group_of(group: GroupLike = None) -> Group:
         if group.get_coordinate() is None:  # on an idle rank a sliced mesh does not know its ranks
             return Group((), None, (0,), None)
         ranks = tuple(group.mesh.flatten().tolist())
-        return Group(ranks, ranks.index(me), tuple(group.mesh.shape), None, tuple(group.mesh_dim_names or ()))
+        return Group(
+            ranks, ranks.index(me), tuple(group.mesh.shape), None, tuple(group.mesh_dim_names or ())
+        )
     ranks = _ranks_in_order(group, world_size)
     return Group(ranks, ranks.index(me) if me in ranks else None, (len(ranks),), None)
 
@@ -103,7 +118,10 @@ def _axes(group: dist.ProcessGroup) -> tuple[str, ...]:
 def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
     ranks = tuple(group) if isinstance(group, Sequence) else ()  # not a set, which has no order
     if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-        raise TypeError(f"group={group!r}: expected None (all ranks), ranks in order such as [0, 2, 3], a ProcessGroup or a DeviceMesh")
+        raise TypeError(
+            f"group={group!r}: expected None (all ranks), ranks in order such as [0, 2, 3], a "
+            "ProcessGroup or a DeviceMesh"
+        )
     if len(set(ranks)) < len(ranks):
         raise ValueError(f"group={list(ranks)} names a rank twice: each rank has one position")
     if not all(0 <= rank < world_size for rank in ranks):
@@ -114,17 +132,21 @@ def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
 def along(shape: Sequence[int], position: int, axes: Sequence[int]) -> list[int]:
     """The positions that differ from `position` along `axes` only, row by row.
 
-    On a mesh of shape (2, 3), `along((2, 3), 4, [1])` is the row of position 4, [3, 4, 5], and `along((2, 3), 4, [0])` its column, [1, 4].
+    On a mesh of shape (2, 3), `along((2, 3), 4, [1])` is the row of position 4, [3, 4, 5], and
+    `along((2, 3), 4, [0])` its column, [1, 4].
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    line = [position - sum(position // strides[axis] % shape[axis] * strides[axis] for axis in axes)]
+    line = [
+        position - sum(position // strides[axis] % shape[axis] * strides[axis] for axis in axes)
+    ]
     for axis in axes:
         line = [start + i * strides[axis] for start in line for i in range(shape[axis])]
     return line
 
 
 def split_sizes(n: int, p: int) -> list[int]:
-    """Split n things over p ranks as evenly as possible: n // p each, and one more for each of the first n % p ranks.
+    """Split n things over p ranks as evenly as possible: n // p each, and one more for each of the
+    first n % p ranks.
 
     So rank i starts at (n // p) * i + min(i, n % p). Raises ValueError for n < 0 or p < 1.
     """

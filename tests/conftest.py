@@ -1,4 +1,6 @@
-"""What every test may rely on: plots without a screen, one thread, readable test ids, and skips that give the reason."""
+"""What every test may rely on: plots without a screen, one thread, readable test ids, and skips
+that give the reason.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import torch
 from parallel101.viz.chromium import find_chromium
 
 os.environ.setdefault("MPLBACKEND", "Agg")
-# One thread for torch's operations, here and in the processes that tests start: `pytest -n 2` occupies the cores with whole tests. Threads
-# that wait for each other spin: with two in each of two workers on two cores, training a small GPT takes three times as long.
+# One thread for torch's operations, here and in the processes that tests start: `pytest -n 2`
+# occupies the cores with whole tests. Threads that wait for each other spin: with two in each of
+# two workers on two cores, training a small GPT takes three times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # as `parallel101 lessons` does: importing nbformat then takes no two seconds
@@ -20,16 +23,33 @@ MOST_RANKS = 5  # no test uses more real ranks
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    """Return the id of a value that a test is parametrised over, or None where pytest's own id is good enough.
+    """Return the id of a value that a test is parametrised over, or None where pytest's own id is
+    good enough.
 
-    All pytest-xdist workers must collect the same ids. So an id holds no time, no memory address and nothing in the order of a hash.
+    All pytest-xdist workers must collect the same ids. So an id holds no time, no memory address
+    and nothing in the order of a hash.
     """
-    if val is None or isinstance(val, (str, int, float, complex)) or getattr(val, "__name__", "").isidentifier():
+    if (
+        val is None
+        or isinstance(val, (str, int, float, complex))
+        or getattr(val, "__name__", "").isidentifier()
+    ):
         return None
-    text = ", ".join(f"{name}={value!r}" for name, value in val.items()) if isinstance(val, dict) and val else repr(val)
-    if isinstance(val, (dict, list, tuple, torch.dtype)) and len(text) <= 80 and " at 0x" not in text:
+    text = (
+        ", ".join(f"{name}={value!r}" for name, value in val.items())
+        if isinstance(val, dict) and val
+        else repr(val)
+    )
+    if (
+        isinstance(val, (dict, list, tuple, torch.dtype))
+        and len(text) <= 80
+        and " at 0x" not in text
+    ):
         return text.removeprefix("torch.")
-    raise pytest.Collector.CollectError(f"no readable test id can be made from {argname}={text:.80}; pass ids=[…] or pytest.param(…, id=…)")
+    raise pytest.Collector.CollectError(
+        f"no readable test id can be made from {argname}={text:.80}; pass ids=[…] or "
+        "pytest.param(…, id=…)"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -45,5 +65,8 @@ def chromium() -> str:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend of real ranks: gloo, and NCCL if this machine has a GPU for every rank."""
     if request.param == "nccl" and torch.cuda.device_count() < MOST_RANKS:
-        pytest.skip(f"NCCL needs one GPU a rank, {MOST_RANKS} here; this machine has {torch.cuda.device_count()}")
+        pytest.skip(
+            f"NCCL needs one GPU a rank, {MOST_RANKS} here; this machine has "
+            f"{torch.cuda.device_count()}"
+        )
     return request.param

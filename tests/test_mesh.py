@@ -1,4 +1,6 @@
-"""Balanced splits, groups that keep their order, and the lines of ranks along the axes of a mesh."""
+"""Balanced splits, groups that keep their order, and the lines of ranks along the axes of a
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_along_gives_the_ranks_that_differ_on_those_axes_only(shape, data):
     position = data.draw(st.integers(0, positions.numel() - 1))
     axes = sorted(data.draw(st.sets(st.integers(0, len(shape) - 1))))
     where = torch.unravel_index(torch.tensor(position), tuple(shape))
-    plane = positions[tuple(slice(None) if axis in axes else int(where[axis]) for axis in range(len(shape)))]
+    plane = positions[
+        tuple(slice(None) if axis in axes else int(where[axis]) for axis in range(len(shape)))
+    ]
     assert along(shape, position, axes) == plane.flatten().tolist()
 
 
@@ -54,7 +58,15 @@ def what_a_group_is():
     }
     if mesh.get_coordinate() is not None:
         found["axis"] = group_of(mesh["x"])
-        found["names"] = [g.axis for g in (found["mesh"], found["axis"], group_of(mesh.get_group("y")), group_of(mesh).along(1))]
+        found["names"] = [
+            g.axis
+            for g in (
+                found["mesh"],
+                found["axis"],
+                group_of(mesh.get_group("y")),
+                group_of(mesh).along(1),
+            )
+        ]
     elif rank == 2:
         found["axis"] = group_of(mesh)
     return found
@@ -67,12 +79,23 @@ def test_a_group_is_ranks_in_order_and_my_position(backend):
         assert found["all"] == Group(tuple(range(5)), rank, (5,), None)
         assert found["ranks"] == Group((3, 1), {3: 0, 1: 1}.get(rank), (2,), None)
     assert [found["mesh"].position for found in results] == [1, 2, None, 0, 3]
-    assert all(results[r]["mesh"].ranks == (3, 0, 1, 4) and results[r]["mesh"].shape == (2, 2) for r in (0, 1, 3, 4))
+    assert all(
+        results[r]["mesh"].ranks == (3, 0, 1, 4) and results[r]["mesh"].shape == (2, 2)
+        for r in (0, 1, 3, 4)
+    )
     assert results[2]["mesh"] == results[2]["axis"] == Group((), None, (0,), None)
     assert results[2]["new_group"].position == 0 or results[2]["new_group"].ranks == (2, 4)
-    assert [found["new_group"].position is None for found in results] == [True, True, False, True, False]
+    assert [found["new_group"].position is None for found in results] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert all(results[r]["names"] == ["x_y", "x", "y", "y"] for r in (0, 1, 3, 4))
-    assert results[0]["all"].axis is results[0]["ranks"].axis is results[2]["new_group"].axis is None
+    assert (
+        results[0]["all"].axis is results[0]["ranks"].axis is results[2]["new_group"].axis is None
+    )
     assert [results[r]["axis"].ranks for r in (0, 1, 3, 4)] == [(0, 4), (3, 1), (3, 1), (0, 4)]
 
 

@@ -1,4 +1,6 @@
-"""Sharded products equal whole ones, their gradients too, and they send the bytes and take the steps that the plan says."""
+"""Sharded products equal whole ones, their gradients too, and they send the bytes and take the
+steps that the plan says.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,35 @@ def placements(name, dims, axes, unreduced=False):
     """An array with each axis on each of its dims, or on none, or unreduced."""
     places = [*range(len(dims)), None, *(["U"] if unreduced else [])]
     for chosen in product(places, repeat=len(axes)):
-        cut = tuple(tuple(axis for axis, place in zip(axes, chosen) if place == d) for d in range(len(dims)))
-        yield Sharding(name, tuple(dims), cut, tuple(axis for axis, place in zip(axes, chosen) if place == "U"))
+        cut = tuple(
+            tuple(axis for axis, place in zip(axes, chosen) if place == d) for d in range(len(dims))
+        )
+        yield Sharding(
+            name, tuple(dims), cut, tuple(axis for axis, place in zip(axes, chosen) if place == "U")
+        )
 
 
 def all_products(axes):
-    for a, b, c in product(placements("A", "IJ", axes), placements("B", "JK", axes), placements("C", "IK", axes, unreduced=True)):
+    for a, b, c in product(
+        placements("A", "IJ", axes),
+        placements("B", "JK", axes),
+        placements("C", "IK", axes, unreduced=True),
+    ):
         yield f"{a} · {b} → {c}"
 
 
 def all_reshards(axes):
-    for before, after in product(placements("A", "IJ", axes, unreduced=True), placements("A", "IJ", axes)):
+    for before, after in product(
+        placements("A", "IJ", axes, unreduced=True), placements("A", "IJ", axes)
+    ):
         yield f"{before} → {after}"
 
 
 def run_plans(plans, blocks, mesh=None):
-    """Each plan in a span of its own. Returns by plan (result, cotangent, gradients of the operands)."""
+    """Each plan in a span of its own.
+
+    Returns by plan (result, cotangent, gradients of the operands).
+    """
     rank, made = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
     found = []
     for number, (chosen, by_rank) in enumerate(zip(plans, blocks)):
@@ -65,7 +80,11 @@ def run_plans(plans, blocks, mesh=None):
 
 def measured(trace):
     """By span: the seconds it took, and the bytes that each rank sent in it."""
-    spans, sent, times = defaultdict(list), defaultdict(lambda: [0] * trace.world_size), defaultdict(list)
+    spans, sent, times = (
+        defaultdict(list),
+        defaultdict(lambda: [0] * trace.world_size),
+        defaultdict(list),
+    )
     for event in trace.spans():
         if event.name.startswith("plan"):
             spans[event.rank].append(event)
@@ -75,7 +94,10 @@ def measured(trace):
             for span in spans[event.rank]:
                 if span.start <= event.posted and event.end <= span.end:
                     sent[span.name][event.rank] += event.nbytes
-    return {name: (max(end for _, end in ends) - min(start for start, _ in ends), sent[name]) for name, ends in times.items()}
+    return {
+        name: (max(end for _, end in ends) - min(start for start, _ in ends), sent[name])
+        for name, ends in times.items()
+    }
 
 
 def check(texts, mesh, sizes=SIZES, **launched):
@@ -84,7 +106,12 @@ def check(texts, mesh, sizes=SIZES, **launched):
     for text in texts:
         dims = {dim: n for dim, n in sizes.items() if dim in text}
         plans.append(plan(text, mesh, dtype=torch.float64, **dims))
-        wholes.append([torch.randn([dims[d] for d in array.dims], generator=made, dtype=torch.float64) for array in plans[-1].operands])
+        wholes.append(
+            [
+                torch.randn([dims[d] for d in array.dims], generator=made, dtype=torch.float64)
+                for array in plans[-1].operands
+            ]
+        )
     blocks = [chosen.shard(*whole) for chosen, whole in zip(plans, wholes)]
     run = p101.launch(run_plans, plans, blocks, world_size=math.prod(mesh.values()), **launched)
     counted = measured(run.trace)
@@ -93,13 +120,19 @@ def check(texts, mesh, sizes=SIZES, **launched):
         expected = whole[0] @ whole[1] if len(whole) == 2 else whole[0]
         assert torch.allclose(chosen.unshard(results), expected, rtol=1e-10, atol=1e-12), text
         forward = sum((result * y).sum() for result, y in zip(results, ys))
-        for operand in range(len(whole)):  # the result is linear in each operand, and its backward is the adjoint
-            back = sum((by_rank[operand] * grads[operand]).sum() for by_rank, grads in zip(blocks[number], gradients))
+        # the result is linear in each operand, and its backward is the adjoint
+        for operand in range(len(whole)):
+            back = sum(
+                (by_rank[operand] * grads[operand]).sum()
+                for by_rank, grads in zip(blocks[number], gradients)
+            )
             assert torch.allclose(forward, back, rtol=1e-10), text
         replicas_agree(chosen, results, text)
         seconds, sent = counted[f"plan {number}"]
         assert sent == chosen.bytes_sent, text
-        if launched["backend"] == "sim" and all(n >= chosen.world_size for n in chosen.sizes.values()):
+        if launched["backend"] == "sim" and all(
+            n >= chosen.world_size for n in chosen.sizes.values()
+        ):
             assert seconds == chosen.rounds, text
 
 
@@ -113,7 +146,12 @@ def replicas_agree(chosen, results, text):
 
 def test_every_placement_on_one_axis():
     texts = [*all_products("X"), *all_reshards("X")]
-    check([text for text in texts if possible(text, {"X": 4})], {"X": 4}, backend="sim", network=LATENCY_ONLY)
+    check(
+        [text for text in texts if possible(text, {"X": 4})],
+        {"X": 4},
+        backend="sim",
+        network=LATENCY_ONLY,
+    )
 
 
 def possible(text, mesh):
@@ -126,11 +164,24 @@ def possible(text, mesh):
         return False
 
 
-@pytest.mark.parametrize(("mesh", "every"), [({"X": 2, "Y": 3}, 17), ({"X": 2, "Y": 2, "Z": 3}, 997)], ids=["2x3", "2x2x3"])
+@pytest.mark.parametrize(
+    ("mesh", "every"),
+    [({"X": 2, "Y": 3}, 17), ({"X": 2, "Y": 2, "Z": 3}, 997)],
+    ids=["2x3", "2x2x3"],
+)
 def test_placements_on_several_axes(mesh, every):
-    texts = [*list(all_products("".join(mesh)))[::every], *list(all_reshards("".join(mesh)))[:: every // 8 + 1]]
+    texts = [
+        *list(all_products("".join(mesh)))[::every],
+        *list(all_reshards("".join(mesh)))[:: every // 8 + 1],
+    ]
     sizes = {"I": 9, "J": 11, "K": 10}
-    check([text for text in texts if possible(text, mesh)], mesh, sizes, backend="sim", network=LATENCY_ONLY)
+    check(
+        [text for text in texts if possible(text, mesh)],
+        mesh,
+        sizes,
+        backend="sim",
+        network=LATENCY_ONLY,
+    )
 
 
 def test_fewer_elements_than_ranks():
@@ -144,7 +195,13 @@ def all_reduce_each(plans):
             chosen.run(torch.ones([chosen.sizes[dim] for dim in chosen.result.dims]))
 
 
-MESHES = [{"X": 2, "Y": 3}, {"X": 3, "Y": 2}, {"X": 1, "Y": 3}, {"X": 3, "Y": 3}, {"X": 2, "Y": 2, "Z": 2}]
+MESHES = [
+    {"X": 2, "Y": 3},
+    {"X": 3, "Y": 2},
+    {"X": 1, "Y": 3},
+    {"X": 3, "Y": 3},
+    {"X": 2, "Y": 2, "Z": 2},
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -154,13 +211,24 @@ def test_an_all_reduce_over_several_axes_sends_the_bytes_of_the_plan(mesh):
     plans = [plan(f"A[I] {{U_{axes}}} → A[I]", mesh, I=n) for n in (*range(1, 26), 36, 48, 101)]
     plans += [plan(f"A[I, J] {{U_{backwards}}} → A[I, J]", mesh, I=n, J=3) for n in (1, 4, 7)]
     run = p101.launch(all_reduce_each, plans, world_size=math.prod(mesh.values()), backend="sim")
-    sent = [sent for _, (_, sent) in sorted(measured(run.trace).items(), key=lambda item: int(item[0].split()[1]))]
+    sent = [
+        sent
+        for _, (_, sent) in sorted(
+            measured(run.trace).items(), key=lambda item: int(item[0].split()[1])
+        )
+    ]
     assert sent == [chosen.bytes_sent for chosen in plans]
 
 
 def test_on_gloo_and_under_nccl_rules():
     check(FOUR_CASES, {"X": 3}, backend="gloo", trace=True)
-    check([*FOUR_CASES, "A[I_X, J] → A[I, J_X]"], {"X": 3}, backend="sim", rules="nccl", network=LATENCY_ONLY)
+    check(
+        [*FOUR_CASES, "A[I_X, J] → A[I, J_X]"],
+        {"X": 3},
+        backend="sim",
+        rules="nccl",
+        network=LATENCY_ONLY,
+    )
 
 
 def on_a_device_mesh(chosen, blocks):
@@ -168,7 +236,9 @@ def on_a_device_mesh(chosen, blocks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("Y", "X"))
     x = [block.requires_grad_() for block in blocks[mesh.get_local_rank("X")]]
     along_x = chosen.run(*x, mesh=mesh["X"])
-    with pytest.raises(ValueError, match=r"is for the mesh \{'X': 2\}, but this DeviceMesh has \{'Y': 2\}"):
+    with pytest.raises(
+        ValueError, match=r"is for the mesh \{'X': 2\}, but this DeviceMesh has \{'Y': 2\}"
+    ):
         chosen.run(*x, mesh=mesh["Y"])
     rank = dist.get_rank()
     mine = blocks[rank] if rank < 2 else [torch.empty(0, dtype=torch.float64)] * 2
@@ -191,47 +261,86 @@ def test_the_books_plans():
     expected = {
         FOUR_CASES[0]: ["A[I_X, J] · B[J, K] → C[I_X, K]"],
         FOUR_CASES[1]: ["AllGather_X A[I, J_X] → A[I, J]", "A[I, J] · B[J, K] → C[I, K]"],
-        FOUR_CASES[2]: ["A[I, J_X] · B[J_X, K] → C[I, K] {U_X}", "AllReduce_X C[I, K] {U_X} → C[I, K]"],
-        FOUR_CASES[3]: ["A[I, J_X] · B[J_X, K] → C[I, K] {U_X}", "ReduceScatter_{X,K} C[I, K] {U_X} → C[I, K_X]"],
+        FOUR_CASES[2]: [
+            "A[I, J_X] · B[J_X, K] → C[I, K] {U_X}",
+            "AllReduce_X C[I, K] {U_X} → C[I, K]",
+        ],
+        FOUR_CASES[3]: [
+            "A[I, J_X] · B[J_X, K] → C[I, K] {U_X}",
+            "ReduceScatter_{X,K} C[I, K] {U_X} → C[I, K_X]",
+        ],
         FOUR_CASES[4]: ["A[I, J_X] · B[J_X, K] → C[I, K] {U_X}"],
         FOUR_CASES[5]: ["AllGather_X B[J, K_X] → B[J, K]", "A[I_X, J] · B[J, K] → C[I_X, K]"],
     }
     for text, steps in expected.items():
         assert [str(step) for step in plan(text, {"X": 4}, I=8, J=8, K=8).steps] == steps
-    assert [str(step) for step in plan("A[I_X, J] → A[I, J_X]", {"X": 4}, I=8, J=8).steps] == ["AllToAll_{X,J} A[I_X, J] → A[I, J_X]"]
+    assert [str(step) for step in plan("A[I_X, J] → A[I, J_X]", {"X": 4}, I=8, J=8).steps] == [
+        "AllToAll_{X,J} A[I_X, J] → A[I, J_X]"
+    ]
     two_axes = plan("A[I_XY, J] → A[I, J]", {"X": 2, "Y": 2}, I=8, J=8)
     assert [str(step) for step in two_axes.steps] == ["AllGather_XY A[I_XY, J] → A[I, J]"]
 
 
 def test_question_4_the_cheaper_strategy_depends_on_the_shape():
-    """Gathering B sends its DF, reducing C sends twice its BF: so the second is cheaper if D > 2B."""
+    """Gathering B sends its DF, reducing C sends twice its BF: so the second is cheaper if D >
+    2B.
+    """
     text = "A[B, D] · W[D_X, F] → C[B, F]"
     assert plan(text, {"X": 4}, B=16, D=16, F=8).short.startswith("AllGather_X W, multiply")
-    assert plan(text, {"X": 4}, B=16, D=64, F=8).short.startswith("Slice_{X,D} A, multiply, AllReduce_X C")
-    assert plan(text, {"X": 4}, B=16, D=64, F=8).alternatives[0].short.startswith("AllGather_X W, multiply")
+    assert plan(text, {"X": 4}, B=16, D=64, F=8).short.startswith(
+        "Slice_{X,D} A, multiply, AllReduce_X C"
+    )
+    assert (
+        plan(text, {"X": 4}, B=16, D=64, F=8)
+        .alternatives[0]
+        .short.startswith("AllGather_X W, multiply")
+    )
 
 
-@pytest.mark.parametrize("text", [*FOUR_CASES, "A[I_X, J] → A[I, J_X]", "A[I_XY, J] → A[I, J]", "A[I, J] {U_XY} → A[I, J]"])
+@pytest.mark.parametrize(
+    "text",
+    [*FOUR_CASES, "A[I_X, J] → A[I, J_X]", "A[I_XY, J] → A[I, J]", "A[I, J] {U_XY} → A[I, J]"],
+)
 def test_bytes_and_steps_are_those_of_the_closed_forms(text):
     chosen = plan(text, {"X": 4, "Y": 2}, **{dim: 8 for dim in "IJK" if dim in text})
-    forms = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce", "AllToAll": "all_to_all"}
+    forms = {
+        "AllGather": "all_gather",
+        "ReduceScatter": "reduce_scatter",
+        "AllReduce": "all_reduce",
+        "AllToAll": "all_to_all",
+    }
     costs = []
     for step in chosen.steps:
         if step.title != "multiply" and len(step.axes) == 1:
             whole = step.after if step.operation == "AllGather" else step.before
-            nbytes = 4 * math.prod(part.stop - part.start for part in whole.block(chosen.sizes, chosen.mesh, {"X": 0, "Y": 0}))
+            nbytes = 4 * math.prod(
+                part.stop - part.start
+                for part in whole.block(chosen.sizes, chosen.mesh, {"X": 0, "Y": 0})
+            )
             algorithm = "pairwise" if step.operation == "AllToAll" else "ring"
             costs.append(cost.closed_form(forms[step.operation], algorithm, 4, nbytes))
-        elif step.title != "multiply":  # both axes: one ring after the other, on an array of 256 bytes
-            costs.append(Cost((3 + 1) * (1 + (step.operation == "AllReduce")), 224 * (1 + (step.operation == "AllReduce")), 0))
+        elif (
+            step.title != "multiply"
+        ):  # both axes: one ring after the other, on an array of 256 bytes
+            costs.append(
+                Cost(
+                    (3 + 1) * (1 + (step.operation == "AllReduce")),
+                    224 * (1 + (step.operation == "AllReduce")),
+                    0,
+                )
+            )
     assert chosen.rounds == sum(c.steps for c in costs)
     assert set(chosen.bytes_sent) == {sum(c.sent for c in costs)}
 
 
 def test_seconds_are_the_books():
-    """Pop quiz 2 (TPU v5e has no rings of 4), question 2.1, and question 4's comparison with D > 5100 on TPU v5p."""
+    """Pop quiz 2 (TPU v5e has no rings of 4), question 2.1, and question 4's comparison with D
+    > 5100 on TPU v5p.
+    """
     bf16 = torch.bfloat16
-    (quiz,) = plan("A[E_Y, F] → A[E, F]", {"X": 8, "Y": 4}, E=2048, F=8192, dtype=bf16).times("TPU v5e")
+    (quiz,) = plan("A[E_Y, F] → A[E, F]", {"X": 8, "Y": 4}, E=2048, F=8192, dtype=bf16).times(
+        "TPU v5e"
+    )
     assert quiz.seconds == pytest.approx(560e-6, rel=0.01)
     cube = {"X": 4, "Y": 4, "Z": 4}
     (question,) = plan("A[B_X, D_Y] → A[B, D_Y]", cube, B=1024, D=4096, dtype=bf16).times("TPU v4p")
@@ -243,7 +352,9 @@ def test_seconds_are_the_books():
 
 
 def test_a_batch_and_named_axes():
-    chosen = plan("x[B_dp, T, D] @ w[D, F_tp] -> y[B_dp, T, F_tp]", {"dp": 2, "tp": 2}, B=4, T=3, D=5, F=6)
+    chosen = plan(
+        "x[B_dp, T, D] @ w[D, F_tp] -> y[B_dp, T, F_tp]", {"dp": 2, "tp": 2}, B=4, T=3, D=5, F=6
+    )
     assert chosen.bytes_sent == [0] * 4
     assert str(array_in("A[I_{dp,tp}, J_XY] {U_Z}")) == "A[I_{dp,tp}, J_XY] {U_Z}"
     batched = plan("Q[B_X, T, D] · K[B_X, S, D] → P[B_X, T, S]", {"X": 2}, B=4, T=3, D=5, S=6)
@@ -252,8 +363,13 @@ def test_a_batch_and_named_axes():
 
 def test_what_is_printed():
     printed = str(plan(FOUR_CASES[1], {"X": 4}, I=8, J=8, K=8)).splitlines()
-    assert printed[1].split("   ")[0].strip() == "AllGather_X A[I, J_X] → A[I, J]" and printed[1].endswith("192 B in 3 steps")
-    assert printed[-2:] == ["A rank sends 192 B in 3 steps.", "Or: Slice_{X,J} B, multiply, AllReduce_X C: 384 B in 6 steps, 256 flops"]
+    assert printed[1].split("   ")[0].strip() == "AllGather_X A[I, J_X] → A[I, J]" and printed[
+        1
+    ].endswith("192 B in 3 steps")
+    assert printed[-2:] == [
+        "A rank sends 192 B in 3 steps.",
+        "Or: Slice_{X,J} B, multiply, AllReduce_X C: 384 B in 6 steps, 256 flops",
+    ]
 
 
 WRONG = {
@@ -303,7 +419,13 @@ def test_run_checks_the_whole_product():
     assert [list(state) for state in ran.held[0]] == [["A", "B"], ["A", "B"], ["A", "B", "C"]]
     unreduced = p101.sharding.run(FOUR_CASES[4], a, b, mesh={"X": 3})
     assert not unreduced.wrong and unreduced.found == array_in("C[I, K] {U_X}")
-    partly = p101.sharding.run(FOUR_CASES[2], a, b, mesh={"X": 2}, program=lambda x, y: p101.all_reduce(x @ y) + dist.get_rank())
+    partly = p101.sharding.run(
+        FOUR_CASES[2],
+        a,
+        b,
+        mesh={"X": 2},
+        program=lambda x, y: p101.all_reduce(x @ y) + dist.get_rank(),
+    )
     assert partly.wrong == [1] and "wrong on rank 1" in partly.verdict
     with pytest.raises(ValueError, match="expected J = 7, as in A"):
         p101.sharding.run(FOUR_CASES[1], a, a, mesh={"X": 3})

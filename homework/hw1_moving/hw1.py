@@ -1,10 +1,14 @@
-"""Homework 1: moving data. Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone.
+"""Homework 1: moving data.
 
-n is the number of ranks, dist.get_world_size(). Every rank calls the same function, with tensors of the same shape and dtype. The tensors
-that you get may be transposed or strided, but a message needs a contiguous one: x.contiguous(). Do not change the tensors that you get.
+Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone.
 
-In one step, a rank sends at most one message and receives at most one. The steps given here are the fewest. A solution with somewhat
-more, such as one with blocking sends in a safe order, keeps its points.
+n is the number of ranks, dist.get_world_size(). Every rank calls the same function, with tensors of
+the same shape and dtype. The tensors that you get may be transposed or strided, but a message needs
+a contiguous one: x.contiguous(). Do not change the tensors that you get.
+
+In one step, a rank sends at most one message and receives at most one. The steps given here are the
+fewest. A solution with somewhat more, such as one with blocking sends in a safe order, keeps its
+points.
 """
 
 import torch
@@ -21,7 +25,8 @@ def ring_shift(x: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor: the x of rank (rank − 1) mod n. With one rank, that is a copy of its own x.
 
-    Every rank sends x once and all messages are under way at the same time: one step, whatever n is.
+    Every rank sends x once and all messages are under way at the same time: one step, whatever n
+    is.
     """
     raise NotImplementedError("ring_shift is not written yet")
 
@@ -33,21 +38,24 @@ def flat_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
         root ─┼──x──▶ rank 1        n − 1 messages, all from the root
               └──x──▶ rank 3
 
-    Args:
-        x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same shape and dtype, but its values mean
+    Args: x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same
+        shape and dtype, but its values mean
             nothing. It must stay as it is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
 
     Returns:
         On every rank a new tensor with the root's values.
 
-    The root sends (n − 1)·S bytes, where x has S, and the other ranks send nothing. It takes n − 1 steps.
+    The root sends (n − 1)·S bytes, where x has S, and the other ranks send nothing. It takes n − 1
+    steps.
     """
     raise NotImplementedError("flat_broadcast is not written yet")
 
 
 def tree_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
-    """Give the root's x to every rank. In each step, every rank that has it sends it to one that does not.
+    """Give the root's x to every rank.
+
+    In each step, every rank that has it sends it to one that does not.
 
         step 1    root ──▶ A                        2 ranks have it
         step 2    root ──▶ B    A ──▶ C             4
@@ -55,7 +63,8 @@ def tree_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
 
     Args, returns: as in `flat_broadcast`.
 
-    It takes ⌈log₂ n⌉ steps, for any n and any root. Nobody sends more than ⌈log₂ n⌉·S bytes, where x has S.
+    It takes ⌈log₂ n⌉ steps, for any n and any root. Nobody sends more than ⌈log₂ n⌉·S bytes, where
+    x has S.
     """
     raise NotImplementedError("tree_broadcast is not written yet")
 
@@ -65,16 +74,17 @@ def scatter(x: torch.Tensor, root: int) -> torch.Tensor:
 
         root  [a a | b b | c c]   ──▶   rank 0 [a a]    rank 1 [b b]    rank 2 [c c]
 
-    Args:
-        x: on the root, the tensor to cut along dim 0, of any dtype and at least one dim. On other ranks it has the same shape and dtype,
+    Args: x: on the root, the tensor to cut along dim 0, of any dtype and at least one dim. On other
+        ranks it has the same shape and dtype,
             but its values mean nothing. It must stay as it is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
 
-    Returns:
-        A new tensor: the rows that torch.tensor_split(x, n)[rank] has on the root. (If n doesn't divide the rows, the first ranks get one
-        row more; if there are fewer rows than ranks, the last ranks get none.)
+    Returns: A new tensor: the rows that torch.tensor_split(x, n)[rank] has on the root. (If n
+        doesn't divide the rows, the first ranks get one row more; if there are fewer rows than
+        ranks, the last ranks get none.)
 
-    No rank sends more than about (n − 1)·S/n bytes, where x has S: no row goes to a rank that does not need it. At most n − 1 steps.
+    No rank sends more than about (n − 1)·S/n bytes, where x has S: no row goes to a rank that does
+    not need it. At most n − 1 steps.
     """
     raise NotImplementedError("scatter is not written yet")
 
@@ -84,13 +94,13 @@ def gather(x: torch.Tensor, root: int) -> torch.Tensor | None:
 
         rank 0 [a a]    rank 1 [b b]    rank 2 [c c]   ──▶   root  [a a | b b | c c]
 
-    Args:
-        x: this rank's tensor, of any dtype and at least one dim; the same shape on all ranks. It must stay as it is.
-        root: any rank from 0 to n − 1, the same on all ranks.
+    Args: x: this rank's tensor, of any dtype and at least one dim; the same shape on all ranks. It
+        must stay as it is. root: any rank from 0 to n − 1, the same on all ranks.
 
-    Returns:
-        On the root a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim 0. On the other ranks None.
+    Returns: On the root a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along
+        dim 0. On the other ranks None.
 
-    The root receives (n − 1)·S bytes, where x has S. At most n − 1 steps. Some ranks are slower than others: they may call it later.
+    The root receives (n − 1)·S bytes, where x has S. At most n − 1 steps. Some ranks are slower
+    than others: they may call it later.
     """
     raise NotImplementedError("gather is not written yet")

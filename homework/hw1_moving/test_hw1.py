@@ -40,14 +40,21 @@ def largest_chunk(case: Case) -> int:
 
 def ring_shift_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
     n = len(xs)
-    return Case([(x,) for x in xs], [xs[(rank - 1) % n] for rank in range(n)], note, facts={"nbytes": xs[0].nbytes, "xs": xs})
+    return Case(
+        [(x,) for x in xs],
+        [xs[(rank - 1) % n] for rank in range(n)],
+        note,
+        facts={"nbytes": xs[0].nbytes, "xs": xs},
+    )
 
 
 def ring_shift_cases(draw: Draw) -> list[Case]:
     rows = draw.integer(40, 60)
     cases = [ring_shift_case(draw.tensors(n, rows, 2)) for n in (1, 2, 3, 4)]
     cases.append(ring_shift_case(draw.tensors(3, 5, dtype=I64), "5 whole numbers"))
-    cases.append(ring_shift_case([x.t() for x in draw.tensors(4, 2, rows, dtype=F64)], "transposed, float64"))
+    cases.append(
+        ring_shift_case([x.t() for x in draw.tensors(4, 2, rows, dtype=F64)], "transposed, float64")
+    )
     return [*cases, ring_shift_case(draw.tensors(5, rows, 2))]
 
 
@@ -59,7 +66,9 @@ def shifted_backwards(trials: Sequence[Trial]) -> bool:
     """Every rank has the x of the rank after it. On two ranks both directions are the same."""
     longer = [trial for trial in trials if trial.world_size > 2]
     return bool(longer) and all(
-        same(result, trial.case.facts["xs"][(rank + 1) % trial.world_size]) for trial in longer for rank, result in enumerate(trial.results)
+        same(result, trial.case.facts["xs"][(rank + 1) % trial.world_size])
+        for trial in longer
+        for rank, result in enumerate(trial.results)
     )
 
 
@@ -79,17 +88,22 @@ RING_SHIFT = Exercise(
         *MESSAGES,
         Misconception(
             "shifted the wrong way",
-            "Every rank returns the x of the rank after it: the data goes round the ring backwards.",
+            ("Every rank returns the x of the rank after it: the data goes round the ring "
+            "backwards."),
             shifted_backwards,
         ),
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "If every rank calls dist.send first, who receives? Start one of the two without waiting for it.",
-        "dist.isend and dist.irecv return at once, with a work. Start both, then wait for both. Receive into a tensor of your own: "
+        "If every rank calls dist.send first, who receives? Start one of the two without "
+        "waiting for it.",
+        "dist.isend and dist.irecv return at once, with a work. Start both, then wait for "
+        "both. Receive into a tensor of your own: "
         "torch.empty(x.shape, dtype=x.dtype).",
-        "received = torch.empty(x.shape, dtype=x.dtype); sending = dist.isend(x.contiguous(), (rank + 1) % n); "
-        "dist.recv(received, (rank - 1) % n); sending.wait(). With one rank there is nobody to send to.",
+        "received = torch.empty(x.shape, dtype=x.dtype); sending = dist.isend(x.contiguous(), "
+        "(rank + 1) % n); "
+        "dist.recv(received, (rank - 1) % n); sending.wait(). With one rank there is nobody to "
+        "send to.",
     ),
     questions=(
         Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
@@ -106,19 +120,36 @@ RING_SHIFT = Exercise(
 
 def broadcast_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
     n, x = len(xs), xs[root]
-    return Case([(mine, root) for mine in xs], [x] * n, f"root {root}{note and ', '}{note}", facts={"root": root, "x": x})
+    return Case(
+        [(mine, root) for mine in xs],
+        [x] * n,
+        f"root {root}{note and ', '}{note}",
+        facts={"root": root, "x": x},
+    )
 
 
 def broadcast_cases(draw: Draw) -> list[Case]:
     rows = draw.integer(40, 60)
-    cases = [broadcast_case(draw.tensors(n, rows, 2), root) for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 0))]
-    cases.append(broadcast_case(draw.tensors(4, 3, dtype=I64), draw.integer(1, 3), "3 whole numbers"))
-    cases.append(broadcast_case([x.t() for x in draw.tensors(5, 2, rows, dtype=F64)], 0, "transposed, float64"))
+    cases = [
+        broadcast_case(draw.tensors(n, rows, 2), root)
+        for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 0))
+    ]
+    cases.append(
+        broadcast_case(draw.tensors(4, 3, dtype=I64), draw.integer(1, 3), "3 whole numbers")
+    )
+    cases.append(
+        broadcast_case(
+            [x.t() for x in draw.tensors(5, 2, rows, dtype=F64)], 0, "transposed, float64"
+        )
+    )
     return [*cases, broadcast_case(draw.tensors(5, rows, 2), draw.integer(1, 4))]
 
 
 def x_except_on_root(case: Case) -> list[int]:
-    return [0 if rank == case.facts["root"] else case.facts["x"].nbytes for rank in range(case.world_size)]
+    return [
+        0 if rank == case.facts["root"] else case.facts["x"].nbytes
+        for rank in range(case.world_size)
+    ]
 
 
 def flat_bytes(case: Case) -> list[int]:
@@ -148,7 +179,8 @@ def root_sends_to_all(trials: Sequence[Trial]) -> bool:
     """Right, but all messages come from the root."""
     several = [trial for trial in trials if trial.world_size > 2]
     return bool(several) and all(
-        right(trial) and sum(communicated(trial)) == communicated(trial)[trial.case.facts["root"]] for trial in several
+        right(trial) and sum(communicated(trial)) == communicated(trial)[trial.case.facts["root"]]
+        for trial in several
     )
 
 
@@ -156,14 +188,19 @@ def one_after_the_other(trials: Sequence[Trial]) -> bool:
     """Right, but as many steps as ranks, and no rank sends x more than once."""
     several = [trial for trial in trials if trial.world_size > 3]
     return bool(several) and all(
-        right(trial) and trial.trace.makespan >= trial.world_size - 1 and max(communicated(trial)) < 2 * trial.case.facts["x"].nbytes
+        right(trial)
+        and trial.trace.makespan >= trial.world_size - 1
+        and max(communicated(trial)) < 2 * trial.case.facts["x"].nbytes
         for trial in several
     )
 
 
 ROOT_IS_ZERO = Misconception(
     "root hard-coded to 0",
-    "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the root.",
+    (
+        "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the "
+        "root."
+    ),
     only_root_zero,
 )
 BROADCAST_QUESTION = lambda: broadcast_case([torch.ones(1000)] * 8, 0)  # noqa: E731
@@ -183,9 +220,12 @@ FLAT_BROADCAST = Exercise(
     misconceptions=(*MESSAGES, ROOT_IS_ZERO, CHANGES_ITS_INPUT),
     hints=(
         "What does the root do, and what do the others do? The two halves of an if.",
-        "The root loops over all ranks except itself and sends x. Every other rank receives once, from the root.",
-        "if rank == root: for other in range(n): if other != root: dist.send(x.contiguous(), other), and return x.clone(). "
-        "Otherwise: received = torch.empty(x.shape, dtype=x.dtype); dist.recv(received, root); return received.",
+        ("The root loops over all ranks except itself and sends x. Every other rank receives "
+        "once, from the root."),
+        "if rank == root: for other in range(n): if other != root: dist.send(x.contiguous(), "
+        "other), and return x.clone(). "
+        "Otherwise: received = torch.empty(x.shape, dtype=x.dtype); dist.recv(received, root); "
+        "return received.",
     ),
     questions=(
         Question("bytes", "8 ranks, 1000 float32 numbers: how many bytes does the root send?",
@@ -212,26 +252,32 @@ TREE_BROADCAST = Exercise(
         ROOT_IS_ZERO,
         Misconception(
             "non-power-of-two loses ranks",
-            "The code is right if n is a power of two. For other n the tree reaches for ranks that do not exist, or leaves some ranks out.",
+            ("The code is right if n is a power of two. For other n the tree reaches for ranks "
+            "that do not exist, or leaves some ranks out."),
             only_powers_of_two,
         ),
         Misconception(
             "flat in place of a tree",
-            "The root sends to every rank itself, in n − 1 steps, while the ranks that already have x do nothing.",
+            ("The root sends to every rank itself, in n − 1 steps, while the ranks that already "
+            "have x do nothing."),
             root_sends_to_all,
         ),
         Misconception(
             "chain in place of a tree",
-            "Every rank passes x on once, so only one message is under way at a time, and it takes n − 1 steps.",
+            ("Every rank passes x on once, so only one message is under way at a time, and it "
+            "takes n − 1 steps."),
             one_after_the_other,
         ),
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "Count the ranks from the root: position = (rank − root) mod n. The root has position 0. You need it again only where you send.",
-        "Let the distance be 1, 2, 4, … below n. In each step the positions below the distance have x. Position p sends to p + distance, "
+        "Count the ranks from the root: position = (rank − root) mod n. The root has position "
+        "0. You need it again only where you send.",
+        "Let the distance be 1, 2, 4, … below n. In each step the positions below the distance "
+        "have x. Position p sends to p + distance, "
         "if there is one.",
-        "for distance 1, 2, 4, … < n: if position < distance and position + distance < n: send to (position + distance + root) % n; "
+        "for distance 1, 2, 4, … < n: if position < distance and position + distance < n: send "
+        "to (position + distance + root) % n; "
         "elif distance <= position < 2 * distance: receive from (position - distance + root) % n.",
     ),
     questions=(
@@ -248,19 +294,46 @@ TREE_BROADCAST = Exercise(
 
 def scatter_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
     chunks = list(torch.tensor_split(xs[root], len(xs)))
-    return Case([(x, root) for x in xs], chunks, f"root {root}{note and ', '}{note}", facts={"root": root, "x": xs[root], "chunks": chunks})
+    return Case(
+        [(x, root) for x in xs],
+        chunks,
+        f"root {root}{note and ', '}{note}",
+        facts={"root": root, "x": xs[root], "chunks": chunks},
+    )
 
 
 def scatter_cases(draw: Draw) -> list[Case]:
-    cases = [scatter_case(draw.tensors(n, 24 * n, 2), root) for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))]
-    cases.append(scatter_case(draw.tensors(3, 61, 2), draw.integer(1, 2), "61 rows, which 3 doesn't divide"))
-    cases.append(scatter_case(draw.tensors(4, 3, dtype=I64), draw.integer(1, 3), "3 whole numbers, fewer than ranks"))
-    cases.append(scatter_case([x.t() for x in draw.tensors(4, 3, 83, dtype=F64)], draw.integer(1, 3), "transposed, float64"))
-    return [*cases, scatter_case(draw.tensors(5, 102, 2), 0), scatter_case(draw.tensors(5, 103, 2), draw.integer(1, 4))]
+    cases = [
+        scatter_case(draw.tensors(n, 24 * n, 2), root)
+        for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))
+    ]
+    cases.append(
+        scatter_case(draw.tensors(3, 61, 2), draw.integer(1, 2), "61 rows, which 3 doesn't divide")
+    )
+    cases.append(
+        scatter_case(
+            draw.tensors(4, 3, dtype=I64), draw.integer(1, 3), "3 whole numbers, fewer than ranks"
+        )
+    )
+    cases.append(
+        scatter_case(
+            [x.t() for x in draw.tensors(4, 3, 83, dtype=F64)],
+            draw.integer(1, 3),
+            "transposed, float64",
+        )
+    )
+    return [
+        *cases,
+        scatter_case(draw.tensors(5, 102, 2), 0),
+        scatter_case(draw.tensors(5, 103, 2), draw.integer(1, 4)),
+    ]
 
 
 def own_chunk(case: Case) -> list[int]:
-    return [0 if rank == case.facts["root"] else chunk.nbytes for rank, chunk in enumerate(case.facts["chunks"])]
+    return [
+        0 if rank == case.facts["root"] else chunk.nbytes
+        for rank, chunk in enumerate(case.facts["chunks"])
+    ]
 
 
 def all_but_one_chunk(case: Case) -> list[int]:
@@ -282,7 +355,9 @@ def others_chunks(trials: Sequence[Trial]) -> bool:
     """Each rank has a chunk of x, but not always its own."""
     wrong = failed(trials)
     return bool(wrong) and all(
-        any(same(result, chunk) for chunk in trial.case.facts["chunks"]) for trial in wrong for result in trial.results
+        any(same(result, chunk) for chunk in trial.case.facts["chunks"])
+        for trial in wrong
+        for result in trial.results
     )
 
 
@@ -304,7 +379,8 @@ SCATTER = Exercise(
         *MESSAGES,
         Misconception(
             "whole tensor shipped",
-            "Every rank is sent all of x, and keeps only its own rows: that is n times as many bytes as it needs.",
+            ("Every rank is sent all of x, and keeps only its own rows: that is n times as many "
+            "bytes as it needs."),
             whole_scattered,
         ),
         Misconception(
@@ -316,10 +392,14 @@ SCATTER = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root only their shapes count.",
-        "The root sends chunk r to rank r, for every r except itself. Rank r receives into a new tensor of the shape of its chunk.",
-        "chunks = torch.tensor_split(x, n). On the root: dist.send(chunks[r].contiguous(), r) for each r != root; "
-        "return chunks[root].clone(). Elsewhere: mine = torch.empty(chunks[rank].shape, dtype=x.dtype); dist.recv(mine, root); return it.",
+        "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root "
+        "only their shapes count.",
+        ("The root sends chunk r to rank r, for every r except itself. Rank r receives into a "
+        "new tensor of the shape of its chunk."),
+        "chunks = torch.tensor_split(x, n). On the root: dist.send(chunks[r].contiguous(), r) "
+        "for each r != root; "
+        "return chunks[root].clone(). Elsewhere: mine = torch.empty(chunks[rank].shape, "
+        "dtype=x.dtype); dist.recv(mine, root); return it.",
     ),
     questions=(
         Question("bytes", "4 ranks, 1000 float32 numbers on the root: how many bytes does the root send?",
@@ -330,11 +410,15 @@ SCATTER = Exercise(
 
 
 def gather_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
-    """The higher a rank, the earlier it calls: the messages arrive in another order than that of the ranks."""
+    """The higher a rank, the earlier it calls: the messages arrive in another order than that
+    of the ranks.
+    """
     n = len(xs)
     expected = [torch.cat(list(xs)) if rank == root else None for rank in range(n)]
     arguments = [(x, root, 0.1 * (n - 1 - rank)) for rank, x in enumerate(xs)]
-    return Case(arguments, expected, f"root {root}{note and ', '}{note}", facts={"root": root, "xs": xs})
+    return Case(
+        arguments, expected, f"root {root}{note and ', '}{note}", facts={"root": root, "xs": xs}
+    )
 
 
 def call_late(function: Callable, x: torch.Tensor, root: int, seconds: float) -> object:
@@ -343,10 +427,25 @@ def call_late(function: Callable, x: torch.Tensor, root: int, seconds: float) ->
 
 
 def gather_cases(draw: Draw) -> list[Case]:
-    cases = [gather_case(draw.tensors(n, 40, 2), root) for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))]
-    cases.append(gather_case(draw.tensors(4, 1, dtype=I64), draw.integer(1, 3), "1 whole number each"))
-    cases.append(gather_case([x.t() for x in draw.tensors(3, 3, 31, dtype=F64)], draw.integer(1, 2), "transposed, float64"))
-    return [*cases, gather_case(draw.tensors(5, 41, 2), 0), gather_case(draw.tensors(5, 40, 2), draw.integer(1, 4))]
+    cases = [
+        gather_case(draw.tensors(n, 40, 2), root)
+        for n, root in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))
+    ]
+    cases.append(
+        gather_case(draw.tensors(4, 1, dtype=I64), draw.integer(1, 3), "1 whole number each")
+    )
+    cases.append(
+        gather_case(
+            [x.t() for x in draw.tensors(3, 3, 31, dtype=F64)],
+            draw.integer(1, 2),
+            "transposed, float64",
+        )
+    )
+    return [
+        *cases,
+        gather_case(draw.tensors(5, 41, 2), 0),
+        gather_case(draw.tensors(5, 40, 2), draw.integer(1, 4)),
+    ]
 
 
 def others_at_root(case: Case) -> list[int]:
@@ -355,7 +454,9 @@ def others_at_root(case: Case) -> list[int]:
 
 
 def each_once_at_root(trial: Trial) -> str | None:
-    """At the root nothing arrives twice; on the way to it, at most as much is sent as when each rank passes all it has to the next."""
+    """At the root nothing arrives twice; on the way to it, at most as much is sent as when each
+    rank passes all it has to the next.
+    """
     n, root, nbytes = trial.world_size, trial.case.facts["root"], trial.case.facts["xs"][0].nbytes
     if (got := received(trial)[root]) > (n - 1) * nbytes + 64 * n:
         return f"rank {root}, the root, received {got} bytes; {(n - 1) * nbytes} are enough"
@@ -379,16 +480,21 @@ def everybody_gathers(trials: Sequence[Trial]) -> bool:
     """Every rank receives what only the root needs."""
     several = [trial for trial in trials if trial.world_size > 1]
     return bool(several) and all(
-        got >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes for trial in several for got in received(trial)
+        got >= (trial.world_size - 1) * trial.case.facts["xs"][0].nbytes
+        for trial in several
+        for got in received(trial)
     )
 
 
 def another_order(trials: Sequence[Trial]) -> bool:
     """The root has every rank's x once, in another order than that of the ranks."""
     wrong = failed(trials)
-    found = [origins(trial.results[trial.case.facts["root"]], trial.case.facts["xs"]) for trial in wrong]
+    found = [
+        origins(trial.results[trial.case.facts["root"]], trial.case.facts["xs"]) for trial in wrong
+    ]
     return bool(wrong) and all(
-        order is not None and set(order) == set(range(trial.world_size)) for order, trial in zip(found, wrong, strict=True)
+        order is not None and set(order) == set(range(trial.world_size))
+        for order, trial in zip(found, wrong, strict=True)
     )
 
 
@@ -411,7 +517,8 @@ GATHER = Exercise(
         *MESSAGES,
         Misconception(
             "whole tensor shipped",
-            "Every rank sends a tensor as large as the whole result, though only its own part of it is new to the root.",
+            ("Every rank sends a tensor as large as the whole result, though only its own part "
+            "of it is new to the root."),
             whole_gathered,
         ),
         Misconception(
@@ -421,7 +528,8 @@ GATHER = Exercise(
         ),
         Misconception(
             "arrival order kept in place of rank order",
-            "The root joins the tensors in the order in which it got them. That need not be the order of the ranks.",
+            ("The root joins the tensors in the order in which it got them. That need not be "
+            "the order of the ranks."),
             another_order,
         ),
         ROOT_IS_ZERO,
@@ -429,9 +537,12 @@ GATHER = Exercise(
     ),
     hints=(
         "It is a scatter backwards: every arrow turns round.",
-        "Give each rank a place in a list on the root: parts[r] is for rank r, whenever it arrives. The root's own x is parts[root].",
-        "On the root: parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(n)]; parts[root] = x; "
-        "dist.recv(parts[r], r) for each r != root; return torch.cat(parts). Elsewhere: dist.send(x.contiguous(), root).",
+        ("Give each rank a place in a list on the root: parts[r] is for rank r, whenever it "
+        "arrives. The root's own x is parts[root]."),
+        "On the root: parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(n)]; "
+        "parts[root] = x; "
+        "dist.recv(parts[r], r) for each r != root; return torch.cat(parts). Elsewhere: "
+        "dist.send(x.contiguous(), root).",
     ),
     questions=(
         Question("bytes", "4 ranks, 250 float32 numbers each: how many bytes does the root receive?",

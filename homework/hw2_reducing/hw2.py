@@ -1,11 +1,15 @@
-"""Homework 2: reducing. Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone.
+"""Homework 2: reducing.
 
-n is the number of ranks, dist.get_world_size(). Every rank calls the same function, with tensors of the same shape and dtype. The tensors
-that you get may be transposed or strided, but a message needs a contiguous one: x.contiguous(). Do not change the tensors that you get.
-Sums of floating-point numbers may be in any order.
+Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone.
 
-In one step, a rank sends at most one message and receives at most one. The steps given here are the fewest. A solution with somewhat
-more, such as one with blocking sends in a safe order, keeps its points.
+n is the number of ranks, dist.get_world_size(). Every rank calls the same function, with tensors of
+the same shape and dtype. The tensors that you get may be transposed or strided, but a message needs
+a contiguous one: x.contiguous(). Do not change the tensors that you get. Sums of floating-point
+numbers may be in any order.
+
+In one step, a rank sends at most one message and receives at most one. The steps given here are the
+fewest. A solution with somewhat more, such as one with blocking sends in a safe order, keeps its
+points.
 """
 
 import torch
@@ -16,10 +20,9 @@ def reduce(x: torch.Tensor, root: int, op: str) -> torch.Tensor | None:
 
         rank 0 [a]    rank 1 [b]    rank 2 [c]   ──▶   root  [a + b + c]
 
-    Args:
-        x: this rank's tensor, of any shape and dtype. It must stay as it is.
-        root: any rank from 0 to n − 1, the same on all ranks.
-        op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point numbers only.
+    Args: x: this rank's tensor, of any shape and dtype. It must stay as it is. root: any rank from
+        0 to n − 1, the same on all ranks. op: "sum", or "mean": the sum divided by n. The mean is
+        asked for floating-point numbers only.
 
     Returns:
         On the root a new tensor of x's shape and dtype. On the other ranks None.
@@ -38,16 +41,19 @@ def ring_all_gather(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: this rank's tensor, of any dtype and at least one dim. It must stay as it is.
 
-    Returns:
-        On every rank a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim 0.
+    Returns: On every rank a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along
+        dim 0.
 
-    Every rank sends (n − 1)·S bytes, where x has S: that is (n − 1)/n of the result. It takes n − 1 steps.
+    Every rank sends (n − 1)·S bytes, where x has S: that is (n − 1)/n of the result. It takes n − 1
+    steps.
     """
     raise NotImplementedError("ring_all_gather is not written yet")
 
 
 def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-    """Add up the x of all ranks, and give each rank its own rows of the sum. The partial sums travel round the ring.
+    """Add up the x of all ranks, and give each rank its own rows of the sum.
+
+    The partial sums travel round the ring.
 
         rank 0  [a0 | a1 | a2]        [a0 + b0 + c0]
         rank 1  [b0 | b1 | b2]   ──▶  [a1 + b1 + c1]
@@ -56,11 +62,12 @@ def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: this rank's tensor, of any dtype and at least one dim. It must stay as it is.
 
-    Returns:
-        A new tensor: torch.tensor_split(total, n)[rank], where total is the sum of all x. (If n doesn't divide the rows, the first ranks
-        get one row more; if there are fewer rows than ranks, the last ranks get none.)
+    Returns: A new tensor: torch.tensor_split(total, n)[rank], where total is the sum of all x. (If
+        n doesn't divide the rows, the first ranks get one row more; if there are fewer rows than
+        ranks, the last ranks get none.)
 
-    Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes n − 1 steps.
+    Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes n −
+    1 steps.
     """
     raise NotImplementedError("ring_reduce_scatter is not written yet")
 
@@ -72,27 +79,29 @@ def ring_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
         rank 1  [b0 b1 b2]   ──▶  [.  Σ1 . ]   ──▶  [Σ0 Σ1 Σ2]
         rank 2  [c0 c1 c2]        [.  .  Σ2]        [Σ0 Σ1 Σ2]
 
-    Args:
-        x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay as it is.
-        op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point numbers only.
+    Args: x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay
+        as it is. op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point
+        numbers only.
 
     Returns:
         On every rank a new tensor of x's shape and dtype.
 
-    Every rank sends about 2·(n − 1)·S/n bytes, where x has S, and no rank sends more. It takes 2·(n − 1) steps. The chunks are made of
-    elements, not of rows: torch.tensor_split(x.flatten(), n).
+    Every rank sends about 2·(n − 1)·S/n bytes, where x has S, and no rank sends more. It takes 2·(n
+    − 1) steps. The chunks are made of elements, not of rows: torch.tensor_split(x.flatten(), n).
     """
     raise NotImplementedError("ring_all_reduce is not written yet")
 
 
 def doubling_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Add up the x of all ranks, on every rank, in few steps: exchange what you have with a partner, at distance 1, 2, 4, …
+    """Add up the x of all ranks, on every rank, in few steps: exchange what you have with a
+    partner, at distance 1, 2, 4, …
 
         step 1    0 ◀─▶ 1    2 ◀─▶ 3        each has the sum of 2
         step 2    0 ◀─▶ 2    1 ◀─▶ 3        each has the sum of 4
 
-    If n is no power of two, let m be the largest power of two below n. Each of the n − m ranks from m on first sends its x to a rank below
-    m, which adds it to its own. At the end it gets the result back.
+    If n is no power of two, let m be the largest power of two below n. Each of the n − m ranks from
+    m on first sends its x to a rank below m, which adds it to its own. At the end it gets the
+    result back.
 
     Args:
         x: this rank's tensor, of any shape and dtype. It must stay as it is.
@@ -100,8 +109,8 @@ def doubling_all_reduce(x: torch.Tensor) -> torch.Tensor:
     Returns:
         On every rank a new tensor: the sum of all x.
 
-    If n is a power of two, every rank sends log₂(n)·S bytes, where x has S, in log₂ n steps. Otherwise no rank sends more than
-    (⌊log₂ n⌋ + 1)·S, and it takes ⌊log₂ n⌋ + 2 steps.
+    If n is a power of two, every rank sends log₂(n)·S bytes, where x has S, in log₂ n steps.
+    Otherwise no rank sends more than (⌊log₂ n⌋ + 1)·S, and it takes ⌊log₂ n⌋ + 2 steps.
     """
     raise NotImplementedError("doubling_all_reduce is not written yet")
 
@@ -113,8 +122,8 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
         rank 1  [b0 b1 b2]   ──▶  [a1 b1 c1]
         rank 2  [c0 c1 c2]        [a2 b2 c2]
 
-    Args:
-        x: this rank's tensor of shape (n, …), of any dtype. Row j, x[j], is for rank j. It must stay as it is.
+    Args: x: this rank's tensor of shape (n, …), of any dtype. Row j, x[j], is for rank j. It must
+        stay as it is.
 
     Returns:
         A new tensor of the same shape. Row i came from rank i: it is row `rank` of that rank's x.

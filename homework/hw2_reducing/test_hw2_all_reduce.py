@@ -6,9 +6,28 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import CHANGES_ITS_INPUT, MESSAGES, bytes_sent, close, communicated, factor, failed, right, same, steps, value
+from parallel101.grade.checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    close,
+    communicated,
+    factor,
+    failed,
+    right,
+    same,
+    steps,
+    value,
+)
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.sums import SUM_FOR_MEAN, counted_twice, divided_too_often, facts, left_out, several_ranks
+from parallel101.grade.sums import (
+    SUM_FOR_MEAN,
+    counted_twice,
+    divided_too_often,
+    facts,
+    left_out,
+    several_ranks,
+)
 
 
 def only_powers_of_two(trials: Sequence[Trial]) -> bool:
@@ -22,15 +41,39 @@ def all_reduce_case(xs: Sequence[torch.Tensor], op: str | None = "sum", note: st
     n, total = len(xs), torch.stack(list(xs)).sum(0)
     result = total / n if op == "mean" else total
     notes = [part for part in (op, note) if part]
-    return Case([(x, op) if op else (x,) for x in xs], [result] * n, ", ".join(notes), facts=facts(xs, op=op or "sum"))
+    return Case(
+        [(x, op) if op else (x,) for x in xs],
+        [result] * n,
+        ", ".join(notes),
+        facts=facts(xs, op=op or "sum"),
+    )
 
 
 def all_reduce_cases(draw: Draw) -> list[Case]:
-    cases = [all_reduce_case(draw.tensors(n, 24 * n, 2), op) for n, op in ((1, "mean"), (2, "sum"), (2, "mean"), (3, "sum"), (4, "mean"))]
-    cases.append(all_reduce_case(draw.tensors(4, 123), "sum", "123 elements, which 4 doesn't divide"))
-    cases.append(all_reduce_case([x.t() for x in draw.tensors(3, 2, 51, dtype=torch.float64)], "mean", "transposed, float64"))
-    cases.append(all_reduce_case(draw.tensors(5, 3, dtype=torch.int64), "sum", "3 whole numbers, fewer than ranks"))
-    return [*cases, all_reduce_case(draw.tensors(5, 40, 3), "mean"), all_reduce_case(draw.tensors(5, 123), "sum", "123 elements")]
+    cases = [
+        all_reduce_case(draw.tensors(n, 24 * n, 2), op)
+        for n, op in ((1, "mean"), (2, "sum"), (2, "mean"), (3, "sum"), (4, "mean"))
+    ]
+    cases.append(
+        all_reduce_case(draw.tensors(4, 123), "sum", "123 elements, which 4 doesn't divide")
+    )
+    cases.append(
+        all_reduce_case(
+            [x.t() for x in draw.tensors(3, 2, 51, dtype=torch.float64)],
+            "mean",
+            "transposed, float64",
+        )
+    )
+    cases.append(
+        all_reduce_case(
+            draw.tensors(5, 3, dtype=torch.int64), "sum", "3 whole numbers, fewer than ranks"
+        )
+    )
+    return [
+        *cases,
+        all_reduce_case(draw.tensors(5, 40, 3), "mean"),
+        all_reduce_case(draw.tensors(5, 123), "sum", "123 elements"),
+    ]
 
 
 def ring_bytes(case: Case) -> list[int]:
@@ -54,14 +97,19 @@ def flat_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]
 def whole_round_ring(trials: Sequence[Trial]) -> bool:
     """Right, but every rank sends n − 1 times the whole x."""
     large = several_ranks(trials, least=3)
-    return bool(large) and all(right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes for t in large)
+    return bool(large) and all(
+        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
+        for t in large
+    )
 
 
 def reduce_broadcast(trials: Sequence[Trial]) -> bool:
     """Right, but some rank sends more than its part, while another sends x once at most."""
     large = several_ranks(trials, least=3)
     return bool(large) and all(
-        right(t) and max(communicated(t)) > ring_bytes(t.case)[0] + 64 and min(communicated(t)) <= t.case.facts["xs"][0].nbytes + 64
+        right(t)
+        and max(communicated(t)) > ring_bytes(t.case)[0] + 64
+        and min(communicated(t)) <= t.case.facts["xs"][0].nbytes + 64
         for t in large
     )
 
@@ -71,13 +119,22 @@ def not_divided(trial: Trial) -> bool:
 
 
 def remainder_dropped(trials: Sequence[Trial]) -> bool:
-    """Right in the elements that n equal chunks hold, and wrong in the rest, or without the rest."""
+    """Right in the elements that n equal chunks hold, and wrong in the rest, or without the
+    rest.
+    """
     wrong = failed(trials)
-    whole = [trial for trial in wrong if trial.error is None and trial.case.expected[0].numel() > trial.world_size]
+    whole = [
+        trial
+        for trial in wrong
+        if trial.error is None and trial.case.expected[0].numel() > trial.world_size
+    ]
     for trial in whole:
         for found, expected in zip(trial.results, trial.case.expected, strict=True):
             count = expected.numel() // trial.world_size * trial.world_size
-            if not isinstance(found, torch.Tensor) or found.numel() not in (count, expected.numel()):
+            if not isinstance(found, torch.Tensor) or found.numel() not in (
+                count,
+                expected.numel(),
+            ):
                 return False
             if not close(found.flatten()[:count], expected.flatten()[:count]):
                 return False
@@ -87,20 +144,32 @@ def remainder_dropped(trials: Sequence[Trial]) -> bool:
 def one_n_only(trials: Sequence[Trial]) -> bool:
     """Every mean is the sum divided by the same number, whatever n is."""
     means = [trial for trial in trials if trial.case.facts["op"] == "mean" and trial.world_size > 1]
-    if len({trial.world_size for trial in means}) < 2 or failed([t for t in trials if t.case.facts["op"] == "sum"]):
+    if len({trial.world_size for trial in means}) < 2 or failed(
+        [t for t in trials if t.case.facts["op"] == "sum"]
+    ):
         return False
     divisors = set()
     for trial in means:
-        found = {1.0 if same(f, e) else factor(f, e) for f, e in zip(trial.results, trial.case.expected, strict=True)}
+        found = {
+            1.0 if same(f, e) else factor(f, e)
+            for f, e in zip(trial.results, trial.case.expected, strict=True)
+        }
         divisors |= {None if k is None else round(trial.world_size / k, 2) for k in found}
     return len(divisors) == 1 and None not in divisors
 
 
 def scaled(trials: Sequence[Trial]) -> bool:
-    """Every floating-point result is the expected one times a number. (Whole numbers are cut off, or cannot be divided at all.)"""
+    """Every floating-point result is the expected one times a number.
+
+    (Whole numbers are cut off, or cannot be divided at all.)
+    """
     wrong = [trial for trial in failed(trials) if trial.case.facts["xs"][0].is_floating_point()]
     return bool(wrong) and all(
-        trial.error is None and all(factor(f, e) is not None for f, e in zip(trial.results, trial.case.expected, strict=True))
+        trial.error is None
+        and all(
+            factor(f, e) is not None
+            for f, e in zip(trial.results, trial.case.expected, strict=True)
+        )
         for trial in wrong
     )
 
@@ -123,33 +192,40 @@ RING_ALL_REDUCE = Exercise(
         SUM_FOR_MEAN,
         Misconception(
             "scaled",
-            "The mean is divided by n more than once, so it is too small: by every rank, or before and after the all-gather.",
+            ("The mean is divided by n more than once, so it is too small: by every rank, or "
+            "before and after the all-gather."),
             divided_too_often(flat_pieces),
         ),
         Misconception(
             "scaled",
-            "The sum is divided by the same number for every n. That is right for one number of ranks only.",
+            ("The sum is divided by the same number for every n. That is right for one number "
+            "of ranks only."),
             one_n_only,
         ),
-        Misconception("scaled", "Every element is wrong by the same factor: something is divided that should not be.", scaled),
+        Misconception("scaled", ("Every element is wrong by the same factor: something is divided that should not "
+            "be."), scaled),
         Misconception(
             "remainder dropped",
-            "The code cuts n equal chunks. If n doesn't divide the number of elements, the last few are never added up.",
+            ("The code cuts n equal chunks. If n doesn't divide the number of elements, the "
+            "last few are never added up."),
             remainder_dropped,
         ),
         Misconception(
             "works only if n divides the size",
-            "The code is right if n divides the number of elements, and only then: it takes all chunks to be equally large.",
+            ("The code is right if n divides the number of elements, and only then: it takes "
+            "all chunks to be equally large."),
             lambda trials: bool(failed(trials)) and all(map(not_divided, failed(trials))),
         ),
         Misconception(
             "whole tensor round the ring",
-            "Every rank's whole x goes round the ring, so each rank sends (n − 1)·S bytes. In chunks it stays below 2·S.",
+            ("Every rank's whole x goes round the ring, so each rank sends (n − 1)·S bytes. In "
+            "chunks it stays below 2·S."),
             whole_round_ring,
         ),
         Misconception(
             "reduce then broadcast",
-            "The total number of bytes is right, but they are uneven: one rank sends much more than the others, which wait for it.",
+            ("The total number of bytes is right, but they are uneven: one rank sends much more "
+            "than the others, which wait for it."),
             reduce_broadcast,
         ),
         counted_twice(flat_pieces),
@@ -157,11 +233,15 @@ RING_ALL_REDUCE = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "You have both halves already: what does rank r have after the reduce-scatter, and what does the all-gather need?",
-        "The chunks differ in size by one: cut the elements with torch.tensor_split(x.flatten(), n), and let both loops send and receive "
+        "You have both halves already: what does rank r have after the reduce-scatter, and "
+        "what does the all-gather need?",
+        "The chunks differ in size by one: cut the elements with "
+        "torch.tensor_split(x.flatten(), n), and let both loops send and receive "
         "these chunks. Divide once, between the halves.",
-        "mine = ring_reduce_scatter(x.flatten()); divide mine by n for the mean; total = torch.empty(x.numel(), dtype=x.dtype); "
-        "blocks = torch.tensor_split(total, n); blocks[rank].copy_(mine); then ring_all_gather's loop; return total.view(x.shape).",
+        "mine = ring_reduce_scatter(x.flatten()); divide mine by n for the mean; total = "
+        "torch.empty(x.numel(), dtype=x.dtype); "
+        "blocks = torch.tensor_split(total, n); blocks[rank].copy_(mine); then "
+        "ring_all_gather's loop; return total.view(x.shape).",
     ),
     questions=(
         Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
@@ -175,7 +255,13 @@ RING_ALL_REDUCE = Exercise(
 def doubling_cases(draw: Draw) -> list[Case]:
     rows = draw.integer(60, 80)
     cases = [all_reduce_case(draw.tensors(n, rows, 2), None) for n in (1, 2, 3, 4)]
-    cases.append(all_reduce_case([x.t() for x in draw.tensors(4, 2, rows, dtype=torch.float64)], None, "transposed, float64"))
+    cases.append(
+        all_reduce_case(
+            [x.t() for x in draw.tensors(4, 2, rows, dtype=torch.float64)],
+            None,
+            "transposed, float64",
+        )
+    )
     cases.append(all_reduce_case(draw.tensors(3, 2, dtype=torch.int64), None, "2 whole numbers"))
     return [*cases, all_reduce_case(draw.tensors(5, rows, 2), None)]
 
@@ -197,14 +283,20 @@ def ring_in_place(trials: Sequence[Trial]) -> bool:
     """Right, and no more bytes than a ring, but in more steps."""
     large = several_ranks(trials, least=4)
     return bool(large) and all(
-        right(t) and max(communicated(t)) <= ring_bytes(t.case)[0] + 64 and t.trace.makespan >= 2 * (t.world_size - 1) - 0.5 for t in large
+        right(t)
+        and max(communicated(t)) <= ring_bytes(t.case)[0] + 64
+        and t.trace.makespan >= 2 * (t.world_size - 1) - 0.5
+        for t in large
     )
 
 
 def everything_to_everyone(trials: Sequence[Trial]) -> bool:
     """Right, but every rank sends x to every other."""
     large = several_ranks(trials, least=4)
-    return bool(large) and all(right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes for t in large)
+    return bool(large) and all(
+        right(t) and min(communicated(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes
+        for t in large
+    )
 
 
 DOUBLING_QUESTION = lambda: all_reduce_case([torch.ones(1000)] * 8, None)  # noqa: E731
@@ -228,18 +320,21 @@ DOUBLING_ALL_REDUCE = Exercise(
         *MESSAGES,
         Misconception(
             "breaks at n = 3",
-            "The code is right if n is a power of two, and only then. For other n, a partner is missing, or some ranks are left out or "
+            "The code is right if n is a power of two, and only then. For other n, a partner "
+            "is missing, or some ranks are left out or "
             "counted twice.",
             only_powers_of_two,
         ),
         Misconception(
             "ring in place of doubling",
-            "The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few bytes then takes n times as long as it must.",
+            ("The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few "
+            "bytes then takes n times as long as it must."),
             ring_in_place,
         ),
         Misconception(
             "everything to everyone",
-            "Every rank sends its x to every other rank: n − 1 messages a rank, where log₂ n are enough.",
+            ("Every rank sends its x to every other rank: n − 1 messages a rank, where log₂ n "
+            "are enough."),
             everything_to_everyone,
         ),
         counted_twice(flat_pieces),
@@ -247,11 +342,15 @@ DOUBLING_ALL_REDUCE = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "Take n = 4 first. Your partner at distance 1, 2, 4 is the rank whose number differs from yours in that bit: rank ^ distance.",
-        "Both partners send their sum and add what they receive, which needs a second tensor. For n = 3, rank 2 gives "
+        "Take n = 4 first. Your partner at distance 1, 2, 4 is the rank whose number differs "
+        "from yours in that bit: rank ^ distance.",
+        "Both partners send their sum and add what they receive, which needs a second tensor. "
+        "For n = 3, rank 2 gives "
         "its x to rank 0 and waits; ranks 0 and 1 do the rest; rank 0 sends the result back.",
-        "m = 1 << (n.bit_length() - 1). Rank ≥ m: send total to rank − m, then receive it. rank + m < n: first receive from it and add. "
-        "Then for distance 1, 2, … < m exchange with rank ^ distance and add. At the end send total to rank + m, if there is such a rank.",
+        "m = 1 << (n.bit_length() - 1). Rank ≥ m: send total to rank − m, then receive it. "
+        "rank + m < n: first receive from it and add. "
+        "Then for distance 1, 2, … < m exchange with rank ^ distance and add. At the end send "
+        "total to rank + m, if there is such a rank.",
     ),
     questions=(
         Question("steps", "8 ranks: how many steps does it take?", DOUBLING_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),

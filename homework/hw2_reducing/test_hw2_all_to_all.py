@@ -5,20 +5,41 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import CHANGES_ITS_INPUT, MESSAGES, bytes_sent, communicated, failed, received, same, steps, value
+from parallel101.grade.checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    received,
+    same,
+    steps,
+    value,
+)
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import facts, several_ranks
 
 
 def all_to_all_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
     n = len(xs)
-    return Case([(x,) for x in xs], [torch.stack([x[rank] for x in xs]) for rank in range(n)], note, facts=facts(xs))
+    return Case(
+        [(x,) for x in xs],
+        [torch.stack([x[rank] for x in xs]) for rank in range(n)],
+        note,
+        facts=facts(xs),
+    )
 
 
 def all_to_all_cases(draw: Draw) -> list[Case]:
     cases = [all_to_all_case(draw.tensors(n, n, 30, 2)) for n in (1, 2, 3, 4)]
-    cases.append(all_to_all_case(draw.tensors(3, 3, dtype=torch.int64), "1 whole number for each rank"))
-    cases.append(all_to_all_case([x.t() for x in draw.tensors(4, 51, 4, dtype=torch.float64)], "transposed, float64"))
+    cases.append(
+        all_to_all_case(draw.tensors(3, 3, dtype=torch.int64), "1 whole number for each rank")
+    )
+    cases.append(
+        all_to_all_case(
+            [x.t() for x in draw.tensors(4, 51, 4, dtype=torch.float64)], "transposed, float64"
+        )
+    )
     return [*cases, all_to_all_case(draw.tensors(5, 5, 61))]
 
 
@@ -28,13 +49,19 @@ def rows_for_others(case: Case) -> list[int]:
 
 
 def rows_of(trial: Trial) -> list[list[tuple[int, int]]] | None:
-    """For each rank and each row of its result: the rank and the row from which it came. None if a row is none of them."""
+    """For each rank and each row of its result: the rank and the row from which it came.
+
+    None if a row is none of them.
+    """
     xs, n = trial.case.facts["xs"], trial.world_size
     table = []
     for result in trial.results:
         if not isinstance(result, torch.Tensor) or result.shape != xs[0].shape:
             return None
-        rows = [next(((s, j) for s in range(n) for j in range(n) if same(row, xs[s][j])), None) for row in result]
+        rows = [
+            next(((s, j) for s in range(n) for j in range(n) if same(row, xs[s][j])), None)
+            for row in result
+        ]
         if None in rows:
             return None
         table.append([row for row in rows if row is not None])
@@ -45,7 +72,8 @@ def not_transposed(trials: Sequence[Trial]) -> bool:
     """Ranks have rows that were meant for other ranks."""
     tables = [rows_of(trial) for trial in failed(trials)]
     return bool(tables) and all(
-        table is not None and any(j != rank for rank, rows in enumerate(table) for _, j in rows) for table in tables
+        table is not None and any(j != rank for rank, rows in enumerate(table) for _, j in rows)
+        for table in tables
     )
 
 
@@ -53,14 +81,17 @@ def rows_in_other_order(trials: Sequence[Trial]) -> bool:
     """Every rank has its own rows, in another order than that of the ranks."""
     tables = [rows_of(trial) for trial in failed(trials)]
     return bool(tables) and all(
-        table is not None and all(j == rank for rank, rows in enumerate(table) for _, j in rows) for table in tables
+        table is not None and all(j == rank for rank, rows in enumerate(table) for _, j in rows)
+        for table in tables
     )
 
 
 def whole_to_everyone(trials: Sequence[Trial]) -> bool:
     """Every rank receives the other ranks' whole x."""
     large = several_ranks(trials)
-    return bool(large) and all(min(received(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes for t in large)
+    return bool(large) and all(
+        min(received(t)) >= (t.world_size - 1) * t.case.facts["xs"][0].nbytes for t in large
+    )
 
 
 ALL_TO_ALL_QUESTION = lambda: all_to_all_case([torch.ones(4, 250)] * 4)  # noqa: E731
@@ -85,21 +116,27 @@ ALL_TO_ALL = Exercise(
         ),
         Misconception(
             "blocks not transposed",
-            "Ranks return rows that were meant for other ranks: the row that is sent to rank j must be row j.",
+            ("Ranks return rows that were meant for other ranks: the row that is sent to rank j "
+            "must be row j."),
             not_transposed,
         ),
         Misconception(
             "joined in the wrong order",
-            "Every rank has the rows that were meant for it, but not in the order of the ranks from which they came.",
+            ("Every rank has the rows that were meant for it, but not in the order of the ranks "
+            "from which they came."),
             rows_in_other_order,
         ),
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "Which row do you send to rank j? And into which row do you receive what comes from rank i?",
-        "In step s, send to rank + s and receive from rank − s, mod n: then in each step every rank sends one row and receives one.",
-        "result = torch.empty(x.shape, dtype=x.dtype); result[rank] = x[rank]. For step 1 … n − 1: to, source = (rank + step) % n, "
-        "(rank - step) % n; sending = dist.isend(x[to].contiguous(), to); dist.recv(result[source], source); sending.wait().",
+        "Which row do you send to rank j? And into which row do you receive what comes from "
+        "rank i?",
+        ("In step s, send to rank + s and receive from rank − s, mod n: then in each step every "
+        "rank sends one row and receives one."),
+        "result = torch.empty(x.shape, dtype=x.dtype); result[rank] = x[rank]. For step 1 … n "
+        "− 1: to, source = (rank + step) % n, "
+        "(rank - step) % n; sending = dist.isend(x[to].contiguous(), to); "
+        "dist.recv(result[source], source); sending.wait().",
     ),
     questions=(
         Question("bytes", "4 ranks, 250 float32 numbers for each rank: how many bytes does each rank send?",

@@ -5,7 +5,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import CHANGES_ITS_INPUT, MESSAGES, bytes_sent, failed, received, steps, value
+from parallel101.grade.checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    failed,
+    received,
+    steps,
+    value,
+)
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import SUM_FOR_MEAN, counted_twice, divided_too_often, facts, left_out
 
@@ -14,7 +22,12 @@ def reduce_case(xs: Sequence[torch.Tensor], root: int, op: str = "sum", note: st
     n, total = len(xs), torch.stack(list(xs)).sum(0)
     result = total / n if op == "mean" else total
     expected = [result if rank == root else None for rank in range(n)]
-    return Case([(x, root, op) for x in xs], expected, f"root {root}, {op}{note and ', '}{note}", facts=facts(xs, root=root, op=op))
+    return Case(
+        [(x, root, op) for x in xs],
+        expected,
+        f"root {root}, {op}{note and ', '}{note}",
+        facts=facts(xs, root=root, op=op),
+    )
 
 
 def reduce_cases(draw: Draw) -> list[Case]:
@@ -24,21 +37,43 @@ def reduce_cases(draw: Draw) -> list[Case]:
         reduce_case(draw.tensors(2, rows, 2), 0),
         reduce_case(draw.tensors(2, rows, 2), 1, "mean"),
     ]
-    cases += [reduce_case(draw.tensors(3, rows, 2), 0, "mean"), reduce_case(draw.tensors(4, rows, 2), 0)]
+    cases += [
+        reduce_case(draw.tensors(3, rows, 2), 0, "mean"),
+        reduce_case(draw.tensors(4, rows, 2), 0),
+    ]
     cases.append(
-        reduce_case([x.t() for x in draw.tensors(3, 2, rows, dtype=torch.float64)], draw.integer(1, 2), "sum", "transposed, float64")
+        reduce_case(
+            [x.t() for x in draw.tensors(3, 2, rows, dtype=torch.float64)],
+            draw.integer(1, 2),
+            "sum",
+            "transposed, float64",
+        )
     )
-    cases.append(reduce_case(draw.tensors(4, 3, dtype=torch.int64), draw.integer(1, 3), "sum", "3 whole numbers"))
-    return [*cases, reduce_case(draw.tensors(4, rows, 2), draw.integer(1, 3), "mean"), reduce_case(draw.tensors(5, rows), 4, "mean")]
+    cases.append(
+        reduce_case(
+            draw.tensors(4, 3, dtype=torch.int64), draw.integer(1, 3), "sum", "3 whole numbers"
+        )
+    )
+    return [
+        *cases,
+        reduce_case(draw.tensors(4, rows, 2), draw.integer(1, 3), "mean"),
+        reduce_case(draw.tensors(5, rows), 4, "mean"),
+    ]
 
 
 def x_from_others(case: Case) -> list[int]:
-    return [0 if rank == case.facts["root"] else case.facts["xs"][0].nbytes for rank in range(case.world_size)]
+    return [
+        0 if rank == case.facts["root"] else case.facts["xs"][0].nbytes
+        for rank in range(case.world_size)
+    ]
 
 
 def x_at_root(case: Case) -> list[int]:
     n = case.world_size
-    return [case.facts["xs"][0].nbytes if n > 1 and rank == case.facts["root"] else 0 for rank in range(n)]
+    return [
+        case.facts["xs"][0].nbytes if n > 1 and rank == case.facts["root"] else 0
+        for rank in range(n)
+    ]
 
 
 def root_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
@@ -69,7 +104,8 @@ REDUCE = Exercise(
         *MESSAGES,
         Misconception(
             "mean divides on every rank",
-            "More than one rank divides by n, so some of the data is divided by n twice or more: the result is too small.",
+            ("More than one rank divides by n, so some of the data is divided by n twice or "
+            "more: the result is too small."),
             divided_too_often(root_pieces),
         ),
         SUM_FOR_MEAN,
@@ -78,15 +114,20 @@ REDUCE = Exercise(
         left_out(root_pieces),
         Misconception(
             "root hard-coded to 0",
-            "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 for the root.",
+            ("The code is right if the root is rank 0, and only then: somewhere it takes rank 0 "
+            "for the root."),
             only_root_zero,
         ),
     ),
     hints=(
-        "It is a gather with an addition in place of each copy. Where is the one place at which the mean can be divided?",
-        "The root adds what it receives to a clone of its own x: x itself must stay as it is. It divides once, at the end.",
-        "On the root: total, arriving = x.clone(), torch.empty(x.shape, dtype=x.dtype); for each other rank: dist.recv(arriving, other); "
-        "total += arriving. Return total / n if op == \"mean\" else total. Elsewhere: dist.send(x.contiguous(), root).",
+        "It is a gather with an addition in place of each copy. Where is the one place at "
+        "which the mean can be divided?",
+        ("The root adds what it receives to a clone of its own x: x itself must stay as it is. "
+        "It divides once, at the end."),
+        "On the root: total, arriving = x.clone(), torch.empty(x.shape, dtype=x.dtype); for "
+        "each other rank: dist.recv(arriving, other); "
+        "total += arriving. Return total / n if op == \"mean\" else total. Elsewhere: "
+        "dist.send(x.contiguous(), root).",
     ),
     questions=(
         Question("received", "4 ranks, 1000 float32 numbers each: how many bytes does the root receive?",

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import CHANGES_ITS_INPUT, MESSAGES, bytes_sent, communicated, failed, origins, right, steps, value
+from parallel101.grade.checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    origins,
+    right,
+    steps,
+    value,
+)
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import facts, several_ranks
 
@@ -17,7 +27,11 @@ def all_gather_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
 def all_gather_cases(draw: Draw) -> list[Case]:
     cases = [all_gather_case(draw.tensors(n, 60, 2)) for n in (1, 2, 3, 4)]
     cases.append(all_gather_case(draw.tensors(3, 1, dtype=torch.int64), "1 whole number each"))
-    cases.append(all_gather_case([x.t() for x in draw.tensors(4, 3, 51, dtype=torch.float64)], "transposed, float64"))
+    cases.append(
+        all_gather_case(
+            [x.t() for x in draw.tensors(4, 3, 51, dtype=torch.float64)], "transposed, float64"
+        )
+    )
     return [*cases, all_gather_case(draw.tensors(5, 61, 2))]
 
 
@@ -29,14 +43,22 @@ def through_one_rank(trials: Sequence[Trial]) -> bool:
     """Right, but some rank sends more than its part, while another sends its own x once at most."""
     large = several_ranks(trials)
     return bool(large) and all(
-        right(t) and max(communicated(t)) > all_but_own(t.case)[0] and min(communicated(t)) <= t.case.facts["xs"][0].nbytes for t in large
+        right(t)
+        and max(communicated(t)) > all_but_own(t.case)[0]
+        and min(communicated(t)) <= t.case.facts["xs"][0].nbytes
+        for t in large
     )
 
 
 def by_step(trials: Sequence[Trial]) -> bool:
-    """What arrives in step s lies in slot s or s + 1, on every rank. The rank's own x may lie anywhere."""
+    """What arrives in step s lies in slot s or s + 1, on every rank.
+
+    The rank's own x may lie anywhere.
+    """
     wrong = [trial for trial in failed(trials) if trial.world_size > 2]
-    return bool(wrong) and all(any(_arrivals(trial, way, shift) for way in (1, -1) for shift in (0, 1)) for trial in wrong)
+    return bool(wrong) and all(
+        any(_arrivals(trial, way, shift) for way in (1, -1) for shift in (0, 1)) for trial in wrong
+    )
 
 
 def _arrivals(trial: Trial, way: int, shift: int) -> bool:
@@ -45,8 +67,14 @@ def _arrivals(trial: Trial, way: int, shift: int) -> bool:
         found = origins(result, trial.case.facts["xs"])
         if found is None:
             return False
-        in_place = [slot for slot, source in enumerate(found) if source == (rank - way * (slot + 1 - shift)) % n]
-        if len(in_place) < n - 2 or any(found[slot] not in (rank, None) for slot in range(n) if slot not in in_place):
+        in_place = [
+            slot
+            for slot, source in enumerate(found)
+            if source == (rank - way * (slot + 1 - shift)) % n
+        ]
+        if len(in_place) < n - 2 or any(
+            found[slot] not in (rank, None) for slot in range(n) if slot not in in_place
+        ):
             return False
     return True
 
@@ -54,8 +82,13 @@ def _arrivals(trial: Trial, way: int, shift: int) -> bool:
 def another_order(trials: Sequence[Trial]) -> bool:
     """Every rank has every x once, in another order than that of the ranks."""
     wrong = failed(trials)
-    orders = [origins(result, trial.case.facts["xs"]) for trial in wrong for result in trial.results]
-    return bool(wrong) and all(order is not None and sorted(map(str, order)) == sorted(map(str, range(len(order)))) for order in orders)
+    orders = [
+        origins(result, trial.case.facts["xs"]) for trial in wrong for result in trial.results
+    ]
+    return bool(wrong) and all(
+        order is not None and sorted(map(str, order)) == sorted(map(str, range(len(order))))
+        for order in orders
+    )
 
 
 def own_every_time(trials: Sequence[Trial]) -> bool:
@@ -87,17 +120,20 @@ RING_ALL_GATHER = Exercise(
         *MESSAGES,
         Misconception(
             "gather then broadcast",
-            "All data goes through one rank, which sends far more than the others: its link is busy while theirs are idle.",
+            ("All data goes through one rank, which sends far more than the others: its link is "
+            "busy while theirs are idle."),
             through_one_rank,
         ),
         Misconception(
             "sends its own x every time",
-            "A rank sends its own x in each step, so its neighbour gets the same data again and again: nothing is passed on.",
+            ("A rank sends its own x in each step, so its neighbour gets the same data again "
+            "and again: nothing is passed on."),
             own_every_time,
         ),
         Misconception(
             "slot by step in place of origin",
-            "What arrives is put into the slot of the step in which it arrived. In one step each rank gets another rank's x, so the ranks' "
+            "What arrives is put into the slot of the step in which it arrived. In one step "
+            "each rank gets another rank's x, so the ranks' "
             "results differ: the slot must be that of the rank from which the data came.",
             by_step,
         ),
@@ -109,10 +145,14 @@ RING_ALL_GATHER = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "In step 0 you send your own x. What do you send in step 1? Whose x arrives in step 0, and whose in step 1?",
-        "In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, all mod n. Keep a list of n blocks.",
-        "blocks[rank] = x. In each step: sending = dist.isend(blocks[(rank - step) % n], (rank + 1) % n); "
-        "dist.recv(blocks[(rank - step - 1) % n], (rank - 1) % n); sending.wait(). At the end torch.cat(blocks).",
+        "In step 0 you send your own x. What do you send in step 1? Whose x arrives in step 0, "
+        "and whose in step 1?",
+        ("In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, "
+        "all mod n. Keep a list of n blocks."),
+        "blocks[rank] = x. In each step: sending = dist.isend(blocks[(rank - step) % n], (rank "
+        "+ 1) % n); "
+        "dist.recv(blocks[(rank - step - 1) % n], (rank - 1) % n); sending.wait(). At the end "
+        "torch.cat(blocks).",
     ),
     questions=(
         Question("bytes", "4 ranks, 250 float32 numbers each: how many bytes does each rank send?",

@@ -6,7 +6,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import CHANGES_ITS_INPUT, MESSAGES, bytes_sent, communicated, failed, received, right, same, steps, value
+from parallel101.grade.checks import (
+    CHANGES_ITS_INPUT,
+    MESSAGES,
+    bytes_sent,
+    communicated,
+    failed,
+    received,
+    right,
+    same,
+    steps,
+    value,
+)
 from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import counted_twice, facts, left_out, several_ranks
 
@@ -26,8 +37,16 @@ def reduce_scatter_case(xs: Sequence[torch.Tensor], note: str = "") -> Case:
 def reduce_scatter_cases(draw: Draw) -> list[Case]:
     cases = [reduce_scatter_case(draw.tensors(n, 24 * n, 2)) for n in (1, 2, 3, 4)]
     cases.append(reduce_scatter_case(draw.tensors(3, 61, 2), "61 rows, which 3 doesn't divide"))
-    cases.append(reduce_scatter_case(draw.tensors(4, 3, dtype=torch.int64), "3 whole numbers, fewer than ranks"))
-    cases.append(reduce_scatter_case([x.t() for x in draw.tensors(4, 3, 83, dtype=torch.float64)], "transposed, float64"))
+    cases.append(
+        reduce_scatter_case(
+            draw.tensors(4, 3, dtype=torch.int64), "3 whole numbers, fewer than ranks"
+        )
+    )
+    cases.append(
+        reduce_scatter_case(
+            [x.t() for x in draw.tensors(4, 3, 83, dtype=torch.float64)], "transposed, float64"
+        )
+    )
     return [*cases, reduce_scatter_case(draw.tensors(5, 103, 2))]
 
 
@@ -37,20 +56,30 @@ def own_chunk(case: Case) -> list[int]:
 
 def chunk_pieces(trial: Trial) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     for rank, result in enumerate(trial.results):
-        yield result, [torch.tensor_split(x, trial.world_size)[rank] for x in trial.case.facts["xs"]]
+        yield (
+            result,
+            [torch.tensor_split(x, trial.world_size)[rank] for x in trial.case.facts["xs"]],
+        )
 
 
 def all_then_slice(trials: Sequence[Trial]) -> bool:
     """Every rank receives as many bytes as x has: what an all-reduce takes."""
     large = several_ranks(trials)
-    return bool(large) and all(right(t) and min(received(t)) >= t.case.facts["xs"][0].nbytes for t in large)
+    return bool(large) and all(
+        right(t) and min(received(t)) >= t.case.facts["xs"][0].nbytes for t in large
+    )
 
 
 def sum_on_one_rank(trials: Sequence[Trial]) -> bool:
-    """Right, but one rank receives more than a whole x while another gets no more than its own rows."""
+    """Right, but one rank receives more than a whole x while another gets no more than its own
+    rows.
+    """
     large = several_ranks(trials, least=3)
     return bool(large) and all(
-        right(t) and max(received(t)) >= 2 * t.case.facts["xs"][0].nbytes and min(received(t)) <= max(own_chunk(t.case)) + 64 for t in large
+        right(t)
+        and max(received(t)) >= 2 * t.case.facts["xs"][0].nbytes
+        and min(received(t)) <= max(own_chunk(t.case)) + 64
+        for t in large
     )
 
 
@@ -59,7 +88,8 @@ def off_by_one(trials: Sequence[Trial]) -> bool:
     wrong = failed(trials)
     return bool(wrong) and any(
         all(
-            trial.error is None and same(result, trial.case.facts["chunks"][(rank + way) % trial.world_size])
+            trial.error is None
+            and same(result, trial.case.facts["chunks"][(rank + way) % trial.world_size])
             for trial in wrong
             for rank, result in enumerate(trial.results)
         )
@@ -84,17 +114,20 @@ RING_REDUCE_SCATTER = Exercise(
         *MESSAGES,
         Misconception(
             "all-reduce then slice",
-            "Every rank gets the whole sum, and keeps only its own rows: that moves at least twice as many bytes as a reduce-scatter.",
+            ("Every rank gets the whole sum, and keeps only its own rows: that moves at least "
+            "twice as many bytes as a reduce-scatter."),
             all_then_slice,
         ),
         Misconception(
             "reduce then scatter",
-            "One rank receives everybody's data, adds it up and sends the rows out: its link is busy while the others are idle.",
+            ("One rank receives everybody's data, adds it up and sends the rows out: its link "
+            "is busy while the others are idle."),
             sum_on_one_rank,
         ),
         Misconception(
             "owner off by one",
-            "The sums are right, but they end at the wrong ranks: every rank returns its neighbour's rows.",
+            ("The sums are right, but they end at the wrong ranks: every rank returns its "
+            "neighbour's rows."),
             off_by_one,
         ),
         counted_twice(chunk_pieces),
@@ -102,11 +135,16 @@ RING_REDUCE_SCATTER = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "The all-gather backwards. Follow one chunk: it must arrive at its owner last, so at which rank does it start?",
-        "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step 1 rank r sends its part of chunk r − 1. "
-        "In each step it adds its own part to what has arrived, and sends that on in the next step.",
-        "partial = chunks[rank - 1].clone(). For step 1 … n − 1: send partial to rank + 1; receive `arriving`, as large as "
-        "mine = chunks[(rank - step - 1) % n], from rank − 1; then partial = arriving + mine. At the end partial is chunk `rank`.",
+        "The all-gather backwards. Follow one chunk: it must arrive at its owner last, so at "
+        "which rank does it start?",
+        "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step "
+        "1 rank r sends its part of chunk r − 1. "
+        "In each step it adds its own part to what has arrived, and sends that on in the next "
+        "step.",
+        "partial = chunks[rank - 1].clone(). For step 1 … n − 1: send partial to rank + 1; "
+        "receive `arriving`, as large as "
+        "mine = chunks[(rank - step - 1) % n], from rank − 1; then partial = arriving + mine. "
+        "At the end partial is chunk `rank`.",
     ),
     questions=(
         Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",

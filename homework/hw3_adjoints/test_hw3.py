@@ -1,6 +1,7 @@
 """Grades homework 3. `pytest homework/hw3_adjoints` runs it.
 
-A case has random x and g. F and F* are written out below, in one process, for the tensors of all ranks at once: each F* is another F.
+A case has random x and g. F and F* are written out below, in one process, for the tensors of all
+ranks at once: each F* is another F.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +10,22 @@ from typing import Any
 import torch
 
 from parallel101.grade.checks import MESSAGES, communicated, difference, factor, failed, right, same
-from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise import (
+    COLLECTIVES,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
 
 Tensors = list[Any]  # one tensor for each rank, None where a rank has none
 
-# ---- the collectives: from the tensors of all ranks, and the root, to the tensors of all ranks ----
+# ---- the collectives: from the tensors of all ranks, and the root, to the tensors of all ranks
+# ----
 
 
 def broadcast(x: Tensors, root: int) -> Tensors:
@@ -58,7 +70,8 @@ ADJOINT = {
     all_gather: reduce_scatter, reduce_scatter: all_gather, all_reduce: all_reduce, all_to_all: all_to_all,
 }  # fmt: skip
 ROOTED = (broadcast, reduce, scatter, gather)
-ENOUGH: dict[Callable, Callable[[int, int], float]] = {  # bytes that suffice in total, from n and the bytes of the largest tensor
+# bytes that suffice in total, from n and the bytes of the largest tensor
+ENOUGH: dict[Callable, Callable[[int, int], float]] = {
     broadcast: lambda n, S: (n - 1) * S, reduce: lambda n, S: (n - 1) * S,
     scatter: lambda n, S: (n - 1) / n * S, gather: lambda n, S: (n - 1) / n * S,
     all_gather: lambda n, S: (n - 1) * S, reduce_scatter: lambda n, S: (n - 1) * S,
@@ -77,7 +90,9 @@ SAYS = {
 def case_of(F: Callable, draw: Draw, n: int, root: int, k: int) -> Case:
     """n ranks with blocks of k rows."""
     block, whole = (k, 8), (n * k, 8)
-    xs: Tensors = draw.tensors(n, *(block if F in (gather, all_gather) else whole), dtype=torch.float64)
+    xs: Tensors = draw.tensors(
+        n, *(block if F in (gather, all_gather) else whole), dtype=torch.float64
+    )
     if F is scatter:
         xs = [x if rank == root else None for rank, x in enumerate(xs)]
     ys = F(xs, root)
@@ -93,11 +108,17 @@ def case_of(F: Callable, draw: Draw, n: int, root: int, k: int) -> Case:
 
 
 def cases_of(F: Callable) -> Callable[[Draw], list[Case]]:
-    return lambda draw: [case_of(F, draw, n, root, draw.integer(1, 3)) for n, root in ((1, 0), (2, 1), (3, 0), (3, 2), (4, 1))]
+    return lambda draw: [
+        case_of(F, draw, n, root, draw.integer(1, 3))
+        for n, root in ((1, 0), (2, 1), (3, 0), (3, 2), (4, 1))
+    ]
 
 
 def least_received(case: Case) -> list[int]:
-    """What a rank needs of the others' g. Torch's own broadcast and reduce count (n − 1)/n of their payload for every rank."""
+    """What a rank needs of the others' g.
+
+    Torch's own broadcast and reduce count (n − 1)/n of their payload for every rank.
+    """
     F, n, root, S = case.facts["F"], case.world_size, case.facts["root"], case.facts["S"]
     at_root, elsewhere = {
         broadcast: (S * (n - 1) // n, 0), reduce: (0, S * (n - 1) // n), scatter: (S * (n - 1) // n, 0),
@@ -111,7 +132,11 @@ def least_received(case: Case) -> list[int]:
 
 def inner(a: Tensors, b: Tensors) -> float:
     """⟨a, b⟩ over all ranks."""
-    return sum(float((mine * theirs).sum()) for mine, theirs in zip(a, b, strict=True) if mine is not None and theirs is not None)
+    return sum(
+        float((mine * theirs).sum())
+        for mine, theirs in zip(a, b, strict=True)
+        if mine is not None and theirs is not None
+    )
 
 
 def not_adjoint(trial: Trial) -> str | None:
@@ -128,10 +153,18 @@ def _products(trial: Trial, facts: dict[str, Any]) -> str:
     """The two inner products, if the shapes allow them."""
     found = trial.results
     alike = all(
-        (x is None) == (gradient is None) and (x is None or (isinstance(gradient, torch.Tensor) and gradient.shape == x.shape))
+        (x is None) == (gradient is None)
+        and (x is None or (isinstance(gradient, torch.Tensor) and gradient.shape == x.shape))
         for x, gradient in zip(facts["x"], found)
     )
-    return f". ⟨Fx, g⟩ = {inner(facts['y'], facts['g']):.4g}, but ⟨x, F*g⟩ = {inner(facts['x'], found):.4g}" if alike else ""
+    return (
+        (
+            f". ⟨Fx, g⟩ = {inner(facts['y'], facts['g']):.4g}, but ⟨x, F*g⟩ = "
+            f"{inner(facts['x'], found):.4g}"
+        )
+        if alike
+        else ""
+    )
 
 
 def total(trial: Trial) -> int:
@@ -144,25 +177,36 @@ def enough(case: Case) -> float:
 
 def too_many_bytes(trial: Trial) -> str | None:
     sent, most = total(trial), enough(trial.case)
-    return f"the ranks sent {sent} bytes; {most:g} are enough" if sent > most + 64 * trial.world_size else None
+    return (
+        f"the ranks sent {sent} bytes; {most:g} are enough"
+        if sent > most + 64 * trial.world_size
+        else None
+    )
 
 
 # ---- the misconceptions ----
 
 
 def gradients(trials: Sequence[Trial]) -> list[tuple[Trial, int, Any, Any]]:
-    """Each wrong gradient of a run that ended: trial, rank, what was found and what was expected."""
+    """Each wrong gradient of a run that ended: trial, rank, what was found and what was
+    expected.
+    """
     return [
         (trial, rank, found, expected)
         for trial in trials
         if trial.error is None
-        for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected, strict=True))
+        for rank, (found, expected) in enumerate(
+            zip(trial.results, trial.case.expected, strict=True)
+        )
         if not same(found, expected)
     ]
 
 
 def is_sum(trial: Trial, found: Any) -> bool:
-    """Whether this is what an all-reduce of g gives, once or several times one below the other. A rank without a g adds zeros."""
+    """Whether this is what an all-reduce of g gives, once or several times one below the other.
+
+    A rank without a g adds zeros.
+    """
     if trial.world_size == 1 or not isinstance(found, torch.Tensor) or found.dim() != 2:
         return False
     everything = torch.stack([g for g in trial.case.facts["g"] if g is not None]).sum(0)
@@ -170,8 +214,14 @@ def is_sum(trial: Trial, found: Any) -> bool:
 
 
 def costs_an_all_reduce(trials: Sequence[Trial]) -> bool:
-    """Whether the values are right, for about the bytes of an all-reduce where half of them would do."""
-    large = [trial for trial in trials if trial.world_size > 2 and trial.case.facts["F"] is not all_reduce]
+    """Whether the values are right, for about the bytes of an all-reduce where half of them
+    would do.
+    """
+    large = [
+        trial
+        for trial in trials
+        if trial.world_size > 2 and trial.case.facts["F"] is not all_reduce
+    ]
     costs = [total(trial) / (2 * (trial.world_size - 1) * trial.case.facts["S"]) for trial in large]
     return bool(large) and not failed(trials) and all(0.99 <= cost <= 2 for cost in costs)
 
@@ -179,7 +229,10 @@ def costs_an_all_reduce(trials: Sequence[Trial]) -> bool:
 def own(trial: Trial, rank: int) -> Any:
     """What a rank's own g gives if it adds nothing from the others."""
     facts = trial.case.facts
-    gs = [None if g is None else g if other == rank else torch.zeros_like(g) for other, g in enumerate(facts["g"])]
+    gs = [
+        None if g is None else g if other == rank else torch.zeros_like(g)
+        for other, g in enumerate(facts["g"])
+    ]
     if facts["F"] in (reduce, gather) and rank != facts["root"]:
         return torch.zeros_like(facts["x"][rank])
     return ADJOINT[facts["F"]](gs, facts["root"])[rank]
@@ -193,7 +246,8 @@ def own_only(trials: Sequence[Trial]) -> bool:
 
     wrong = gradients(trials)
     return bool(wrong) and all(
-        comes_from(found, own(trial, rank)) or comes_from(found, trial.case.facts["g"][rank]) for trial, rank, found, _ in wrong
+        comes_from(found, own(trial, rank)) or comes_from(found, trial.case.facts["g"][rank])
+        for trial, rank, found, _ in wrong
     )
 
 
@@ -201,52 +255,80 @@ def off_by(k: Callable[[int], float]) -> Callable[[Sequence[Trial]], bool]:
     """Whether every wrong gradient is the right one times k(n)."""
 
     def seen(trials: Sequence[Trial]) -> bool:
-        factors = [(factor(found, expected), k(trial.world_size)) for trial, _, found, expected in gradients(trials)]
-        return bool(factors) and all(f is not None and abs(f - expected) < 1e-6 for f, expected in factors)
+        factors = [
+            (factor(found, expected), k(trial.world_size))
+            for trial, _, found, expected in gradients(trials)
+        ]
+        return bool(factors) and all(
+            f is not None and abs(f - expected) < 1e-6 for f, expected in factors
+        )
 
     return seen
 
 
 def not_where_unused(trials: Sequence[Trial]) -> bool:
     wrong = gradients(trials)
-    return bool(wrong) and all(trial.case.facts["F"] is broadcast and rank != trial.case.facts["root"] for trial, rank, _, _ in wrong)
+    return bool(wrong) and all(
+        trial.case.facts["F"] is broadcast and rank != trial.case.facts["root"]
+        for trial, rank, _, _ in wrong
+    )
 
 
 ALL_REDUCE_EVERYWHERE = Misconception(
     "all-reduce as the adjoint of everything",
-    "The gradients of all ranks are summed on every rank, with an all-reduce. Only the adjoint of an all-reduce is an all-reduce.",
-    lambda trials: any(is_sum(trial, found) for trial, _, found, _ in gradients(trials)) or costs_an_all_reduce(trials),
+    (
+        "The gradients of all ranks are summed on every rank, with an all-reduce. Only the adjoint "
+        "of an all-reduce is an all-reduce."
+    ),
+    lambda trials: (
+        any(is_sum(trial, found) for trial, _, found, _ in gradients(trials))
+        or costs_an_all_reduce(trials)
+    ),
 )
 ALL_REDUCE_THEN_SLICE = Misconception(
     "all-reduce then slice",
-    "The gradients are summed whole on every rank, and then each rank keeps one block. The values are right, but each rank receives n − 1 "
+    "The gradients are summed whole on every rank, and then each rank keeps one block. The "
+    "values are right, but each rank receives n − 1 "
     "blocks that it throws away: twice the bytes.",
     costs_an_all_reduce,
 )
 SLICE_WITHOUT_SUM = Misconception(
     "slice of the gradient without the sum",
-    "Each rank keeps its block of its own g. But x went to all ranks, and each of them has its own loss: their parts are missing.",
+    (
+        "Each rank keeps its block of its own g. But x went to all ranks, and each of them has its "
+        "own loss: their parts are missing."
+    ),
     own_only,
 )
 OWN_ONLY = Misconception(
     "gradient without the other ranks",
-    "Each rank uses its own g alone. The x of one rank goes into the y of other ranks, so their g belong to its gradient.",
+    (
+        "Each rank uses its own g alone. The x of one rank goes into the y of other ranks, so "
+        "their g belong to its gradient."
+    ),
     own_only,
 )
 N_TIMES = Misconception(
     "gradient n times too large",
-    "The gradient is n times the right one: it is summed over the ranks where every rank has the same already, or multiplied by n. "
+    "The gradient is n times the right one: it is summed over the ranks where every rank has "
+    "the same already, or multiplied by n. "
     "⟨x, F*g⟩ is n times ⟨Fx, g⟩.",
     off_by(lambda n: n),
 )
 MEAN_FOR_SUM = Misconception(
     "mean for sum",
-    "The gradient is divided by n. The loss is the sum of the ranks' losses, so gradients are added, and nothing is averaged.",
+    (
+        "The gradient is divided by n. The loss is the sum of the ranks' losses, so gradients are "
+        "added, and nothing is averaged."
+    ),
     off_by(lambda n: 1 / n),
 )
 UNUSED_GETS_GRADIENT = Misconception(
     "gradient where x was not used",
-    "The ranks other than the root return a gradient, but a broadcast does not use their x: a change of it changes no y.",
+    (
+        "The ranks other than the root return a gradient, but a broadcast does not use their x: a "
+        "change of it changes no y."
+    ),
     not_where_unused,
 )
 ROOT_ZERO = Misconception(
@@ -255,12 +337,19 @@ ROOT_ZERO = Misconception(
     lambda trials: (
         bool(failed(trials))
         and all(trial.case.facts["root"] != 0 for trial in failed(trials))
-        and any(right(trial) and trial.case.facts["root"] == 0 for trial in trials if trial.world_size > 1)
+        and any(
+            right(trial) and trial.case.facts["root"] == 0
+            for trial in trials
+            if trial.world_size > 1
+        )
     ),
 )
 CHANGED_IN_PLACE = Misconception(
     "incoming gradient overwritten",
-    "The collective writes its result into g. Autograd may pass the same g to other backward functions, which then see wrong values.",
+    (
+        "The collective writes its result into g. Autograd may pass the same g to other backward "
+        "functions, which then see wrong values."
+    ),
     lambda trials: any(places for trial in trials for places in trial.changed),
 )
 COMMON = (N_TIMES, MEAN_FOR_SUM, OWN_ONLY, ALL_REDUCE_EVERYWHERE)
@@ -268,7 +357,9 @@ COMMON = (N_TIMES, MEAN_FOR_SUM, OWN_ONLY, ALL_REDUCE_EVERYWHERE)
 # ---- the exercises ----
 
 
-def exercise(number: str, F: Callable, hints: tuple[str, ...], *own_misconceptions: Misconception) -> Exercise:
+def exercise(
+    number: str, F: Callable, hints: tuple[str, ...], *own_misconceptions: Misconception
+) -> Exercise:
     name = F.__name__
     return Exercise(
         number=number,
@@ -277,7 +368,14 @@ def exercise(number: str, F: Callable, hints: tuple[str, ...], *own_misconceptio
         points=2.5,
         cases=cases_of(F),
         checks=(
-            Check("value", "⟨Fx, g⟩ = ⟨x, F*g⟩: every rank returns the gradient of its x, and changes neither x nor g", not_adjoint),
+            Check(
+                "value",
+                (
+                    "⟨Fx, g⟩ = ⟨x, F*g⟩: every rank returns the gradient of its x, and changes "
+                    "neither x nor g"
+                ),
+                not_adjoint,
+            ),
             Check("bytes", SAYS[F], too_many_bytes),
         ),
         least_received=least_received,
@@ -295,7 +393,10 @@ def exercise(number: str, F: Callable, hints: tuple[str, ...], *own_misconceptio
         questions=(
             Question(
                 "bytes",
-                f"4 ranks run the backward of {name}. The largest tensor has S = 256 bytes. How many bytes do the ranks send in total?",
+                (
+                    f"4 ranks run the backward of {name}. The largest tensor has S = 256 bytes. "
+                    "How many bytes do the ranks send in total?"
+                ),
                 lambda: case_of(F, Draw("question"), n=4, root=1, k=1),
                 total,
                 "bytes",
@@ -311,9 +412,16 @@ EXERCISES = [
         "9a",
         broadcast,
         (
-            "Write y₀ = x, y₁ = x, y₂ = x for the root's x. What does a small change of x do to each y, and so to each loss?",
-            "The root's x is used n times. Its gradient is the sum of the gradients of its uses. The x of the others is used nowhere.",
-            "Sum g to the root: clone g, because dist.reduce writes into it. The other ranks return zeros of the shape of x.",
+            "Write y₀ = x, y₁ = x, y₂ = x for the root's x. What does a small change of x do "
+            "to each y, and so to each loss?",
+            (
+                "The root's x is used n times. Its gradient is the sum of the gradients of its "
+                "uses. The x of the others is used nowhere."
+            ),
+            (
+                "Sum g to the root: clone g, because dist.reduce writes into it. The other ranks "
+                "return zeros of the shape of x."
+            ),
         ),
         ALL_REDUCE_EVERYWHERE,
         UNUSED_GETS_GRADIENT,
@@ -323,7 +431,10 @@ EXERCISES = [
         reduce,
         (
             "y = x₀ + x₁ + x₂. By how much does y change if x₁ changes by ε?",
-            "The derivative of y by each x is 1. So the gradient of each x is the g that the root has.",
+            (
+                "The derivative of y by each x is 1. So the gradient of each x is the g that the "
+                "root has."
+            ),
             "Only the root has g, and every rank needs it: broadcast a copy of it from the root.",
         ),
     ),
@@ -333,7 +444,10 @@ EXERCISES = [
         (
             "Which y does block r of the root's x go into?",
             "Block r of x is used once, by rank r. So block r of the gradient is rank r's g.",
-            "Gather g at the root, in the order of the ranks. The other ranks send theirs and return None.",
+            (
+                "Gather g at the root, in the order of the ranks. The other ranks send theirs and "
+                "return None."
+            ),
         ),
     ),
     exercise(
@@ -361,7 +475,10 @@ EXERCISES = [
         reduce_scatter,
         (
             "Block j of this rank's x goes into one y. Whose?",
-            "Block j is a term of the sum that rank j gets. The derivative is 1, so its gradient is rank j's g.",
+            (
+                "Block j is a term of the sum that rank j gets. The derivative is 1, so its "
+                "gradient is rank j's g."
+            ),
             "Every rank needs the g of all ranks, in their order: that is an all-gather.",
         ),
     ),

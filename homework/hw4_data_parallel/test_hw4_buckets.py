@@ -7,27 +7,68 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel101.grade.checks import MESSAGES, bytes_sent, close, difference, factor, failed, right, same, value
-from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.checks import (
+    MESSAGES,
+    bytes_sent,
+    close,
+    difference,
+    factor,
+    failed,
+    right,
+    same,
+    value,
+)
+from parallel101.grade.exercise import (
+    COLLECTIVES,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
 from parallel101.grade.training import SUM_FOR_MEAN, all_reduce_bytes, flat, scale
 from parallel101.record.errors import MisuseError
 from parallel101.sim.network import Network
 
-CALLS = {"reduce_scatter": 0.5, "all_gather": 0.5}  # the two halves of an all-reduce; any other collective is one call
+# the two halves of an all-reduce; any other collective is one call
+CALLS = {"reduce_scatter": 0.5, "all_gather": 0.5}
 
 
-def average(function, names: list[str], shapes: list[list[int]], values: Tensor, cap: int) -> dict[str, Tensor]:
+def average(
+    function, names: list[str], shapes: list[list[int]], values: Tensor, cap: int
+) -> dict[str, Tensor]:
     """What each rank runs. values: all gradients, one after the other."""
     pieces = values.split([math.prod(shape) for shape in shapes])
-    return function({name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}, cap)
+    return function(
+        {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}, cap
+    )
 
 
-def bucket_case(draw: Draw, n: int, shapes: list[list[int]], cap: int, dtype: torch.dtype, shuffled: bool, note: str) -> Case:
+def bucket_case(
+    draw: Draw,
+    n: int,
+    shapes: list[list[int]],
+    cap: int,
+    dtype: torch.dtype,
+    shuffled: bool,
+    note: str,
+) -> Case:
     names = [f"layer{number}" for number in range(len(shapes))]
-    gradients = [{name: draw.tensor(*shape, dtype=dtype) for name, shape in zip(names, shapes)} for _ in range(n)]
+    gradients = [
+        {name: draw.tensor(*shape, dtype=dtype) for name, shape in zip(names, shapes)}
+        for _ in range(n)
+    ]
     orders = [names[-rank:] + names[:-rank] if shuffled else names for rank in range(n)]
-    flats = [torch.cat([own[name].flatten() for name in order]) for own, order in zip(gradients, orders)]
-    mean = {name: torch.stack([own[name].double() for own in gradients]).mean(0).to(dtype) for name in names}
+    flats = [
+        torch.cat([own[name].flatten() for name in order]) for own, order in zip(gradients, orders)
+    ]
+    mean = {
+        name: torch.stack([own[name].double() for own in gradients]).mean(0).to(dtype)
+        for name in names
+    }
     item = dtype.itemsize
     sizes = {name: math.prod(shape) * item for name, shape in zip(names, shapes)}
     return Case(
@@ -36,7 +77,8 @@ def bucket_case(draw: Draw, n: int, shapes: list[list[int]], cap: int, dtype: to
         note=note,
         facts={
             "bytes": sum(sizes.values()), "largest": max(sizes.values()), "cap": cap, "shuffled": shuffled, "count": len(names),
-            "buckets": math.floor(2 * sum(sizes.values()) / cap) + 1,  # two neighbours are larger than the cap together
+            # two neighbours are larger than the cap together
+            "buckets": math.floor(2 * sum(sizes.values()) / cap) + 1,
             "local": gradients, "orders": orders, "in own order": torch.stack(flats).double().mean(0),
         },
         network=Network(latency=1.0, bandwidth=math.inf),
@@ -49,10 +91,22 @@ def bucket_cases(draw: Draw) -> list[Case]:
     total = 4 * sum(map(math.prod, mixed))
     return [
         bucket_case(draw, 1, mixed, total // 3, torch.float32, False, "three buckets"),
-        bucket_case(draw, 2, mixed, total // 3, torch.float32, False, "the same order on all ranks"),
+        bucket_case(
+            draw, 2, mixed, total // 3, torch.float32, False, "the same order on all ranks"
+        ),
         bucket_case(draw, 2, same, 150, torch.float64, True, "orders that differ"),
-        bucket_case(draw, 3, mixed, 40, torch.float32, True, "orders that differ, and gradients above the cap"),
-        bucket_case(draw, 4, mixed, 10 * total, torch.float64, False, "a cap above all gradients together"),
+        bucket_case(
+            draw,
+            3,
+            mixed,
+            40,
+            torch.float32,
+            True,
+            "orders that differ, and gradients above the cap",
+        ),
+        bucket_case(
+            draw, 4, mixed, 10 * total, torch.float64, False, "a cap above all gradients together"
+        ),
         bucket_case(draw, 4, mixed, total // 2, torch.float32, True, "orders that differ"),
     ]
 
@@ -75,26 +129,44 @@ def few_calls() -> Check:
     def wrong(trial: Trial) -> str | None:
         most = trial.case.facts["buckets"] + 1  # one more, to agree on an order
         found = calls(trial)
-        return None if found <= most else f"{found:g} all-reduces for {trial.case.facts['count']} gradients; {most - 1} buckets are enough"
+        return (
+            None
+            if found <= most
+            else (
+                f"{found:g} all-reduces for {trial.case.facts['count']} gradients; {most - 1} "
+                "buckets are enough"
+            )
+        )
 
     return Check("steps", "no more all-reduces than buckets", wrong)
 
 
 def largest_payload(trial: Trial) -> int:
-    return max((e.nbytes for e in trial.trace.events if e.kind in COLLECTIVES and e.dtype.startswith("float")), default=0)
+    return max(
+        (
+            e.nbytes
+            for e in trial.trace.events
+            if e.kind in COLLECTIVES and e.dtype.startswith("float")
+        ),
+        default=0,
+    )
 
 
 def under_the_cap() -> Check:
     def wrong(trial: Trial) -> str | None:
         facts = trial.case.facts
         most, found = max(facts["cap"], facts["largest"]), largest_payload(trial)
-        return None if found <= most + 32 else f"a bucket has {found} bytes; the cap is {facts['cap']}"
+        return (
+            None if found <= most + 32 else f"a bucket has {found} bytes; the cap is {facts['cap']}"
+        )
 
     return Check("memory", "no bucket above the cap, unless it holds one gradient", wrong)
 
 
 def own_order(trials: Sequence[Trial]) -> bool:
-    """Wrong only where the ranks' orders differ: buckets of other sizes meet, or values of other gradients are added."""
+    """Wrong only where the ranks' orders differ: buckets of other sizes meet, or values of
+    other gradients are added.
+    """
     several = [trial for trial in trials if trial.world_size > 1]
     wrong = [trial for trial in several if not right(trial)]
     if not wrong or not all(trial.case.facts["shuffled"] for trial in wrong):
@@ -103,16 +175,26 @@ def own_order(trials: Sequence[Trial]) -> bool:
     def in_own_order(trial: Trial) -> bool:
         mean = trial.case.facts["in own order"]
         pairs = list(zip(trial.results, trial.case.facts["orders"]))
-        if not all(isinstance(found, dict) and all(isinstance(found.get(name), Tensor) for name in order) for found, order in pairs):
+        if not all(
+            isinstance(found, dict) and all(isinstance(found.get(name), Tensor) for name in order)
+            for found, order in pairs
+        ):
             return False
         return all(close(flat(found, order).double(), mean, 1e-5) for found, order in pairs)
 
-    return any(isinstance(trial.error, MisuseError) or (trial.error is None and in_own_order(trial)) for trial in wrong)
+    return any(
+        isinstance(trial.error, MisuseError) or (trial.error is None and in_own_order(trial))
+        for trial in wrong
+    )
 
 
 def never_flushed(trials: Sequence[Trial]) -> bool:
     """Some gradients are right, and the others are what the rank had, or a share of it."""
-    wrong = [trial for trial in failed(trials) if trial.error is None and trial.world_size > 1 and not trial.case.facts["shuffled"]]
+    wrong = [
+        trial
+        for trial in failed(trials)
+        if trial.error is None and trial.world_size > 1 and not trial.case.facts["shuffled"]
+    ]
     if not wrong:
         return False
 
@@ -125,41 +207,71 @@ def never_flushed(trials: Sequence[Trial]) -> bool:
             return "right"
         return "own" if same(found, own) or factor(found, own) is not None else "other"
 
-    states = [{state(trial, rank, name) for name in trial.case.expected[rank]} for trial in wrong for rank in range(trial.world_size)]
+    states = [
+        {state(trial, rank, name) for name in trial.case.expected[rank]}
+        for trial in wrong
+        for rank in range(trial.world_size)
+    ]
     return all(found <= {"right", "own", "missing"} for found in states) and any(
         "right" in found and found & {"own", "missing"} for found in states
     )
 
 
 def dict_times_n(trials: Sequence[Trial]) -> bool:
-    wrong = [trial for trial in failed(trials) if trial.error is None and not trial.case.facts["shuffled"]]
-    pairs = [(trial, found, expected) for trial in wrong for found, expected in zip(trial.results, trial.case.expected)]
-    ks = [scale(found, expected) if isinstance(found, dict) else None for _, found, expected in pairs]
-    return bool(pairs) and all(k is not None and abs(k / trial.world_size - 1) < 1e-4 for k, (trial, _, _) in zip(ks, pairs))
+    wrong = [
+        trial
+        for trial in failed(trials)
+        if trial.error is None and not trial.case.facts["shuffled"]
+    ]
+    pairs = [
+        (trial, found, expected)
+        for trial in wrong
+        for found, expected in zip(trial.results, trial.case.expected)
+    ]
+    ks = [
+        scale(found, expected) if isinstance(found, dict) else None for _, found, expected in pairs
+    ]
+    return bool(pairs) and all(
+        k is not None and abs(k / trial.world_size - 1) < 1e-4
+        for k, (trial, _, _) in zip(ks, pairs)
+    )
 
 
 OWN_ORDER = Misconception(
     "order that differs between ranks",
-    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same place, so different gradients are added to "
+    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same "
+    "place, so different gradients are added to "
     "each other, or buckets of different sizes meet.",
     own_order,
 )
 NEVER_FLUSHED = Misconception(
     "last bucket never flushed",
-    "A bucket is all-reduced when the next gradient no longer fits. After the last gradient nothing follows, so the last bucket is "
+    "A bucket is all-reduced when the next gradient no longer fits. After the last gradient "
+    "nothing follows, so the last bucket is "
     "never all-reduced.",
     never_flushed,
 )
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)
 ABOVE_THE_CAP = Misconception(
     "bucket above its cap",
-    "A bucket holds more than the cap: it is closed when the gradient that no longer fits is already in it, or never before the end.",
-    lambda trials: all(map(right, trials)) and any(t.case.facts["largest"] < t.case.facts["cap"] < largest_payload(t) - 32 for t in trials),
+    (
+        "A bucket holds more than the cap: it is closed when the gradient that no longer fits is "
+        "already in it, or never before the end."
+    ),
+    lambda trials: (
+        all(map(right, trials))
+        and any(
+            t.case.facts["largest"] < t.case.facts["cap"] < largest_payload(t) - 32 for t in trials
+        )
+    ),
 )
 ONE_BY_ONE = Misconception(
     "one all-reduce for each gradient",
     "Every gradient has an all-reduce of its own, so every gradient pays the latency.",
-    lambda trials: all(map(right, trials)) and all(calls(t) >= t.case.facts["count"] for t in trials if t.world_size > 1),
+    lambda trials: (
+        all(map(right, trials))
+        and all(calls(t) >= t.case.facts["count"] for t in trials if t.world_size > 1)
+    ),
 )
 
 
@@ -186,10 +298,13 @@ EXERCISES = [
         misconceptions=(*MESSAGES, NEVER_FLUSHED, BUCKETS_SUMMED, OWN_ORDER, ONE_BY_ONE, ABOVE_THE_CAP),
         hints=(
             "Which order do all ranks know without asking each other?",
-            "Go through the sorted names. Keep a list of the names in the open bucket, and its bytes. If the next gradient doesn't fit, "
+            "Go through the sorted names. Keep a list of the names in the open bucket, and its "
+            "bytes. If the next gradient doesn't fit, "
             "all-reduce the bucket and open a new one. What is still open at the end?",
-            "flat = torch.cat([gradients[name].flatten() for name in names]); dist.all_reduce(flat); flat /= n; flat.split(sizes) "
-            "gives the pieces, piece.view_as(gradients[name]) their shapes. Do it for each bucket, and once more after the loop.",
+            "flat = torch.cat([gradients[name].flatten() for name in names]); "
+            "dist.all_reduce(flat); flat /= n; flat.split(sizes) "
+            "gives the pieces, piece.view_as(gradients[name]) their shapes. Do it for each "
+            "bucket, and once more after the loop.",
         ),
         questions=(
             Question(

@@ -6,7 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from parallel101.grade.checks import MESSAGES, bytes_sent, communicated, right
-from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise import (
+    COLLECTIVES,
+    OPTIM,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
 from parallel101.grade.harness import count_weights, gradients_of, make_model
 from parallel101.grade.training import (
     ITEM,
@@ -33,7 +43,9 @@ def naive_case(draw: Draw, shares: Sequence[int], tied: bool = False, steps: int
     first = [0.5 * weights for weights in draw.tensors(n, count, dtype=torch.float64)]
     inputs = [draw.tensor(steps, share, sizes[0], dtype=torch.float64) for share in shares]
     targets = [draw.tensor(steps, share, sizes[-1], dtype=torch.float64) for share in shares]
-    expected = train(train_whole, sizes, tied, first[0], torch.cat(inputs, 1), torch.cat(targets, 1))
+    expected = train(
+        train_whole, sizes, tied, first[0], torch.cat(inputs, 1), torch.cat(targets, 1)
+    )
     model = make_model(sizes, first[0], tied)
     local = [gradients_of(model, F.mse_loss(model(x[0]), y[0])) for x, y in zip(inputs, targets)]
     weight = sizes[0] * sizes[1] * ITEM
@@ -64,22 +76,33 @@ def naive_cases(draw: Draw) -> list[Case]:
 
 def naive_bytes(case: Case) -> list[int]:
     n, facts = case.world_size, case.facts
-    return [facts["steps"] * all_reduce_bytes(facts["bytes"], n) + (facts["bytes"] if n > 1 else 0)] * n
+    return [
+        facts["steps"] * all_reduce_bytes(facts["bytes"], n) + (facts["bytes"] if n > 1 else 0)
+    ] * n
 
 
 def naive_least(case: Case) -> list[int]:
-    """A rank receives at least the sum of the others' gradients in each step; all but rank 0 also the first weights."""
+    """A rank receives at least the sum of the others' gradients in each step; all but rank 0
+    also the first weights.
+    """
     n, facts = case.world_size, case.facts
     if n == 1:
         return [0]
-    return [facts["steps"] * facts["bytes"] + (rank > 0) * facts["bytes"] * (n - 1) // n - 64 for rank in range(n)]
+    return [
+        facts["steps"] * facts["bytes"] + (rank > 0) * facts["bytes"] * (n - 1) // n - 64
+        for rank in range(n)
+    ]
 
 
-bytes_check = bytes_sent(naive_bytes, "2(n−1)/n of the gradients' bytes per step, and the weights once", ring_slack)
+bytes_check = bytes_sent(
+    naive_bytes, "2(n−1)/n of the gradients' bytes per step, and the weights once", ring_slack
+)
 
 
 def tied_twice(trials: Sequence[Trial]) -> bool:
-    """Only tied weights are wrong, all the rest is right; or all is right, and the tied weights' bytes were sent once more."""
+    """Only tied weights are wrong, all the rest is right; or all is right, and the tied
+    weights' bytes were sent once more.
+    """
     tied = [t for t in trials if t.error is None and t.world_size > 1 and t.case.facts["tied"]]
     others = [t for t in trials if t.error is None and not t.case.facts["tied"]]
     if not tied or not all(right(t) and bytes_check.wrong(t) is None for t in others):
@@ -89,18 +112,23 @@ def tied_twice(trials: Sequence[Trial]) -> bool:
         facts = trial.case.facts
         again = facts["steps"] * all_reduce_bytes(sum(facts["tied"].values()), trial.world_size)
         if right(trial):
-            once = naive_bytes(trial.case)[0] - facts["bytes"] // trial.world_size  # torch's broadcast counts (n−1)/n of the weights
+            # torch's broadcast counts (n−1)/n of the weights
+            once = naive_bytes(trial.case)[0] - facts["bytes"] // trial.world_size
             return min(communicated(trial)) >= once + 0.9 * again
         expected = trial.case.expected[0]["gradients"][0]
         alone = {name: value for name, value in expected.items() if name not in facts["tied"]}
-        return all(alike(found["gradients"][0], alone) and not alike(found["gradients"][0], expected) for found in trial.results)
+        return all(
+            alike(found["gradients"][0], alone) and not alike(found["gradients"][0], expected)
+            for found in trial.results
+        )
 
     return all(shows(trial) for trial in tied)
 
 
 TIED_TWICE = Misconception(
     "tied weights reduced twice",
-    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It is one tensor: the second all-reduce adds up "
+    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It "
+    "is one tensor: the second all-reduce adds up "
     "sums, or at least sends the same bytes again.",
     tied_twice,
 )
@@ -126,16 +154,20 @@ EXERCISES = [
             *MESSAGES, NO_FIRST_SYNCHRONISATION, NEVER_REDUCED, SUM_FOR_MEAN, MEAN_TWICE, TIED_TWICE, MEAN_OF_MEANS, NO_ZERO_GRAD,
         ),
         hints=(
-            "Run the loop of one process on each rank. What must be equal on all ranks before the first step, and what before each step?",
-            "Broadcast rank 0's parameters. After backward(), all-reduce each p.grad: that adds. The mean over all samples is "
+            "Run the loop of one process on each rank. What must be equal on all ranks before "
+            "the first step, and what before each step?",
+            "Broadcast rank 0's parameters. After backward(), all-reduce each p.grad: that "
+            "adds. The mean over all samples is "
             "Σ (sum of a rank's losses) / (samples of all ranks).",
-            "All-reduce len(inputs) into total. loss = loss_fn(…) * len(inputs) / total; loss.backward(); dist.all_reduce(p.grad) for each "
+            "All-reduce len(inputs) into total. loss = loss_fn(…) * len(inputs) / total; "
+            "loss.backward(); dist.all_reduce(p.grad) for each "
             "p in model.parameters(), which yields a tied parameter once; optimizer.step().",
         ),
         questions=(
             Question(
                 "sent",
-                "Four ranks train a model of 116 numbers of float64 for three steps. How many bytes does each rank send, weights included?",
+                ("Four ranks train a model of 116 numbers of float64 for three steps. How many "
+                "bytes does each rank send, weights included?"),
                 bytes_question,
                 lambda trial: max(communicated(trial)),
                 "bytes",

@@ -8,8 +8,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, bytes_sent, right
-from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.harness import BACKWARD, FORWARD, Steps, count_weights, gradients_of, make_model, mark_gradients
+from parallel101.grade.exercise import (
+    COLLECTIVES,
+    OPTIM,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.grade.harness import (
+    BACKWARD,
+    FORWARD,
+    Steps,
+    count_weights,
+    gradients_of,
+    make_model,
+    mark_gradients,
+)
 from parallel101.grade.training import (
     ITEM,
     MEAN_TWICE,
@@ -29,7 +48,9 @@ from parallel101.sim.network import Network
 LAYERS = 4
 
 
-def train_in_microbatches(function, sizes: list[int], weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+def train_in_microbatches(
+    function, sizes: list[int], weights: Tensor, inputs: Tensor, targets: Tensor
+) -> dict[str, Any]:
     """What each rank runs. inputs: (steps, microbatches, samples, features)."""
     model = make_model(sizes, weights)
     optimizer = make_optimizer(model)
@@ -45,9 +66,19 @@ def overlap_case(draw: Draw, n: int, microbatches: int, steps: int = 2) -> Case:
     weights = 0.5 * draw.tensor(count, dtype=torch.float64)
     inputs = draw.tensors(n, steps, microbatches, 2, 8, dtype=torch.float64)
     targets = draw.tensors(n, steps, microbatches, 2, 8, dtype=torch.float64)
-    expected = train(train_whole, sizes, False, weights, torch.cat(inputs, 2).flatten(1, 2), torch.cat(targets, 2).flatten(1, 2))
+    expected = train(
+        train_whole,
+        sizes,
+        False,
+        weights,
+        torch.cat(inputs, 2).flatten(1, 2),
+        torch.cat(targets, 2).flatten(1, 2),
+    )
     model = make_model(sizes, weights)
-    local = [gradients_of(model, F.mse_loss(model(x[0].flatten(0, 1)), y[0].flatten(0, 1))) for x, y in zip(inputs, targets)]
+    local = [
+        gradients_of(model, F.mse_loss(model(x[0].flatten(0, 1)), y[0].flatten(0, 1)))
+        for x, y in zip(inputs, targets)
+    ]
     return Case(
         [(sizes, weights, inputs[rank], targets[rank]) for rank in range(n)],
         [expected] * n,
@@ -56,7 +87,8 @@ def overlap_case(draw: Draw, n: int, microbatches: int, steps: int = 2) -> Case:
             "bytes": count * ITEM, "steps": steps, "microbatches": microbatches, "local": local,
             "compute": microbatches * LAYERS * (FORWARD + BACKWARD), "communication": 2 * (n - 1) / n * LAYERS,
         },
-        network=Network(latency=0.0, bandwidth=count * ITEM / LAYERS),  # each layer's weights take a second
+        # each layer's weights take a second
+        network=Network(latency=0.0, bandwidth=count * ITEM / LAYERS),
     )  # fmt: skip
 
 
@@ -65,7 +97,9 @@ def overlap_cases(draw: Draw) -> list[Case]:
 
 
 def gradient_bytes(case: Case) -> list[int]:
-    return [case.facts["steps"] * all_reduce_bytes(case.facts["bytes"], case.world_size)] * case.world_size
+    return [
+        case.facts["steps"] * all_reduce_bytes(case.facts["bytes"], case.world_size)
+    ] * case.world_size
 
 
 class StepRecord(NamedTuple):
@@ -86,10 +120,17 @@ def steps_of(trial: Trial) -> list[StepRecord]:
         own = [event for event in trial.trace.events if event.rank == rank]
         begin = 0.0
         for number, mark in enumerate((e for e in own if e.name == "optimizer step"), start=1):
-            inside = [e for e in own if begin <= e.posted and (e.posted < mark.start or (e.kind != "span" and e.posted <= mark.start))]
+            inside = [
+                e
+                for e in own
+                if begin <= e.posted
+                and (e.posted < mark.start or (e.kind != "span" and e.posted <= mark.start))
+            ]
             sent = [e for e in inside if e.kind != "span" and e.kind != "recv" and e.nbytes > 32]
             ready = [e.end for e in inside if e.name == "backward"]
-            forwards = [e.start for e in inside if e.name == "forward" and (e.args or {}).get("layer") == 0]
+            forwards = [
+                e.start for e in inside if e.name == "forward" and (e.args or {}).get("layer") == 0
+            ]
             first = min((e.posted for e in sent), default=None)
             found.append(
                 StepRecord(
@@ -110,7 +151,11 @@ def starts_early() -> Check:
     def wrong(trial: Trial) -> str | None:
         for step in steps_of(trial) if trial.world_size > 1 else []:
             if step.first_sent is None or step.first_sent >= step.last_ready:
-                when = "never" if step.first_sent is None else f"{step.first_sent - step.last_ready:g} s after the last one is ready"
+                when = (
+                    "never"
+                    if step.first_sent is None
+                    else f"{step.first_sent - step.last_ready:g} s after the last one is ready"
+                )
                 return f"in step {step.step}, rank {step.rank} sends the first gradient {when}"
         return None
 
@@ -122,39 +167,67 @@ def exposed(trial: Trial) -> float:
     facts = trial.case.facts
     if not facts["communication"]:
         return 0.0
-    return max((step.seconds - facts["compute"] for step in steps_of(trial)), default=0.0) / facts["communication"]
+    return (
+        max((step.seconds - facts["compute"] for step in steps_of(trial)), default=0.0)
+        / facts["communication"]
+    )
 
 
 def hidden() -> Check:
     def wrong(trial: Trial) -> str | None:
         part = exposed(trial)
-        return None if part <= 0.6 else f"{part:.0%} of the messages' time is added to the step; with one message for each layer it is 25%"
+        return (
+            None
+            if part <= 0.6
+            else (
+                f"{part:.0%} of the messages' time is added to the step; with one message for "
+                "each layer it is 25%"
+            )
+        )
 
     return Check("overlap", "most of the messages' time is hidden behind backward", wrong)
 
 
 def waits_at_once(trials: Sequence[Trial]) -> bool:
     several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(right(t) and starts_early().wrong(t) is None and exposed(t) > 0.9 for t in several)
+    return bool(several) and all(
+        right(t) and starts_early().wrong(t) is None and exposed(t) > 0.9 for t in several
+    )
 
 
 def after_backward(trials: Sequence[Trial]) -> bool:
     several = [trial for trial in trials if trial.world_size > 1]
-    return bool(several) and all(right(t) and all((s.first_sent or 0) >= s.last_ready for s in steps_of(t)) for t in several)
+    return bool(several) and all(
+        right(t) and all((s.first_sent or 0) >= s.last_ready for s in steps_of(t)) for t in several
+    )
 
 
 def every_microbatch(trials: Sequence[Trial]) -> bool:
     """Gradients are sent before the last microbatch has begun."""
-    several = [trial for trial in trials if trial.world_size > 1 and trial.case.facts["microbatches"] > 1 and trial.error is None]
+    several = [
+        trial
+        for trial in trials
+        if trial.world_size > 1 and trial.case.facts["microbatches"] > 1 and trial.error is None
+    ]
     found = [step for trial in several for step in steps_of(trial)]
-    return bool(found) and all(step.first_sent is not None and step.first_sent <= step.last_forward for step in found)
+    return bool(found) and all(
+        step.first_sent is not None and step.first_sent <= step.last_forward for step in found
+    )
 
 
 def piling_up(trials: Sequence[Trial]) -> bool:
     """The second step sends twice as much as the first."""
     several = [trial for trial in trials if trial.world_size > 1 and trial.error is None]
-    found = [(step.step, step.sent, trial.case.facts["bytes"]) for trial in several for step in steps_of(trial)]
-    return bool(found) and all(sent >= 0.9 * step * nbytes for step, sent, nbytes in found) and any(step > 1 for step, _, _ in found)
+    found = [
+        (step.step, step.sent, trial.case.facts["bytes"])
+        for trial in several
+        for step in steps_of(trial)
+    ]
+    return (
+        bool(found)
+        and all(sent >= 0.9 * step * nbytes for step, sent, nbytes in found)
+        and any(step > 1 for step, _, _ in found)
+    )
 
 
 def not_averaged(trials: Sequence[Trial]) -> bool:
@@ -169,34 +242,46 @@ def summed_twice(trials: Sequence[Trial]) -> bool:
 
 EVERY_MICROBATCH = Misconception(
     "synchronises every microbatch",
-    "Gradients are all-reduced after each microbatch. They are complete only after the last one: everything before is sent in vain.",
+    (
+        "Gradients are all-reduced after each microbatch. They are complete only after the last "
+        "one: everything before is sent in vain."
+    ),
     every_microbatch,
 )
 WAITS_AT_ONCE = Misconception(
     "async, then wait at once",
-    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at once. Backward stands still meanwhile, so no "
+    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at "
+    "once. Backward stands still meanwhile, so no "
     "message is hidden.",
     waits_at_once,
 )
 AFTER_BACKWARD = Misconception(
     "starts after backward",
-    "The first all-reduce starts when the last gradient is ready. Then nothing is left to compute behind which messages could be hidden.",
+    (
+        "The first all-reduce starts when the last gradient is ready. Then nothing is left to "
+        "compute behind which messages could be hidden."
+    ),
     after_backward,
 )
 HOOKS_PILE_UP = Misconception(
     "hooks pile up",
-    "Hooks are registered in every step and stay: in the second step each gradient has two, and is all-reduced twice.",
+    (
+        "Hooks are registered in every step and stay: in the second step each gradient has two, "
+        "and is all-reduced twice."
+    ),
     piling_up,
 )
 MICROBATCHES_SUMMED = Misconception(
     "microbatches summed",
-    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, so their sum is too large by the number of "
+    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, "
+    "so their sum is too large by the number of "
     "microbatches.",
     not_averaged,
 )
 SUMMED_TWICE = Misconception(
     "sum for mean",
-    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean over one microbatch, so the sum is too "
+    "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean "
+    "over one microbatch, so the sum is too "
     "large by the number of microbatches on all ranks.",
     summed_twice,
 )
@@ -226,16 +311,22 @@ EXERCISES = [
             MEAN_TWICE, NO_ZERO_GRAD, WAITS_AT_ONCE, AFTER_BACKWARD,
         ),
         hints=(
-            "backward() makes the last layer's gradients first. Who tells you that one is ready, and in which microbatch is it complete?",
-            "Register one hook for each parameter, once. In the last microbatch the hook starts dist.all_reduce(p.grad, async_op=True) and "
-            "keeps the work that this returns. All works are waited for just before optimizer.step().",
-            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For each step: zero_grad; for each microbatch "
-            "set last, and (loss / (microbatches · n)).backward(); for work in works: work.wait(); works.clear(); optimizer.step().",
+            "backward() makes the last layer's gradients first. Who tells you that one is "
+            "ready, and in which microbatch is it complete?",
+            "Register one hook for each parameter, once. In the last microbatch the hook "
+            "starts dist.all_reduce(p.grad, async_op=True) and "
+            "keeps the work that this returns. All works are waited for just before "
+            "optimizer.step().",
+            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For "
+            "each step: zero_grad; for each microbatch "
+            "set last, and (loss / (microbatches · n)).backward(); for work in works: "
+            "work.wait(); works.clear(); optimizer.step().",
         ),
         questions=(
             Question(
                 "seconds",
-                "Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on two ranks 1 s. How long does a step take?",
+                ("Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on "
+                "two ranks 1 s. How long does a step take?"),
                 lambda: overlap_case(Draw("question"), 2, 1, steps=1),
                 lambda trial: trial.trace.makespan,
                 "seconds",

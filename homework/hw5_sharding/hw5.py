@@ -1,8 +1,11 @@
-"""Homework 5: sharded training (ZeRO). Each rank keeps 1/n of the optimizer's state, then of the gradients, then of the weights.
+"""Homework 5: sharded training (ZeRO).
 
-Write it with torch.distributed. Besides send and receive, all of its collectives are allowed. dist.reduce_scatter_single and
-dist.all_gather_single are made for this (older programs call them reduce_scatter_tensor and all_gather_into_tensor).
-torch.distributed.fsdp and torch.distributed.optim are what you are about to write, so don't use them.
+Each rank keeps 1/n of the optimizer's state, then of the gradients, then of the weights.
+
+Write it with torch.distributed. Besides send and receive, all of its collectives are allowed.
+dist.reduce_scatter_single and dist.all_gather_single are made for this (older programs call them
+reduce_scatter_tensor and all_gather_into_tensor). torch.distributed.fsdp and
+torch.distributed.optim are what you are about to write, so don't use them.
 
     a parameter of 7 numbers on 3 ranks     [ 1 2 3 | 4 5 6 | 7 · · ]     flat, padded with zeros to a multiple of n, and cut into n pieces
 """
@@ -20,23 +23,25 @@ def train_zero1(
     batches: list[tuple[Tensor, Tensor]],
     max_norm: float,
 ) -> None:
-    """Train the model with ZeRO-1: every rank has all weights and gradients, and the optimizer's state of 1/n of the weights.
+    """Train the model with ZeRO-1: every rank has all weights and gradients, and the optimizer's
+    state of 1/n of the weights.
 
         gradients ── reduce-scatter ──▶ a piece ──▶ clip ──▶ optimizer.step() on the piece ── all-gather ──▶ weights
 
-    Args:
-        model: this rank's replica. The ranks have the same weights already.
-        loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
-        make_optimizer: makes an optimizer for the parameters that you give it: pieces, not whole ones. Use no other optimizer.
-        batches: for each step, this rank's share (inputs, targets). All shares have the same number of samples.
-        max_norm: before each step, the gradient of the whole model is multiplied by min(1, max_norm / norm), where norm is the 2-norm of
+    Args: model: this rank's replica. The ranks have the same weights already. loss_fn:
+        loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar. make_optimizer:
+        makes an optimizer for the parameters that you give it: pieces, not whole ones. Use no other
+        optimizer. batches: for each step, this rank's share (inputs, targets). All shares have the
+        same number of samples. max_norm: before each step, the gradient of the whole model is
+        multiplied by min(1, max_norm / norm), where norm is the 2-norm of
             that whole gradient: the mean over all ranks. It may be infinite.
 
-    Returns:
-        Nothing. Afterwards the model has the same weights on all ranks: those of one process with the whole batch.
+    Returns: Nothing. Afterwards the model has the same weights on all ranks: those of one process
+        with the whole batch.
 
-    A rank's optimizer holds 1/n of the state, and at most one parameter more. Which rank has which piece is up to you. With S bytes of
-    weights and n ranks, each rank sends 2(n−1)/n · S bytes per step: a reduce-scatter and an all-gather. Padding and norms don't count.
+    A rank's optimizer holds 1/n of the state, and at most one parameter more. Which rank has which
+    piece is up to you. With S bytes of weights and n ranks, each rank sends 2(n−1)/n · S bytes per
+    step: a reduce-scatter and an all-gather. Padding and norms don't count.
     """
     raise NotImplementedError("train_zero1 is not written yet")
 
@@ -55,9 +60,10 @@ def train_zero2(
 
     Arguments, result, the optimizer's state and bytes: as for train_zero1.
 
-    When backward has made a gradient, it is reduce-scattered, and the whole gradient is freed (p.grad = None). Whole gradients of at most
-    two layers are in memory at once, and all of them are gone at optimizer.step().
-    p.register_post_accumulate_grad_hook(f) makes torch call f(p) each time backward has added to p.grad.
+    When backward has made a gradient, it is reduce-scattered, and the whole gradient is freed
+    (p.grad = None). Whole gradients of at most two layers are in memory at once, and all of them
+    are gone at optimizer.step(). p.register_post_accumulate_grad_hook(f) makes torch call f(p) each
+    time backward has added to p.grad.
     """
     raise NotImplementedError("train_zero2 is not written yet")
 
@@ -69,24 +75,29 @@ def train_zero3(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     batches: list[tuple[Tensor, Tensor]],
 ) -> list[dict[str, Tensor]]:
-    """Train a model with ZeRO-3: each rank keeps 1/n of the weights, and gathers a layer's weights when that layer computes.
+    """Train a model with ZeRO-3: each rank keeps 1/n of the weights, and gathers a layer's weights
+    when that layer computes.
 
         forward      gather 0, compute, free    gather 1, compute, free    gather 2, …
         backward     gather 2, compute, reduce-scatter its gradients, free    gather 1, …
 
-    Args:
-        layers: the model's layers, applied one after the other. Their parameters have shapes but no values (device "meta"): call a layer
-            with torch.func.functional_call(layer, weights, (x,)), where weights has the whole parameters by name.
-        shards: for each layer, this rank's piece of each parameter by name. Rank r has the r-th piece of the flat, padded parameter.
+    Args: layers: the model's layers, applied one after the other. Their parameters have shapes but
+        no values (device "meta"): call a layer
+            with torch.func.functional_call(layer, weights, (x,)), where weights has the whole
+            parameters by name.
+        shards: for each layer, this rank's piece of each parameter by name. Rank r has the r-th
+            piece of the flat, padded parameter.
         loss_fn: loss_fn(outputs, targets) is the mean loss of these samples, a scalar.
-        make_optimizer: makes an optimizer for the parameters that you give it: the pieces. Use no other optimizer.
-        batches: for each step, this rank's share (inputs, targets). All shares have the same number of samples.
+        make_optimizer: makes an optimizer for the parameters that you give it: the pieces. Use no
+            other optimizer.
+        batches: for each step, this rank's share (inputs, targets). All shares have the same number
+            of samples.
 
-    Returns:
-        This rank's pieces after training, like `shards`: those of one process with the whole batch. Padding stays zero.
+    Returns: This rank's pieces after training, like `shards`: those of one process with the whole
+        batch. Padding stays zero.
 
-    Whole weights of at most two layers are in memory at once: autograd must not keep them from forward to backward, either
-    (torch.utils.checkpoint computes a forward again when backward needs it). With S bytes of weights and n ranks, each rank sends
-    3(n−1)/n · S bytes per step.
+    Whole weights of at most two layers are in memory at once: autograd must not keep them from
+    forward to backward, either (torch.utils.checkpoint computes a forward again when backward needs
+    it). With S bytes of weights and n ranks, each rank sends 3(n−1)/n · S bytes per step.
     """
     raise NotImplementedError("train_zero3 is not written yet")

@@ -8,16 +8,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.grade.checks import MESSAGES, bytes_sent, close, communicated, difference, failed, right
-from parallel101.grade.exercise import ANYTHING, COLLECTIVES, OPTIM, P2P, Case, Check, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, Layer, LiveBytes, Optimizers, count_weights, gradients_of, make_model
+from parallel101.grade.checks import (
+    MESSAGES,
+    bytes_sent,
+    close,
+    communicated,
+    difference,
+    failed,
+    right,
+)
+from parallel101.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    OPTIM,
+    P2P,
+    Case,
+    Check,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.grade.harness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Layer,
+    LiveBytes,
+    Optimizers,
+    count_weights,
+    gradients_of,
+    make_model,
+)
 from parallel101.sim.network import Network
 
 LAYERS, WIDTH, STEPS = 5, 6, 2
 SIZES = [WIDTH] * (LAYERS + 1)
 COUNT = count_weights(SIZES)
 ITEM = 8  # bytes of a float64
-WHOLE, LAYER, PARAMETER = COUNT * ITEM, COUNT * ITEM // LAYERS, WIDTH * WIDTH * ITEM  # bytes: of the model, of a layer, of its weight
+# bytes: of the model, of a layer, of its weight
+WHOLE, LAYER, PARAMETER = COUNT * ITEM, COUNT * ITEM // LAYERS, WIDTH * WIDTH * ITEM
 NETWORK = Network(latency=0.0, bandwidth=LAYER)  # a layer's weights take a second
 
 
@@ -29,13 +59,20 @@ def clipped(named: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     return {name: value * min(1.0, max_norm / norm_of(named)) for name, value in named.items()}
 
 
-def train_whole(weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float) -> tuple[nn.Sequential, dict[str, Tensor]]:
-    """One process with the whole batch: the model and its momentum. By hand: at the first optimizer, torch imports its compiler."""
+def train_whole(
+    weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
+) -> tuple[nn.Sequential, dict[str, Tensor]]:
+    """One process with the whole batch: the model and its momentum.
+
+    By hand: at the first optimizer, torch imports its compiler.
+    """
     model, momentum = make_model(SIZES, weights), {}
     for x, y in zip(inputs, targets):
         gradients = clipped(gradients_of(model, F.mse_loss(model(x), y)), max_norm)
         for name, p in model.named_parameters():
-            momentum[name] = MOMENTUM * momentum[name] + gradients[name] if name in momentum else gradients[name]
+            momentum[name] = (
+                MOMENTUM * momentum[name] + gradients[name] if name in momentum else gradients[name]
+            )
             p.data -= LEARNING_RATE * momentum[name]
     return model, momentum
 
@@ -47,20 +84,28 @@ def pieces_of(value: Tensor, n: int) -> list[Tensor]:
 # ---- what each rank runs ----
 
 
-def train_sharded(function, weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float) -> dict[str, Any]:
+def train_sharded(
+    function, weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
+) -> dict[str, Any]:
     """inputs: (steps, samples of this rank, features)."""
     model, optimizers, whole = make_model(SIZES, weights), Optimizers(), LiveBytes()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: whole.watch(p.grad))
     function(model, F.mse_loss, optimizers.make, list(zip(inputs, targets)), max_norm)
-    found = {name: p.detach().float() for name, p in model.named_parameters()}  # float32: torch adds 1e-6 to a norm before it divides
+    # float32: torch adds 1e-6 to a norm before it divides
+    found = {name: p.detach().float() for name, p in model.named_parameters()}
     return {"weights": found, "peak": whole.peak, **optimizers.result()}
 
 
-def train_in_pieces(function, weights: Tensor, rank: int, n: int, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+def train_in_pieces(
+    function, weights: Tensor, rank: int, n: int, inputs: Tensor, targets: Tensor
+) -> dict[str, Any]:
     """The same for ZeRO-3: the layers have no weights, and this rank has its pieces."""
     optimizers, whole = Optimizers(), LiveBytes()
-    shards = [{name: pieces_of(p, n)[rank].clone() for name, p in layer.named_parameters()} for layer in make_model(SIZES, weights)]
+    shards = [
+        {name: pieces_of(p, n)[rank].clone() for name, p in layer.named_parameters()}
+        for layer in make_model(SIZES, weights)
+    ]
     layers = [Layer(number, WIDTH, WIDTH, device="meta") for number in range(LAYERS)]
     for layer in layers:
         layer.uses = whole.watch
@@ -82,7 +127,13 @@ def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Cas
     others = {"peak": ANYTHING, "state": ANYTHING, "squares": ANYTHING, "gradient bytes": ANYTHING}
     if in_pieces:
         arguments = [(weights, rank, n, inputs[rank], targets[rank]) for rank in range(n)]
-        after = [[{name: pieces_of(p, n)[rank] for name, p in layer.named_parameters()} for layer in trained] for rank in range(n)]
+        after = [
+            [
+                {name: pieces_of(p, n)[rank] for name, p in layer.named_parameters()}
+                for layer in trained
+            ]
+            for rank in range(n)
+        ]
     else:
         arguments = [(weights, inputs[rank], targets[rank], max_norm) for rank in range(n)]
         after = [{name: p.detach().float() for name, p in trained.named_parameters()}] * n
@@ -104,7 +155,9 @@ def _mean(local: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sharded_cases(draw: Draw) -> list[Case]:
-    return [sharded_case(draw, n, clip) for n, clip in ((1, True), (2, False), (3, True), (4, True))]
+    return [
+        sharded_case(draw, n, clip) for n, clip in ((1, True), (2, False), (3, True), (4, True))
+    ]
 
 
 def zero3_cases(draw: Draw) -> list[Case]:
@@ -116,7 +169,9 @@ def zero3_cases(draw: Draw) -> list[Case]:
 
 def shared_bytes(times: int):
     """So many times (n−1)/n of the weights' bytes per step, by rank."""
-    return lambda case: [STEPS * round(times * (case.world_size - 1) / case.world_size * WHOLE)] * case.world_size
+    return lambda case: (
+        [STEPS * round(times * (case.world_size - 1) / case.world_size * WHOLE)] * case.world_size
+    )
 
 
 def slack(case: Case) -> int:
@@ -125,7 +180,9 @@ def slack(case: Case) -> int:
 
 
 def least(case: Case) -> list[int]:
-    """A rank needs at least the others' part of the gradients of its pieces, and the others' pieces."""
+    """A rank needs at least the others' part of the gradients of its pieces, and the others'
+    pieces.
+    """
     n = case.world_size
     return [STEPS * (n - 1) * WHOLE // n - 64 if n > 1 else 0] * n
 
@@ -138,7 +195,9 @@ def measured(trial: Trial, name: str) -> list[Any]:
 def weights_equal() -> Check:
     def wrong(trial: Trial) -> str | None:
         for rank, expected in enumerate(trial.case.expected):
-            if (what := difference(measured(trial, "weights")[rank], expected["weights"])) is not None:
+            if (
+                what := difference(measured(trial, "weights")[rank], expected["weights"])
+            ) is not None:
                 return f"rank {rank}'s weights after {STEPS} steps: {what}"
         return None
 
@@ -150,18 +209,26 @@ def state_bytes(trial: Trial) -> list[int]:
 
 
 def optimizer_is_sharded() -> Check:
-    """1/n of the momentum, and one parameter more; all ranks' together are the momentum of the whole model, in whatever order."""
+    """1/n of the momentum, and one parameter more; all ranks' together are the momentum of the
+    whole model, in whatever order.
+    """
 
     def wrong(trial: Trial) -> str | None:
         most = WHOLE / trial.world_size + (PARAMETER if trial.world_size > 1 else 0)
         for rank, nbytes in enumerate(state_bytes(trial)):
             if nbytes > most:
-                return f"rank {rank}'s optimizer holds {nbytes} bytes; 1/{trial.world_size} is {WHOLE / trial.world_size:g}"
+                return (
+                    f"rank {rank}'s optimizer holds {nbytes} bytes; 1/{trial.world_size} is "
+                    f"{WHOLE / trial.world_size:g}"
+                )
         states = [state for state in measured(trial, "state") if isinstance(state, Tensor)]
         found = torch.cat([torch.zeros(0), *(state.flatten() for state in states)]).double()
         expected = trial.case.facts["state"].sort().values
         if not close(found[found != 0].sort().values, expected, 1e-5):
-            return "the ranks' optimizers together don't hold the momentum of the whole model, each number once"
+            return (
+                "the ranks' optimizers together don't hold the momentum of the whole model, "
+                "each number once"
+            )
         return None
 
     return Check("memory", "each rank's optimizer holds 1/n of the state", wrong)
@@ -170,11 +237,19 @@ def optimizer_is_sharded() -> Check:
 def gradients_are_freed() -> Check:
     def wrong(trial: Trial) -> str | None:
         n = trial.world_size
-        for rank, (peak, kept) in enumerate(zip(measured(trial, "peak"), measured(trial, "gradient bytes"))):
+        for rank, (peak, kept) in enumerate(
+            zip(measured(trial, "peak"), measured(trial, "gradient bytes"))
+        ):
             if not isinstance(peak, int) or peak > 2 * LAYER:
-                return f"rank {rank} had {peak} bytes of whole gradients at once; those of two layers are {2 * LAYER}"
+                return (
+                    f"rank {rank} had {peak} bytes of whole gradients at once; those of two "
+                    f"layers are {2 * LAYER}"
+                )
             if not isinstance(kept, int) or kept > WHOLE / n + (PARAMETER if n > 1 else 0):
-                return f"at optimizer.step(), rank {rank} had {kept} bytes of gradients; 1/{n} is {WHOLE / n:g}"
+                return (
+                    f"at optimizer.step(), rank {rank} had {kept} bytes of gradients; 1/{n} is "
+                    f"{WHOLE / n:g}"
+                )
         return None
 
     return Check("memory", "whole gradients of at most two layers, then 1/n of them", wrong)
@@ -186,7 +261,10 @@ def two_layers() -> Check:
             return None
         for rank, peak in enumerate(measured(trial, "peak")):
             if not isinstance(peak, int) or peak > 2 * (LAYER + 2 * ITEM * trial.world_size):
-                return f"rank {rank} had {peak} bytes of whole weights at once; those of two layers are {2 * LAYER}"
+                return (
+                    f"rank {rank} had {peak} bytes of whole weights at once; those of two "
+                    f"layers are {2 * LAYER}"
+                )
         return None
 
     return Check("memory", "whole weights of at most two layers at once", wrong)
@@ -208,10 +286,13 @@ def first_norms(trial: Trial) -> list[float] | None:
 
 
 def local_norm(trials: Sequence[Trial]) -> bool:
-    """Wrong only where gradients are clipped: each rank's piece has the norm to which the whole should be clipped; or each rank clipped
+    """Wrong only where gradients are clipped: each rank's piece has the norm to which the whole
+    should be clipped; or each rank clipped
     its own gradient before the mean was taken."""
     wrong = [trial for trial in failed(trials) if trial.error is None]
-    if not wrong or any(math.isinf(trial.case.facts["max_norm"]) or trial.world_size == 1 for trial in wrong):
+    if not wrong or any(
+        math.isinf(trial.case.facts["max_norm"]) or trial.world_size == 1 for trial in wrong
+    ):
         return False
 
     def shows(trial: Trial) -> bool:
@@ -231,7 +312,11 @@ def summed(trials: Sequence[Trial]) -> bool:
     norms = [first_norms(trial) for trial in free]
     pairs = list(zip(free, norms))
     return bool(pairs) and all(
-        own is not None and math.isclose(math.hypot(*own), trial.world_size * trial.case.facts["norm"], rel_tol=1e-4) and not right(trial)
+        own is not None
+        and math.isclose(
+            math.hypot(*own), trial.world_size * trial.case.facts["norm"], rel_tol=1e-4
+        )
+        and not right(trial)
         for trial, own in pairs
     )
 
@@ -252,7 +337,9 @@ def all_reduced(times: int):
 
     def seen(trials: Sequence[Trial]) -> bool:
         found = several(trials)
-        return bool(found) and all(right(trial) and times + 0.9 < times_sent(trial) < times + 1.4 for trial in found)
+        return bool(found) and all(
+            right(trial) and times + 0.9 < times_sent(trial) < times + 1.4 for trial in found
+        )
 
     return seen
 
@@ -260,44 +347,63 @@ def all_reduced(times: int):
 def peak_of(trials: Sequence[Trial], part: float) -> bool:
     found = several(trials)
     peaks = [peak for trial in found for peak in measured(trial, "peak")]
-    return bool(peaks) and all(right(trial) for trial in found) and all(isinstance(p, int) and p >= part * WHOLE for p in peaks)
+    return (
+        bool(peaks)
+        and all(right(trial) for trial in found)
+        and all(isinstance(p, int) and p >= part * WHOLE for p in peaks)
+    )
 
 
 WHOLE_OPTIMIZER = Misconception(
     "whole optimizer on each rank",
-    "Every rank's optimizer gets all parameters, so each rank holds the state of the whole model: n copies of it instead of one.",
+    (
+        "Every rank's optimizer gets all parameters, so each rank holds the state of the whole "
+        "model: n copies of it instead of one."
+    ),
     whole_optimizer,
 )
 LOCAL_NORM = Misconception(
     "clip by the local norm",
-    "Each rank clips by the norm of what it holds itself. The norm of the whole gradient is another one, and it is the same on all ranks.",
+    (
+        "Each rank clips by the norm of what it holds itself. The norm of the whole gradient is "
+        "another one, and it is the same on all ranks."
+    ),
     local_norm,
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
-    "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one share, so the sum is n times the gradient of the "
+    "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one share, so the "
+    "sum is n times the gradient of the "
     "mean loss.",
     summed,
 )
 ALL_REDUCED = Misconception(
     "gradients all-reduced",
-    "Every rank gets the whole sum of the gradients, although it needs only its piece of it. That is half an all-reduce too much.",
+    (
+        "Every rank gets the whole sum of the gradients, although it needs only its piece of it. "
+        "That is half an all-reduce too much."
+    ),
     all_reduced(2),
 )
 ALL_GRADIENTS = Misconception(
     "all gradients held at once",
-    "Whole gradients stay in memory until backward has ended, so at that moment a rank holds all of them: that is ZeRO-1.",
+    (
+        "Whole gradients stay in memory until backward has ended, so at that moment a rank holds "
+        "all of them: that is ZeRO-1."
+    ),
     lambda trials: peak_of(trials, 0.9),
 )
 DISGUISED = Misconception(
     "disguised data parallel",
-    "Every rank gathers all weights and then trains the whole model, with an optimizer for all of it. Its memory is that of data "
+    "Every rank gathers all weights and then trains the whole model, with an optimizer for all "
+    "of it. Its memory is that of data "
     "parallel training.",
     whole_optimizer,
 )
 NEVER_FREED = Misconception(
     "gathered weights never freed",
-    "The whole weights of many layers are in memory at once. Something still holds those that have been used: a list, an attribute, or "
+    "The whole weights of many layers are in memory at once. Something still holds those that "
+    "have been used: a list, an attribute, or "
     "autograd's graph, which keeps what backward needs.",
     lambda trials: peak_of(trials, 0.6),
 )
@@ -307,8 +413,14 @@ ALL_REDUCED_3 = Misconception(ALL_REDUCED.name, ALL_REDUCED.says, all_reduced(3)
 # ---- the exercises ----
 
 
-def sharded(function: str, number: str, title: str, hints: tuple[str, ...], **more: Any) -> Exercise:
-    checks = (weights_equal(), bytes_sent(shared_bytes(2), "2(n−1)/n of the weights' bytes per step", slack), optimizer_is_sharded())
+def sharded(
+    function: str, number: str, title: str, hints: tuple[str, ...], **more: Any
+) -> Exercise:
+    checks = (
+        weights_equal(),
+        bytes_sent(shared_bytes(2), "2(n−1)/n of the weights' bytes per step", slack),
+        optimizer_is_sharded(),
+    )
     misconceptions = (*MESSAGES, WHOLE_OPTIMIZER, LOCAL_NORM, SUM_FOR_MEAN, ALL_REDUCED)
     return Exercise(
         number=number, function=function, title=title, points=5, cases=sharded_cases, program=train_sharded, allowed=P2P | COLLECTIVES,
@@ -323,16 +435,21 @@ EXERCISES = [
         "13a",
         "ZeRO-1",
         (
-            "A rank's optimizer updates only its piece of each parameter. Which part of the summed gradients does it need for that?",
-            "Give make_optimizer an nn.Parameter for each piece. After backward: reduce-scatter each padded gradient into the piece's "
+            "A rank's optimizer updates only its piece of each parameter. Which part of the "
+            "summed gradients does it need for that?",
+            "Give make_optimizer an nn.Parameter for each piece. After backward: "
+            "reduce-scatter each padded gradient into the piece's "
             "grad, divided by n; clip; step; all-gather the pieces into the parameters.",
-            "whole = F.pad(p.grad.flatten(), (0, -p.numel() % n)); dist.reduce_scatter_single(piece.grad, whole). For the norm, "
-            "all-reduce the sum of the pieces' squares, and take its root. At the end dist.all_gather_single(whole, piece.detach()).",
+            "whole = F.pad(p.grad.flatten(), (0, -p.numel() % n)); "
+            "dist.reduce_scatter_single(piece.grad, whole). For the norm, "
+            "all-reduce the sum of the pieces' squares, and take its root. At the end "
+            "dist.all_gather_single(whole, piece.detach()).",
         ),
         questions=(
             Question(
                 "state",
-                f"The weights have {WHOLE} bytes, and SGD with momentum keeps one number for each weight. How many bytes of state does "
+                f"The weights have {WHOLE} bytes, and SGD with momentum keeps one number for "
+                "each weight. How many bytes of state does "
                 "each of four ranks hold? (Padding makes it a few more.)",
                 lambda: sharded_case(Draw("question"), 4, True),
                 lambda trial: max(state_bytes(trial)),
@@ -346,8 +463,10 @@ EXERCISES = [
         "ZeRO-2",
         (
             "When can a whole gradient be freed? Not at the end of backward, but much earlier.",
-            "Register one hook for each parameter. It reduce-scatters p.grad into its piece's grad, and sets p.grad to None.",
-            "def ready(p): pieces[p].grad = (the reduce-scattered p.grad) / n; p.grad = None. Register it once, before the first step. "
+            ("Register one hook for each parameter. It reduce-scatters p.grad into its piece's "
+            "grad, and sets p.grad to None."),
+            "def ready(p): pieces[p].grad = (the reduce-scattered p.grad) / n; p.grad = None. "
+            "Register it once, before the first step. "
             "All the rest is train_zero1 without the loop of reduce-scatters.",
         ),
         checks=(gradients_are_freed(),),
@@ -355,8 +474,10 @@ EXERCISES = [
         questions=(
             Question(
                 "peak",
-                f"The gradients have {WHOLE} bytes, in {LAYERS} layers of a weight ({PARAMETER} bytes) and a bias ({LAYER - PARAMETER}). "
-                "If each is freed at once, what is the largest number of bytes of whole gradients at any time?",
+                f"The gradients have {WHOLE} bytes, in {LAYERS} layers of a weight "
+                f"({PARAMETER} bytes) and a bias ({LAYER - PARAMETER}). "
+                "If each is freed at once, what is the largest number of bytes of whole "
+                "gradients at any time?",
                 lambda: sharded_case(Draw("question"), 4, True),
                 lambda trial: max(measured(trial, "peak")),
                 "bytes",
@@ -381,16 +502,22 @@ EXERCISES = [
         least_received=least,
         misconceptions=(*MESSAGES, SUM_FOR_MEAN, DISGUISED, NEVER_FREED, ALL_REDUCED_3),
         hints=(
-            "What is the adjoint of an all-gather? You wrote it in homework 3. And what does autograd keep of y = x Wᵀ + b?",
-            "An autograd.Function that all-gathers a piece forward, and reduce-scatters the gradient backward. Run each layer under "
-            "torch.utils.checkpoint, with the gathers inside: then only x is kept, and backward gathers again.",
-            "def run(layer, own, x): return functional_call(layer, {name: Gather.apply(own[name], p.shape) for name, p in "
-            "layer.named_parameters()}, (x,)); for each layer x = checkpoint(run, layer, own, x, use_reentrant=False).",
+            "What is the adjoint of an all-gather? You wrote it in homework 3. And what does "
+            "autograd keep of y = x Wᵀ + b?",
+            "An autograd.Function that all-gathers a piece forward, and reduce-scatters the "
+            "gradient backward. Run each layer under "
+            "torch.utils.checkpoint, with the gathers inside: then only x is kept, and "
+            "backward gathers again.",
+            "def run(layer, own, x): return functional_call(layer, {name: "
+            "Gather.apply(own[name], p.shape) for name, p in "
+            "layer.named_parameters()}, (x,)); for each layer x = checkpoint(run, layer, own, "
+            "x, use_reentrant=False).",
         ),
         questions=(
             Question(
                 "sent",
-                f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send in {STEPS} steps?",
+                (f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send "
+                f"in {STEPS} steps?"),
                 lambda: sharded_case(Draw("question"), 2, False, in_pieces=True),
                 lambda trial: max(communicated(trial)),
                 "bytes",

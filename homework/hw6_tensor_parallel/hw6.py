@@ -1,13 +1,15 @@
 """Homework 6: tensor parallel layers, forward and backward.
 
-You may use everything in torch.distributed, forward and backward: dist.send and dist.recv, and the collectives (dist.all_reduce,
-dist.all_gather, dist.reduce_scatter, …). None of them has a backward of its own: autograd does not see what they do.
-Where a message belongs to the graph, write a torch.autograd.Function, with one message in forward and its adjoint in backward.
+You may use everything in torch.distributed, forward and backward: dist.send and dist.recv, and the
+collectives (dist.all_reduce, dist.all_gather, dist.reduce_scatter, …). None of them has a backward
+of its own: autograd does not see what they do. Where a message belongs to the graph, write a
+torch.autograd.Function, with one message in forward and its adjoint in backward.
 (torch.distributed.nn has some ready-made. Here you write your own.)
 
-Weights are as in torch.nn.Linear: (outputs, inputs). All numbers are float64, n is the number of ranks, and S is the number of bytes of the
-layer's whole output, 8 · samples · outputs. In a ring, an all-gather or a reduce-scatter of S bytes sends (n − 1)/n·S bytes from each rank,
-and an all-reduce twice as many.
+Weights are as in torch.nn.Linear: (outputs, inputs). All numbers are float64, n is the number of
+ranks, and S is the number of bytes of the layer's whole output, 8 · samples · outputs. In a ring,
+an all-gather or a reduce-scatter of S bytes sends (n − 1)/n·S bytes from each rank, and an
+all-reduce twice as many.
 """
 
 import torch
@@ -18,7 +20,8 @@ from torch import nn
 
 
 def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The lecture's layer: each rank computes some of the outputs, applies GELU, and all ranks gather all outputs.
+    """The lecture's layer: each rank computes some of the outputs, applies GELU, and all ranks
+    gather all outputs.
 
         rank 0  gelu(x·W₀ᵀ + b₀) ─┐                ┌─▶ y
                                   ├─ all-gather ───┤              y = [ y₀ y₁ ], side by side
@@ -32,9 +35,11 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
     Returns:
         y: (samples, outputs), the same on every rank.
 
-    Backward: the loss is the sum of the ranks' losses. They differ, so each rank has another gradient of y. weight and bias get the whole
-    gradient of this rank's block. x gets the part that comes through this rank's outputs. These parts are not added up here: the layer
-    below does that in its own backward. Forward sends at most (n − 1)/n·S bytes from each rank, and so does backward.
+    Backward: the loss is the sum of the ranks' losses. They differ, so each rank has another
+    gradient of y. weight and bias get the whole gradient of this rank's block. x gets the part that
+    comes through this rank's outputs. These parts are not added up here: the layer below does that
+    in its own backward. Forward sends at most (n − 1)/n·S bytes from each rank, and so does
+    backward.
     """
     raise NotImplementedError("column_layer is not written yet")
 
@@ -43,14 +48,20 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """The weights of an MLP for one process (this is given): w1 (hidden, width), b1 (hidden), w2 (width, hidden), b2 (width)."""
+    """The weights of an MLP for one process (this is given): w1 (hidden, width), b1 (hidden),
+    w2 (width, hidden), b2 (width).
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        for shape in shapes
+    )
 
 
 class ParallelMLP(nn.Module):
-    """An MLP, y = gelu(x·W1ᵀ + b1)·W2ᵀ + b2: the first layer is cut by its outputs (column), the second by its inputs (row).
+    """An MLP, y = gelu(x·W1ᵀ + b1)·W2ᵀ + b2: the first layer is cut by its outputs (column), the
+    second by its inputs (row).
 
                 ┌─ W1₀ ─ gelu ─ W2₀ ─┐
           x ──▶─┤                    ├─ + ──▶ + b2 ──▶ y         the hidden features never travel
@@ -60,11 +71,9 @@ class ParallelMLP(nn.Module):
         width, hidden: features of x and y, and between the two layers.
         seed: the joined matrices are those that draw_weights(width, hidden, seed) gives.
 
-    Attributes:
-        w1: (hidden / n, width), an nn.Parameter: this rank's rows, as torch.tensor_split cuts them (n need not divide hidden).
-        b1: (hidden / n), the same.
-        w2: (width, hidden / n): this rank's columns, cut the same way.
-        b2: (width), the same on every rank.
+    Attributes: w1: (hidden / n, width), an nn.Parameter: this rank's rows, as torch.tensor_split
+        cuts them (n need not divide hidden). b1: (hidden / n), the same. w2: (width, hidden / n):
+        this rank's columns, cut the same way. b2: (width), the same on every rank.
     """
 
     def __init__(self, width: int, hidden: int, seed: int):
@@ -74,10 +83,11 @@ class ParallelMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(samples, width) → (samples, width), the same on every rank.
 
-        Backward: every rank computes the same loss from the same y, and this loss counts once. So every rank has the same gradient of y.
-        All gradients are those of one process: the whole ones of x and b2 on every rank, and this rank's block of the others.
-        Forward sends at most 2(n − 1)/n·S bytes from each rank, one all-reduce, and so does backward. A rank keeps hidden / n features
-        of each sample for backward.
+        Backward: every rank computes the same loss from the same y, and this loss counts once. So
+        every rank has the same gradient of y. All gradients are those of one process: the whole
+        ones of x and b2 on every rank, and this rank's block of the others. Forward sends at most
+        2(n − 1)/n·S bytes from each rank, one all-reduce, and so does backward. A rank keeps hidden
+        / n features of each sample for backward.
         """
         raise NotImplementedError("ParallelMLP is not written yet")
 
@@ -88,15 +98,13 @@ class ParallelMLP(nn.Module):
 def attention(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, heads: int) -> torch.Tensor:
     """Causal attention in one process (this is given).
 
-    Args:
-        x: (time, width).
-        qkv: (3·heads·d, width): the rows of all queries, then of all keys, then of all values. In each of the three, d rows a head.
-        out: (width, heads·d).
-        heads: how many.
+    Args: x: (time, width). qkv: (3·heads·d, width): the rows of all queries, then of all keys, then
+        of all values. In each of the three, d rows a head. out: (width, heads·d). heads: how many.
 
     Returns (time, width).
     """
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(0, 1) for t in (x @ qkv.T).chunk(3, dim=-1))  # (heads, time, d)
+    # (heads, time, d)
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(0, 1) for t in (x @ qkv.T).chunk(3, dim=-1))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return mixed.transpose(0, 1).flatten(1) @ out.T
 
@@ -108,12 +116,12 @@ class ParallelAttention(nn.Module):
           x ──▶──────────┤                     ├─ + ──▶ y
                          └─ heads 2, 3 ─ out₁ ─┘
 
-    Args:
-        qkv, out, heads: of the whole layer, the same on every rank; see `attention`. n divides heads.
+    Args: qkv, out, heads: of the whole layer, the same on every rank; see `attention`. n divides
+        heads.
 
-    Attributes:
-        qkv: (3·width / n, width), an nn.Parameter: the queries' rows of this rank's heads, then their keys', then their values'.
-        out: (width, width / n), an nn.Parameter: the columns of this rank's heads.
+    Attributes: qkv: (3·width / n, width), an nn.Parameter: the queries' rows of this rank's heads,
+        then their keys', then their values'. out: (width, width / n), an nn.Parameter: the columns
+        of this rank's heads.
     """
 
     def __init__(self, qkv: torch.Tensor, out: torch.Tensor, heads: int):
@@ -123,8 +131,9 @@ class ParallelAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(time, width) → (time, width), the same on every rank.
 
-        Backward as in ParallelMLP: the loss is the same on every rank and counts once. Forward sends at most 2(n − 1)/n·S bytes from each
-        rank, one all-reduce, and so does backward. A rank keeps the queries, keys and values of its own heads for backward.
+        Backward as in ParallelMLP: the loss is the same on every rank and counts once. Forward
+        sends at most 2(n − 1)/n·S bytes from each rank, one all-reduce, and so does backward. A
+        rank keeps the queries, keys and values of its own heads for backward.
         """
         raise NotImplementedError("ParallelAttention is not written yet")
 
@@ -136,17 +145,16 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
                                                ├─ a few numbers for each position ──▶ the same loss on every rank
         rank 1  [ logits of tokens 40 … 79 ]  ─┘
 
-    Args:
-        logits: (positions, vocabulary / n), this rank's tokens, as torch.tensor_split cuts them (n need not divide vocabulary).
-        targets: (positions), numbers from 0 to vocabulary − 1, the same on every rank.
-        vocabulary: the number of tokens.
+    Args: logits: (positions, vocabulary / n), this rank's tokens, as torch.tensor_split cuts them
+        (n need not divide vocabulary). targets: (positions), numbers from 0 to vocabulary − 1, the
+        same on every rank. vocabulary: the number of tokens.
 
-    Returns:
-        A scalar: what F.cross_entropy gives for the joined logits. Logits may be large: exp(1000) is infinite.
+    Returns: A scalar: what F.cross_entropy gives for the joined logits. Logits may be large:
+        exp(1000) is infinite.
 
-    Backward: the loss is the same on every rank and counts once. logits gets this rank's block of the gradient.
-    Forward and backward together send at most the bytes of four all-reduces of one number for each position. A rank keeps two numbers
-    for each of its logits for backward, at most.
+    Backward: the loss is the same on every rank and counts once. logits gets this rank's block of
+    the gradient. Forward and backward together send at most the bytes of four all-reduces of one
+    number for each position. A rank keeps two numbers for each of its logits for backward, at most.
     """
     raise NotImplementedError("vocabulary_loss is not written yet")
 
@@ -163,7 +171,8 @@ def sequence_parallel_mlp(
     w2: torch.Tensor,
     b2: torch.Tensor,
 ) -> torch.Tensor:
-    """A block of a transformer, y = x + mlp(norm(x)), where x and y are cut along time and the MLP along its hidden features.
+    """A block of a transformer, y = x + mlp(norm(x)), where x and y are cut along time and the MLP
+    along its hidden features.
 
         x₀ ─ norm ─┐              ┌─ W1₀ ─ gelu ─ W2₀ ─┐                  ┌─ + b2 + x₀ ──▶ y₀
                    ├─ all-gather ─┤                    ├─ reduce-scatter ─┤
@@ -179,10 +188,12 @@ def sequence_parallel_mlp(
     Returns:
         y: (time / n, width), of this rank's positions.
 
-    Backward: each rank has the loss of its own positions, and the whole loss is their sum. All gradients are those of one process: this
-    rank's positions of x, this rank's block of w1, b1 and w2, and the whole gradient of norm_weight, norm_bias and b2 on every rank.
-    With S = 8 · time · width, forward sends at most 2(n − 1)/n·S bytes from each rank, as an all-reduce does. Backward sends as many, and
-    the gradients of norm_weight, norm_bias and b2. It may gather a second time, for another (n − 1)/n·S. For backward, a rank keeps
-    time / n positions, the gathered input of w1, and hidden / n features of each position.
+    Backward: each rank has the loss of its own positions, and the whole loss is their sum. All
+    gradients are those of one process: this rank's positions of x, this rank's block of w1, b1 and
+    w2, and the whole gradient of norm_weight, norm_bias and b2 on every rank. With S = 8 · time ·
+    width, forward sends at most 2(n − 1)/n·S bytes from each rank, as an all-reduce does. Backward
+    sends as many, and the gradients of norm_weight, norm_bias and b2. It may gather a second time,
+    for another (n − 1)/n·S. For backward, a rank keeps time / n positions, the gathered input of
+    w1, and hidden / n features of each position.
     """
     raise NotImplementedError("sequence_parallel_mlp is not written yet")

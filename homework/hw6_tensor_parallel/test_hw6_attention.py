@@ -7,7 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, value
-from parallel101.grade.exercise import ANYTHING, COLLECTIVES, P2P, Case, Draw, Exercise, Misconception, Question
+from parallel101.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+)
 from parallel101.grade.tensor_parallel import (
     GRAPH_CUT,
     MLP_PARTS,
@@ -43,11 +52,21 @@ def cut_attention(qkv: Tensor, out: Tensor, n: int) -> list[tuple[Tensor, Tensor
 def attention_case(draw: Draw, n: int, time: int, heads: int, d: int) -> Case:
     double = functools.partial(draw.tensor, dtype=torch.float64)
     width = heads * d
-    x, c, qkv, out = double(time, width), double(time, width), double(3 * width, width) / 2, double(width, width)
+    x, c, qkv, out = (
+        double(time, width),
+        double(time, width),
+        double(3 * width, width) / 2,
+        double(width, width),
+    )
     y = attention(x, qkv, out, heads)
-    dx, dqkv, dout = gradients_of(lambda x, qkv, out: (attention(x, qkv, out, heads) * c).sum(), x, qkv, out)
+    dx, dqkv, dout = gradients_of(
+        lambda x, qkv, out: (attention(x, qkv, out, heads) * c).sum(), x, qkv, out
+    )
     blocks = cut_attention(qkv, out, n)
-    contiguous = [attention(x, rows, columns, heads // n) for rows, columns in zip(qkv.chunk(n), out.chunk(n, 1))]
+    contiguous = [
+        attention(x, rows, columns, heads // n)
+        for rows, columns in zip(qkv.chunk(n), out.chunk(n, 1))
+    ]
     S = NUMBER * time * width
     return Case(
         [(qkv, out, heads, x, c)] * n,
@@ -59,12 +78,16 @@ def attention_case(draw: Draw, n: int, time: int, heads: int, d: int) -> Case:
         facts={
             "parts of y": [attention(x, *block, heads // n) for block in blocks],
             "whole": {"qkv": qkv.numel(), "out": out.numel()},
-            "parts of dx": [gradients_of(lambda x, b=b: (attention(x, *b, heads // n) * c).sum(), x)[0] for b in blocks],
+            "parts of dx": [
+                gradients_of(lambda x, b=b: (attention(x, *b, heads // n) * c).sum(), x)[0]
+                for b in blocks
+            ],
             "contiguous": [sum(contiguous)],
             "forward": ring(S, n, 2),
             "backward": ring(S, n, 2),
             "least": ring(S, n, 2),
-            "kept": NUMBER * (time * (2 * width + 8 * width // n) + 3 * time * time * heads // n) + 256,
+            "kept": NUMBER * (time * (2 * width + 8 * width // n) + 3 * time * time * heads // n)
+            + 256,
         },
     )
 
@@ -74,7 +97,10 @@ PARALLEL_ATTENTION = Exercise(
     function="ParallelAttention",
     title="Attention, cut by heads",
     points=10,
-    cases=lambda draw: [attention_case(draw, n, *sizes) for n, sizes in ((1, (3, 2, 2)), (2, (4, 4, 3)), (3, (5, 6, 2)), (4, (3, 8, 2)))],
+    cases=lambda draw: [
+        attention_case(draw, n, *sizes)
+        for n, sizes in ((1, (3, 2, 2)), (2, (4, 4, 3)), (3, (5, 6, 2)), (4, (3, 8, 2)))
+    ],
     checks=(
         value("y, the ranks' weights and all gradients are those of one process", parts=MLP_PARTS),
         sends_at_most("forward", "forward: one all-reduce, 2(n − 1)/n·S bytes a rank"),
@@ -88,7 +114,8 @@ PARALLEL_ATTENTION = Exercise(
         WHOLE_ON_EVERY_RANK,
         Misconception(
             "fused QKV cut contiguously",
-            "The fused matrix is cut into n equal pieces from top to bottom. So the first ranks get queries only, and the last ones "
+            "The fused matrix is cut into n equal pieces from top to bottom. So the first "
+            "ranks get queries only, and the last ones "
             "values only. Each rank needs the rows of its own heads in all three parts.",
             gives_one_of(0, "contiguous"),
         ),
@@ -97,22 +124,29 @@ PARALLEL_ATTENTION = Exercise(
         n_times(1),
         Misconception(
             "an all-reduce each for query, key and value",
-            "The gradient of x is all-reduced three times, once for each of query, key and value. On each rank their sum needs no "
+            "The gradient of x is all-reduced three times, once for each of query, key and "
+            "value. On each rank their sum needs no "
             "message, so one all-reduce of this sum is enough.",
             costs("backward", 3),
         ),
     ),
     hints=(
-        "No head looks at another head. So a rank that has all rows of a head, in queries, keys and values, needs no message to attend.",
-        "It is the same pair as the MLP: qkv is cut by its outputs, at the borders of heads, and out by its inputs. Cut each third of "
+        "No head looks at another head. So a rank that has all rows of a head, in queries, "
+        "keys and values, needs no message to attend.",
+        "It is the same pair as the MLP: qkv is cut by its outputs, at the borders of heads, "
+        "and out by its inputs. Cut each third of "
         "qkv alike.",
-        "qkv: torch.cat([part.chunk(n)[rank] for part in qkv.chunk(3)]); out: out.chunk(n, 1)[rank]. In forward: "
+        "qkv: torch.cat([part.chunk(n)[rank] for part in qkv.chunk(3)]); out: out.chunk(n, "
+        "1)[rank]. In forward: "
         "SumOfRanks.apply(attention(CopyToRanks.apply(x), self.qkv, self.out, heads // n)).",
     ),
     questions=(
         Question(
             "bytes",
-            "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does each rank send in backward?",
+            (
+                "3 positions, 8 heads of 2 features, in float64 on 4 ranks. How many bytes does "
+                "each rank send in backward?"
+            ),
             lambda: attention_case(Draw("question"), 4, 3, 8, 2),
             lambda trial: sent_in(trial, "backward"),
             "bytes",

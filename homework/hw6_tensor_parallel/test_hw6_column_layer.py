@@ -1,4 +1,7 @@
-"""Exercise 15a: the lecture's layer. Each rank has columns of the weight; GELU, then an all-gather."""
+"""Exercise 15a: the lecture's layer.
+
+Each rank has columns of the weight; GELU, then an all-gather.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, value
-from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Draw, Exercise, Misconception, Question
+from parallel101.grade.exercise import (
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+)
 from parallel101.grade.tensor_parallel import (
     GRAPH_CUT,
     NUMBER,
@@ -24,17 +35,24 @@ from parallel101.grade.tensor_parallel import (
 )
 
 
-def run_columns(function: Callable, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, c: Tensor) -> list[Any]:
+def run_columns(
+    function: Callable, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, c: Tensor
+) -> list[Any]:
     """Two layers. The loss of this rank is the sum of c · y."""
     weights = [leaf(tensor) for tensor in (w1, b1, w2, b2)]
-    y, _ = forward_backward(lambda: function(function(x, *weights[:2]), *weights[2:]), lambda y: (y * c).sum(), weights)
+    y, _ = forward_backward(
+        lambda: function(function(x, *weights[:2]), *weights[2:]), lambda y: (y * c).sum(), weights
+    )
     return [y, [weight.grad for weight in weights]]
 
 
-Join = Callable[[list[Tensor]], list[Tensor]]  # from all ranks' gradients of a gathered tensor to the gradient of each rank's part
+# from all ranks' gradients of a gathered tensor to the gradient of each rank's part
+Join = Callable[[list[Tensor]], list[Tensor]]
 
 
-def columns_backward(join: Join, x: Tensor, weights: list[list[Tensor]], cs: list[Tensor]) -> list[list[Tensor]]:
+def columns_backward(
+    join: Join, x: Tensor, weights: list[list[Tensor]], cs: list[Tensor]
+) -> list[list[Tensor]]:
     """Each rank's gradients of the two layers, if the backward of the all-gather is `join`."""
 
     def layer(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -43,7 +61,9 @@ def columns_backward(join: Join, x: Tensor, weights: list[list[Tensor]], cs: lis
 
     h = torch.cat([F.gelu(F.linear(x, w1, b1)) for w1, b1, _, _ in weights], 1)
     second = [layer(h, w2, b2, g) for (_, _, w2, b2), g in zip(weights, join(cs))]
-    first = [layer(x, w1, b1, g) for (w1, b1, _, _), g in zip(weights, join([dx for dx, _, _ in second]))]
+    first = [
+        layer(x, w1, b1, g) for (w1, b1, _, _), g in zip(weights, join([dx for dx, _, _ in second]))
+    ]
     return [[dw1, db1, dw2, db2] for (_, dw1, db1), (_, dw2, db2) in zip(first, second)]
 
 
@@ -62,7 +82,13 @@ def mean_then_cut(gs: list[Tensor]) -> list[Tensor]:
 def column_case(draw: Draw, n: int, samples: int) -> Case:
     double = functools.partial(draw.tensor, dtype=torch.float64)
     inputs, hidden, outputs = 5, n * draw.integer(2, 3), n * draw.integer(1, 2)
-    x, w1, b1, w2, b2 = double(samples, inputs), double(hidden, inputs), double(hidden), double(outputs, hidden), double(outputs)
+    x, w1, b1, w2, b2 = (
+        double(samples, inputs),
+        double(hidden, inputs),
+        double(hidden),
+        double(outputs, hidden),
+        double(outputs),
+    )
     cs = [double(samples, outputs) for _ in range(n)]
     weights = [list(blocks) for blocks in zip(*(tensor.chunk(n) for tensor in (w1, b1, w2, b2)))]
     y = F.gelu(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2))
@@ -86,9 +112,14 @@ COLUMN_LAYER = Exercise(
     function="column_layer",
     title="The lecture's layer: column, GELU, all-gather",
     points=10,
-    cases=lambda draw: [column_case(draw, n, samples) for n, samples in ((1, 3), (2, 4), (3, 2), (4, 5))],
+    cases=lambda draw: [
+        column_case(draw, n, samples) for n, samples in ((1, 3), (2, 4), (3, 2), (4, 5))
+    ],
     checks=(
-        value("y and all gradients are those of one process", parts=("y", "the gradients of two layers")),
+        value(
+            "y and all gradients are those of one process",
+            parts=("y", "the gradients of two layers"),
+        ),
         sends_at_most("forward", "forward: one all-gather, (n − 1)/n·S bytes a rank"),
         sends_at_most("backward", "backward: one reduce-scatter, (n − 1)/n·S bytes a rank"),
     ),
@@ -98,34 +129,49 @@ COLUMN_LAYER = Exercise(
         GRAPH_CUT,
         Misconception(
             "slice of the gradient without the sum",
-            "Each rank keeps its columns of its own gradient of y. But all ranks went on with these columns, each to its own loss, and "
+            "Each rank keeps its columns of its own gradient of y. But all ranks went on with "
+            "these columns, each to its own loss, and "
             "the parts of the others are missing.",
             gives(1, "own"),
         ),
         Misconception(
             "mean for sum",
-            "The gradient is divided by n. The loss is the sum of the ranks' losses, so their gradients are added.",
+            (
+                "The gradient is divided by n. The loss is the sum of the ranks' losses, so their "
+                "gradients are added."
+            ),
             gives(1, "mean"),
         ),
         Misconception(
             "all-reduce then slice",
-            "The gradients are summed whole on every rank, and each rank then keeps its columns. The values are right, for twice the "
+            "The gradients are summed whole on every rank, and each rank then keeps its "
+            "columns. The values are right, for twice the "
             "bytes: each rank receives sums that it throws away.",
             costs("backward", 2),
         ),
     ),
     hints=(
-        "GELU acts on each number alone, so each rank may apply it before the all-gather. Autograd can do all of it but the all-gather.",
-        "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is the adjoint of an all-gather; see homework "
+        "GELU acts on each number alone, so each rank may apply it before the all-gather. "
+        "Autograd can do all of it but the all-gather.",
+        "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is "
+        "the adjoint of an all-gather; see homework "
         "3.",
-        "backward(ctx, g): cut g into n blocks of columns, make them contiguous, and reduce-scatter them. Rank r returns the sum of "
+        "backward(ctx, g): cut g into n blocks of columns, make them contiguous, and "
+        "reduce-scatter them. Rank r returns the sum of "
         "block r.",
     ),
     questions=(
         Question(
             "bytes",
-            "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does each rank send in backward?",
-            lambda: next(case for seed in range(1000) if (case := column_case(Draw(str(seed)), 4, 5)).note.endswith("5 → 12 → 8")),
+            (
+                "Two layers, 5 → 12 → 8, on 4 ranks with 5 samples in float64. How many bytes does "
+                "each rank send in backward?"
+            ),
+            lambda: next(
+                case
+                for seed in range(1000)
+                if (case := column_case(Draw(str(seed)), 4, 5)).note.endswith("5 → 12 → 8")
+            ),
             lambda trial: sent_in(trial, "backward"),
             "bytes",
         ),

@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, same, value
-from parallel101.grade.exercise import ANYTHING, COLLECTIVES, P2P, Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
 from parallel101.grade.tensor_parallel import (
     GRAPH_CUT,
     MLP_PARTS,
@@ -36,12 +46,21 @@ def draw_weights(width: int, hidden: int, seed: int) -> list[Tensor]:
     """As in hw6.py."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        for shape in shapes
+    ]
 
 
-def gelu_of_partial_sums(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, n: int) -> list[Tensor]:
-    """The first layer cut by its inputs, with GELU on each rank's partial sum; the biases on every rank, on one rank, or in parts."""
-    partial = [F.linear(mine, block) for mine, block in zip(x.tensor_split(n, 1), w1.tensor_split(n, 1))]
+def gelu_of_partial_sums(
+    x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, n: int
+) -> list[Tensor]:
+    """The first layer cut by its inputs, with GELU on each rank's partial sum; the biases on
+    every rank, on one rank, or in parts.
+    """
+    partial = [
+        F.linear(mine, block) for mine, block in zip(x.tensor_split(n, 1), w1.tensor_split(n, 1))
+    ]
     shares = [[b1] * n, [b1, *[torch.zeros_like(b1)] * (n - 1)], [b1 / n] * n]
     sums = [F.linear(sum(F.gelu(z + b) for z, b in zip(partial, bias)), w2) for bias in shares]  # type: ignore[arg-type]
     after = F.linear(F.gelu(sum(partial)), w2)  # type: ignore[arg-type]
@@ -67,7 +86,10 @@ def mlp_case(draw: Draw, n: int, samples: int, width: int, hidden: int) -> Case:
         facts={
             "parts of y": [mlp(x, *block, whole[3]) for block in blocks],
             "whole": {name: p.numel() for name, p in zip(names, whole)},
-            "parts of dx": [gradients_of(lambda x, block=block: (mlp(x, *block, zero) * c).sum(), x)[0] for block in blocks],
+            "parts of dx": [
+                gradients_of(lambda x, block=block: (mlp(x, *block, zero) * c).sum(), x)[0]
+                for block in blocks
+            ],
             "y with n biases": [y + (n - 1) * whole[3]] * n,
             "gelu of partial sums": gelu_of_partial_sums(x, *whole, n),
             "forward": ring(S, n, 2),
@@ -83,7 +105,10 @@ def same_shards(trials: Sequence[Trial]) -> bool:
     several = [trial.results for trial in wrong_trials(trials) if trial.world_size > 1]
     return any(
         isinstance(results[0][3], dict)
-        and any(same(results[0][3].get(name), results[1][3].get(name)) and name in results[0][3] for name in ("w1", "w2"))
+        and any(
+            same(results[0][3].get(name), results[1][3].get(name)) and name in results[0][3]
+            for name in ("w1", "w2")
+        )
         for results in several
     )
 
@@ -93,7 +118,10 @@ PARALLEL_MLP = Exercise(
     function="ParallelMLP",
     title="MLP: column, then row",
     points=10,
-    cases=lambda draw: [mlp_case(draw, n, *sizes) for n, sizes in ((1, (3, 6, 8)), (2, (4, 6, 11)), (3, (2, 7, 13)), (4, (5, 8, 32)))],
+    cases=lambda draw: [
+        mlp_case(draw, n, *sizes)
+        for n, sizes in ((1, (3, 6, 8)), (2, (4, 6, 11)), (3, (2, 7, 13)), (4, (5, 8, 32)))
+    ],
     checks=(
         value("y, the ranks' weights and all gradients are those of one process", parts=MLP_PARTS),
         sends_at_most("forward", "forward: one all-reduce, 2(n − 1)/n·S bytes a rank"),
@@ -107,12 +135,18 @@ PARALLEL_MLP = Exercise(
         WHOLE_ON_EVERY_RANK,
         Misconception(
             "GELU on partial sums",
-            "GELU is applied before the sum over the ranks is complete. GELU of a sum is not the sum of the GELUs.",
+            (
+                "GELU is applied before the sum over the ranks is complete. GELU of a sum is not "
+                "the sum of the GELUs."
+            ),
             gives_one_of(0, "gelu of partial sums"),
         ),
         Misconception(
             "same seed, same shard",
-            "Every rank draws its block with the same seed, so all ranks hold the same block. The joined matrix repeats it n times.",
+            (
+                "Every rank draws its block with the same seed, so all ranks hold the same block. "
+                "The joined matrix repeats it n times."
+            ),
             same_shards,
         ),
         bias_n_times(0),
@@ -121,16 +155,23 @@ PARALLEL_MLP = Exercise(
         n_times(1),
     ),
     hints=(
-        "After the first layer, a rank has some of the hidden features. Which columns of W2 do they need? What is missing from y then?",
-        "Two autograd functions: one copies x into the ranks' work (its backward is an all-reduce), the other sums the partial outputs "
+        "After the first layer, a rank has some of the hidden features. Which columns of W2 do "
+        "they need? What is missing from y then?",
+        "Two autograd functions: one copies x into the ranks' work (its backward is an "
+        "all-reduce), the other sums the partial outputs "
         "(its backward passes the gradient on). Add b2 after the sum.",
-        "Draw the whole matrices and keep one block: w1.tensor_split(n)[rank], w2.tensor_split(n, 1)[rank]. "
-        "y = SumOfRanks.apply(F.linear(F.gelu(F.linear(CopyToRanks.apply(x), self.w1, self.b1)), self.w2)) + self.b2.",
+        "Draw the whole matrices and keep one block: w1.tensor_split(n)[rank], "
+        "w2.tensor_split(n, 1)[rank]. "
+        "y = SumOfRanks.apply(F.linear(F.gelu(F.linear(CopyToRanks.apply(x), self.w1, "
+        "self.b1)), self.w2)) + self.b2.",
     ),
     questions=(
         Question(
             "bytes",
-            "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many bytes does each rank send in forward?",
+            (
+                "A batch of 5 samples goes 8 → 32 → 8 features in float64, on 4 ranks. How many "
+                "bytes does each rank send in forward?"
+            ),
             lambda: mlp_case(Draw("question"), 4, 5, 8, 32),
             lambda trial: sent_in(trial, "forward"),
             "bytes",

@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, failed, value
-from parallel101.grade.exercise import ANYTHING, COLLECTIVES, P2P, Case, Draw, Exercise, Misconception, Question
+from parallel101.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+)
 from parallel101.grade.tensor_parallel import (
     GRAPH_CUT,
     NUMBER,
@@ -41,7 +50,15 @@ def run_block(function: Callable, x: Tensor, *rest: Tensor) -> list[Any]:
     return [y, x.grad, gradients[:2], gradients[2:5], gradients[5], kept]
 
 
-def block_of(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+def block_of(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+) -> Tensor:
     return x + mlp(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias), w1, b1, w2, b2)
 
 
@@ -51,7 +68,12 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
     time = n * positions
     x, c = double(time, width), double(time, width)
     norm = [double(width), double(width)]
-    w1, b1, w2, b2 = double(n * hidden, width), double(n * hidden), double(width, n * hidden), double(width)
+    w1, b1, w2, b2 = (
+        double(n * hidden, width),
+        double(n * hidden),
+        double(width, n * hidden),
+        double(width),
+    )
     tensors = (x, *norm, w1, b1, w2, b2)
     y = block_of(*tensors)
     dx, *dnorm, dw1, db1, dw2, db2 = gradients_of(lambda *t: (block_of(*t) * c).sum(), *tensors)
@@ -63,12 +85,22 @@ def block_case(draw: Draw, n: int, positions: int, width: int, hidden: int) -> C
 
     def norm_parts(rank: int) -> list[Tensor]:
         """What reaches the norm's weights from this rank's positions."""
-        return gradients_of(lambda a, b: (F.layer_norm(xs[rank], (width,), a, b) * dnormed.chunk(n)[rank]).sum(), *norm)
+        return gradients_of(
+            lambda a, b: (F.layer_norm(xs[rank], (width,), a, b) * dnormed.chunk(n)[rank]).sum(),
+            *norm,
+        )
 
     def dx_of_own(rank: int) -> Tensor:
-        """The gradient of this rank's x if its MLP's part of dX is cut, and not summed over the ranks."""
-        (part,) = gradients_of(lambda normed: (mlp(normed, *blocks[rank], 0 * b2) * c).sum(), normed)
-        return gradients_of(lambda x: (x * cs[rank] + F.layer_norm(x, (width,), *norm) * part.chunk(n)[rank]).sum(), xs[rank])[0]
+        """The gradient of this rank's x if its MLP's part of dX is cut, and not summed over the
+        ranks.
+        """
+        (part,) = gradients_of(
+            lambda normed: (mlp(normed, *blocks[rank], 0 * b2) * c).sum(), normed
+        )
+        return gradients_of(
+            lambda x: (x * cs[rank] + F.layer_norm(x, (width,), *norm) * part.chunk(n)[rank]).sum(),
+            xs[rank],
+        )[0]
 
     S, small = NUMBER * time * width, NUMBER * 3 * width
     return Case(
@@ -93,7 +125,10 @@ SEQUENCE_PARALLEL = Exercise(
     function="sequence_parallel_mlp",
     title="Sequence parallel: the norm on its own positions",
     points=10,
-    cases=lambda draw: [block_case(draw, n, *sizes) for n, sizes in ((1, (3, 6, 8)), (2, (2, 6, 5)), (3, (1, 5, 4)), (4, (3, 8, 4)))],
+    cases=lambda draw: [
+        block_case(draw, n, *sizes)
+        for n, sizes in ((1, (3, 6, 8)), (2, (2, 6, 5)), (3, (1, 5, 4)), (4, (3, 8, 4)))
+    ],
     checks=(
         value(
             "y and all gradients are those of one process",
@@ -106,7 +141,10 @@ SEQUENCE_PARALLEL = Exercise(
             ),
         ),
         sends_at_most("forward", "forward: as one all-reduce, 2(n − 1)/n·S bytes a rank"),
-        sends_at_most("backward", "backward: the same, besides the norm's and b2's gradients (or gathering once more)"),
+        sends_at_most(
+            "backward",
+            "backward: the same, besides the norm's and b2's gradients (or gathering once more)",
+        ),
         keeps_at_most("a rank keeps time / n positions, besides the gathered input of w1"),
     ),
     least_received=least_received,
@@ -116,55 +154,80 @@ SEQUENCE_PARALLEL = Exercise(
         bias_n_times(0),
         Misconception(
             "slice of the gradient without the sum",
-            "The backward of the all-gather keeps this rank's positions of its own gradient. Every rank used these positions with its "
+            "The backward of the all-gather keeps this rank's positions of its own gradient. "
+            "Every rank used these positions with its "
             "own block of the MLP, and the parts of the others are missing.",
             lambda trials: gives(1, "dx without sum")(trials) and y_is_right(trials),
         ),
         Misconception(
             "norm's gradients never reduced",
-            "Each rank has the gradient of the norm's weights from its own positions alone. Their gradient is the sum over all "
+            "Each rank has the gradient of the norm's weights from its own positions alone. "
+            "Their gradient is the sum over all "
             "positions. Without it the ranks' norms drift apart.",
             gives(2, "parts of norm"),
         ),
         Misconception(
             "bias's gradient never reduced",
-            "b2 is added to this rank's positions alone, so its gradient on this rank is a part. The parts of all ranks must be added.",
+            (
+                "b2 is added to this rank's positions alone, so its gradient on this rank is a "
+                "part. The parts of all ranks must be added."
+            ),
             lambda trials: gives(4, "parts of db2")(trials) and y_is_right(trials),
         ),
         Misconception(
             "mean for sum",
-            "A gradient is divided by n. The loss is the sum over all positions, so the ranks' parts are added.",
-            lambda trials: any(gradients_times(part, lambda n: 1 / n)(trials) for part in (1, 2, 4)),
+            (
+                "A gradient is divided by n. The loss is the sum over all positions, so the ranks' "
+                "parts are added."
+            ),
+            lambda trials: any(
+                gradients_times(part, lambda n: 1 / n)(trials) for part in (1, 2, 4)
+            ),
         ),
         Misconception(
             "gradient n times too large",
-            "A gradient is n times the right one: parts that are the same on all ranks are added, or the whole sum is added again.",
+            (
+                "A gradient is n times the right one: parts that are the same on all ranks are "
+                "added, or the whole sum is added again."
+            ),
             lambda trials: any(gradients_times(part, lambda n: n)(trials) for part in (1, 2, 4)),
         ),
         Misconception(
             "norm of the whole sequence",
-            "The positions of all ranks are gathered before the norm, so every rank keeps and normalizes all of them. The norm acts on "
+            "The positions of all ranks are gathered before the norm, so every rank keeps and "
+            "normalizes all of them. The norm acts on "
             "each position alone: gather after it.",
-            lambda trials: bool(trials) and not failed(trials) and any(keeps_at_most("").wrong(trial) for trial in trials),
+            lambda trials: (
+                bool(trials)
+                and not failed(trials)
+                and any(keeps_at_most("").wrong(trial) for trial in trials)
+            ),
         ),
         Misconception(
             "all-reduce then slice",
-            "The output is summed whole on every rank, and then each rank keeps its positions. The values are right, for more bytes than a "
+            "The output is summed whole on every rank, and then each rank keeps its positions. "
+            "The values are right, for more bytes than a "
             "reduce-scatter sends.",
             costs("forward", 1.5),
         ),
     ),
     hints=(
-        "An all-reduce is a reduce-scatter and then an all-gather. The norm acts on each position alone, so it fits between the two.",
-        "Two autograd functions: all-gather along time (backward: reduce-scatter), and reduce-scatter along time (backward: all-gather). "
+        "An all-reduce is a reduce-scatter and then an all-gather. The norm acts on each "
+        "position alone, so it fits between the two.",
+        "Two autograd functions: all-gather along time (backward: reduce-scatter), and "
+        "reduce-scatter along time (backward: all-gather). "
         "Then ask for each weight: on how many positions does this rank use it?",
-        "norm_weight, norm_bias and b2 see this rank's positions only: pass each through a function that returns it in forward and all-"
+        "norm_weight, norm_bias and b2 see this rank's positions only: pass each through a "
+        "function that returns it in forward and all-"
         "reduces its gradient in backward (CopyToRanks of 15b).",
     ),
     questions=(
         Question(
             "bytes",
-            "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does each rank send in forward?",
+            (
+                "12 positions, 8 → 16 → 8 features, in float64 on 4 ranks. How many bytes does "
+                "each rank send in forward?"
+            ),
             lambda: block_case(Draw("question"), 4, 3, 8, 4),
             lambda trial: sent_in(trial, "forward"),
             "bytes",

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel101.grade.checks import MESSAGES, failed, value
-from parallel101.grade.exercise import ANYTHING, COLLECTIVES, P2P, Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise import (
+    ANYTHING,
+    COLLECTIVES,
+    P2P,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
 from parallel101.grade.tensor_parallel import (
     GRAPH_CUT,
     NUMBER,
@@ -27,13 +37,19 @@ from parallel101.grade.tensor_parallel import (
 )
 
 
-def run_vocabulary_loss(function: Callable, logits: Tensor, targets: Tensor, vocabulary: int) -> list[Any]:
+def run_vocabulary_loss(
+    function: Callable, logits: Tensor, targets: Tensor, vocabulary: int
+) -> list[Any]:
     logits = leaf(logits)
-    loss, kept = forward_backward(lambda: function(logits, targets, vocabulary), lambda loss: loss, [])
+    loss, kept = forward_backward(
+        lambda: function(logits, targets, vocabulary), lambda loss: loss, []
+    )
     return [loss, logits.grad, kept]
 
 
-def vocabulary_case(draw: Draw, n: int, vocabulary: int, scale: float = 3.0, positions: int = 6) -> Case:
+def vocabulary_case(
+    draw: Draw, n: int, vocabulary: int, scale: float = 3.0, positions: int = 6
+) -> Case:
     logits = scale * draw.tensor(positions, vocabulary, dtype=torch.float64)
     targets = torch.tensor([draw.integer(0, vocabulary - 1) for _ in range(positions)])
     (gradient,) = gradients_of(lambda logits: F.cross_entropy(logits, targets), logits)
@@ -41,8 +57,12 @@ def vocabulary_case(draw: Draw, n: int, vocabulary: int, scale: float = 3.0, pos
     numbers = NUMBER * positions
     return Case(
         [(block, targets, vocabulary) for block in blocks],
-        [[F.cross_entropy(logits, targets), block, ANYTHING] for block in gradient.tensor_split(n, 1)],
-        note=f"{positions} positions, {vocabulary} tokens" + (", large logits" if scale > 100 else ""),
+        [
+            [F.cross_entropy(logits, targets), block, ANYTHING]
+            for block in gradient.tensor_split(n, 1)
+        ],
+        note=f"{positions} positions, {vocabulary} tokens"
+        + (", large logits" if scale > 100 else ""),
         facts={
             **vocabulary_mistakes(logits, targets, n),
             "large": scale > 100,
@@ -56,13 +76,17 @@ def vocabulary_case(draw: Draw, n: int, vocabulary: int, scale: float = 3.0, pos
 
 
 def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, list[Tensor]]:
-    """The losses that usual mistakes give. m: each rank's own maximum, s: its sum of exponentials, t: the target's logit."""
+    """The losses that usual mistakes give. m: each rank's own maximum, s: its sum of
+    exponentials, t: the target's logit.
+    """
     blocks = logits.tensor_split(n, 1)
     m = [block.amax(1) for block in blocks]
     s = [(block - largest[:, None]).exp().sum(1) for block, largest in zip(blocks, m)]
     total = torch.stack(s).sum(0)
     t = logits.gather(1, targets[:, None])[:, 0]
-    owners = torch.cat([torch.full((block.shape[1],), rank) for rank, block in enumerate(blocks)])[targets]
+    owners = torch.cat([torch.full((block.shape[1],), rank) for rank, block in enumerate(blocks)])[
+        targets
+    ]
     own_m = torch.stack(m).gather(0, owners[None])[0]
     shifted_wrongly = torch.zeros_like(t)
     for rank, block in enumerate(blocks):
@@ -70,13 +94,24 @@ def vocabulary_mistakes(logits: Tensor, targets: Tensor, n: int) -> dict[str, li
         here = (column >= 0) & (column < block.shape[1])
         shifted_wrongly += block.gather(1, (column * here)[:, None])[:, 0] * here
     largest = logits.amax(1)
-    hits = sum((((c := targets - r * b.shape[1]) >= 0) & (c < b.shape[1])).to(t.dtype) for r, b in enumerate(blocks))
+    hits = sum(
+        (((c := targets - r * b.shape[1]) >= 0) & (c < b.shape[1])).to(t.dtype)
+        for r, b in enumerate(blocks)
+    )
     log_total = logits.logsumexp(1)
     return {
         "local maximum": [(total.log() + k - t).mean() for k in (own_m, largest, 0 * t, *m)],
-        "local sum": [(one.log() + k - t).mean() for one, own in zip(s, m) for k in (own, largest, own_m)]
-        + [(block - largest[:, None]).exp().sum(1).log().add(largest - t).mean() for block in blocks],
-        "equal blocks": [(log_total - shifted_wrongly).mean(), (log_total - largest - shifted_wrongly + hits * largest).mean()],
+        "local sum": [
+            (one.log() + k - t).mean() for one, own in zip(s, m) for k in (own, largest, own_m)
+        ]
+        + [
+            (block - largest[:, None]).exp().sum(1).log().add(largest - t).mean()
+            for block in blocks
+        ],
+        "equal blocks": [
+            (log_total - shifted_wrongly).mean(),
+            (log_total - largest - shifted_wrongly + hits * largest).mean(),
+        ],
     }
 
 
@@ -84,14 +119,19 @@ def no_maximum(trials: Sequence[Trial]) -> bool:
     """Whether only large logits go wrong, with a loss that is infinite or no number."""
     wrong = wrong_trials(trials)
     return bool(wrong) and all(
-        trial.case.facts["large"] and all(isinstance(r[0], Tensor) and not bool(r[0].isfinite().all()) for r in trial.results)
+        trial.case.facts["large"]
+        and all(isinstance(r[0], Tensor) and not bool(r[0].isfinite().all()) for r in trial.results)
         for trial in wrong
     )
 
 
 def logits_gathered(trials: Sequence[Trial]) -> bool:
     large = [trial for trial in trials if trial.world_size > 1]
-    return bool(large) and not failed(trials) and all(sent_in(t, "forward") >= 0.9 * t.case.facts["gathered"] for t in large)
+    return (
+        bool(large)
+        and not failed(trials)
+        and all(sent_in(t, "forward") >= 0.9 * t.case.facts["gathered"] for t in large)
+    )
 
 
 VOCABULARY_LOSS = Exercise(
@@ -100,11 +140,17 @@ VOCABULARY_LOSS = Exercise(
     title="Cross-entropy of logits that are cut along the vocabulary",
     points=10,
     cases=lambda draw: [
-        *(vocabulary_case(draw, n, vocabulary) for n, vocabulary in ((1, 40), (2, 81), (3, 80), (4, 90))),
+        *(
+            vocabulary_case(draw, n, vocabulary)
+            for n, vocabulary in ((1, 40), (2, 81), (3, 80), (4, 90))
+        ),
         vocabulary_case(draw, 3, 82, scale=1000.0),
     ],
     checks=(
-        value("the loss and the gradient of the logits are those of one process", parts=("the loss", "the gradient of the logits")),
+        value(
+            "the loss and the gradient of the logits are those of one process",
+            parts=("the loss", "the gradient of the logits"),
+        ),
         sends_at_most("forward", "at most four all-reduces of one number for each position"),
         sends_at_most("backward", "backward sends nothing"),
         keeps_at_most("no rank keeps the logits of other ranks"),
@@ -115,7 +161,8 @@ VOCABULARY_LOSS = Exercise(
         GRAPH_CUT,
         Misconception(
             "logits gathered",
-            "All logits travel to every rank. The values are right, but a rank receives a number for every position and every token, "
+            "All logits travel to every rank. The values are right, but a rank receives a "
+            "number for every position and every token, "
             "where a few numbers for each position are enough.",
             logits_gathered,
         ),
@@ -126,36 +173,47 @@ VOCABULARY_LOSS = Exercise(
         ),
         Misconception(
             "blocks taken as equally wide",
-            "A rank takes its own width times its rank as its first token. Where n does not divide the vocabulary, the blocks before "
+            "A rank takes its own width times its rank as its first token. Where n does not "
+            "divide the vocabulary, the blocks before "
             "differ in width.",
             gives_one_of(0, "equal blocks"),
         ),
         Misconception(
             "softmax maximum kept local",
-            "Each rank subtracts the maximum of its own block, and the sums of exponentials are then added. They have different factors, "
+            "Each rank subtracts the maximum of its own block, and the sums of exponentials "
+            "are then added. They have different factors, "
             "so their sum means nothing.",
             gives_one_of(0, "local maximum"),
         ),
         Misconception(
             "sum of exponentials kept local",
-            "Each rank divides by the sum over its own tokens. Softmax divides by the sum over all tokens.",
+            (
+                "Each rank divides by the sum over its own tokens. Softmax divides by the sum over "
+                "all tokens."
+            ),
             gives_one_of(0, "local sum"),
         ),
         n_times(1),
     ),
     hints=(
-        "The loss of a position is log Σ exp(logit) − (logit of the target). Both terms can be put together from a number that each rank "
+        "The loss of a position is log Σ exp(logit) − (logit of the target). Both terms can be "
+        "put together from a number that each rank "
         "knows.",
-        "First all-reduce the largest logit of each position (it needs no gradient). Then sum two numbers over the ranks: Σ exp(logit − "
+        "First all-reduce the largest logit of each position (it needs no gradient). Then sum "
+        "two numbers over the ranks: Σ exp(logit − "
         "max), and the target's logit − max, which is 0 on ranks that don't have the target.",
         "The first token of this rank is the sum of the widths before: sum(len(t) for t in "
-        "torch.arange(vocabulary).tensor_split(n)[:rank]). The sum over ranks passes its gradient on unchanged (SumOfRanks). loss = "
+        "torch.arange(vocabulary).tensor_split(n)[:rank]). The sum over ranks passes its "
+        "gradient on unchanged (SumOfRanks). loss = "
         "(total.log() − chosen).mean().",
     ),
     questions=(
         Question(
             "bytes",
-            "6 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank send in forward?",
+            (
+                "6 positions and 90 tokens in float64 on 4 ranks. How many bytes does each rank "
+                "send in forward?"
+            ),
             lambda: vocabulary_case(Draw("question"), 4, 90),
             lambda trial: sent_in(trial, "forward"),
             "bytes",

@@ -1,9 +1,12 @@
-"""Homework 7: pipeline parallel training. The model is cut into stages, one a rank (or several), and microbatches flow through them.
+"""Homework 7: pipeline parallel training.
+
+The model is cut into stages, one a rank (or several), and microbatches flow through them.
 
     rank 0   F0 F1 F2 F3 ·  ·  ·  ·  B0 B1 B2 B3       F forward, B backward of a microbatch, · idle
     rank 1   ·  F0 F1 F2 F3 ·  ·  B0 B1 B2 B3 ·
 
-Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone. Rank r has stage r of P = world size stages.
+Write these functions with dist.send, dist.recv, dist.isend and dist.irecv alone. Rank r has stage r
+of P = world size stages.
 """
 
 from collections.abc import Callable
@@ -32,12 +35,13 @@ def gpipe_step(
         shape: of what each stage but the last returns for one microbatch. Its dtype is float64.
         microbatches: M.
 
-    Returns:
-        On the last rank the loss of the whole batch, a tensor of shape (): the mean over the microbatches. None on every other rank.
-        Afterwards the parameters of `stage` have in .grad the gradients of that loss.
+    Returns: On the last rank the loss of the whole batch, a tensor of shape (): the mean over the
+        microbatches. None on every other rank. Afterwards the parameters of `stage` have in .grad
+        the gradients of that loss.
 
-    A forward takes one slot and a backward another. The step takes 2(M + P − 1) slots. Between two neighbours go M activations forward
-    and M gradients back, and nothing else. With one rank there are no messages.
+    A forward takes one slot and a backward another. The step takes 2(M + P − 1) slots. Between two
+    neighbours go M activations forward and M gradients back, and nothing else. With one rank there
+    are no messages.
     """
     raise NotImplementedError("gpipe_step is not written yet")
 
@@ -52,17 +56,20 @@ def one_f_one_b_step(
 ) -> Tensor | None:
     """One step of 1F1B: the same as gpipe_step, in an order that holds fewer activations.
 
-    Rank r begins with a few forwards. Then it does one backward and one forward in turn, and at the end the backwards that are left.
-    Arguments, result and gradients are those of gpipe_step, and the step takes the same 2(M + P − 1) slots. But rank r never holds the
-    activations of more than P − r microbatches: those whose forward it has begun and whose backward it has not finished.
+    Rank r begins with a few forwards. Then it does one backward and one forward in turn, and at the
+    end the backwards that are left. Arguments, result and gradients are those of gpipe_step, and
+    the step takes the same 2(M + P − 1) slots. But rank r never holds the activations of more than
+    P − r microbatches: those whose forward it has begun and whose backward it has not finished.
     """
     raise NotImplementedError("one_f_one_b_step is not written yet")
 
 
 def interleaved_schedule(rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
-    """The order of work of one rank, if each rank has several stages: chunks = v of them, v·P stages in all.
+    """The order of work of one rank, if each rank has several stages: chunks = v of them, v·P
+    stages in all.
 
-    A microbatch passes rank 0, 1, …, P − 1, then rank 0 again, and so on, v times round. So stage s is on rank s mod P.
+    A microbatch passes rank 0, 1, …, P − 1, then rank 0 again, and so on, v times round. So stage s
+    is on rank s mod P.
 
     Args:
         rank: whose order.
@@ -70,16 +77,18 @@ def interleaved_schedule(rank: int, ranks: int, microbatches: int, chunks: int) 
         microbatches: M, a multiple of P.
         chunks: v, at least 1.
 
-    Returns:
-        v·M forwards and v·M backwards, in order, as text: "4F1" is the forward of microbatch 1 through stage 4, "4B1" its backward.
+    Returns: v·M forwards and v·M backwards, in order, as text: "4F1" is the forward of microbatch 1
+        through stage 4, "4B1" its backward.
 
-    A forward through one chunk takes 1/v of a slot, as does a backward. Your order is then run on P ranks, each action as soon as what it
-    needs has arrived. The step takes 2M + 2(P − 1)/v slots: the bubble is v times shorter than that of 1F1B. For v > 1, rank r never holds
-    more than (v − 1)P + 2(P − r − 1) + 1 activations, one for each stage and microbatch whose forward it has begun and whose backward it
-    has not finished; for v = 1, P − r.
+    A forward through one chunk takes 1/v of a slot, as does a backward. Your order is then run on P
+    ranks, each action as soon as what it needs has arrived. The step takes 2M + 2(P − 1)/v slots:
+    the bubble is v times shorter than that of 1F1B. For v > 1, rank r never holds more than (v −
+    1)P + 2(P − r − 1) + 1 activations, one for each stage and microbatch whose forward it has begun
+    and whose backward it has not finished; for v = 1, P − r.
 
-    P microbatches pass the first chunk of a rank, then the same P the second, and so on; then the next P. Backwards go through the chunks
-    from the last to the first. (Narayanan et al., arXiv 2104.04473, section 2.2.)
+    P microbatches pass the first chunk of a rank, then the same P the second, and so on; then the
+    next P. Backwards go through the chunks from the last to the first. (Narayanan et al., arXiv
+    2104.04473, section 2.2.)
     """
     raise NotImplementedError("interleaved_schedule is not written yet")
 
@@ -93,21 +102,26 @@ def zero_bubble_step(
     microbatches: int,
     optimizer: torch.optim.Optimizer,
 ) -> Tensor | None:
-    """One training step of zero-bubble ZB-H1: the backward is split, and weight gradients fill the bubble.
+    """One training step of zero-bubble ZB-H1: the backward is split, and weight gradients fill the
+    bubble.
 
     Args:
         stage: this rank's part of the model, with three methods, each of which takes one slot:
             stage.forward(i, x) -> y: the forward of microbatch i.
-            stage.input_gradient(i, dy) -> dx: the first half of its backward, for which the stage before waits (on rank 0, dx is None).
-            stage.weight_gradient(i): the second half. It adds to .grad, and may come any time after input_gradient(i).
+            stage.input_gradient(i, dy) -> dx: the first half of its backward, for which the stage
+            before waits (on rank 0, dx is None).
+            stage.weight_gradient(i): the second half. It adds to .grad, and may come any time after
+            input_gradient(i).
         inputs, targets, loss_fn, shape, microbatches: as for gpipe_step.
-        optimizer: optimizer.step() updates the parameters of `stage`. Call it once, when all gradients are complete.
+        optimizer: optimizer.step() updates the parameters of `stage`. Call it once, when all
+            gradients are complete.
 
-    Returns:
-        The loss, as gpipe_step returns it. On the last rank, the gradient of the loss with respect to y comes from torch.autograd.grad.
+    Returns: The loss, as gpipe_step returns it. On the last rank, the gradient of the loss with
+        respect to y comes from torch.autograd.grad.
 
-    The step takes 3M + (P − 1) slots if M ≥ P, where 1F1B takes 3M + 3(P − 1). No rank holds more than P microbatches: those whose
-    forward it has begun and whose weight gradient is not finished. (Qi et al., arXiv 2401.10241, section 2: on rank r, weight_gradient
-    runs r microbatches behind input_gradient.)
+    The step takes 3M + (P − 1) slots if M ≥ P, where 1F1B takes 3M + 3(P − 1). No rank holds more
+    than P microbatches: those whose forward it has begun and whose weight gradient is not finished.
+    (Qi et al., arXiv 2401.10241, section 2: on rank r, weight_gradient runs r microbatches behind
+    input_gradient.)
     """
     raise NotImplementedError("zero_bubble_step is not written yet")

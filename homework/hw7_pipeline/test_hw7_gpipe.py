@@ -28,7 +28,9 @@ EXERCISES = [
         program=run_step,
         imports=AUTOGRAD,
         checks=(
-            value("the loss and every gradient equal one process", parts=("the loss", "the gradients")),
+            value(
+                "the loss and every gradient equal one process", parts=("the loss", "the gradients")
+            ),
             bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
             slots(two_halves, "2(M + P − 1) slots"),
             holds_at_most(lambda case, rank: case.facts["m"], "at most M microbatches in flight"),
@@ -37,14 +39,18 @@ EXERCISES = [
         misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED),
         questions=(SLOTS, HELD),
         hints=(
-            "Write down what rank 1 of 3 does for one microbatch: what it receives, from whom, what it computes, what it sends. "
+            "Write down what rank 1 of 3 does for one microbatch: what it receives, from whom, "
+            "what it computes, what it sends. "
             "Then put a loop around it.",
-            "A received activation is a leaf: x.requires_grad_() before stage(x). After y.backward(dy), x.grad is "
+            "A received activation is a leaf: x.requires_grad_() before stage(x). After "
+            "y.backward(dy), x.grad is "
             "what the rank before waits for. "
             "Keep (x, y) of each microbatch until its backward.",
-            "for i in range(M): x = inputs[i] or a received leaf; y = stage(x); send y.detach() on, or loss_fn(y, "
+            "for i in range(M): x = inputs[i] or a received leaf; y = stage(x); send "
+            "y.detach() on, or loss_fn(y, "
             "targets[i]) / M on the last rank. "
-            "Then for i in range(M): dy = received, or None on the last rank; y.backward(dy); send x.grad back. Wait "
+            "Then for i in range(M): dy = received, or None on the last rank; y.backward(dy); "
+            "send x.grad back. Wait "
             "for the sends at the end.",
         ),
         picture="pipeline",

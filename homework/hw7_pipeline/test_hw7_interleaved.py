@@ -10,14 +10,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel101.grade.checks import failed, value
-from parallel101.grade.exercise import AUTOGRAD, Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.pipeline import ROWS, WIDTH, example, holds_at_most, in_flight, make_case, mean_square, slots, stage_of
+from parallel101.grade.exercise import (
+    AUTOGRAD,
+    Case,
+    Draw,
+    Exercise,
+    Misconception,
+    Question,
+    Trial,
+)
+from parallel101.grade.pipeline import (
+    ROWS,
+    WIDTH,
+    example,
+    holds_at_most,
+    in_flight,
+    make_case,
+    mean_square,
+    slots,
+    stage_of,
+)
 from parallel101.record.errors import DeadlockError
 from parallel101.record.spans import compute, span
 
 
-def run_order(order: Callable[..., list[str]], seed: int, inputs: Any, targets: Any, microbatches: int, chunks: int) -> list[Any]:
-    """Run the order of work that the learner's function gives for this rank. Returns the order, the loss and the gradients by stage."""
+def run_order(
+    order: Callable[..., list[str]],
+    seed: int,
+    inputs: Any,
+    targets: Any,
+    microbatches: int,
+    chunks: int,
+) -> list[Any]:
+    """Run the order of work that the learner's function gives for this rank.
+
+    Returns the order, the loss and the gradients by stage.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     actions = order(rank, n, microbatches, chunks)
     last = n * chunks - 1
@@ -40,11 +68,21 @@ def run_order(order: Callable[..., list[str]], seed: int, inputs: Any, targets: 
     for text in actions:
         number, kind, i = _parsed(text)
         if number not in stages:
-            raise ValueError(f"rank {rank} is told {text}, but stage {number} is on rank {number % n} (stage s is on rank s mod {n})")
+            raise ValueError(
+                f"rank {rank} is told {text}, but stage {number} is on rank {number % n} "
+                f"(stage s is on rank s mod {n})"
+            )
         if kind == "B" and (number, i) not in held:
-            raise ValueError(f"rank {rank} is told {text} before {number}F{i}: the backward of a microbatch comes after its forward")
+            raise ValueError(
+                f"rank {rank} is told {text} before {number}F{i}: the backward of a microbatch "
+                "comes after its forward"
+            )
         if kind == "F":
-            x = inputs[i] if number == 0 else receive(number - 1, 1000 * (number - 1) + i).requires_grad_()
+            x = (
+                inputs[i]
+                if number == 0
+                else receive(number - 1, 1000 * (number - 1) + i).requires_grad_()
+            )
             with span("forward", stage=number, microbatch=i):
                 compute(1.0 / chunks)
                 y = stages[number](x)
@@ -64,7 +102,11 @@ def run_order(order: Callable[..., list[str]], seed: int, inputs: Any, targets: 
                 send(x.grad, number - 1, 100_000 + 1000 * number + i)
     for work, _ in sends:
         work.wait()
-    return [actions, sum(losses) if losses else None, [[p.grad for p in stage.parameters()] for stage in stages.values()]]
+    return [
+        actions,
+        sum(losses) if losses else None,
+        [[p.grad for p in stage.parameters()] for stage in stages.values()],
+    ]
 
 
 def _parsed(text: str) -> tuple[int, str, int]:
@@ -77,14 +119,24 @@ def _parsed(text: str) -> tuple[int, str, int]:
 
 
 def order_cases(draw: Draw) -> list[Case]:
-    return [make_case(draw, p, m, chunks) for p, m, chunks in ((1, 2, 2), (2, 4, 1), (2, 2, 2), (2, 4, 3), (3, 6, 2), (4, 8, 2))]
+    return [
+        make_case(draw, p, m, chunks)
+        for p, m, chunks in ((1, 2, 2), (2, 4, 1), (2, 2, 2), (2, 4, 3), (3, 6, 2), (4, 8, 2))
+    ]
 
 
 def messages_between_chunks(case: Case) -> list[int]:
-    p, chunks, each = case.facts["p"], case.facts["chunks"], case.facts["m"] * case.facts["activation"]
+    p, chunks, each = (
+        case.facts["p"],
+        case.facts["chunks"],
+        case.facts["m"] * case.facts["activation"],
+    )
     if p == 1:
         return [0]
-    return [each * sum((s < p * chunks - 1) + (s > 0) for s in range(rank, p * chunks, p)) for rank in range(p)]
+    return [
+        each * sum((s < p * chunks - 1) + (s > 0) for s in range(rank, p * chunks, p))
+        for rank in range(p)
+    ]
 
 
 def interleaved_slots(case: Case) -> float:
@@ -104,26 +156,38 @@ def _chunk_map(trials: Sequence[Trial]) -> bool:
 
 CHUNK_MAP = Misconception(
     "wrong chunk map",
-    "A rank's order has stages of other ranks, such as the neighbours of its first. Stage s is on rank s mod P: the stages of a rank "
+    "A rank's order has stages of other ranks, such as the neighbours of its first. Stage s is "
+    "on rank s mod P: the stages of a rank "
     "are P apart.",
     _chunk_map,
 )
 ALL_FORWARDS = Misconception(
     "GPipe with a new name",
-    "Every rank does all its forwards before its first backward. The bubble is as short, but the activations of all microbatches are held.",
-    lambda trials: not failed(trials) and all(max(in_flight(t)) == t.case.facts["m"] * t.case.facts["chunks"] for t in trials),
+    (
+        "Every rank does all its forwards before its first backward. The bubble is as short, but "
+        "the activations of all microbatches are held."
+    ),
+    lambda trials: (
+        not failed(trials)
+        and all(max(in_flight(t)) == t.case.facts["m"] * t.case.facts["chunks"] for t in trials)
+    ),
 )
 
 
 def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
     """It waits for ever as soon as a rank has several chunks, and only then."""
-    stuck = {t.case.facts["chunks"] > 1 for t in trials if isinstance(t.error, DeadlockError) or "comes after its forward" in str(t.error)}
+    stuck = {
+        t.case.facts["chunks"] > 1
+        for t in trials
+        if isinstance(t.error, DeadlockError) or "comes after its forward" in str(t.error)
+    }
     return stuck == {True} and not any(t.error for t in trials if t.case.facts["chunks"] == 1)
 
 
 SHORT_WARM_UP = Misconception(
     "warm-up of one chunk",
-    "The warm-up is that of plain 1F1B. With several chunks a backward is then due before the forward through the "
+    "The warm-up is that of plain 1F1B. With several chunks a backward is then due before the "
+    "forward through the "
     "later chunks: the ranks wait.",
     _warm_up_of_one_chunk,
 )
@@ -139,7 +203,10 @@ EXERCISES = [
         program=run_order,
         imports=AUTOGRAD,
         checks=(
-            value("the order runs, and the loss and every gradient equal one process", parts=("the order", "the loss", "the gradients")),
+            value(
+                "the order runs, and the loss and every gradient equal one process",
+                parts=("the order", "the loss", "the gradients"),
+            ),
             slots(interleaved_slots, "2M + 2(P − 1)/v slots"),
             holds_at_most(interleaved_peak, "few activations in flight"),
         ),
@@ -155,10 +222,13 @@ EXERCISES = [
             ),
         ),
         hints=(
-            "Number the forwards of a rank k = 0, 1, 2, … and find, for each k, which chunk and which microbatch it is.",
-            "k // (P·v) counts groups of P microbatches; the rest, divided by P, is the chunk. For backwards, count "
+            "Number the forwards of a rank k = 0, 1, 2, … and find, for each k, which chunk "
+            "and which microbatch it is.",
+            "k // (P·v) counts groups of P microbatches; the rest, divided by P, is the chunk. "
+            "For backwards, count "
             "the chunks from the last.",
-            "Warm-up for v > 1: (v − 1)·P + 2·(P − rank − 1) + 1 forwards, for v = 1 P − rank; at most v·M. Then one "
+            "Warm-up for v > 1: (v − 1)·P + 2·(P − rank − 1) + 1 forwards, for v = 1 P − rank; "
+            "at most v·M. Then one "
             "backward and one forward in turn. "
             "Chunk c of a rank is stage c·P + rank.",
         ),

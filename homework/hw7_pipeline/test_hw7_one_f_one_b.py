@@ -23,22 +23,34 @@ from parallel101.grade.pipeline import (
 
 
 def peaks_beyond(trials: Sequence[Trial], held: Callable[[Case, int], int]) -> bool:
-    """Whether each rank of each run with many microbatches held exactly so many, which is more than P − rank somewhere."""
+    """Whether each rank of each run with many microbatches held exactly so many, which is more
+    than P − rank somewhere.
+    """
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
-    return bool(many) and all(in_flight(t) == [held(t.case, rank) for rank in range(t.world_size)] for t in many)
+    return bool(many) and all(
+        in_flight(t) == [held(t.case, rank) for rank in range(t.world_size)] for t in many
+    )
 
 
 RENAMED = Misconception(
     "GPipe with a new name",
-    "Every rank does all its forwards before its first backward. That is GPipe: it holds the activations of all M microbatches.",
+    (
+        "Every rank does all its forwards before its first backward. That is GPipe: it holds the "
+        "activations of all M microbatches."
+    ),
     lambda trials: peaks_beyond(trials, lambda case, rank: case.facts["m"]),
 )
 
 
 def _warm_up_off(trials: Sequence[Trial]) -> bool:
-    """One forward too many or too few before the first backward, on some rank that should have more than one."""
+    """One forward too many or too few before the first backward, on some rank that should have
+    more than one.
+    """
     many = [t for t in trials if t.error is None and t.case.facts["m"] > t.world_size > 1]
-    return bool(many) and all(any(abs(_warm_up(t, rank) - (t.world_size - rank)) == 1 for rank in range(t.world_size)) for t in many)
+    return bool(many) and all(
+        any(abs(_warm_up(t, rank) - (t.world_size - rank)) == 1 for rank in range(t.world_size))
+        for t in many
+    )
 
 
 def _warm_up(trial: Trial, rank: int) -> int:
@@ -49,7 +61,10 @@ def _warm_up(trial: Trial, rank: int) -> int:
 
 WARM_UP = Misconception(
     "warm-up off by one",
-    "The warm-up has one forward too many or one too few. One too many holds another microbatch; one too few lets the next ranks wait.",
+    (
+        "The warm-up has one forward too many or one too few. One too many holds another "
+        "microbatch; one too few lets the next ranks wait."
+    ),
     _warm_up_off,
 )
 
@@ -64,19 +79,27 @@ EXERCISES = [
         program=run_step,
         imports=AUTOGRAD,
         checks=(
-            value("the loss and every gradient equal one process", parts=("the loss", "the gradients")),
+            value(
+                "the loss and every gradient equal one process", parts=("the loss", "the gradients")
+            ),
             bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
             slots(two_halves, "2(M + P − 1) slots"),
-            holds_at_most(lambda case, rank: min(case.facts["m"], case.facts["p"] - rank), "at most P − rank microbatches in flight"),
+            holds_at_most(
+                lambda case, rank: min(case.facts["m"], case.facts["p"] - rank),
+                "at most P − rank microbatches in flight",
+            ),
         ),
         least_received=messages_of,
         misconceptions=(*MESSAGES, NO_AVERAGE, LAST_ONLY, DETACHED, RENAMED, WARM_UP),
         questions=(HELD, SLOTS),
         hints=(
-            "Draw the last rank first: it can do the backward of a microbatch right after its forward. When can the rank before it?",
-            "Rank r can do P − r forwards before the first gradient comes back to it. Each backward then frees the "
+            "Draw the last rank first: it can do the backward of a microbatch right after its "
+            "forward. When can the rank before it?",
+            "Rank r can do P − r forwards before the first gradient comes back to it. Each "
+            "backward then frees the "
             "activations of one microbatch.",
-            "warm_up = min(M, P − rank). Do that many forwards. Then for i in range(M): backward(i), and forward(i + "
+            "warm_up = min(M, P − rank). Do that many forwards. Then for i in range(M): "
+            "backward(i), and forward(i + "
             "warm_up) if there is one.",
         ),
         picture="pipeline",

@@ -56,7 +56,9 @@ class SplitStage:
         self._slot("weight gradient", i)
         y, dy = self.left.pop(i)
         parameters = list(self.inner.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(y, parameters, dy), strict=True):
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(y, parameters, dy), strict=True
+        ):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
@@ -68,12 +70,22 @@ class MarkedSGD(torch.optim.SGD):
             return super().step(closure)
 
 
-def run_split_step(step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int) -> list[Any]:
+def run_split_step(
+    step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int
+) -> list[Any]:
     """One zero-bubble step on this rank. Returns the loss and the new weights of the stage."""
     rank = dist.get_rank()
     inner = stage_of(seed, rank)
     optimizer = MarkedSGD(inner.parameters(), lr=LEARNING_RATE)
-    loss = step(SplitStage(inner, rank), inputs, targets, mean_square, (ROWS, WIDTH), microbatches, optimizer)
+    loss = step(
+        SplitStage(inner, rank),
+        inputs,
+        targets,
+        mean_square,
+        (ROWS, WIDTH),
+        microbatches,
+        optimizer,
+    )
     return [loss, [p.detach() for p in inner.parameters()]]
 
 
@@ -88,8 +100,12 @@ def zero_bubble_slots(case: Case) -> float:
 def _stepped_early(trials: Sequence[Trial]) -> bool:
     for trial in trials:
         for rank in range(trial.world_size):
-            ends = {e.name: (e.start, e.seq) for e in trial.trace.spans() if e.rank == rank}  # the last of each name
-            if "optimizer step" in ends and ends.get("weight gradient", (-1.0, 0)) > ends["optimizer step"]:
+            # the last of each name
+            ends = {e.name: (e.start, e.seq) for e in trial.trace.spans() if e.rank == rank}
+            if (
+                "optimizer step" in ends
+                and ends.get("weight gradient", (-1.0, 0)) > ends["optimizer step"]
+            ):
                 return True
             done = sum(e.rank == rank and e.name == "weight gradient" for e in trial.trace.spans())
             if trial.error is None and "optimizer step" in ends and done < trial.case.facts["m"]:
@@ -99,30 +115,44 @@ def _stepped_early(trials: Sequence[Trial]) -> bool:
 
 EARLY_STEP = Misconception(
     "optimizer steps before W is done",
-    "The optimizer steps while weight gradients are still missing. They are lost, or reach the weights only with the next step.",
+    (
+        "The optimizer steps while weight gradients are still missing. They are lost, or reach the "
+        "weights only with the next step."
+    ),
     _stepped_early,
 )
 
 
 def _never_apart(trials: Sequence[Trial]) -> bool:
-    """Whether every weight gradient comes right after its input gradient, on every rank of runs with several stages."""
+    """Whether every weight gradient comes right after its input gradient, on every rank of runs
+    with several stages.
+    """
     order = {
         (number, rank): [
-            (e.name, (e.args or {}).get("microbatch")) for e in trial.trace.spans() if e.rank == rank and e.name != "optimizer step"
+            (e.name, (e.args or {}).get("microbatch"))
+            for e in trial.trace.spans()
+            if e.rank == rank and e.name != "optimizer step"
         ]
         for number, trial in enumerate(trials)
         if trial.world_size > 1 and trial.error is None
         for rank in range(trial.world_size)
     }
     return bool(order) and all(
-        all(names[k - 1] == ("input gradient", i) for k, (name, i) in enumerate(names) if name == "weight gradient")
+        all(
+            names[k - 1] == ("input gradient", i)
+            for k, (name, i) in enumerate(names)
+            if name == "weight gradient"
+        )
         for names in order.values()
     )
 
 
 NOT_SPLIT = Misconception(
     "W right after B",
-    "Each weight gradient runs right after its input gradient, so nothing is left to fill the bubble with.",
+    (
+        "Each weight gradient runs right after its input gradient, so nothing is left to fill the "
+        "bubble with."
+    ),
     _never_apart,
 )
 
@@ -137,7 +167,10 @@ EXERCISES = [
         program=run_split_step,
         imports=OPTIM,
         checks=(
-            value("the loss, and every weight after the step, equal one process", parts=("the loss", "the weights")),
+            value(
+                "the loss, and every weight after the step, equal one process",
+                parts=("the loss", "the weights"),
+            ),
             bytes_sent(messages_of, "M activations forward and M gradients back, and nothing else"),
             slots(zero_bubble_slots, "3M + (P − 1) slots"),
             holds_at_most(lambda case, rank: case.facts["p"], "at most P microbatches in flight"),
@@ -154,10 +187,13 @@ EXERCISES = [
             ),
         ),
         hints=(
-            "The stage before waits for dx only. Nobody waits for a weight gradient, until the optimizer steps.",
-            "Begin as in 1F1B. On rank r, let weight_gradient run r microbatches behind input_gradient; the r that "
+            "The stage before waits for dx only. Nobody waits for a weight gradient, until the "
+            "optimizer steps.",
+            "Begin as in 1F1B. On rank r, let weight_gradient run r microbatches behind "
+            "input_gradient; the r that "
             "are left come at the end.",
-            "for i in range(M): input_gradient(i); if i ≥ rank: weight_gradient(i − rank); if i + warm_up < M: forward(i + warm_up). "
+            "for i in range(M): input_gradient(i); if i ≥ rank: weight_gradient(i − rank); if "
+            "i + warm_up < M: forward(i + warm_up). "
             "Then the last weight gradients, then optimizer.step().",
         ),
         picture="pipeline",

@@ -1,4 +1,5 @@
-"""Which mesh axis a message belongs to: the traffic of each axis, from the groups that events carry.
+"""Which mesh axis a message belongs to: the traffic of each axis, from the groups that events
+carry.
 
     dp  rank 0 → rank 4   gradients           tp  rank 0 → rank 1   partial sums
     pp  rank 0 → rank 2   activations         no axis               of a group that no named mesh made
@@ -34,15 +35,16 @@ class AxisTraffic(NamedTuple):
         return sum(self._sizes(rank))
 
     def _sizes(self, rank: int) -> list[int]:
-        return [m.nbytes for m in self.messages if m.src == rank] + [e.nbytes for e in self.collectives if e.rank == rank]
+        return [m.nbytes for m in self.messages if m.src == rank] + [
+            e.nbytes for e in self.collectives if e.rank == rank
+        ]
 
 
 def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, list[AxisTraffic]]:
     """The traffic of each axis in a part of the record.
 
-    Args:
-        trace: the record of a run.
-        within: the last span of this name on each rank; what a rank posts in it belongs to it. None: the whole record.
+    Args: trace: the record of a run. within: the last span of this name on each rank; what a rank
+        posts in it belongs to it. None: the whole record.
 
     Raises:
         ValueError: no span has that name.
@@ -51,7 +53,11 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
     last = {e.rank: (e.start, e.end) for e in trace.spans(within)} if within else {}
 
     def inside(event: Event) -> bool:
-        begin, end = last.get(event.rank, (window.begin, window.begin)) if within else (window.begin, window.end)
+        begin, end = (
+            last.get(event.rank, (window.begin, window.begin))
+            if within
+            else (window.begin, window.end)
+        )
         return begin <= event.posted <= end
 
     messages: dict[str | None, list[Message]] = defaultdict(list)
@@ -63,6 +69,11 @@ def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, l
         if e.kind != "span" and e.kind not in P2P and inside(e):
             collectives[e.group.axis].append(e)
     axes = sorted(
-        {*messages, *collectives}, key=lambda axis: (axis is None, ORDER.index(axis) if axis in ORDER else len(ORDER), axis or "")
+        {*messages, *collectives},
+        key=lambda axis: (
+            axis is None,
+            ORDER.index(axis) if axis in ORDER else len(ORDER),
+            axis or "",
+        ),
     )
     return window, [AxisTraffic(axis, messages[axis], collectives[axis]) for axis in axes]

@@ -1,4 +1,5 @@
-"""What each rank of a watched run was given and what it returned, as rows of blocks: the matrices of a collective.
+"""What each rank of a watched run was given and what it returned, as rows of blocks: the matrices
+of a collective.
 
     given     rank 0  a0 b0 c0        returned   rank 0  a0 a1 a2        all-to-all: a transposition
               rank 1  a1 b1 c1                   rank 1  b0 b1 b2
@@ -25,28 +26,46 @@ class Block(NamedTuple):
 
 
 def given_blocks(replay: Replay) -> list[list[Block]]:
-    """The blocks that each of the replay's ranks was given, in order. Raises ValueError for a run whose data can't be followed."""
+    """The blocks that each of the replay's ranks was given, in order.
+
+    Raises ValueError for a run whose data can't be followed.
+    """
     if replay.numel is None:
-        raise ValueError("the blocks of a run are known if its data can be followed: run it with p101.watch(fn, …)")
+        raise ValueError(
+            "the blocks of a run are known if its data can be followed: run it with "
+            "p101.watch(fn, …)"
+        )
     if not replay.known:
         raise ValueError(
-            "the data of this run can't be followed: its messages and results hold nothing that can be read as copies, sums or means of x. "
-            "The messages inside torch's own collectives are not recorded: use the package's, such as p101.all_reduce, or your own, "
+            "the data of this run can't be followed: its messages and results hold nothing "
+            "that can be read as copies, sums or means of x. "
+            "The messages inside torch's own collectives are not recorded: use the package's, "
+            "such as p101.all_reduce, or your own, "
             "and return a tensor"
         )
     n = replay.trace.world_size
     own = {rank: tuple(int(r == rank) for r in range(n)) for rank in replay.ranks}
-    return [_in_blocks(_block(replay, Term(i, own[rank])) for i in range(replay.numel)) for rank in replay.ranks]
+    return [
+        _in_blocks(_block(replay, Term(i, own[rank])) for i in range(replay.numel))
+        for rank in replay.ranks
+    ]
 
 
 def returned_blocks(replay: Replay) -> list[list[Block]]:
     """The blocks that each of the replay's ranks returned, in order."""
-    return [_in_blocks(_block(replay, term) for term in replay.terms[rank] or ()) for rank in replay.ranks]
+    return [
+        _in_blocks(_block(replay, term) for term in replay.terms[rank] or ())
+        for rank in replay.ranks
+    ]
 
 
 def is_transposed(given: list[list[Block]], returned: list[list[Block]]) -> bool:
     """Whether each column of blocks has become a row."""
-    return len(given) > 1 and [list(column) for column in zip(*given)] == returned and {len(row) for row in given} == {len(given)}
+    return (
+        len(given) > 1
+        and [list(column) for column in zip(*given)] == returned
+        and {len(row) for row in given} == {len(given)}
+    )
 
 
 def _block(replay: Replay, term: Term) -> Block:

@@ -1,10 +1,13 @@
-"""The critical path of a run: the chain of messages and compute that ends last. Everything else could be slower at no cost.
+"""The critical path of a run: the chain of messages and compute that ends last.
+
+Everything else could be slower at no cost.
 
     rank 0  ▇▇▇ ╲          ╱ ▇▇      walk back from the last end: a rank waited for what it had finished last,
     rank 1        ╲ ▇▇▇▇ ╱           a message for the side that was posted last, or for a link
 
-On sim the path is exact. On gloo and NCCL it comes from measured times. Compute is what lies in spans; time between two calls that is
-in no span is named "between calls". A span in which a rank posts messages and waits for them counts only between those.
+On sim the path is exact. On gloo and NCCL it comes from measured times. Compute is what lies in
+spans; time between two calls that is in no span is named "between calls". A span in which a rank
+posts messages and waits for them counts only between those.
 """
 
 from __future__ import annotations
@@ -20,14 +23,18 @@ from parallel101.record.events import P2P, Event, Message
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 
-AT_ONCE = 0.1  # on a measured clock: if a rank was blocked for less than this share of a call's time in flight, the call had ended before
+# on a measured clock: if a rank was blocked for less than this share of a call's time in flight,
+# the call had ended before
+AT_ONCE = 0.1
 
 
 class Segment(NamedTuple):
     """A part of the critical path. The next segment starts when this one ends."""
 
     rank: int  # of a message: its sender
-    kind: str  # "message", a collective of torch's own, "compute" in a span, "between calls" in none, or "wait for a link"
+    # "message", a collective of torch's own, "compute" in a span, "between calls" in none, or "wait
+    # for a link"
+    kind: str
     start: float
     end: float
     label: str  # in words
@@ -36,7 +43,10 @@ class Segment(NamedTuple):
 
 
 class CriticalPath(NamedTuple):
-    """The segments of a critical path in order of time. They cover the run from its first start to its last end, without a gap."""
+    """The segments of a critical path in order of time.
+
+    They cover the run from its first start to its last end, without a gap.
+    """
 
     segments: tuple[Segment, ...]
 
@@ -56,17 +66,30 @@ class CriticalPath(NamedTuple):
     def __str__(self) -> str:
         """What lies on the path: "6 messages with 96 B take 6 s, compute 2 s"."""
         count = self.messages
-        parts = [f"{count} message{'s' * (count != 1)} with {human_bytes(self.nbytes)} take{'s' * (count == 1)}"] * bool(count)
+        parts = [
+            (
+                f"{count} message{'s' * (count != 1)} with {human_bytes(self.nbytes)} "
+                f"take{'s' * (count == 1)}"
+            )
+        ] * bool(count)
         parts = [f"{part} {human_seconds(self.seconds('message'))}" for part in parts]
-        others = dict.fromkeys(s.kind for s in self.segments if s.kind != "message" and s.end > s.start)
-        return ", ".join(parts + [f"{kind} {human_seconds(self.seconds(kind))}" for kind in others]) or "nothing"
+        others = dict.fromkeys(
+            s.kind for s in self.segments if s.kind != "message" and s.end > s.start
+        )
+        return (
+            ", ".join(parts + [f"{kind} {human_seconds(self.seconds(kind))}" for kind in others])
+            or "nothing"
+        )
 
 
 class Activity(NamedTuple):
-    """What a rank may have waited for: a message that it sent or received, a collective, or a piece of compute."""
+    """What a rank may have waited for: a message that it sent or received, a collective, or a
+    piece of compute.
+    """
 
     end: float  # when this rank saw its end
-    better: tuple[bool, bool, bool]  # of those that end together, the largest: it took time, it is a call, it is a receive
+    # of those that end together, the largest: it took time, it is a call, it is a receive
+    better: tuple[bool, bool, bool]
     start: float  # when nothing more was missing
     posted: tuple[float, int]  # when the last part that it needed was posted, and by which rank
     key: Hashable  # the same on all ranks
@@ -75,7 +98,10 @@ class Activity(NamedTuple):
 
 
 def critical_path(trace: Trace) -> CriticalPath:
-    """The chain of messages and compute that ends last in a run. If two end at the same time, the lower rank's."""
+    """The chain of messages and compute that ends last in a run.
+
+    If two end at the same time, the lower rank's.
+    """
     if not trace.events:
         return CriticalPath(())
     path = [s for s in _backwards(_Record(trace)) if s.end > s.start or s.kind == "message"]
@@ -97,9 +123,15 @@ def _backwards(record: _Record) -> Iterator[Segment]:
             yield found.segment._replace(start=min(found.start, t), end=t)
             t = min(found.start, t)
             when, rank = found.posted
-            found = record.before_it_on_a_link(found.message, t) if when < t and found.message is not None else None
+            found = (
+                record.before_it_on_a_link(found.message, t)
+                if when < t and found.message is not None
+                else None
+            )
         if when < t:
-            yield Segment(rank, "wait for a link", when, t, "the message waits for a link that others use")
+            yield Segment(
+                rank, "wait for a link", when, t, "the message waits for a link that others use"
+            )
             t = when
 
 
@@ -119,7 +151,8 @@ class _Record:
         for message in trace.messages():
             self.at_end[message.end].append(message)
             for side in (message.send, message.recv):
-                if not message.start < message.end <= side.posted:  # it had arrived before the receive was posted
+                # it had arrived before the receive was posted
+                if not message.start < message.end <= side.posted:
                     self.calls[side.rank].append(_of_message(message, side))
         for rank, activity in _collectives(trace.events):
             self.calls[rank].append(activity)
@@ -129,26 +162,36 @@ class _Record:
         self.last_rank = -rank
 
     def before(self, rank: int, t: float) -> Activity | None:
-        """What ended last on a rank, at t or before. A piece of compute that goes on counts up to t."""
+        """What ended last on a rank, at t or before.
+
+        A piece of compute that goes on counts up to t.
+        """
         calls, pieces = self.calls[rank], self.pieces.get(rank, [])
         place = bisect_right(calls, t, key=lambda activity: activity.end)
         ended = [a for a in calls[max(0, place - 64) : place] if a.key not in self.used]
         if not self.exact:
             ended = _without_those_that_had_ended(ended)
-        k = bisect_left(pieces, t, key=lambda piece: piece.start)  # the first piece that starts at t or later
+        # the first piece that starts at t or later
+        k = bisect_left(pieces, t, key=lambda piece: piece.start)
         candidates = ended[-1:]
         if k:
             piece = pieces[k - 1]
             end = min(piece.end, t)
-            candidates.append(Activity(end, (True, False, False), piece.start, (piece.start, rank), piece, piece))
+            candidates.append(
+                Activity(end, (True, False, False), piece.start, (piece.start, rank), piece, piece)
+            )
         return max(candidates, key=lambda activity: activity[:2], default=None)
 
     def before_it_on_a_link(self, message: Message, t: float) -> Activity | None:
-        """The message whose end at t let this one start: it used the link of the same sender or receiver, or one between them."""
+        """The message whose end at t let this one start: it used the link of the same sender or
+        receiver, or one between them.
+        """
         on_link = [m for m in self.at_end.get(t, []) if m.start < t]
         if not self.exact or not on_link:
             return None
-        return _of_message(max(on_link, key=lambda m: (m.src == message.src, m.dst == message.dst)), None)
+        return _of_message(
+            max(on_link, key=lambda m: (m.src == message.src, m.dst == message.dst)), None
+        )
 
 
 def _between_calls(rank: int, start: float, end: float) -> Segment:
@@ -157,13 +200,25 @@ def _between_calls(rank: int, start: float, end: float) -> Segment:
 
 def _of_message(m: Message, side: Event | None) -> Activity:
     """A message as one of its ranks saw it."""
-    parts = [(event.posted, event is m.send, event.rank) for event in (m.send, m.recv) if event.posted <= m.start] or [
-        (m.start, True, m.src)
-    ]
+    parts = [
+        (event.posted, event is m.send, event.rank)
+        for event in (m.send, m.recv)
+        if event.posted <= m.start
+    ] or [(m.start, True, m.src)]
     when, _, rank = max(parts)
-    segment = Segment(m.src, "message", m.start, m.end, f"rank {m.src} sends {human_bytes(m.nbytes)} to rank {m.dst}", m.dst, m.nbytes)
+    segment = Segment(
+        m.src,
+        "message",
+        m.start,
+        m.end,
+        f"rank {m.src} sends {human_bytes(m.nbytes)} to rank {m.dst}",
+        m.dst,
+        m.nbytes,
+    )
     end = m.end if side is None else max(side.end, m.start)
-    return Activity(end, (m.end > m.start, True, side is m.recv), m.start, (when, rank), id(m), segment, m)
+    return Activity(
+        end, (m.end > m.start, True, side is m.recv), m.start, (when, rank), id(m), segment, m
+    )
 
 
 def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
@@ -174,11 +229,25 @@ def _collectives(events: Iterable[Event]) -> Iterator[tuple[int, Activity]]:
             parts[e.group.name, e.group.ranks, e.kind, e.seq].append(e)
     for key, of in parts.items():
         for e in of:
-            needed = [o for o in of if o.rank == e.rank or e.kind not in FROM_ROOT or o.rank == e.peer]
+            needed = [
+                o for o in of if o.rank == e.rank or e.kind not in FROM_ROOT or o.rank == e.peer
+            ]
             last = max(needed, key=lambda o: o.posted)
             start = max(e.start, last.posted)
-            segment = Segment(e.rank, e.kind, start, e.end, f"{e.kind} of {human_bytes(e.nbytes)}", None, e.nbytes)
-            yield e.rank, Activity(e.end, (e.end > start, True, True), start, (last.posted, last.rank), key, segment)
+            segment = Segment(
+                e.rank, e.kind, start, e.end, f"{e.kind} of {human_bytes(e.nbytes)}", None, e.nbytes
+            )
+            yield (
+                e.rank,
+                Activity(
+                    e.end,
+                    (e.end > start, True, True),
+                    start,
+                    (last.posted, last.rank),
+                    key,
+                    segment,
+                ),
+            )
 
 
 def _pieces_of_compute(events: Sequence[Event]) -> list[Segment]:
@@ -186,8 +255,12 @@ def _pieces_of_compute(events: Sequence[Event]) -> list[Segment]:
 
     A span that contains both the post and the end of a call is taken to wait for it.
     """
-    spans = sorted((e for e in events if e.kind == "span" and e.end > e.start), key=lambda e: (e.start, -e.end))
-    calls = sorted((e for e in events if e.kind != "span" and e.end > e.posted), key=lambda e: e.posted)
+    spans = sorted(
+        (e for e in events if e.kind == "span" and e.end > e.start), key=lambda e: (e.start, -e.end)
+    )
+    calls = sorted(
+        (e for e in events if e.kind != "span" and e.end > e.posted), key=lambda e: e.posted
+    )
     posts = [e.posted for e in calls]
     pieces: list[tuple[Event, float, float]] = []
     open_: list[Event] = []
@@ -210,7 +283,9 @@ def _pieces_of_compute(events: Sequence[Event]) -> list[Segment]:
 
 
 def _without_those_that_had_ended(calls: list[Activity]) -> list[Activity]:
-    """Calls of a rank in order of end, up to the last one for which it was blocked. A program waits for several calls one after the other,
+    """Calls of a rank in order of end, up to the last one for which it was blocked.
+
+    A program waits for several calls one after the other,
     and the record has the time at which each wait returned."""
     for i in range(len(calls) - 1, 0, -1):
         call, before = calls[i], calls[i - 1]

@@ -1,4 +1,5 @@
-"""How much communication overlaps with compute: unions and intersections of a rank's intervals in the record.
+"""How much communication overlaps with compute: unions and intersections of a rank's intervals in
+the record.
 
     compute        ▇▇▇▇▇▇▇▇▇▇        ▇▇▇▇▇        spans, without those in which the rank waits (wait_span)
     communication        ▬▬▬▬▬▬▬▬▬▬▬▬             messages and collectives in flight
@@ -38,7 +39,8 @@ class TimeBreakdown(NamedTuple):
 
 
 def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
-    """For each name, the window of the last span of that name on each rank; without names, one window of the whole record.
+    """For each name, the window of the last span of that name on each rank; without names, one
+    window of the whole record.
 
     Raises ValueError for a name that no span has.
     """
@@ -55,14 +57,20 @@ def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
         inside = [
             e._replace(start=max(e.start, last[e.rank].start), end=min(e.end, last[e.rank].end))
             for e in trace.events
-            if e.name not in names and e.rank in last and e.end > last[e.rank].start and e.start < last[e.rank].end
+            if e.name not in names
+            and e.rank in last
+            and e.end > last[e.rank].start
+            and e.start < last[e.rank].end
         ]
         windows.append(TimeWindow(name, begin, end, inside))
     return windows
 
 
 def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
-    """How a rank spent a window. Each moment counts once, however many spans or messages cover it."""
+    """How a rank spent a window.
+
+    Each moment counts once, however many spans or messages cover it.
+    """
     events = [e for e in window.events if e.rank == rank]
     computing = union((e.start, e.end) for e in events if e.kind == "span" and not e.waiting)
     waiting = union((e.start, e.end) for e in events if e.waiting)
@@ -70,7 +78,10 @@ def time_breakdown(window: TimeWindow, rank: int) -> TimeBreakdown:
     compute = seconds(computing) - seconds(intersection(computing, waiting))
     overlap = intersection(in_flight, computing)
     return TimeBreakdown(
-        compute, seconds(in_flight), seconds(overlap) - seconds(intersection(overlap, waiting)), window.end - window.begin - compute
+        compute,
+        seconds(in_flight),
+        seconds(overlap) - seconds(intersection(overlap, waiting)),
+        window.end - window.begin - compute,
     )
 
 

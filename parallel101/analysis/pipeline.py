@@ -1,4 +1,5 @@
-"""What a pipeline's ranks compute, and when: from a schedule's times or from the record of a run, in the same form.
+"""What a pipeline's ranks compute, and when: from a schedule's times or from the record of a run,
+in the same form.
 
     rank 0   F0 F1 ////// B0 F2 B1 ...        slots: forward (F), backward (B), or its input (I) and weight gradients (W)
     rank 1      F0 B0 F1  B1 ...              bubbles: the rank waits between its first start and its last end
@@ -20,11 +21,15 @@ from parallel101.analysis.overlap import Interval, intersection, seconds, time_w
 from parallel101.record.events import Event
 from parallel101.record.trace import Trace
 
-KINDS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}  # a span's name → the kind of its slot
+# a span's name → the kind of its slot
+KINDS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
 
 
 class PlannedSlot(Protocol):
-    """A slot of `schedule(…).time(…)`. Its action has stage, kind, microbatch; or it has parts, which are computed together."""
+    """A slot of `schedule(…).time(…)`.
+
+    Its action has stage, kind, microbatch; or it has parts, which are computed together.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -60,8 +65,10 @@ class PipelineTimes(NamedTuple):
     """What each rank computed, and when. Time 0 is the first start."""
 
     slots: list[Slot]  # by rank and time
-    waits: dict[int, list[Interval]]  # by rank: when it waits inside a slot, as for a tensor-parallel all-reduce
-    messages: list[tuple[int, int, float, float]]  # (source, destination, start, end), between stages
+    # by rank: when it waits inside a slot, as for a tensor-parallel all-reduce
+    waits: dict[int, list[Interval]]
+    # (source, destination, start, end), between stages
+    messages: list[tuple[int, int, float, float]]
     recorded: bool  # in a run; its times are seconds
 
     @property
@@ -82,7 +89,11 @@ class PipelineTimes(NamedTuple):
         """See above. 0.0 if nothing was computed."""
         extents = [self.extent(rank) for rank in self.ranks]
         cost = max((end - start for start, end in extents), default=0.0)
-        return 1 - math.fsum(self.work(rank) for rank in self.ranks) / len(self.ranks) / cost if cost else 0.0
+        return (
+            1 - math.fsum(self.work(rank) for rank in self.ranks) / len(self.ranks) / cost
+            if cost
+            else 0.0
+        )
 
     def of(self, rank: int) -> list[Slot]:
         return [slot for slot in self.slots if slot.rank == rank]
@@ -136,19 +147,24 @@ def planned_times(time: Planned) -> PipelineTimes:
         parts = slot.action.parts or (slot.action,)
         for i, action in enumerate(parts):
             times = slot.start - begin, slot.end - begin
-            slots.append(Slot(slot.rank, action.stage, action.kind, action.microbatch, *times, i, len(parts)))
-    return PipelineTimes(sorted(slots, key=lambda s: (s.rank, s.start, s.end)), {}, [], recorded=False)
+            slots.append(
+                Slot(slot.rank, action.stage, action.kind, action.microbatch, *times, i, len(parts))
+            )
+    return PipelineTimes(
+        sorted(slots, key=lambda s: (s.rank, s.start, s.end)), {}, [], recorded=False
+    )
 
 
 def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
     """The times of a recorded step.
 
-    Args:
-        trace: of a run with spans called "forward", "backward", "input gradient" and "weight gradient". Their labels are `microbatch` and
+    Args: trace: of a run with spans called "forward", "backward", "input gradient" and "weight
+        gradient". Their labels are `microbatch` and
             `stage`; without `stage`, each rank is the stage of its number.
         within: the last span of this name on each rank. None: the whole record.
 
-    Of several steps, the last one with a backward is taken, so that an evaluation after it does not count.
+    Of several steps, the last one with a backward is taken, so that an evaluation after it does not
+    count.
 
     Raises:
         ValueError: there are no such spans, or no span of that name.
@@ -162,26 +178,52 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
             if key in steps[event.rank][-1]:
                 steps[event.rank].append({})  # the next step begins
             steps[event.rank][-1][key] = event
-    last = {rank: next((step for step in reversed(of) if any(kind != "F" for kind, _, _ in step)), of[-1]) for rank, of in steps.items()}
+    last = {
+        rank: next(
+            (step for step in reversed(of) if any(kind != "F" for kind, _, _ in step)), of[-1]
+        )
+        for rank, of in steps.items()
+    }
     found = [event for step in last.values() for event in step.values()]
     if not found:
         names = ", ".join(sorted({e.name or "" for e in trace.spans()})) or "none"
         raise ValueError(
-            f"the record has no pipeline: expected spans named {', '.join(KINDS)}, with a label microbatch=…; its spans are: {names}. "
+            f"the record has no pipeline: expected spans named {', '.join(KINDS)}, with a "
+            f"label microbatch=…; its spans are: {names}. "
             "Launch with trace=True and train with a pipeline, or use run.timeline()"
         )
     begin, end = min(e.start for e in found), max(e.end for e in found)
-    slots = [Slot(rank, key[1], key[0], key[2], e.start - begin, e.end - begin) for rank, step in last.items() for key, e in step.items()]
+    slots = [
+        Slot(rank, key[1], key[0], key[2], e.start - begin, e.end - begin)
+        for rank, step in last.items()
+        for key, e in step.items()
+    ]
     waits: dict[int, list[Interval]] = defaultdict(list)
     for e in window.events:
         if e.waiting and e.end > begin and e.start < end:
             waits[e.rank].append((max(e.start, begin) - begin, min(e.end, end) - begin))
     times = PipelineTimes(
-        sorted(slots, key=lambda s: (s.rank, s.start, s.end)), {r: union(of) for r, of in waits.items()}, [], recorded=True
+        sorted(slots, key=lambda s: (s.rank, s.start, s.end)),
+        {r: union(of) for r, of in waits.items()},
+        [],
+        recorded=True,
     )
-    stages, extents = {rank: times.stages(rank) for rank in times.ranks}, {rank: times.extent(rank) for rank in times.ranks}
+    stages, extents = (
+        {rank: times.stages(rank) for rank in times.ranks},
+        {rank: times.extent(rank) for rank in times.ranks},
+    )
     for m in trace.messages():
-        between = m.src in stages and m.dst in stages and stages[m.src] != stages[m.dst] and m.send.group.axis in (None, "pp")
-        if between and begin <= m.start and m.start - begin <= extents[m.src][1] and m.end - begin <= extents[m.dst][1]:
+        between = (
+            m.src in stages
+            and m.dst in stages
+            and stages[m.src] != stages[m.dst]
+            and m.send.group.axis in (None, "pp")
+        )
+        if (
+            between
+            and begin <= m.start
+            and m.start - begin <= extents[m.src][1]
+            and m.end - begin <= extents[m.dst][1]
+        ):
             times.messages.append((m.src, m.dst, m.start - begin, m.end - begin))
     return times

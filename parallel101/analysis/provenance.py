@@ -1,11 +1,13 @@
-"""Tensors whose values encode their origin, so that the record of a run shows whose data is in each message, without annotations.
+"""Tensors whose values encode their origin, so that the record of a run shows whose data is in each
+message, without annotations.
 
     element j of rank r starts as  F·(8^r + 8^n·code(j))   ·  code(j) = K·(j + 1) + (j² mod K)
     a sum over ranks is            F·(Σ c_r·8^r + 8^n·code(j)·Σ c_r)
 
-Digit r in base 8 is how often rank r is in a sum: 2 means that it was counted twice. The part above the digits, divided by the
-sum of the digits, is the code of a position in the tensor. If no position has this code, elements from different positions were added.
-The common factor F = n² keeps a mean, and a mean of means, exact: what a sum was divided by is found by trying.
+Digit r in base 8 is how often rank r is in a sum: 2 means that it was counted twice. The part above
+the digits, divided by the sum of the digits, is the code of a position in the tensor. If no
+position has this code, elements from different positions were added. The common factor F = n² keeps
+a mean, and a mean of means, exact: what a sum was divided by is found by trying.
 """
 
 from __future__ import annotations
@@ -16,20 +18,27 @@ from typing import NamedTuple
 import torch
 
 BASE = 8
-MOST_DIVIDED = 1 << 16  # elements of a tensor whose means are followed: with more, other numbers would be mistaken for them
+# elements of a tensor whose means are followed: with more, other numbers would be mistaken for them
+MOST_DIVIDED = 1 << 16
 MOST = BASE - 1  # how often one rank can be counted in a sum
-_LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}  # the largest number up to which all integers are exact
+# the largest number up to which all integers are exact
+_LARGEST = {torch.int64: 2**63 - 1, torch.float64: 2**53}
 
 
-Mark = tuple[int, ...]  # memory that was never written: its rank, the number of its buffer there, the position in it; () if not known
-BUFFERS, LONGEST = 32, 256  # a mark can name so many buffers of a rank, and so many elements of each
-_FAR = {torch.int64: 2**62, torch.float64: 2**52}  # a mark is a negative number that lies so far below all sums of origins
+# memory that was never written: its rank, the number of its buffer there, the position in it; () if
+# not known
+Mark = tuple[int, ...]
+# a mark can name so many buffers of a rank, and so many elements of each
+BUFFERS, LONGEST = 32, 256
+# a mark is a negative number that lies so far below all sums of origins
+_FAR = {torch.int64: 2**62, torch.float64: 2**52}
 
 
 class Term(NamedTuple):
     """What one element holds."""
 
-    position: int | None  # in the ranks' tensors; None if it holds nothing, or elements from different positions
+    # in the ranks' tensors; None if it holds nothing, or elements from different positions
+    position: int | None
     counts: tuple[int, ...]  # how often each rank's data is in it, by rank
     divisor: int = 1  # what the sum was divided by
     mark: Mark | None = None  # memory that was never written is in it
@@ -40,22 +49,24 @@ class Term(NamedTuple):
         return self.position is None and any(self.counts)
 
 
-def origin_tensor(rank: int, world_size: int, numel: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """The tensor with which `rank` starts. `decode` tells whose elements are in its copies and sums.
+def origin_tensor(
+    rank: int, world_size: int, numel: int, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """The tensor with which `rank` starts.
+
+    `decode` tells whose elements are in its copies and sums.
 
     Exact for every sum in which no rank is counted more than 7 times.
 
-    Args:
-        rank: 0 … world_size − 1.
-        world_size: the number of ranks n; each takes three bits.
-        numel: the number of elements. The other bits of the dtype must be enough for their positions.
+    Args: rank: 0 … world_size − 1. world_size: the number of ranks n; each takes three bits. numel:
+        the number of elements. The other bits of the dtype must be enough for their positions.
         dtype: torch.int64 or torch.float64.
 
     Returns:
         A tensor of shape (numel,).
 
-    Raises:
-        ValueError: a rank outside the world, another dtype, or more elements than fit (the message says how many do).
+    Raises: ValueError: a rank outside the world, another dtype, or more elements than fit (the
+        message says how many do).
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: expected a whole number of ranks, at least 1")
@@ -65,14 +76,25 @@ def origin_tensor(rank: int, world_size: int, numel: int, dtype: torch.dtype = t
         raise ValueError(f"numel={numel!r}: expected a whole number of elements, at least 0")
     if dtype not in _LARGEST:
         raise ValueError(
-            f"dtype={dtype}: values that encode their origin need torch.int64 or torch.float64 (other dtypes have too few exact bits)"
+            f"dtype={dtype}: values that encode their origin need torch.int64 or torch.float64 "
+            "(other dtypes have too few exact bits)"
         )
     most = most_elements(world_size, dtype)
     if numel > most:
-        advice = "take fewer elements" if most else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
-        raise ValueError(f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can hold {most}: {advice}")
+        advice = (
+            "take fewer elements"
+            if most
+            else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
+        )
+        raise ValueError(
+            f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can "
+            f"hold {most}: {advice}"
+        )
     factor = common_factor(world_size)
-    return torch.tensor([factor * BASE**rank + unit(world_size) * _code(j, world_size) for j in range(numel)], dtype=dtype)
+    return torch.tensor(
+        [factor * BASE**rank + unit(world_size) * _code(j, world_size) for j in range(numel)],
+        dtype=dtype,
+    )
 
 
 def common_factor(world_size: int) -> int:
@@ -88,7 +110,8 @@ def unit(world_size: int) -> int:
 def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
     """How many elements `origin_tensor` can tell apart for this many ranks."""
     room = _LARGEST[dtype] // unit(world_size)  # for the codes of a sum
-    room = (room - 1) // (MOST * world_size)  # the largest code that fits 7·n times; all digits may be 7
+    # the largest code that fits 7·n times; all digits may be 7
+    room = (room - 1) // (MOST * world_size)
     return max(0, (room + 1) // _check(world_size) - 1)
 
 
@@ -99,8 +122,8 @@ def decode(values: Sequence[float], world_size: int) -> list[Term] | None:
         values: of a payload or a result, flat.
         world_size: the number of ranks of the run.
 
-    Returns:
-        A Term for each value. A zero holds nothing, nor does memory that was never written: position None, all counts 0.
+    Returns: A Term for each value. A zero holds nothing, nor does memory that was never written:
+        position None, all counts 0.
     """
     found: dict[float, Term] = {}
     for value in values:
@@ -112,21 +135,31 @@ def decode(values: Sequence[float], world_size: int) -> list[Term] | None:
                 return None
             found[value] = term
     divisors = {term.divisor for term in found.values() if term.divisor > 1}
-    for value, term in found.items() if divisors else ():  # what looks like a mixture may be a mean, like its neighbours
+    # what looks like a mixture may be a mean, like its neighbours
+    for value, term in found.items() if divisors else ():
         if term.mixed:
-            found[value] = next((mean for divisor in divisors for mean in _sums(value, divisor, world_size)), term)
+            found[value] = next(
+                (mean for divisor in divisors for mean in _sums(value, divisor, world_size)), term
+            )
     return [found[value] for value in values]
 
 
 def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
-    """The numbers in what a rank returned: tensors, numbers, lists of them. None if there is anything else, or more than `most`."""
+    """The numbers in what a rank returned: tensors, numbers, lists of them.
+
+    None if there is anything else, or more than `most`.
+    """
     if result is None:
         return []
     if isinstance(result, torch.Tensor):
         return result.detach().flatten().tolist() if result.numel() <= most else None
     if isinstance(result, (int, float)):
         return [result]
-    if isinstance(result, Sequence) and not isinstance(result, (str, bytes)) and len(result) <= most:
+    if (
+        isinstance(result, Sequence)
+        and not isinstance(result, (str, bytes))
+        and len(result) <= most
+    ):
         parts = [flat_values(part, most) for part in result]
         if any(part is None for part in parts):
             return None
@@ -134,7 +167,9 @@ def flat_values(result: object, most: int = 1 << 16) -> list[float] | None:
     return None
 
 
-def marks_of(rank: int, world_size: int, buffer: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+def marks_of(
+    rank: int, world_size: int, buffer: int, numel: int, dtype: torch.dtype
+) -> torch.Tensor | None:
     """The marks of a buffer, flat. None if they do not fit beside this many ranks."""
     one = unit(world_size)
     first = _FAR[dtype] // one + (rank * BUFFERS + buffer) * LONGEST
@@ -144,7 +179,9 @@ def marks_of(rank: int, world_size: int, buffer: int, numel: int, dtype: torch.d
 
 
 def mark_in(value: float, world_size: int) -> Mark | None:
-    """The mark that a value is; () for a sum with a mark in it, and for what torch fills memory with; None for all else."""
+    """The mark that a value is; () for a sum with a mark in it, and for what torch fills memory
+    with; None for all else.
+    """
     if value != value:
         return ()
     if abs(value) == float("inf"):
@@ -163,7 +200,10 @@ def _marked(value: float, world_size: int) -> Term | None:
 
 
 def _check(world_size: int) -> int:
-    """K: a prime, as large as the bits allow. At most one mixture in K is mistaken for a position."""
+    """K: a prime, as large as the bits allow.
+
+    At most one mixture in K is mistaken for a position.
+    """
     return 61 if world_size <= 12 else 7 if world_size <= 16 else 1
 
 
@@ -173,13 +213,25 @@ def _code(position: int, world_size: int) -> int:
 
 
 def _term(value: float, world_size: int) -> Term | None:
-    """What one value holds. If it is no sum of origins, it may be such a sum divided by a whole number."""
-    if isinstance(value, bool) or value != value or value in (float("inf"), float("-inf")) or value < 0:
+    """What one value holds.
+
+    If it is no sum of origins, it may be such a sum divided by a whole number.
+    """
+    if (
+        isinstance(value, bool)
+        or value != value
+        or value in (float("inf"), float("-inf"))
+        or value < 0
+    ):
         return None
     whole = next((_sum(total, world_size) for total in _multiplied(value, 1, world_size)), None)
     if whole is not None and not whole.mixed:
         return whole
-    divisors = range(2, max(world_size * min(world_size, 8), 16) + 1) if whole is None else (world_size, world_size**2)
+    divisors = (
+        range(2, max(world_size * min(world_size, 8), 16) + 1)
+        if whole is None
+        else (world_size, world_size**2)
+    )
     means = [term for divisor in divisors for term in _sums(value, divisor, world_size)]
     if whole is not None:  # a mixture, it seems: it is a mean only if each rank is in it once
         means = [term for term in means if set(term.counts) == {1}]
@@ -195,7 +247,9 @@ def _sums(value: float, divisor: int, world_size: int) -> Iterator[Term]:
 
 
 def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:
-    """The whole numbers that give `value` when they are multiplied by F and divided by `divisor`, exactly or rounded down."""
+    """The whole numbers that give `value` when they are multiplied by F and divided by
+    `divisor`, exactly or rounded down.
+    """
     factor = common_factor(world_size)
     if value != int(value):
         total = round(value * divisor / factor)

@@ -2,8 +2,9 @@
 
     a message arrives ──▶ did the rank add it to its own data, or replace its data with it?
 
-The record does not say what a rank did with the data it received. What the rank sends or returns afterwards does: if that contains
-both its own data and the received data, it added them. Nothing here knows the name of an algorithm.
+The record does not say what a rank did with the data it received. What the rank sends or returns
+afterwards does: if that contains both its own data and the received data, it added them. Nothing
+here knows the name of an algorithm.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from parallel101.analysis.unwritten import Watched
 from parallel101.record.events import Message
 from parallel101.record.trace import Trace
 
-States = list[tuple[float, Counts]]  # the moments at which a cell changes, and what it holds from then on
+# the moments at which a cell changes, and what it holds from then on
+States = list[tuple[float, Counts]]
 RESULT = -1  # in a mark: not the number of a buffer, but the result
-START = -1.0  # moments are numbers: START is before the first step, s the start of step s, s + 0.5 the arrival of its messages
+# moments are numbers: START is before the first step, s the start of step s, s + 0.5 the arrival of
+# its messages
+START = -1.0
 
 
 class Landing(NamedTuple):
@@ -36,7 +40,10 @@ class Landing(NamedTuple):
 
 @dataclass
 class Replay:
-    """A run, step by step. If the origin of its values is not known (`known` is False), there are no chunks and no cells."""
+    """A run, step by step.
+
+    If the origin of its values is not known (`known` is False), there are no chunks and no cells.
+    """
 
     trace: Trace
     ranks: list[int]  # those that took part
@@ -49,15 +56,20 @@ class Replay:
     chunks: list[Chunk] = field(default_factory=list)
     landings: list[list[Landing]] = field(default_factory=list)  # of each message
     cells: dict[tuple[int, int], States] = field(default_factory=dict)  # of each (rank, chunk)
-    returned: list[dict[int, Counts] | None] = field(default_factory=list)  # by rank; None if not known
-    terms: list[list[Term] | None] = field(default_factory=list)  # by rank, element by element what it returned; None if not known
+    # by rank; None if not known
+    returned: list[dict[int, Counts] | None] = field(default_factory=list)
+    # by rank, element by element what it returned; None if not known
+    terms: list[list[Term] | None] = field(default_factory=list)
     number: Callable[[Term], int] = lambda _: 0  # the chunk of an element of a result
     results: Sequence[Any] = ()  # by rank, as it was returned
     numel: int | None = None  # of the tensor that each rank was given
     no_data: bool = False  # the messages hold only zeros, as those of a barrier do
-    unwritten: list[bool] = field(default_factory=list)  # of each message: whether memory that was never written is in it
-    connected: dict[int, set[int]] = field(default_factory=dict)  # for each rank, the ranks whose data could have reached it
-    expected: dict[int, set[int]] = field(default_factory=dict)  # and those of its group that have no message: their data was forgotten
+    # of each message: whether memory that was never written is in it
+    unwritten: list[bool] = field(default_factory=list)
+    # for each rank, the ranks whose data could have reached it
+    connected: dict[int, set[int]] = field(default_factory=dict)
+    # and those of its group that have no message: their data was forgotten
+    expected: dict[int, set[int]] = field(default_factory=dict)
 
     def in_step(self, step: int) -> list[int]:
         """The indices of a step's messages."""
@@ -65,7 +77,9 @@ class Replay:
 
     def adds(self, step: int) -> bool:
         """Whether a rank adds data that arrives in this step to its own."""
-        return self.known and any(landing.added for i in self.in_step(step) for landing in self.landings[i])
+        return self.known and any(
+            landing.added for i in self.in_step(step) for landing in self.landings[i]
+        )
 
     def sent_bytes(self, step: int) -> dict[int, int]:
         """Bytes that each rank has sent by the end of `step`."""
@@ -79,7 +93,11 @@ class Replay:
         returned = self.returned[rank] if self.returned else None
         if returned is not None:
             return returned
-        return {c: self.cells[rank, c][-1][1] for c in range(len(self.chunks)) if any(self.cells[rank, c][-1][1])}
+        return {
+            c: self.cells[rank, c][-1][1]
+            for c in range(len(self.chunks))
+            if any(self.cells[rank, c][-1][1])
+        }
 
 
 def replay_of(
@@ -89,20 +107,32 @@ def replay_of(
     watched: Watched | None = None,
     idle: bool = False,
 ) -> Replay:
-    """Replay a trace. `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
+    """Replay a trace.
 
-    A rank takes part if it is in the group of a message. `watched` is what `watch` knows beyond the record. `idle`: all ranks take part.
+    `results` and `inputs` are what each rank returned and was given, by rank, if that is known.
+
+    A rank takes part if it is in the group of a message. `watched` is what `watch` knows beyond the
+    record. `idle`: all ranks take part.
 
     Raises ValueError if `results` or `inputs` do not have one entry a rank.
     """
     for name, values in (("results", results), ("inputs", inputs)):
         if values is not None and len(values) != trace.world_size:
-            raise ValueError(f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one entry for each rank, in order")
+            raise ValueError(
+                f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one "
+                "entry for each rank, in order"
+            )
     messages = [m for m in trace.messages() if m.src != m.dst]
     busy = {rank for m in messages for rank in (m.src, m.dst)}
     groups = dict.fromkeys((m.send.group.ranks, m.send.group.axis) for m in messages)
-    ranks = list(range(trace.world_size)) if idle or not busy else sorted(busy.union(*(members for members, _ in groups)))
-    topology = topology_of(ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))], groups)
+    ranks = (
+        list(range(trace.world_size))
+        if idle or not busy
+        else sorted(busy.union(*(members for members, _ in groups)))
+    )
+    topology = topology_of(
+        ranks, [(m.src, m.dst) for m in sorted(messages, key=lambda m: (m.start, m.end))], groups
+    )
     step = steps_of(messages, port_per_link=topology.kind in ("ring", "chain"))
     replay = Replay(trace, ranks, topology, messages, step, max(step, default=-1) + 1)
     replay.numel = None if watched is None else math.prod(watched.shape)
@@ -111,20 +141,40 @@ def replay_of(
         returned: list[list[Term] | None] = [None] * trace.world_size
         if results is not None and any(result is not None for result in results):
             returned = [_decode(flat_values(result), trace.world_size) for result in results]
-        given = None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
+        given = (
+            None if inputs is None else [_decode(flat_values(x), trace.world_size) for x in inputs]
+        )
         replay.terms, replay.results = returned, results or ()
         pairs = [(m.src, m.dst) for m in messages]
-        forgotten = [(m.src, rank) for rank in ranks if rank not in busy for m in messages if rank in m.send.group.ranks]
-        replay.connected, replay.expected = connected_ranks(ranks, pairs), connected_ranks(ranks, pairs + forgotten)
-        replay.no_data = bool(messages) and not any(any(term.counts) or term.mark is not None for p in payloads for term in p or ())
-        replay.unwritten = [any(term.mark is not None for term in payload or ()) for payload in payloads]
-        sent = [[_of(m.src, term) for term in payload or ()] for m, payload in zip(messages, payloads, strict=True)]
+        forgotten = [
+            (m.src, rank)
+            for rank in ranks
+            if rank not in busy
+            for m in messages
+            if rank in m.send.group.ranks
+        ]
+        replay.connected, replay.expected = (
+            connected_ranks(ranks, pairs),
+            connected_ranks(ranks, pairs + forgotten),
+        )
+        replay.no_data = bool(messages) and not any(
+            any(term.counts) or term.mark is not None for p in payloads for term in p or ()
+        )
+        replay.unwritten = [
+            any(term.mark is not None for term in payload or ()) for payload in payloads
+        ]
+        sent = [
+            [_of(m.src, term) for term in payload or ()]
+            for m, payload in zip(messages, payloads, strict=True)
+        ]
         _fill_in(replay, sent, returned, given, watched)
     return replay
 
 
 def _of(rank: int, term: Term) -> Term:
-    """Of memory that was never written, a rank passes on what it got from another: nothing tells for which chunk that was meant."""
+    """Of memory that was never written, a rank passes on what it got from another: nothing
+    tells for which chunk that was meant.
+    """
     return term._replace(mark=()) if term.mark and term.mark[0] != rank else term
 
 
@@ -155,39 +205,68 @@ def _fill_in(
     for rank, places in enumerate(watched.places if watched is not None else ()):
         elements = _meant_for(replay, rank)
         for buffer, start in places.items():
-            meant_for |= {(rank, buffer, i - start): element for i, element in elements.items() if start <= i < start + LONGEST}
+            meant_for |= {
+                (rank, buffer, i - start): element
+                for i, element in elements.items()
+                if start <= i < start + LONGEST
+            }
         meant_for |= {(rank, RESULT, i): element for i, element in elements.items()}
     results = [None if r is None else _numbered(rank, r) for rank, r in enumerate(returned)]
     found = chunks_of(payloads, [*results, *(given or [])], replay.ranks, meant_for)
     if not found.chunks:
         return
     n = replay.trace.world_size
-    replay.known, replay.sums, replay.chunks, replay.number = True, found.sums, found.chunks, found.number
+    replay.known, replay.sums, replay.chunks, replay.number = (
+        True,
+        found.sums,
+        found.chunks,
+        found.number,
+    )
     replay.returned = found.in_results[:n]
     landed: dict[tuple[int, int], Landing] = {}
     for rank in replay.ranks:
         for number, chunk in enumerate(found.chunks):
             begin = found.in_results[n + rank] if given else None
             first = _own_part(replay, chunk, rank) if begin is None else begin.get(number, (0,) * n)
-            replay.cells[rank, number] = _follow(replay, found.in_messages, landed, rank, number, first)
-    replay.landings = [[landed[i, c] for c in sorted(content)] for i, content in enumerate(found.in_messages)]
+            replay.cells[rank, number] = _follow(
+                replay, found.in_messages, landed, rank, number, first
+            )
+    replay.landings = [
+        [landed[i, c] for c in sorted(content)] for i, content in enumerate(found.in_messages)
+    ]
 
 
 def _numbered(rank: int, terms: list[Term]) -> list[Term]:
-    """What a rank returned. Memory in it that was never written is marked with its place in the result."""
-    return [term if term.mark is None else term._replace(mark=(rank, RESULT, i)) for i, term in enumerate(terms)]
+    """What a rank returned.
+
+    Memory in it that was never written is marked with its place in the result.
+    """
+    return [
+        term if term.mark is None else term._replace(mark=(rank, RESULT, i))
+        for i, term in enumerate(terms)
+    ]
 
 
 def _own_part(replay: Replay, chunk: Chunk, rank: int) -> Counts:
-    """What a rank holds of a chunk before the first message: its own stripe, if the chunk has one."""
+    """What a rank holds of a chunk before the first message: its own stripe, if the chunk has
+    one.
+    """
     own = rank in chunk.stripes and not chunk.mixed
     return tuple(int(own and r == rank) for r in range(replay.trace.world_size))
 
 
 def _follow(
-    replay: Replay, content: list[dict[int, Counts]], landed: dict[tuple[int, int], Landing], rank: int, chunk: int, held: Counts
+    replay: Replay,
+    content: list[dict[int, Counts]],
+    landed: dict[tuple[int, int], Landing],
+    rank: int,
+    chunk: int,
+    held: Counts,
 ) -> States:
-    """The states of one cell over time. Writes to `landed` whether each message that arrives was added."""
+    """The states of one cell over time.
+
+    Writes to `landed` whether each message that arrives was added.
+    """
     events: list[tuple[float, bool, int]] = []  # (time, is it a send, message)
     for i, m in enumerate(replay.messages):
         if chunk in content[i]:
@@ -197,10 +276,13 @@ def _follow(
                 events.append((m.send.posted, True, i))
     events.sort(key=lambda event: (event[0], replay.step[event[2]], event[1]))
     result = replay.returned[rank]
-    later = None if result is None else result.get(chunk)  # what the rank next sends or returns of this chunk
-    if later is not None and (factor := math.gcd(*later)) > 1:  # a result that was multiplied at the end
+    # what the rank next sends or returns of this chunk
+    later = None if result is None else result.get(chunk)
+    # a result that was multiplied at the end
+    if later is not None and (factor := math.gcd(*later)) > 1:
         later = tuple(count // factor for count in later)
-    evidence: list[tuple[Counts | None, bool]] = []  # for each event: that, and whether nothing else arrives in between
+    # for each event: that, and whether nothing else arrives in between
+    evidence: list[tuple[Counts | None, bool]] = []
     alone = True
     for _, is_send, i in reversed(events):
         evidence.append((later, alone))
@@ -217,7 +299,9 @@ def _follow(
         else:
             after = _guess(held, carried, later)
         if not is_send:
-            landed[i, chunk] = Landing(chunk, carried, replay.sums and any(held) and after not in (carried, held))
+            landed[i, chunk] = Landing(
+                chunk, carried, replay.sums and any(held) and after not in (carried, held)
+            )
         if after != held:
             states.append((max(moment, states[-1][0]), after))
             held = after
@@ -225,13 +309,16 @@ def _follow(
 
 
 def _guess(held: Counts, carried: Counts, later: Counts | None) -> Counts:
-    """What a rank holds after an arrival if more arrives before it next sends or returns the chunk, or if it never does."""
+    """What a rank holds after an arrival if more arrives before it next sends or returns the
+    chunk, or if it never does.
+    """
     total = tuple(a + b for a, b in zip(held, carried, strict=True))
     if later is not None and _contains(later, total):
         return total
     if later is not None and _contains(later, carried):
         return carried
-    return carried if _contains(carried, held) else total  # a rank that receives more than it has keeps what it received
+    # a rank that receives more than it has keeps what it received
+    return carried if _contains(carried, held) else total
 
 
 def _contains(whole: Counts, part: Counts) -> bool:

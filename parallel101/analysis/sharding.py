@@ -1,8 +1,11 @@
-"""Which blocks of each array the ranks of a sharded product held, found from their values. `parallel101.viz.sharding` draws it.
+"""Which blocks of each array the ranks of a sharded product held, found from their values.
+
+`parallel101.viz.sharding` draws it.
 
     rank 0 holds of C[I, K] {U_X}, where C = a₀b₀ + a₁b₁        [ a₀b₀ ]  →  the block "a", with the terms (1, 0) of its sum
 
-A sum that was forgotten or a wrong dim is found as it happened. How a block's terms are counted is in terms.py.
+A sum that was forgotten or a wrong dim is found as it happened. How a block's terms are counted is
+in terms.py.
 """
 
 from __future__ import annotations
@@ -81,7 +84,10 @@ def parts_of(run: ShardedRun, column: Column, rank: int) -> list[Part]:
     cuts = cuts_of(run, column.array.name)
     for array in [column.array, *([run.found] if last and run.found is not None else [])]:
         region = array.block(plan.sizes, plan.mesh, at)
-        expected = [int(all(place.get(axis, at[axis]) == at[axis] for axis in array.unreduced)) for place, _ in terms]
+        expected = [
+            int(all(place.get(axis, at[axis]) == at[axis] for axis in array.unreduced))
+            for place, _ in terms
+        ]
         counts = term_counts(block, [term[region] for _, term in terms], expected)
         if counts is not None:
             rows, columns = region if len(region) == 2 else (slice(0, 1), region[0])
@@ -94,29 +100,50 @@ def parts_of(run: ShardedRun, column: Column, rank: int) -> list[Part]:
 
 
 def strange_parts(block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]) -> list[Part]:
-    """A block that is in no place where the matrix has one: each element has the colour of the block that it is from."""
+    """A block that is in no place where the matrix has one: each element has the colour of the
+    block that it is from.
+    """
     if block.dim() not in (1, 2) or block.numel() > MOST_ELEMENTS:
         return []
     block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
-    cells = [[None if place is None else cell_of(cuts, *place) for place in row] for row in places(block, whole)]
+    cells = [
+        [None if place is None else cell_of(cuts, *place) for place in row]
+        for row in places(block, whole)
+    ]
     rows = [0, *(r for r in range(1, len(cells)) if cells[r] != cells[r - 1]), len(cells)]
     across = list(zip(*cells))
     columns = [0, *(c for c in range(1, len(across)) if across[c] != across[c - 1]), len(across)]
-    return [Part((top, low), (left, right), cells[top][left]) for top, low in pairwise(rows) for left, right in pairwise(columns)]
+    return [
+        Part((top, low), (left, right), cells[top][left])
+        for top, low in pairwise(rows)
+        for left, right in pairwise(columns)
+    ]
 
 
 def terms_of(run: ShardedRun, array: Any) -> list[tuple[dict[str, int], Tensor]]:
-    """The terms of the sum that an array is: (the coordinates of the ranks that compute it, as large as the whole array)."""
+    """The terms of the sum that an array is: (the coordinates of the ranks that compute it, as
+    large as the whole array).
+    """
     plan = run.plan
     for operand, whole in zip(plan.operands, run.operands):
         if operand.name == array.name:
             if not operand.unreduced:
                 return [({}, whole)]
-            ways = [dict(zip(operand.unreduced, place)) for place in product(*(range(plan.mesh[axis]) for axis in operand.unreduced))]
-            return [(at, whole if not any(at.values()) else whole * 0) for at in ways]  # as `plan.shard` makes them
-    a, b = next(((step.a, step.b) for step in plan.steps if hasattr(step, "b")), plan.operands) if not run.program else plan.operands
+            ways = [
+                dict(zip(operand.unreduced, place))
+                for place in product(*(range(plan.mesh[axis]) for axis in operand.unreduced))
+            ]
+            # as `plan.shard` makes them
+            return [(at, whole if not any(at.values()) else whole * 0) for at in ways]
+    a, b = (
+        next(((step.a, step.b) for step in plan.steps if hasattr(step, "b")), plan.operands)
+        if not run.program
+        else plan.operands
+    )
     letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a.dims + b.dims))}
-    equation = "{},{}->{}".format(*("".join(letters[dim] for dim in one.dims) for one in (a, b, plan.result)))
+    equation = "{},{}->{}".format(
+        *("".join(letters[dim] for dim in one.dims) for one in (a, b, plan.result))
+    )
     summed = {
         dim: tuple(dict.fromkeys((*axes, *b.axes[b.dims.index(dim)])))
         for dim, axes in zip(a.dims, a.axes)
@@ -127,19 +154,35 @@ def terms_of(run: ShardedRun, array: Any) -> list[tuple[dict[str, int], Tensor]]
     terms = []
     for place in product(*(range(plan.mesh[axis]) for axis in axes)):
         at = dict.fromkeys(plan.mesh, 0) | dict(zip(axes, place))
-        parts = {dim: part for dim, part in zip(pieces.dims, pieces.block(plan.sizes, plan.mesh, at)) if dim in summed}
-        index_a, index_b = (tuple(parts.get(dim, slice(None)) for dim in one.dims) for one in (a, b))
-        terms.append((dict(zip(axes, place)), einsum(equation, run.operands[0][index_a], run.operands[1][index_b])))
+        parts = {
+            dim: part
+            for dim, part in zip(pieces.dims, pieces.block(plan.sizes, plan.mesh, at))
+            if dim in summed
+        }
+        index_a, index_b = (
+            tuple(parts.get(dim, slice(None)) for dim in one.dims) for one in (a, b)
+        )
+        terms.append(
+            (
+                dict(zip(axes, place)),
+                einsum(equation, run.operands[0][index_a], run.operands[1][index_b]),
+            )
+        )
     return terms
 
 
 def cuts_of(run: ShardedRun, name: str) -> tuple[list[int], list[int]]:
-    """Where the rows and the columns of a matrix are cut, in any of its shardings: between these lie its blocks."""
+    """Where the rows and the columns of a matrix are cut, in any of its shardings: between
+    these lie its blocks.
+    """
     plan = run.plan
     shardings = [column.array for column in columns_of(run) if column.array.name == name]
     if run.program and name == plan.result.name:
         of_dim = {dim: axes for array in plan.operands for dim, axes in zip(array.dims, array.axes)}
-        shardings.append(plan.result.replace({d: of_dim[dim] for d, dim in enumerate(plan.result.dims)}))  # of the blocks' product
+        # of the blocks' product
+        shardings.append(
+            plan.result.replace({d: of_dim[dim] for d, dim in enumerate(plan.result.dims)})
+        )
         shardings += [] if run.found is None else [run.found]
     cuts: list[set[int]] = [{0, plan.sizes[dim]} for dim in shardings[0].dims]
     for array in shardings:
@@ -161,12 +204,22 @@ def within(cuts: Sequence[int], part: slice) -> list[int]:
 
 
 def bytes_by_step(trace: Trace) -> dict[int, int]:
-    """By number of the step: the bytes of the rank that sent most in it. The plan's steps are spans that carry the name of an array."""
-    spans = [[e for e in trace.spans() if e.rank == rank and "array" in (e.args or {})] for rank in range(trace.world_size)]
+    """By number of the step: the bytes of the rank that sent most in it.
+
+    The plan's steps are spans that carry the name of an array.
+    """
+    spans = [
+        [e for e in trace.spans() if e.rank == rank and "array" in (e.args or {})]
+        for rank in range(trace.world_size)
+    ]
     sent: dict[tuple[int, int], int] = {}
     for event in trace.events:
         if event.kind == "send":
-            number = sum(span.start <= event.posted for span in spans[event.rank]) - 1  # the span that began last
+            # the span that began last
+            number = sum(span.start <= event.posted for span in spans[event.rank]) - 1
             if number >= 0:
                 sent[number, event.rank] = sent.get((number, event.rank), 0) + event.nbytes
-    return {number: max(sent.get((number, rank), 0) for rank in range(trace.world_size)) for number in range(len(spans[0]))}
+    return {
+        number: max(sent.get((number, rank), 0) for rank in range(trace.world_size))
+        for number in range(len(spans[0]))
+    }

@@ -1,9 +1,12 @@
-"""What a block of numbers is: which part of a matrix, and which terms of a sum are in it. Decided from the values alone.
+"""What a block of numbers is: which part of a matrix, and which terms of a sum are in it.
+
+Decided from the values alone.
 
     C = C₀ + C₁ + C₂                           a block equal to C₁'s upper half:  counts (0, 1, 0): the sum is unfinished
     each term as large as the whole            one equal to C₀ + 2·C₁ + C₂:       counts (1, 2, 1): a term was added twice
 
-sharding.py asks it for each block. The origin of values in messages is in provenance.py, which chooses the values itself.
+sharding.py asks it for each block. The origin of values in messages is in provenance.py, which
+chooses the values itself.
 """
 
 from __future__ import annotations
@@ -21,20 +24,23 @@ def same(found: Tensor, expected: Tensor) -> bool:
     if not expected.dtype.is_floating_point:
         return torch.equal(found.to(expected.dtype), expected)
     largest = max(expected.abs().max().item(), 1e-300) if expected.numel() else 1.0
-    return torch.allclose(found.double(), expected.double(), rtol=0, atol=tolerance(expected) * largest)
+    return torch.allclose(
+        found.double(), expected.double(), rtol=0, atol=tolerance(expected) * largest
+    )
 
 
 def tolerance(x: Tensor) -> float:
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(x.dtype, 3e-2)
 
 
-def term_counts(block: Tensor, terms: Sequence[Tensor], expected: Sequence[int]) -> tuple[int, ...] | None:
+def term_counts(
+    block: Tensor, terms: Sequence[Tensor], expected: Sequence[int]
+) -> tuple[int, ...] | None:
     """How often each term is in the block; None if it is no sum of them.
 
-    Args:
-        block: on one rank.
-        terms: the same part of each term of the sum.
-        expected: the counts to try first. For values that don't tell the terms apart, such as ones, they are the answer if they fit.
+    Args: block: on one rank. terms: the same part of each term of the sum. expected: the counts to
+        try first. For values that don't tell the terms apart, such as ones, they are the answer if
+        they fit.
     """
     if any(block.shape != term.shape for term in terms):
         return None
@@ -42,16 +48,26 @@ def term_counts(block: Tensor, terms: Sequence[Tensor], expected: Sequence[int])
     values = block.detach().double().flatten()
 
     def fits(counts: Sequence[int]) -> bool:
-        return same(block.detach().double().flatten().to(terms[0].dtype), (stacked @ stacked.new_tensor(list(counts))).to(terms[0].dtype))
+        return same(
+            block.detach().double().flatten().to(terms[0].dtype),
+            (stacked @ stacked.new_tensor(list(counts))).to(terms[0].dtype),
+        )
 
     if fits(expected):
         return tuple(expected)
-    counts = tuple(round(count) for count in torch.linalg.lstsq(stacked, values[:, None], driver="gelsd").solution[:, 0].tolist())
+    counts = tuple(
+        round(count)
+        for count in torch.linalg.lstsq(stacked, values[:, None], driver="gelsd")
+        .solution[:, 0]
+        .tolist()
+    )
     return counts if min(counts) >= 0 and fits(counts) else None
 
 
 def places(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
-    """For each element of a block of two dims: its row and column in the whole matrix, or None if the matrix has no such value."""
+    """For each element of a block of two dims: its row and column in the whole matrix, or None
+    if the matrix has no such value.
+    """
     values, order = whole.detach().double().flatten().sort()
     largest = max(values.abs().max().item(), 1e-300) if values.numel() else 1.0
     found = torch.searchsorted(values, block.detach().double().contiguous())
@@ -61,7 +77,11 @@ def places(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
         for c, value in enumerate(row):
             near = [i for i in (int(found[r, c]) - 1, int(found[r, c])) if 0 <= i < len(values)]
             best = min(near, key=lambda i: abs(values[i].item() - value), default=None)
-            known = best is not None and abs(values[best].item() - value) <= tolerance(whole) * largest
-            of_row.append(divmod(int(order[best]), whole.shape[1]) if known and best is not None else None)
+            known = (
+                best is not None and abs(values[best].item() - value) <= tolerance(whole) * largest
+            )
+            of_row.append(
+                divmod(int(order[best]), whole.shape[1]) if known and best is not None else None
+            )
         rows.append(of_row)
     return rows

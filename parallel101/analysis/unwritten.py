@@ -1,10 +1,11 @@
-"""Memory that was never written: in a watched run it holds marks, so that a picture can tell it from data.
+"""Memory that was never written: in a watched run it holds marks, so that a picture can tell it
+from data.
 
     torch.empty(8) on rank 2, its first  ──▶  marks (2, 0, 0) … (2, 0, 7)      in a message: rank 2 sends what it does not have
     torch.cat(buffers) returns them      ──▶  where each buffer lies in the result, and so which chunk it was meant for
 
-What a mark is, and how it is recognised, is in provenance.py. Memory that is made in another way (resize_, C++) is filled by torch itself,
-with NaN or the largest integer.
+What a mark is, and how it is recognised, is in provenance.py. Memory that is made in another way
+(resize_, C++) is filled by torch itself, with NaN or the largest integer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from parallel101.analysis.provenance import BUFFERS, LONGEST, flat_values, marks_of
 
-Places = dict[int, int]  # where in a rank's result each of its buffers lies: the buffer's number, the position of its first element
+# where in a rank's result each of its buffers lies: the buffer's number, the position of its first
+# element
+Places = dict[int, int]
 
 
 class Watched(NamedTuple):
@@ -27,7 +30,13 @@ class Watched(NamedTuple):
     places: tuple[Places, ...]  # by rank
 
 
-_NEW = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+_NEW = {
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+}
 
 
 class MarkUnwritten(TorchFunctionMode):
@@ -38,10 +47,19 @@ class MarkUnwritten(TorchFunctionMode):
         self.rank, self.world_size = rank, world_size
         self.buffers: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NEW and result.dtype in (torch.int64, torch.float64) and 0 < result.numel() <= LONGEST and len(self.buffers) < BUFFERS:
-            marks = marks_of(self.rank, self.world_size, len(self.buffers), result.numel(), result.dtype)
+        if (
+            func in _NEW
+            and result.dtype in (torch.int64, torch.float64)
+            and 0 < result.numel() <= LONGEST
+            and len(self.buffers) < BUFFERS
+        ):
+            marks = marks_of(
+                self.rank, self.world_size, len(self.buffers), result.numel(), result.dtype
+            )
             if marks is not None:
                 result.detach().copy_(marks.reshape(result.shape))
                 self.buffers.append(result.detach())
@@ -52,7 +70,11 @@ class MarkUnwritten(TorchFunctionMode):
         values, found = flat_values(result), {}
         for number, buffer in enumerate(self.buffers if values else ()):
             content = buffer.flatten().tolist()
-            starts = [i for i in range(len(values or ()) - len(content) + 1) if (values or ())[i : i + len(content)] == content]
+            starts = [
+                i
+                for i in range(len(values or ()) - len(content) + 1)
+                if (values or ())[i : i + len(content)] == content
+            ]
             if len(starts) == 1:
                 found[number] = starts[0]
         return found

@@ -1,8 +1,10 @@
-"""The verdict on a run: which collective it was, what is wrong with its result, and the sentence that says so.
+"""The verdict on a run: which collective it was, what is wrong with its result, and the sentence
+that says so.
 
-A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's data in every chunk, once, and each
-element lies where it belongs. Any other result is described as it is, with the data that is in a sum twice or missing from it, or with
-what is wrong with its order, place or factor.
+A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's
+data in every chunk, once, and each element lies where it belongs. Any other result is described as
+it is, with the data that is in a sum twice or missing from it, or with what is wrong with its
+order, place or factor.
 """
 
 from __future__ import annotations
@@ -28,23 +30,44 @@ class Verdict:
 
     @cached_property
     def _candidate(self) -> str | None:
-        """The collective after which the ranks hold the chunks that they hold. Where in the results these lie is not looked at."""
+        """The collective after which the ranks hold the chunks that they hold.
+
+        Where in the results these lie is not looked at.
+        """
         replay = self.replay
         n, whole = len(replay.ranks), set(range(len(replay.chunks)))
         if n < 2 or not replay.known or any(chunk.mixed for chunk in replay.chunks):
             return None
         held = {
-            rank: {c for c, counts in replay.final(rank).items() if all(counts[r] == 1 for r in replay.chunks[c].stripes)}
+            rank: {
+                c
+                for c, counts in replay.final(rank).items()
+                if all(counts[r] == 1 for r in replay.chunks[c].stripes)
+            }
             for rank in replay.ranks
         }
-        if any(set(replay.final(rank)) != held[rank] for rank in replay.ranks if replay.returned[rank] is not None):
+        if any(
+            set(replay.final(rank)) != held[rank]
+            for rank in replay.ranks
+            if replay.returned[rank] is not None
+        ):
             return None  # some rank returned something unfinished
         everyone = all(held[rank] == whole for rank in replay.ranks)
         holders = [rank for rank in replay.ranks if held[rank]]
         alone = len(holders) == 1 and held[holders[0]] == whole
-        in_parts = len(holders) > 1 and sorted(chunk for rank in replay.ranks for chunk in held[rank]) == sorted(whole)
+        in_parts = len(holders) > 1 and sorted(
+            chunk for rank in replay.ranks for chunk in held[rank]
+        ) == sorted(whole)
         if replay.sums:
-            return "all-reduce" if everyone else "reduce" if alone else "reduce-scatter" if in_parts else None
+            return (
+                "all-reduce"
+                if everyone
+                else "reduce"
+                if alone
+                else "reduce-scatter"
+                if in_parts
+                else None
+            )
         if len(self._origins) == 1:
             return "broadcast" if everyone else "scatter" if in_parts else None
         if in_parts and any(len(chunk.stripes) > 1 for chunk in replay.chunks):
@@ -61,11 +84,16 @@ class Verdict:
         if self.replay.known and not any(self.replay.final(rank) for rank in self.replay.ranks):
             return [Fault("nothing", 0, 0, tuple(self.replay.ranks), ())]
         found = self._chunk_faults()
-        return found or (value_faults(self.replay, self._candidate) if self._candidate else part_faults(self.replay))
+        return found or (
+            value_faults(self.replay, self._candidate)
+            if self._candidate
+            else part_faults(self.replay)
+        )
 
     def _chunk_faults(self) -> list[Fault]:
         replay = self.replay
-        found: dict[tuple[int, str, int, int], list[int]] = defaultdict(list)  # (chunk, kind, count, origin): who ended with it
+        # (chunk, kind, count, origin): who ended with it
+        found: dict[tuple[int, str, int, int], list[int]] = defaultdict(list)
         for rank in replay.ranks:
             for chunk in lacks_chunks(replay, rank):
                 found[chunk, "absent", 0, 0].append(rank)
@@ -80,12 +108,23 @@ class Verdict:
                         found[chunk, "twice", count, origin].append(rank)
                 for origin in lacks(replay, rank, chunk) if any(counts) else ():
                     found[chunk, "missing", 0, origin].append(rank)
-            if replay.known and not found and any(term.mark is not None for term in (replay.terms[rank] if replay.terms else None) or ()):
-                found[len(replay.chunks), "unwritten", 0, 0].append(rank)  # it is not known which chunk was meant to be there
+            if (
+                replay.known
+                and not found
+                and any(
+                    term.mark is not None
+                    for term in (replay.terms[rank] if replay.terms else None) or ()
+                )
+            ):
+                # it is not known which chunk was meant to be there
+                found[len(replay.chunks), "unwritten", 0, 0].append(rank)
         together: dict[tuple[int, str, int, tuple[int, ...]], list[int]] = defaultdict(list)
         for (chunk, kind, count, origin), holders in sorted(found.items()):
             together[chunk, kind, count, tuple(holders)].append(origin)
-        return [Fault(kind, chunk, count, holders, tuple(origins)) for (chunk, kind, count, holders), origins in together.items()]
+        return [
+            Fault(kind, chunk, count, holders, tuple(origins))
+            for (chunk, kind, count, holders), origins in together.items()
+        ]
 
     def sentence(self) -> str:
         """The sentence that describes the result."""
@@ -95,7 +134,11 @@ class Verdict:
         k, p = len(replay.chunks), len(replay.ranks)
         whole = "all of it" if k == 1 else "both chunks" if k == 2 else f"all {k} chunks"
         ranks = "both" if p == 2 else f"all {p}"
-        once = f"with the mean of the data of {ranks} ranks in it" if self.mean else f"with the data of {ranks} ranks in it once"
+        once = (
+            f"with the mean of the data of {ranks} ranks in it"
+            if self.mean
+            else f"with the data of {ranks} ranks in it once"
+        )
         holder = next((r for r in replay.ranks if len(replay.final(r)) == k), None)
         root = next(iter(self._origins), None)
         endings = {
@@ -110,48 +153,77 @@ class Verdict:
         }
         if op is not None:
             return endings[op] + self._not_judged()
-        ends = [(r, chunk_letters([replay.chunks[c].label for c in sorted(replay.final(r))])) for r in replay.ranks if replay.final(r)]
+        ends = [
+            (r, chunk_letters([replay.chunks[c].label for c in sorted(replay.final(r))]))
+            for r in replay.ranks
+            if replay.final(r)
+        ]
         if len(ends) <= 4 and len(replay.chunks) > 1:
-            return sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends)) + self._not_judged()
+            return (
+                sentence(", ".join(f"rank {r} ends with {what}" for r, what in ends))
+                + self._not_judged()
+            )
         return "This is what each rank ends with." + self._not_judged()
 
     @property
     def mean(self) -> bool:
         """Whether a rank returned a sum that was divided."""
         replay = self.replay
-        return any(term.divisor > 1 for rank in replay.ranks for term in (replay.terms[rank] if replay.terms else None) or ())
+        return any(
+            term.divisor > 1
+            for rank in replay.ranks
+            for term in (replay.terms[rank] if replay.terms else None) or ()
+        )
 
     @property
     def unreadable(self) -> list[int]:
         """The ranks that returned values from which nothing can be told, such as a sum plus 1."""
         replay = self.replay
-        return [rank for rank in replay.ranks if replay.results and replay.results[rank] is not None and replay.terms[rank] is None]
+        return [
+            rank
+            for rank in replay.ranks
+            if replay.results and replay.results[rank] is not None and replay.terms[rank] is None
+        ]
 
     def _not_judged(self) -> str:
         ranks = self.unreadable
         if not ranks:
             return ""
-        who = "the ranks return" if ranks == self.replay.ranks else f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
-        return f" What {who} can't be read as copies, sums or means of the data, so it is not judged."
+        who = (
+            "the ranks return"
+            if ranks == self.replay.ranks
+            else f"{ranks_text(ranks)} return{'s' * (len(ranks) == 1)}"
+        )
+        return (
+            f" What {who} can't be read as copies, sums or means of the data, so it is not judged."
+        )
 
     def _joined(self) -> str:
         """ ", joined along dim 1" if the parts of the results are."""
         replay = self.replay
         if not any(replay.terms):
             return ""
-        dims = {joined_along(replay, rank, keys_of(replay, rank, whose=True)) for rank in replay.ranks if replay.terms[rank]}
+        dims = {
+            joined_along(replay, rank, keys_of(replay, rank, whose=True))
+            for rank in replay.ranks
+            if replay.terms[rank]
+        }
         return f", joined along dim {next(iter(dims))}" if len(dims) == 1 and dims != {0} else ""
 
     def _fault_text(self) -> str:
         faults = self.faults
         if {fault.kind for fault in faults} == {"place"}:
             first, *others = faults
-            parts = [f"rank {fault.holders[0]} with {self.replay.chunks[fault.chunk].label}" for fault in others]
+            parts = [
+                f"rank {fault.holders[0]} with {self.replay.chunks[fault.chunk].label}"
+                for fault in others
+            ]
             if len(parts) > 3:
                 parts[2:] = [f"{len(parts) - 2} more ranks with another's"]
             rest = f"; {listed(parts)}" if parts else ""
             return (
-                f"Rank {first.holders[0]} ends with {chunk_name(self.replay, first.chunk)}, which is rank {first.origins[0]}'s part{rest}."
+                f"Rank {first.holders[0]} ends with {chunk_name(self.replay, first.chunk)}, "
+                f"which is rank {first.origins[0]}'s part{rest}."
             )
         shown = faults if len(faults) <= 2 else faults[:1]
         more = f" And {len(faults) - 1} more." if len(faults) > 2 else ""
@@ -164,12 +236,18 @@ class Verdict:
             return "No rank ends with any of the data."
         if fault.kind == "lost" and fault.holders:
             lost = f"{fault.times} of the {replay.numel} elements of {data_of(fault.origins)}"
-            return sentence(f"{ranks_text(fault.holders)} end with {chunk_name(replay, fault.chunk)}, and {lost} are in no result")
+            return sentence(
+                f"{ranks_text(fault.holders)} end with {chunk_name(replay, fault.chunk)}, and "
+                f"{lost} are in no result"
+            )
         if fault.kind == "lost" and fault.origins:
             return sentence(f"no rank ends with {data_of(fault.origins)}")
         if fault.kind == "lost":
             lost = "1 element" if fault.times == 1 else f"{fault.times} elements"
-            return f"Of the {replay.numel} elements of each rank's tensor, {lost} {'is' if fault.times == 1 else 'are'} in no result."
+            return (
+                f"Of the {replay.numel} elements of each rank's tensor, {lost} "
+                f"{'is' if fault.times == 1 else 'are'} in no result."
+            )
         if fault.kind == "order":
             return sentence(f"{where}, the parts lie in the {self._order(fault)}")
         if fault.kind == "unwritten" and fault.chunk == len(replay.chunks):
@@ -191,23 +269,38 @@ class Verdict:
 
     def _order(self, fault: Fault) -> str:
         labels = [self.replay.chunks[chunk].label for chunk in fault.origins]
-        if len(set(labels)) < len(labels) or labels == sorted(labels, key=lambda label: (len(label), label)) or len(labels) > 8:
+        if (
+            len(set(labels)) < len(labels)
+            or labels == sorted(labels, key=lambda label: (len(label), label))
+            or len(labels) > 8
+        ):
             return "wrong order"  # the chunks do not tell in which
         return f"order {', '.join(labels)}, and not in the ranks' order"
 
     def _factor(self, fault: Fault) -> str:
         replay = self.replay
         if not replay.sums:
-            return f"1/{fault.times} of the data" if fault.times > 1 else "not divided, as other results are"
+            return (
+                f"1/{fault.times} of the data"
+                if fault.times > 1
+                else "not divided, as other results are"
+            )
         if fault.times == 1:
             return "the sum, and other results are means"
         n = sum(replay.final(fault.holders[0])[fault.chunk])
-        other = "other results are the whole sum" if fault.times == n else f"the mean of {n} ranks is 1/{n}"
+        other = (
+            "other results are the whole sum"
+            if fault.times == n
+            else f"the mean of {n} ranks is 1/{n}"
+        )
         return f"1/{fault.times} of the sum; {other}"
 
 
 def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
-    """The ranks whose data could be in the chunk that `rank` returned, and is not. Empty if it is not known what it returned."""
+    """The ranks whose data could be in the chunk that `rank` returned, and is not.
+
+    Empty if it is not known what it returned.
+    """
     returned = replay.returned[rank] if replay.returned else None
     if returned is None or chunk not in returned or replay.chunks[chunk].mixed:
         return []
@@ -215,13 +308,24 @@ def lacks(replay: Replay, rank: int, chunk: int) -> list[int]:
         return list(replay.chunks[chunk].stripes)
     if not replay.sums:
         return []
-    return [r for r in replay.chunks[chunk].stripes if r in replay.expected[rank] and not returned[chunk][r]]
+    return [
+        r
+        for r in replay.chunks[chunk].stripes
+        if r in replay.expected[rank] and not returned[chunk][r]
+    ]
 
 
 def lacks_chunks(replay: Replay, rank: int) -> list[int]:
-    """The chunks that a result lacks although it is long enough to hold all of them. Each is one rank's data."""
+    """The chunks that a result lacks although it is long enough to hold all of them.
+
+    Each is one rank's data.
+    """
     returned = replay.returned[rank] if replay.returned else None
-    if not returned or replay.sums or len({chunk.stripes for chunk in replay.chunks}) != len(replay.ranks):
+    if (
+        not returned
+        or replay.sums
+        or len({chunk.stripes for chunk in replay.chunks}) != len(replay.ranks)
+    ):
         return []
     full = len(replay.terms[rank] or ()) == sum(chunk.elements for chunk in replay.chunks)
     return [c for c in range(len(replay.chunks)) if c not in returned] if full else []
@@ -233,4 +337,6 @@ def chunk_name(replay: Replay, chunk: int) -> str:
 
 
 def data_of(numbers: tuple[int, ...] | list[int]) -> str:
-    return f"rank {numbers[0]}'s data" if len(numbers) == 1 else f"the data of {ranks_text(numbers)}"
+    return (
+        f"rank {numbers[0]}'s data" if len(numbers) == 1 else f"the data of {ranks_text(numbers)}"
+    )

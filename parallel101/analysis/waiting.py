@@ -1,4 +1,5 @@
-"""Who waits for whom: how long each rank computed and waited, on which rank it waited, and in which lines of the program.
+"""Who waits for whom: how long each rank computed and waited, on which rank it waited, and in which
+lines of the program.
 
     rank 0  ▇▇▇▇▇░░░░░░░▇▇▇     waits in all_reduce ─┬─ until rank 1, the last one, calls it: rank 0 waits for rank 1
     rank 1  ▇▇▇▇▇▇▇▇▇▇▇░▇▇▇     calls it last        └─ from then on, for the data
@@ -41,9 +42,11 @@ class RankTimes(NamedTuple):
     nbytes: int
     collectives: int
     collective_bytes: int
-    computing: float  # all the time in which it was not blocked: computing, reading data, posting calls
+    # all the time in which it was not blocked: computing, reading data, posting calls
+    computing: float
     waiting: float
-    waited_for: dict[int, float]  # of the waiting: until the rank that came last made its part of the call
+    # of the waiting: until the rank that came last made its part of the call
+    waited_for: dict[int, float]
 
 
 class LinkTimes(NamedTuple):
@@ -81,7 +84,10 @@ class CallTimes(NamedTuple):
 
 
 def waits(trace: Trace) -> list[Wait]:
-    """The waits of a run, in order of their start. The newest call of a rank that never ended counts as a wait until the end of the run."""
+    """The waits of a run, in order of their start.
+
+    The newest call of a rank that never ended counts as a wait until the end of the run.
+    """
     ended, parts = _by_call(trace)
     found = []
     for span in trace.spans():
@@ -93,7 +99,9 @@ def waits(trace: Trace) -> list[Wait]:
 
 
 def _never_ended(trace: Trace) -> list[Event]:
-    """For each rank of a failed run, the newest call that did not end, unless the wait for it is recorded: it ended with an error."""
+    """For each rank of a failed run, the newest call that did not end, unless the wait for it
+    is recorded: it ended with an error.
+    """
     newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
     for span in trace.spans():
         if span.waiting and span.rank in newest and span.end > newest[span.rank].start:
@@ -110,7 +118,9 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
     for rank in range(trace.world_size):
         events = mine[rank]
         collectives = [e for e in events if e.kind not in P2P and e.kind != "span"]
-        elapsed = max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+        elapsed = max((e.end for e in events), default=0.0) - min(
+            (e.start for e in events), default=0.0
+        )
         waiting = seconds(union((wait.start, wait.end) for wait in waited if wait.rank == rank))
         waited_for: dict[int, float] = defaultdict(float)
         for wait in waited:
@@ -118,7 +128,18 @@ def rank_times(trace: Trace, waited: Sequence[Wait]) -> list[RankTimes]:
                 waited_for[wait.last] += wait.late
         sent = [e.nbytes for e in events if e.kind == "send"]
         nbytes = sum(e.nbytes for e in collectives)
-        rows.append(RankTimes(rank, len(sent), sum(sent), len(collectives), nbytes, elapsed - waiting, waiting, dict(waited_for)))
+        rows.append(
+            RankTimes(
+                rank,
+                len(sent),
+                sum(sent),
+                len(collectives),
+                nbytes,
+                elapsed - waiting,
+                waiting,
+                dict(waited_for),
+            )
+        )
     return rows
 
 
@@ -132,7 +153,9 @@ def traffic(trace: Trace) -> list[list[int]]:
 
 
 def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
-    """Seconds that each rank (a row) waited until each other rank (a column) made its part of a call."""
+    """Seconds that each rank (a row) waited until each other rank (a column) made its part of a
+    call.
+    """
     return [[row.waited_for.get(rank, 0.0) for rank in range(len(rows))] for row in rows]
 
 
@@ -143,14 +166,24 @@ def slowest_links(trace: Trace) -> list[LinkTimes]:
         if message.src != message.dst:
             links[message.src, message.dst].append((message.end - message.start, message.nbytes))
     rows = [
-        LinkTimes(src, dst, len(sent), sum(n for _, n in sent), sum(t for t, _ in sent), max(t for t, _ in sent))
+        LinkTimes(
+            src,
+            dst,
+            len(sent),
+            sum(n for _, n in sent),
+            sum(t for t, _ in sent),
+            max(t for t, _ in sent),
+        )
         for (src, dst), sent in links.items()
     ]
     return sorted(rows, key=lambda link: (-link.seconds, link.src, link.dst))
 
 
 def collective_totals(trace: Trace) -> list[CollectiveTotals]:
-    """torch's own collectives by operation and ranks, the one with most bytes first. Of each call, the largest payload of a rank counts."""
+    """torch's own collectives by operation and ranks, the one with most bytes first.
+
+    Of each call, the largest payload of a rank counts.
+    """
     payloads: dict[tuple, int] = defaultdict(int)
     for event in trace.events:
         if event.kind not in P2P and event.kind != "span":
@@ -159,22 +192,40 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
     totals: dict[tuple, list[int]] = defaultdict(list)
     for (kind, group, _), nbytes in payloads.items():
         totals[kind, group.ranks, group.axis].append(nbytes)
-    rows = [CollectiveTotals(kind, ranks, axis, len(of), sum(of)) for (kind, ranks, axis), of in totals.items()]
+    rows = [
+        CollectiveTotals(kind, ranks, axis, len(of), sum(of))
+        for (kind, ranks, axis), of in totals.items()
+    ]
     return sorted(rows, key=lambda row: (-row.nbytes, row.kind, row.ranks))
 
 
 def with_compute(trace: Trace) -> Trace:
-    """The same record for pictures: a span "compute" for each time in which a rank was not blocked, in place of the script's two marks.
+    """The same record for pictures: a span "compute" for each time in which a rank was not blocked,
+    in place of the script's two marks.
 
-    A call that never ended becomes a wait. If the program has spans of its own, as parallel101's trainers have, they say more.
+    A call that never ended becomes a wait. If the program has spans of its own, as parallel101's
+    trainers have, they say more.
     """
     left_out = {id(span) for span in script_marks(trace)}
     if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
-        left_out |= {id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})}
+        left_out |= {
+            id(span) for span in trace.spans() if span.waiting and "group" in (span.args or {})
+        }
     events = [event for event in trace.events if id(event) not in left_out]
     for e in _never_ended(trace):
         name = f"{e.kind}, never ended"
-        events.append(span_event(rank=e.rank, name=name, start=e.start, end=e.end, seq=0, where=e.where, labels={}, waiting=True))
+        events.append(
+            span_event(
+                rank=e.rank,
+                name=name,
+                start=e.start,
+                end=e.end,
+                seq=0,
+                where=e.where,
+                labels={},
+                waiting=True,
+            )
+        )
     if not any(event.kind == "span" and not event.waiting for event in events):
         of_rank: dict[int, list[Event]] = defaultdict(list)
         for event in [*events, *script_marks(trace)]:
@@ -189,19 +240,25 @@ def _compute_spans(events: Sequence[Event]) -> list[Event]:
     starts = [min(event.start for event in events), *(end for _, end in waits)]
     ends = [*(start for start, _ in waits), max(event.end for event in events)]
     return [
-        span_event(rank=events[0].rank, name="compute", start=start, end=end, seq=0, where="", labels={})
+        span_event(
+            rank=events[0].rank, name="compute", start=start, end=end, seq=0, where="", labels={}
+        )
         for start, end in zip(starts, ends)
         if end > start
     ]
 
 
 def script_marks(trace: Trace) -> list[Event]:
-    """The spans without length with which `parallel101 run` marks the start and the end of the script on each rank."""
+    """The spans without length with which `parallel101 run` marks the start and the end of the
+    script on each rank.
+    """
     return [span for span in trace.spans() if "script" in (span.args or {})]
 
 
 def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
-    """Which share of each of `bins` equal parts of the run each rank waited, by rank; None where the rank had not begun, or had ended."""
+    """Which share of each of `bins` equal parts of the run each rank waited, by rank; None
+    where the rank had not begun, or had ended.
+    """
     begin, end = run_times(trace)
     width = (end - begin) / bins or 1.0
     shares: list[list[float | None]] = []
@@ -209,22 +266,40 @@ def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list
         first, last = run_times(trace, rank)
         row = [0.0] * bins
         for start, stop in union((wait.start, wait.end) for wait in waited if wait.rank == rank):
-            for place in range(max(0, int((start - begin) / width)), min(bins, int((stop - begin) / width) + 1)):
+            for place in range(
+                max(0, int((start - begin) / width)), min(bins, int((stop - begin) / width) + 1)
+            ):
                 left = begin + place * width
                 row[place] += max(0.0, min(stop, left + width) - max(start, left)) / width
-        shares.append([min(s, 1.0) if begin + (k + 1) * width > first and begin + k * width < last else None for k, s in enumerate(row)])
+        shares.append(
+            [
+                min(s, 1.0)
+                if begin + (k + 1) * width > first and begin + k * width < last
+                else None
+                for k, s in enumerate(row)
+            ]
+        )
     return shares
 
 
 def run_times(trace: Trace, rank: int | None = None) -> tuple[float, float]:
-    """The start and the end of a run, or of one rank's part of it, with the calls that never ended. (0, 0) if nothing is recorded."""
+    """The start and the end of a run, or of one rank's part of it, with the calls that never ended.
+
+    (0, 0) if nothing is recorded.
+    """
     events = [event for event in [*trace.events, *trace.unfinished] if rank in (None, event.rank)]
-    return min((event.start for event in events), default=0.0), max((event.end for event in events), default=0.0)
+    return min((event.start for event in events), default=0.0), max(
+        (event.end for event in events), default=0.0
+    )
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:
     """The part of a record between two times, with events cut at its ends."""
-    inside = [e._replace(start=max(e.start, begin), end=min(e.end, end)) for e in trace.events if e.end > begin and e.start < end]
+    inside = [
+        e._replace(start=max(e.start, begin), end=min(e.end, end))
+        for e in trace.events
+        if e.end > begin and e.start < end
+    ]
     return Trace(inside, trace.world_size, trace.backend)
 
 
@@ -239,14 +314,27 @@ def slowest_calls(waited: Sequence[Wait]) -> list[CallTimes]:
         took = sum(wait.end - wait.start for wait in here)
         last = Counter(wait.last for wait in here if wait.last is not None and wait.late > 0)
         nbytes = sum(wait.nbytes for wait in here)
-        rows.append(CallTimes(where, kind, len(here), nbytes, took, longest.end - longest.start, longest.rank, dict(last)))
+        rows.append(
+            CallTimes(
+                where,
+                kind,
+                len(here),
+                nbytes,
+                took,
+                longest.end - longest.start,
+                longest.rank,
+                dict(last),
+            )
+        )
     return sorted(rows, key=lambda call: (-call.seconds, call.where, call.kind))
 
 
 # ── Which call a wait was for, and when the other ranks made their part of it
 
-Ended = dict[tuple[int, str, str], tuple[list[float], list[Event]]]  # (rank, kind, group) → the ends of its events, in order, and these
-Parts = dict[tuple, dict[int, float]]  # a call, as all its ranks name it → when each rank posted its part
+# (rank, kind, group) → the ends of its events, in order, and these
+Ended = dict[tuple[int, str, str], tuple[list[float], list[Event]]]
+# a call, as all its ranks name it → when each rank posted its part
+Parts = dict[tuple, dict[int, float]]
 
 
 def _by_call(trace: Trace) -> tuple[Ended, Parts]:
@@ -272,7 +360,9 @@ def _call(event: Event) -> tuple:
 
 
 def _event_of(span: Event, ended: Ended) -> Event | None:
-    """The event of the call in which a rank waited: the first one of this kind and peer that ended when the wait did, or just after."""
+    """The event of the call in which a rank waited: the first one of this kind and peer that
+    ended when the wait did, or just after.
+    """
     assert span.args is not None
     times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))
     peer = span.args["peer"]
@@ -287,7 +377,11 @@ def _wait(span: Event, kind: str, event: Event | None, parts: Parts) -> Wait:
         return Wait(span.rank, kind, span.where, span.start, span.end, 0, None, 0.0)
     needed = [event.peer] if kind in P2P or kind in FROM_ROOT else event.group.ranks
     posted = parts[_call(event)]
-    others = [(posted.get(rank, span.end), rank) for rank in needed if rank is not None and rank != span.rank]
+    others = [
+        (posted.get(rank, span.end), rank)
+        for rank in needed
+        if rank is not None and rank != span.rank
+    ]
     when, last = max(others, default=(0.0, None))
     late = min(max(when - span.start, 0.0), span.end - span.start)
     return Wait(span.rank, kind, span.where, span.start, span.end, event.nbytes, last, late)

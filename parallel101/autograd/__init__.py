@@ -19,4 +19,9 @@ from parallel101.autograd.collectives import (
     scatter,
 )
 from parallel101.autograd.point_to_point import receive, send
-from parallel101.autograd.replicated import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from parallel101.autograd.replicated import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)

@@ -2,12 +2,13 @@
 
     broadcast ↔ reduce     scatter ↔ gather     all_gather ↔ reduce_scatter     all_reduce, all_to_all ↔ themselves
 
-One rule gives all of these: the objective of a parallel program is the sum over ranks of what each rank calls `backward()` on. In the
-drawings g₀ is the gradient of rank 0's result. Every rank must call backward, even one that got no part of the result: its zero-volume
-tensor belongs to the graph, and its backward takes part in the messages.
+One rule gives all of these: the objective of a parallel program is the sum over ranks of what each
+rank calls `backward()` on. In the drawings g₀ is the gradient of rank 0's result. Every rank must
+call backward, even one that got no part of the result: its zero-volume tensor belongs to the graph,
+and its backward takes part in the messages.
 
-Not here: send and receive (point_to_point.py), gradients that count once instead of once per rank (replicated.py), and the messages
-themselves (parallel101/collectives).
+Not here: send and receive (point_to_point.py), gradients that count once instead of once per rank
+(replicated.py), and the messages themselves (parallel101/collectives).
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced
 
 __all__ = ["algorithms", "barrier"]
-__all__ += ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ += [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 
 @documented(raw.broadcast)
-def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
+def broadcast(
+    x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto"
+) -> Tensor:
     """Backward: reduce(sum) to the root.
 
     root    x ─┬─▶ x        ∂x = g₀ + g₁ + g₂
@@ -46,7 +58,9 @@ def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: st
 
 
 @documented(raw.reduce)
-def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
+def reduce(
+    x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
+) -> Tensor:
     """Backward: broadcast from the root.
 
     root    a ─┬─▶ a+b+c        ∂a = g
@@ -58,14 +72,22 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
         return raw.reduce(x, dst, op, group=group, algorithm=algorithm)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return broadcast(placeholder(scaled(g, op, p), shape), dst, group=group, algorithm=reverse(algorithm))
+        return broadcast(
+            placeholder(scaled(g, op, p), shape), dst, group=group, algorithm=reverse(algorithm)
+        )
 
     return differentiable("reduce", x, group, forward, backward)
 
 
 @documented(raw.scatter)
 def scatter(
-    x: Tensor, src: int = 0, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    src: int = 0,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """Backward: gather to the root.
 
@@ -78,14 +100,22 @@ def scatter(
         return raw.scatter(x, src, dim, group=group, sizes=sizes, algorithm=algorithm)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return gather(g, src, dim, group=group, sizes=sizes or balanced(shape[dim], p), algorithm=algorithm)
+        return gather(
+            g, src, dim, group=group, sizes=sizes or balanced(shape[dim], p), algorithm=algorithm
+        )
 
     return differentiable("scatter", x, group, forward, backward)
 
 
 @documented(raw.gather)
 def gather(
-    x: Tensor, dst: int = 0, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    dst: int = 0,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """Backward: scatter from the root.
 
@@ -100,13 +130,22 @@ def gather(
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
         shards, whole = sizes or [shape[dim]] * p, list(shape)
         whole[dim] = sum(shards)
-        return scatter(placeholder(g, whole), dst, dim, group=group, sizes=shards, algorithm=algorithm)
+        return scatter(
+            placeholder(g, whole), dst, dim, group=group, sizes=shards, algorithm=algorithm
+        )
 
     return differentiable("gather", x, group, forward, backward)
 
 
 @documented(raw.all_gather)
-def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto") -> Tensor:
+def all_gather(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
     """Backward: reduce_scatter(sum).
 
     rank 0  a ──▶ [a b c]        ∂a = the first blocks of g₀, g₁ and g₂, summed
@@ -125,7 +164,13 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
 
 @documented(raw.reduce_scatter)
 def reduce_scatter(
-    x: Tensor, dim: int = 0, op: str = "sum", *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    dim: int = 0,
+    op: str = "sum",
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """Backward: all_gather.
 
@@ -138,13 +183,17 @@ def reduce_scatter(
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
         cut = sizes or balanced(shape[dim], p)
-        return all_gather(scaled(g, op, p), dim, group=group, sizes=cut, algorithm=reverse(algorithm))
+        return all_gather(
+            scaled(g, op, p), dim, group=group, sizes=cut, algorithm=reverse(algorithm)
+        )
 
     return differentiable("reduce_scatter", x, group, forward, backward)
 
 
 @documented(raw.all_reduce)
-def all_reduce(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
+def all_reduce(
+    x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
+) -> Tensor:
     """Backward: all_reduce(sum) again.
 
     rank 0  a ──▶ a+b+c        ∂a = g₀ + g₁ + g₂
@@ -180,23 +229,43 @@ def all_to_all(
 
     def forward(x: Tensor) -> Tensor:
         return raw.all_to_all(
-            x, split_dim, concat_dim, group=group, split_sizes=split_sizes, concat_sizes=concat_sizes, algorithm=algorithm
+            x,
+            split_dim,
+            concat_dim,
+            group=group,
+            split_sizes=split_sizes,
+            concat_sizes=concat_sizes,
+            algorithm=algorithm,
         )
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
         one_dim = split_dim % len(shape) == concat_dim % len(shape)
         cut = split_sizes or balanced(shape[split_dim], p)
-        joined = concat_sizes or [cut[group_of(group).position or 0] if one_dim else shape[concat_dim]] * p
-        back = "auto" if one_dim and algorithm in ("bruck", "torus") else algorithm  # they refuse sizes along one dim: see their docstring
-        return all_to_all(g, concat_dim, split_dim, group=group, split_sizes=joined, concat_sizes=cut, algorithm=back)
+        joined = (
+            concat_sizes
+            or [cut[group_of(group).position or 0] if one_dim else shape[concat_dim]] * p
+        )
+        # they refuse sizes along one dim: see their docstring
+        back = "auto" if one_dim and algorithm in ("bruck", "torus") else algorithm
+        return all_to_all(
+            g,
+            concat_dim,
+            split_dim,
+            group=group,
+            split_sizes=joined,
+            concat_sizes=cut,
+            algorithm=back,
+        )
 
     return differentiable("all_to_all", x, group, forward, backward)
 
 
 def algorithms(operation: str) -> dict[str, Callable[..., Any]]:
-    """The operation once for each of its algorithms, by name: `algorithms("all_reduce")["ring"](x)` is `all_reduce(x, algorithm="ring")`.
+    """The operation once for each of its algorithms, by name: `algorithms("all_reduce")["ring"](x)`
+    is `all_reduce(x, algorithm="ring")`.
 
-    These are the algorithms for any flat group of any size; "torus" and "two_level" need a mesh and are not among them.
-    `inspect.getsource` shows the few lines of each. Raises ValueError for an unknown operation.
+    These are the algorithms for any flat group of any size; "torus" and "two_level" need a mesh and
+    are not among them. `inspect.getsource` shows the few lines of each. Raises ValueError for an
+    unknown operation.
     """
     return raw.fixed(operation, globals())

@@ -1,10 +1,13 @@
-"""How a collective becomes a node of PyTorch's graph. Which backward belongs to which forward is in the other files of this folder.
+"""How a collective becomes a node of PyTorch's graph.
+
+Which backward belongs to which forward is in the other files of this folder.
 
     x ── forward ──▶ y         a linear function of the x of all ranks
     ∂x ◀── backward ── ∂y      its transpose, which all ranks call too
 
-What all of them share is here. A rank that gets no part of the result, or that the group leaves out, still takes part in the backward.
-A backward has a backward itself. A checked run compares whether the ranks call the same backward. This file sends no message.
+What all of them share is here. A rank that gets no part of the result, or that the group leaves
+out, still takes part in the backward. A backward has a backward itself. A checked run compares
+whether the ranks call the same backward. This file sends no message.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from parallel101.mesh import Group, GroupLike, group_of
 from parallel101.record.spans import recorder
 
 Forward = Callable[[Tensor], Tensor]
-Backward = Callable[[Tensor, Size, int], Tensor]  # (gradient of the result, shape of x, number of ranks) → gradient of x
+# (gradient of the result, shape of x, number of ranks) → gradient of x
+Backward = Callable[[Tensor, Size, int], Tensor]
 Public = TypeVar("Public", bound=Callable[..., Any])
 
 
@@ -41,20 +45,27 @@ def differentiable(
 ) -> Tensor:
     """forward(x); if x requires a gradient, `backward` will compute it.
 
-    Args:
-        operation: its name.
-        x, group: as the program passed them.
-        forward: takes x, inside a node of the graph or without one.
-        backward: is called on every rank of the group, and is differentiable itself.
-        collective: whether all ranks of the group make this call (not so for send and receive); a checked run then compares them.
-        local_backward: whether backward sends nothing, so that ranks may call it in any order.
+    Args: operation: its name. x, group: as the program passed them. forward: takes x, inside a node
+        of the graph or without one. backward: is called on every rank of the group, and is
+        differentiable itself. collective: whether all ranks of the group make this call (not so for
+        send and receive); a checked run then compares them. local_backward: whether backward sends
+        nothing, so that ranks may call it in any order.
     """
     if torch.compiler.is_compiling():  # torch.compile cannot trace messages: break the graph here
         return torch.compiler.disable(differentiable)(
-            operation, x, group, forward, backward, collective=collective, local_backward=local_backward
+            operation,
+            x,
+            group,
+            forward,
+            backward,
+            collective=collective,
+            local_backward=local_backward,
         )
     if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:
-        raise NotImplementedError("x carries a tangent (forward-mode AD), but collectives have only a backward: use requires_grad")
+        raise NotImplementedError(
+            "x carries a tangent (forward-mode AD), but collectives have only a backward: use "
+            "requires_grad"
+        )
     wanted = isinstance(x, Tensor) and x.requires_grad and is_grad_enabled()
     number = 0
     if collective and recorder() is not None:
@@ -66,14 +77,31 @@ def differentiable(
 
 
 class Linear(Function):
-    """A node of the graph. Its result comes with a `tie`: a second result, of zero volume, that depends on x as the first does."""
+    """A node of the graph.
+
+    Its result comes with a `tie`: a second result, of zero volume, that depends on x as the first
+    does.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, forward: Forward, backward: Backward, call: str, local_backward: bool
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        forward: Forward,
+        backward: Backward,
+        call: str,
+        local_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.shape, ctx.group, ctx.transpose, ctx.call, ctx.local_backward = x.shape, group, backward, call, local_backward
-        # torch forbids in-place changes of a view if a node has two results: take the same memory, but not as a view
+        ctx.shape, ctx.group, ctx.transpose, ctx.call, ctx.local_backward = (
+            x.shape,
+            group,
+            backward,
+            call,
+            local_backward,
+        )
+        # torch forbids in-place changes of a view if a node has two results: take the same memory,
+        # but not as a view
         result = x.new_empty(0).set_(forward(x))  # type: ignore[call-overload]  # torch's stub lacks this form
         tie = x.new_empty(0)
         ctx.save_for_backward(tie)
@@ -82,16 +110,20 @@ class Linear(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         g = gradients[0]
-        if ctx.call and not ctx.local_backward:  # if a rank leaves a result out of its loss, its next backward meets the wrong one
+        # if a rank leaves a result out of its loss, its next backward meets the wrong one
+        if ctx.call and not ctx.local_backward:
             compare("backward", ctx.group, "backward", collective=ctx.call)
-        if is_grad_enabled():  # create_graph: with the tie g depends on x on every rank, even if the loss is linear in y there,
+        # create_graph: with the tie g depends on x on every rank, even if the loss is linear in y
+        # there,
+        if is_grad_enabled():
             g = g + ctx.saved_tensors[0].sum()  # so that all ranks take part in the second backward
         if ctx.group.position is None:
             gradient = g
         else:
             with uncompared() if ctx.local_backward else contextlib.nullcontext():
                 gradient = ctx.transpose(g, ctx.shape, ctx.group.size)
-        if not gradient.numel():  # no rank received this x: zeros, which depend on g for the same reason
+        # no rank received this x: zeros, which depend on g for the same reason
+        if not gradient.numel():
             gradient = g.new_zeros(ctx.shape).add_(gradient.sum())
         return gradient, None, None, None, None, None
 
@@ -103,14 +135,21 @@ def _node(operation: str) -> Any:
 
 
 def scaled(g: Tensor, op: str, p: int) -> Tensor:
-    """The gradient of one of p values from the gradient g of their sum or mean. The other reductions have no backward here."""
+    """The gradient of one of p values from the gradient g of their sum or mean.
+
+    The other reductions have no backward here.
+    """
     if op not in ("sum", "mean"):
-        raise NotImplementedError(f"op={op!r} has no backward here, only 'sum' and 'mean' have: call it on x.detach()")
+        raise NotImplementedError(
+            f"op={op!r} has no backward here, only 'sum' and 'mean' have: call it on x.detach()"
+        )
     return g / p if op == "mean" else g
 
 
 def placeholder(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """g at the root. On the other ranks, where g is empty: a tensor of this shape and dtype that depends on g and takes no memory."""
+    """g at the root. On the other ranks, where g is empty: a tensor of this shape and dtype
+    that depends on g and takes no memory.
+    """
     return g if g.shape == Size(shape) else g.sum().expand(shape)
 
 
@@ -131,13 +170,16 @@ def reverse(algorithm: str) -> str:
 
 
 def documented(values_only: Public) -> Callable[[Public], Public]:
-    """Put the text of the function in `parallel101.collectives` before the public function's own, which describes the backward."""
+    """Put the text of the function in `parallel101.collectives` before the public function's
+    own, which describes the backward.
+    """
 
     def document(function: Public) -> Public:
         text = inspect.getdoc(values_only) or ""
         function.__doc__ = (
             f"{text.replace('no part of the graph', 'differentiable')}\n\n{inspect.getdoc(function)}\n\n"
-            "Every rank calls backward, so x requires a gradient on all ranks of the group or on none."
+            "Every rank calls backward, so x requires a gradient on all ranks of the group or "
+            "on none."
         )
         return function
 

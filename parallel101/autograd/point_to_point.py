@@ -3,7 +3,8 @@
     rank 0  x ── send ──┐                            ┌── receive ──▶ ∂x
     rank 1              └── receive ──▶ x … ∂x ── send ┘
 
-Both ranks call `backward()`: the sender calls it on its zero-volume result, and waits there for the gradient. Neither call is asynchronous.
+Both ranks call `backward()`: the sender calls it on its zero-volume result, and waits there for the
+gradient. Neither call is asynchronous.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
     rank 0  x ─┐            ∂x = g
     rank 1     └─▶ x        sends g back
 
-    Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. An idle rank sends nothing.
-    On gloo it returns when x was received. Raises ValueError or TypeError if `dst` is not another position of the group.
+    Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. An
+    idle rank sends nothing. On gloo it returns when x was received. Raises ValueError or TypeError
+    if `dst` is not another position of the group.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -47,12 +49,12 @@ def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
     rank 0  x ─┐            receives ∂x
     rank 1     └─▶ x        g
 
-    Args:
-        x: gives the shape and dtype, and must require a gradient if the sender's x does. Its values are ignored.
-        src: the sender, as a position in the group.
-        group: see `group_of`. An idle rank gets a zero-volume tensor.
+    Args: x: gives the shape and dtype, and must require a gradient if the sender's x does. Its
+        values are ignored. src: the sender, as a position in the group. group: see `group_of`. An
+        idle rank gets a zero-volume tensor.
 
-    Returns a new contiguous tensor like x. Raises ValueError or TypeError if `src` is not another position of the group.
+    Returns a new contiguous tensor like x. Raises ValueError or TypeError if `src` is not another
+    position of the group.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -70,8 +72,12 @@ def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
 
 
 def _comm_with(operation: str, x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
-    """The Comm for messages with `peer`, which may use dist.send or dist.recv itself; None on an idle rank."""
+    """The Comm for messages with `peer`, which may use dist.send or dist.recv itself; None on
+    an idle rank.
+    """
     members = group_of(group)
     if root_of(members, peer, name) == members.position:
-        raise ValueError(f"{name}={peer} is this rank's own position: a message goes to another rank")
+        raise ValueError(
+            f"{name}={peer} is this rank's own position: a message goes to another rank"
+        )
     return None if members.position is None else comm_of(members, x.device, operation, tag=0)

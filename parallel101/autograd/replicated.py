@@ -1,12 +1,15 @@
-"""The collectives between replicated and sharded tensors, with gradients that count once instead of once per rank (Megatron's f and g).
+"""The collectives between replicated and sharded tensors, with gradients that count once instead of
+once per rank (Megatron's f and g).
 
     x ─ copy_to_group ─▶ x on each      ∂x = g₀ + g₁        a, b ─ reduce_from_group ─▶ a+b         ∂a = g
     x ─ scatter_to_group ─▶ shards      ∂x = [g₀ g₁]        a, b ─ gather_from_group ─▶ [a b]       ∂a = its block of g
 
-Here every rank computes the same loss from the same values, and that loss counts once. So the gradient of a replicated tensor is the same
-on every rank. In collectives.py the losses of all ranks are added instead. With p ranks, all_reduce(x).sum().backward() gives p there,
-and reduce_from_group(x).sum().backward() gives 1 here. Use one of the two for a tensor, not both.
-Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
+Here every rank computes the same loss from the same values, and that loss counts once. So the
+gradient of a replicated tensor is the same on every rank. In collectives.py the losses of all ranks
+are added instead. With p ranks, all_reduce(x).sum().backward() gives p there, and
+reduce_from_group(x).sum().backward() gives 1 here. Use one of the two for a tensor, not both.
+Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv
+2205.05198), section 4.2.2.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ __all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_t
 
 
 def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    """Use a replicated x in work that differs between the ranks. Sends nothing; backward: all_reduce(sum). Megatron's f.
+    """Use a replicated x in work that differs between the ranks.
+
+    Sends nothing; backward: all_reduce(sum). Megatron's f.
 
     rank 0  x ──▶ x        ∂x = g₀ + g₁
     rank 1  x ──▶ x        ∂x = g₀ + g₁
@@ -38,9 +43,12 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
         group: see `group_of`. On an idle rank x and its gradient pass unchanged, without a message.
         algorithm: of the all-reduce; see `all_reduce`.
 
-    Returns a new contiguous tensor like x, so x does not change with it. Raises ValueError or TypeError for wrong arguments.
+    Returns a new contiguous tensor like x, so x does not change with it. Raises ValueError or
+    TypeError for wrong arguments.
     """
-    check_algorithm("all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], raw.ON_A_MESH["all_reduce"])
+    check_algorithm(
+        "all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], raw.ON_A_MESH["all_reduce"]
+    )
 
     def forward(x: Tensor) -> Tensor:
         x, members = tensor_of(x), group_of(group)
@@ -55,8 +63,12 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
     return differentiable("copy_to_group", x, group, forward, backward)
 
 
-def reduce_from_group(x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    """Turn partial results into one replicated result: all_reduce. Backward sends nothing. Megatron's g.
+def reduce_from_group(
+    x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
+) -> Tensor:
+    """Turn partial results into one replicated result: all_reduce.
+
+    Backward sends nothing. Megatron's g.
 
     rank 0  a ──▶ a+b        ∂a = g
     rank 1  b ──▶ a+b        ∂b = g        the same g on both (of a mean: g / 2)
@@ -74,23 +86,30 @@ def reduce_from_group(x: Tensor, op: str = "sum", *, group: GroupLike = None, al
 
 
 def scatter_to_group(
-    x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
-    """Keep this rank's own block of a replicated x along `dim`. Sends nothing; backward: all_gather.
+    """Keep this rank's own block of a replicated x along `dim`.
+
+    Sends nothing; backward: all_gather.
 
     rank 0  [a b] ──▶ a        ∂[a b] = [g₀ g₁]
     rank 1  [a b] ──▶ b        ∂[a b] = [g₀ g₁]
 
-    Args:
-        x: the same on every rank of the group.
-        dim: along which it is split; negative counts from the end.
-        group: see `group_of`. An idle rank gets a zero-volume tensor.
-        sizes: the size of every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
+    Args: x: the same on every rank of the group. dim: along which it is split; negative counts from
+        the end. group: see `group_of`. An idle rank gets a zero-volume tensor. sizes: the size of
+        every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
         algorithm: of the all-gather; see `all_gather`.
 
     Returns a new contiguous tensor. Raises ValueError or TypeError for wrong arguments.
     """
-    check_algorithm("all_gather", algorithm, raw.TEXTBOOK["all_gather"], raw.ON_A_MESH["all_gather"])
+    check_algorithm(
+        "all_gather", algorithm, raw.TEXTBOOK["all_gather"], raw.ON_A_MESH["all_gather"]
+    )
 
     def forward(x: Tensor) -> Tensor:
         x, members = tensor_of(x), group_of(group)
@@ -98,20 +117,31 @@ def scatter_to_group(
         if members.position is None:
             return nothing(x)
         check_axes(algorithm, members)  # now, rather than in backward
-        cut = cut_sizes(x, axis, split_sizes(x.shape[axis], members.size) if sizes is None else sizes, members)
+        cut = cut_sizes(
+            x, axis, split_sizes(x.shape[axis], members.size) if sizes is None else sizes, members
+        )
         begin("scatter_to_group", members, x, dim=axis, sizes=cut, algorithm=algorithm)
         return x.split(cut, axis)[members.position].clone(memory_format=torch.contiguous_format)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return gather_from_group(g, dim, group=group, sizes=sizes or split_sizes(shape[dim], p), algorithm=algorithm)
+        return gather_from_group(
+            g, dim, group=group, sizes=sizes or split_sizes(shape[dim], p), algorithm=algorithm
+        )
 
     return differentiable("scatter_to_group", x, group, forward, backward)
 
 
 def gather_from_group(
-    x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
-    """Join shards to one replicated tensor: all_gather. Backward keeps this rank's own block and sends nothing.
+    """Join shards to one replicated tensor: all_gather.
+
+    Backward keeps this rank's own block and sends nothing.
 
     rank 0  a ──▶ [a b]        ∂a = the first block of g
     rank 1  b ──▶ [a b]        ∂b = the second        the same g on both
@@ -123,6 +153,8 @@ def gather_from_group(
         return raw.all_gather(x, dim, group=group, sizes=sizes, algorithm=algorithm)
 
     def backward(g: Tensor, shape: Size, p: int) -> Tensor:
-        return scatter_to_group(g, dim, group=group, sizes=sizes or [shape[dim]] * p, algorithm=algorithm)
+        return scatter_to_group(
+            g, dim, group=group, sizes=sizes or [shape[dim]] * p, algorithm=algorithm
+        )
 
     return differentiable("gather_from_group", x, group, forward, backward, local_backward=True)

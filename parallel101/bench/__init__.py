@@ -1,4 +1,6 @@
-"""`parallel101 bench`: measures this machine. Each figure stands beside that of a peer, which is measured in the same run.
+"""`parallel101 bench`: measures this machine.
+
+Each figure stands beside that of a peer, which is measured in the same run.
 
 section       what is measured                        compared with
 launch        four ranks up to their first result     torch.multiprocessing.spawn
@@ -36,12 +38,35 @@ SECTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the chosen sections and print each result as soon as it is known. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="parallel101 bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)} (default: all)")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="backend of the real ranks (default: gloo)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, to see that it works; don't quote these results")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the results to FILE, as Markdown (as in BENCHMARKS.md)")
+    """Measure the chosen sections and print each result as soon as it is known.
+
+    Returns the exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="parallel101 bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)} (default: all)"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=["gloo", "nccl"],
+        default="gloo",
+        help="backend of the real ranks (default: gloo)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer sizes and repetitions, to see that it works; don't quote these results",
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="also write the results to FILE, as Markdown (as in BENCHMARKS.md)",
+    )
     options = parser.parse_args(argv)
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:

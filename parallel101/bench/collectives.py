@@ -1,12 +1,13 @@
-"""Measures each of our collectives against torch's, in the style of nccl-tests: size, time, algorithm bandwidth, bus bandwidth, ratio.
+"""Measures each of our collectives against torch's, in the style of nccl-tests: size, time,
+algorithm bandwidth, bus bandwidth, ratio.
 
     ours            our function, on the ranks of a launch
     torch           torch's function, in processes that torch.multiprocessing.spawn starts
     in our ranks    torch's function on the ranks of the launch: same settings, so that only the algorithms differ
 
-The three are measured in turn. Each measurement is many calls between two barriers, and each call allocates its result. S is the size of
-the whole array: the result of an all-gather, the input of a reduce-scatter. algbw = S / time, and busbw = algbw × factor (nccl-tests,
-PERFORMANCE.md).
+The three are measured in turn. Each measurement is many calls between two barriers, and each call
+allocates its result. S is the size of the whole array: the result of an all-gather, the input of a
+reduce-scatter. algbw = S / time, and busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from parallel101.record.units import human_bytes
 SIZES = [1 << 10, 32 << 10, 1 << 20, 8 << 20, 64 << 20]
 WORLDS = [2, 4]
 ROUNDS = 5
-SECONDS = 0.12  # that each side is measured in each round; this sets the number of calls between two barriers
+# that each side is measured in each round; this sets the number of calls between two barriers
+SECONDS = 0.12
 
 
 class Comparison(NamedTuple):
@@ -110,16 +112,22 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
         with spawned_ranks(time_torchs, n, backend) as port:
             report.table(head, _rows(n, backend, port, sizes, rounds))
     report.sentence(
-        "torch: torch's own call, in processes that torch.multiprocessing.spawn started. In our ranks: the same call on ranks of `launch`, "
-        "which keep freed memory and are scheduled as batch work. Times are medians of the rounds, and ratios are taken round by round. "
+        "torch: torch's own call, in processes that torch.multiprocessing.spawn started. In "
+        "our ranks: the same call on ranks of `launch`, "
+        "which keep freed memory and are scheduled as batch work. Times are medians of the "
+        "rounds, and ratios are taken round by round. "
         "If a ratio is above 1, ours is faster."
     )
 
 
-def _rows(n: int, backend: str, port: int, sizes: list[int], rounds: int) -> Iterator[tuple[str, ...]]:
+def _rows(
+    n: int, backend: str, port: int, sizes: list[int], rounds: int
+) -> Iterator[tuple[str, ...]]:
     for name, comparison in COMPARISONS.items():
         for nbytes in sizes:
-            turns = p101.launch(time_rounds, name, nbytes, rounds, port, world_size=n, backend=backend, timeout=300).results[0]
+            turns = p101.launch(
+                time_rounds, name, nbytes, rounds, port, world_size=n, backend=backend, timeout=300
+            ).results[0]
             ours, torchs, in_our_ranks = (statistics.median(side) for side in zip(*turns))
             algbw, factor = nbytes / ours / 1e9, comparison.bus_factor(n)
             yield (
@@ -136,7 +144,10 @@ def _rows(n: int, backend: str, port: int, sizes: list[int], rounds: int) -> Ite
 
 
 def time_rounds(name: str, nbytes: int, rounds: int, port: int) -> list[tuple[float, ...]]:
-    """Seconds per call of (ours, torch's on spawned ranks, torch's on our ranks), for each round. Every launched rank calls this."""
+    """Seconds per call of (ours, torch's on spawned ranks, torch's on our ranks), for each round.
+
+    Every launched rank calls this.
+    """
     x = _input(name, nbytes)
     sides: tuple[Callable[[int], float], ...] = (
         lambda calls: _timed(lambda: COMPARISONS[name].ours(x), calls),

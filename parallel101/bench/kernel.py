@@ -1,4 +1,6 @@
-"""A fresh kernel, as a learner's notebook has it: runs cells and says when they had shown what they show."""
+"""A fresh kernel, as a learner's notebook has it: runs cells and says when they had shown what
+they show.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ class Kernel:
 
     def __enter__(self) -> Kernel:
         self.manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-        self.manager.transport_encryption = "auto"  # without encryption a new ipykernel warns at each start; an old one does not support it
+        # without encryption a new ipykernel warns at each start; an old one does not support it
+        self.manager.transport_encryption = "auto"
         self.manager.start_kernel()
         self.client = self.manager.blocking_client()
         self.client.start_channels()
@@ -26,7 +29,10 @@ class Kernel:
         self.manager.shutdown_kernel()
 
     def seconds(self, cell: str, *, shows: str = "") -> float:
-        """Run a cell. Returns the seconds until its output with `shows` in the HTML is here; without `shows`, until it has ended.
+        """Run a cell.
+
+        Returns the seconds until its output with `shows` in the HTML is here; without `shows`,
+        until it has ended.
 
         Raises RuntimeError if the cell fails or does not show that.
         """
@@ -40,7 +46,15 @@ class Kernel:
         reply = self.client.execute_interactive(cell, timeout=120, output_hook=look)
         ended = time.perf_counter() - began
         if reply["content"]["status"] != "ok":
-            raise RuntimeError("\n".join(["a cell of the benchmark failed:", cell, *reply["content"].get("traceback", [])]))
+            raise RuntimeError(
+                "\n".join(
+                    [
+                        "a cell of the benchmark failed:",
+                        cell,
+                        *reply["content"].get("traceback", []),
+                    ]
+                )
+            )
         if shows and not seen:
             raise RuntimeError(f"a cell of the benchmark did not show {shows}:\n{cell}")
         return seen[-1] if shows else ended

@@ -1,4 +1,6 @@
-"""Measures how long it takes to start four ranks and get their first result: launch against torch.multiprocessing.spawn."""
+"""Measures how long it takes to start four ranks and get their first result: launch against
+torch.multiprocessing.spawn.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,24 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
     report.heading(f"Launch of {RANKS} {backend} ranks, up to the result of their first all_reduce")
     rows = [
         _row("`launch`, the first of a process", [cold], ""),
-        _row("`launch`, warm", warm, f"{statistics.median(theirs / ours for ours, theirs in pairs):.1f} times faster"),
+        _row(
+            "`launch`, warm",
+            warm,
+            f"{statistics.median(theirs / ours for ours, theirs in pairs):.1f} times faster",
+        ),
         _row("`torch.multiprocessing.spawn`", spawned, ""),
     ]
     report.table(["seconds", "least", "median", "most", "pair by pair (median)"], rows)
 
 
 def _row(name: str, seconds: list[float], ratio: str) -> tuple[str, ...]:
-    return (name, f"{min(seconds):.3f}", f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}", ratio)
+    return (
+        name,
+        f"{min(seconds):.3f}",
+        f"{statistics.median(seconds):.3f}",
+        f"{max(seconds):.3f}",
+        ratio,
+    )
 
 
 def _time_launch(backend: str) -> float:
@@ -59,6 +71,8 @@ def time_spawn(backend: str) -> float:
 
 def _spawned_rank(rank: int, backend: str, store: str, queue) -> None:
     configure_spawned_rank(rank, backend)
-    dist.init_process_group(backend, store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
+    )
     queue.put(sum_of_ranks())
     dist.destroy_process_group()

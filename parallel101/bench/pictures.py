@@ -1,4 +1,6 @@
-"""Measures pictures and pages as their reader meets them. Beside each figure stands its limit, and a peer from the same run.
+"""Measures pictures and pages as their reader meets them.
+
+Beside each figure stands its limit, and a peer from the same run.
 
 a picture    time and size of the animation of a ring all-reduce on 8 ranks, in 14 steps    matplotlib's player, a frame for each step
              frames per second while it plays                                               a page that counts frames and draws nothing
@@ -37,7 +39,10 @@ IMPORTS = "import torch\nimport torch.distributed as dist\n\nimport parallel101 
 RING = "lambda x: p101.all_reduce(x, algorithm='ring')"
 WATCH = f"p101.watch({RING}, world_size=4).animate()"
 LAUNCH = f"p101.launch({RING}, torch.ones(8), world_size=4)"
-EXPLORE = "from parallel101.viz.explore.collectives import explore_collective\n\nexplorer = explore_collective()\nexplorer"
+EXPLORE = (
+    "from parallel101.viz.explore.collectives import explore_collective\n\nexplorer = "
+    "explore_collective()\nexplorer"
+)
 CHANGE = "explorer.controls['numbers'].value = {}"
 READING = 5.0  # seconds that a learner reads between two cells
 
@@ -64,12 +69,18 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
     report.heading("Pictures and pages")
     report.table(HEAD, _rows(report, quick))
     report.sentence(
-        "Measured: the median. The peer is measured in turn, and the ratio is the median over the pairs. matplotlib's player has a frame "
-        "for each step, which shows the chunks of each rank and nothing else. The ranks of spawn and launch run one all_reduce, without a "
-        "record or a picture. In a notebook, the time runs from the start of a cell until its output has arrived from the kernel."
+        "Measured: the median. The peer is measured in turn, and the ratio is the median over "
+        "the pairs. matplotlib's player has a frame "
+        "for each step, which shows the chunks of each rank and nothing else. The ranks of "
+        "spawn and launch run one all_reduce, without a "
+        "record or a picture. In a notebook, the time runs from the start of a cell until its "
+        "output has arrived from the kernel."
     )
     if find_chromium() is None:
-        report.sentence("What needs a browser was left out: no Chromium was found. Install chromium or Google Chrome.")
+        report.sentence(
+            "What needs a browser was left out: no Chromium was found. Install chromium or "
+            "Google Chrome."
+        )
 
 
 def _rows(report: Report, quick: bool) -> Iterator[Row]:
@@ -78,13 +89,24 @@ def _rows(report: Report, quick: bool) -> Iterator[Row]:
     chromium = find_chromium()
     if chromium is not None:
         with tempfile.TemporaryDirectory() as folder, Browser(chromium) as browser:
-            yield from playing_rows(browser, run, Path(folder), 1.0 if quick else 5.0, 1 if quick else 5)
+            yield from playing_rows(
+                browser, run, Path(folder), 1.0 if quick else 5.0, 1 if quick else 5
+            )
             yield from page_rows(browser, Path(folder), 1 if quick else 3, ["00"] if quick else [])
     yield from notebook_rows(1 if quick else 3)
 
 
-def row(what: str, unit: str, ours: Sequence[float], limit: float, peer: str = "", theirs: Sequence[float] = ()) -> Row:
-    """A row of the table. Frames per second must be as many as `limit`, everything else must be at most that."""
+def row(
+    what: str,
+    unit: str,
+    ours: Sequence[float],
+    limit: float,
+    peer: str = "",
+    theirs: Sequence[float] = (),
+) -> Row:
+    """A row of the table. Frames per second must be as many as `limit`, everything else must be
+    at most that.
+    """
     measured = statistics.median(ours)
     kept = round(measured) >= limit if unit == "frames/s" else measured <= limit
     spread = f"{number(min(ours))} … {number(max(ours))}" if len(ours) > 1 else ""
@@ -92,7 +114,14 @@ def row(what: str, unit: str, ours: Sequence[float], limit: float, peer: str = "
     if theirs:
         ratio = statistics.median(a / b for a, b in zip(ours, theirs))
         compared = (peer, f"{number(statistics.median(theirs))} {unit}", f"**{ratio:.2g}**")
-    return (what, f"{number(measured)} {unit}", spread, f"{limit:g} {unit}", "yes" if kept else "**no**", *compared)
+    return (
+        what,
+        f"{number(measured)} {unit}",
+        spread,
+        f"{limit:g} {unit}",
+        "yes" if kept else "**no**",
+        *compared,
+    )
 
 
 def number(value: float) -> str:
@@ -116,12 +145,23 @@ def animation_rows(run: Run, rounds: int) -> Iterator[Row]:
             ours.append(1e3 * (between - began))
             theirs.append(1e3 * (time.perf_counter() - between))
     name = f"{len(states) - 1} steps on {run.world_size} ranks"
-    yield row(f"animation of {name}: time to build it", "ms", ours, 50, "matplotlib's player", theirs)
-    yield row("its size", "kB", [len(html.encode()) / 1e3], 250, "matplotlib's player", [len(peer.encode()) / 1e3])
+    yield row(
+        f"animation of {name}: time to build it", "ms", ours, 50, "matplotlib's player", theirs
+    )
+    yield row(
+        "its size",
+        "kB",
+        [len(html.encode()) / 1e3],
+        250,
+        "matplotlib's player",
+        [len(peer.encode()) / 1e3],
+    )
 
 
 def contributions(run: Run) -> list[np.ndarray]:
-    """From how many ranks there is data in each chunk of each rank: ranks × chunks, at the start and after each step."""
+    """From how many ranks there is data in each chunk of each rank: ranks × chunks, at the
+    start and after each step.
+    """
     assert run.trace is not None
     replay = replay_of(run.trace, run.results, watched=run.watched)
     states = np.zeros((replay.steps + 1, len(replay.ranks), len(replay.chunks)))
@@ -149,7 +189,9 @@ def matplotlibs_player(states: Sequence[np.ndarray]) -> str:
 # ---- in a browser ----
 
 
-def playing_rows(browser: Browser, run: Run, folder: Path, seconds: float, rounds: int) -> Iterator[Row]:
+def playing_rows(
+    browser: Browser, run: Run, folder: Path, seconds: float, rounds: int
+) -> Iterator[Row]:
     """Frames per second while the animation plays and, in turn, while nothing does."""
     page, blank = run.animate().save(folder / "ring.html"), folder / "blank.html"
     blank.write_text(BLANK)
@@ -159,7 +201,10 @@ def playing_rows(browser: Browser, run: Run, folder: Path, seconds: float, round
         browser.until("'step' in document.querySelector('figure').dataset")
         browser.js(f"{PLAYER}.querySelector('[data-do=play]').click()")
         ours.append(_frames_per_second(browser, seconds))
-        if browser.js(f"{PLAYER}.querySelector('[data-do=play]').getAttribute('aria-label')") != "Pause":
+        if (
+            browser.js(f"{PLAYER}.querySelector('[data-do=play]').getAttribute('aria-label')")
+            != "Pause"
+        ):
             raise RuntimeError(f"the animation did not play for {seconds} s")
         browser.open(blank.as_uri())
         theirs.append(_frames_per_second(browser, seconds))
@@ -171,8 +216,12 @@ def _frames_per_second(browser: Browser, seconds: float) -> float:
     return 1000 * (len(times) - 1) / (times[-1] - times[0])
 
 
-def page_rows(browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()) -> Iterator[Row]:
-    """Build the site, or only the lessons in `names`, and open each page with and without its scripts."""
+def page_rows(
+    browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Build the site, or only the lessons in `names`, and open each page with and without its
+    scripts.
+    """
     site, bare = folder / "site", folder / "bare.html"
     if failed := publish(select_lessons(find_lessons(), names), site, report=lambda _: None).failed:
         raise failed[0]
@@ -180,13 +229,29 @@ def page_rows(browser: Browser, folder: Path, rounds: int, names: Sequence[str] 
     slowest, ours, theirs = pages[0], [0.0], [0.0]
     for page in pages:
         html = page.read_text(encoding="utf-8")
-        bare.write_text(re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL), encoding="utf-8")
-        pairs = [(_seconds_to_use(browser, page), _seconds_to_use(browser, bare)) for _ in range(rounds)]
+        bare.write_text(
+            re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL), encoding="utf-8"
+        )
+        pairs = [
+            (_seconds_to_use(browser, page), _seconds_to_use(browser, bare)) for _ in range(rounds)
+        ]
         if statistics.median(a for a, _ in pairs) > statistics.median(ours):
             slowest, (ours, theirs) = page, ([a for a, _ in pairs], [b for _, b in pairs])
-    yield row(f"the slowest of {len(pages)} pages ({slowest.stem}) is usable", "s", ours, 1, "the same page without scripts", theirs)
+    yield row(
+        f"the slowest of {len(pages)} pages ({slowest.stem}) is usable",
+        "s",
+        ours,
+        1,
+        "the same page without scripts",
+        theirs,
+    )
     yield row("errors of the pages' scripts", "errors", [len(browser.errors)], 0)
-    yield row("the whole site", "MB", [sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) / 1e6], 25)
+    yield row(
+        "the whole site",
+        "MB",
+        [sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) / 1e6],
+        25,
+    )
 
 
 def _seconds_to_use(browser: Browser, page: Path) -> float:
@@ -218,9 +283,20 @@ def notebook_rows(kernels: int) -> Iterator[Row]:
             alone.append(kernel.seconds(f"import parallel101 as p101\n\n{WATCH}", shows="<figure"))
         after.append(time_spawn("gloo"))
     spawn, launch = "`spawn` of 4 ranks", "`launch` of 4 ranks, without a picture"
-    yield row("notebook: the first `watch`, at once after the imports", "s", first, 2.5, spawn, after)
-    yield row("`import torch`, `import parallel101` and the first `watch`", "s", [a + b for a, b in zip(imports, first)], 2.5, spawn, after)
-    yield row("`import parallel101` and the first `watch`, in one cell", "s", alone, 2.5, spawn, after)
+    yield row(
+        "notebook: the first `watch`, at once after the imports", "s", first, 2.5, spawn, after
+    )
+    yield row(
+        "`import torch`, `import parallel101` and the first `watch`",
+        "s",
+        [a + b for a, b in zip(imports, first)],
+        2.5,
+        spawn,
+        after,
+    )
+    yield row(
+        "`import parallel101` and the first `watch`, in one cell", "s", alone, 2.5, spawn, after
+    )
     yield row(f"the first `watch`, {READING:g} s after the imports", "s", read, 2.5, spawn, after)
     yield row("the next `watch`", "s", next_, 0.2, launch, launched)
     yield row("a change in the explorer: 4 ranks, gloo", "s", changed, 0.3, launch, launched)

@@ -10,7 +10,10 @@ import torch.distributed as dist
 
 
 def configure_spawned_rank(rank: int, backend: str) -> None:
-    """Give a rank that torch has started the settings of launch: one thread and, on NCCL, one GPU. To be called before the group exists."""
+    """Give a rank that torch has started the settings of launch: one thread and, on NCCL, one GPU.
+
+    To be called before the group exists.
+    """
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -25,5 +28,10 @@ def synchronize() -> None:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has had so far, in bytes. (The system counts it in KiB on Linux and in bytes on macOS.)"""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most memory that this process has had so far, in bytes.
+
+    (The system counts it in KiB on Linux and in bytes on macOS.)
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

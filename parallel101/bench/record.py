@@ -1,4 +1,6 @@
-"""Measures what the record costs: a small message there and back through launch's group, and through torch's backend inside it, in turn."""
+"""Measures what the record costs: a small message there and back through launch's group, and
+through torch's backend inside it, in turn.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,33 @@ NUMEL = 1024  # 4 KiB of float32
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
     if backend == "nccl":
-        return  # on NCCL a call returns before its message is sent, so the time of the calls says nothing
+        # on NCCL a call returns before its message is sent, so the time of the calls says nothing
+        return
     report.heading(f"What the record costs: 4 KiB there and back on {backend}, microseconds")
     rows = []
-    for trace, name in ((False, "not recorded (who waits for whom is known)"), (True, "recorded and checked")):
-        pairs = p101.launch(round_trips, 200 if quick else 500, 3 if quick else 9, world_size=2, backend=backend, trace=trace).results[0]
+    for trace, name in (
+        (False, "not recorded (who waits for whom is known)"),
+        (True, "recorded and checked"),
+    ):
+        pairs = p101.launch(
+            round_trips,
+            200 if quick else 500,
+            3 if quick else 9,
+            world_size=2,
+            backend=backend,
+            trace=trace,
+        ).results[0]
         recorded, plain = (statistics.median(side) * 1e6 for side in zip(*pairs))
-        rows.append((name, f"{recorded:.0f}", f"{plain:.0f}", *median_and_range([a / b for a, b in pairs])))
+        rows.append(
+            (name, f"{recorded:.0f}", f"{plain:.0f}", *median_and_range([a / b for a, b in pairs]))
+        )
     report.table(["", "through our group", "torch's backend itself", "ratio", "least … most"], rows)
 
 
 def round_trips(count: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds per round trip, for each round: (through launch's group, through torch's backend inside it)."""
+    """Seconds per round trip, for each round: (through launch's group, through torch's backend
+    inside it).
+    """
     group = dist.group.WORLD
     x, other = torch.zeros(NUMEL), 1 - dist.get_rank()
 

@@ -1,4 +1,6 @@
-"""Prints the results as they are measured, and keeps them as Markdown, with the date, the machine and the versions."""
+"""Prints the results as they are measured, and keeps them as Markdown, with the date, the
+machine and the versions.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,21 @@ class Report:
         rows = [
             ("date", datetime.date.today().isoformat()),
             ("processor", f"{_processor()}, {os.cpu_count()} cores"),
-            ("load before", f"{os.getloadavg()[0]:.2f}, a minute's mean" if hasattr(os, "getloadavg") else "unknown"),
+            (
+                "load before",
+                f"{os.getloadavg()[0]:.2f}, a minute's mean"
+                if hasattr(os, "getloadavg")
+                else "unknown",
+            ),
             ("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
             ("GPUs", ", ".join(gpus) or "none"),
-            ("system", f"{platform.system()} {platform.release()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}".rstrip(", ")),
+            (
+                "system",
+                (
+                    f"{platform.system()} {platform.release()}, {platform.libc_ver()[0]} "
+                    f"{platform.libc_ver()[1]}"
+                ).rstrip(", "),
+            ),
             ("versions", f"Python {platform.python_version()}, torch {torch.__version__}"),
         ]
         self.table(["", ""], rows)
@@ -45,7 +58,9 @@ class Report:
         self._print(f"{text}\n")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """A Markdown table. `rows` may be a generator: each row is printed as soon as it is measured."""
+        """A Markdown table. `rows` may be a generator: each row is printed as soon as it is
+        measured.
+        """
         self._print(f"| {' | '.join(head)} |")
         self._print("|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(head))) + "|")
         for row in rows:

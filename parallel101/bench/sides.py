@@ -1,4 +1,5 @@
-"""The training steps that `bench training`, `tensor` and `pipeline` compare: torch's and ours, of the same model.
+"""The training steps that `bench training`, `tensor` and `pipeline` compare: torch's and ours, of
+the same model.
 
 The model is 8 × Linear(1024) + GELU with AdamW, and the whole batch has 256 samples:
 
@@ -6,8 +7,8 @@ data         each rank has its share of the samples       DistributedDataParalle
 tensor       each rank has a part of each layer           DTensor's parallelize_module: Linear layers in pairs, by column and by row
 pipeline     each rank has a part of the layers           torch.distributed.pipelining: GPipe, 1F1B, interleaved, zero bubble
 
-Each side is a function of the whole model that returns its step. In a table all sides train the same thing; tests/project/test_bench.py
-compares their losses with one process.
+Each side is a function of the whole model that returns its step. In a table all sides train the
+same thing; tests/project/test_bench.py compares their losses with one process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from parallel101.mesh import split_sizes
 WIDTH, DEPTH, BATCH = 1024, 8, 256
 MICROBATCHES = 8
 
-Step = Callable[[Tensor, Tensor], Any]  # returns the loss, which torch's pipelines know on the last stage only
+# returns the loss, which torch's pipelines know on the last stage only
+Step = Callable[[Tensor, Tensor], Any]
 Side = Callable[[nn.Module], Step]
 
 
@@ -41,7 +43,9 @@ class Table(NamedTuple):
 
 def whole_model(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.GELU())))
+    return nn.Sequential(
+        *(layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.GELU()))
+    )
 
 
 def batch_of_rank(cut: bool, width: int = WIDTH) -> tuple[Tensor, Tensor]:
@@ -94,7 +98,9 @@ def data_parallel(model: nn.Module) -> Step:
 
 
 def sharded(zero_stage: int) -> Side:
-    return lambda model: p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage, verify=False).step
+    return lambda model: (
+        p101.ShardedTrainer(model, mse_loss, adamw, zero_stage=zero_stage, verify=False).step
+    )
 
 
 # ---- tensor: each rank has a part of each layer, and the whole batch ----
@@ -105,18 +111,29 @@ def tensor_alone(model: nn.Module) -> Step:
     n = dist.get_world_size()
     linears = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
     sizes = [
-        (lin.in_features, lin.out_features // n) if i % 2 == 0 else (lin.in_features // n, lin.out_features)
+        (lin.in_features, lin.out_features // n)
+        if i % 2 == 0
+        else (lin.in_features // n, lin.out_features)
         for i, lin in enumerate(linears)
     ]
-    return alone(nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU()))))
+    return alone(
+        nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU())))
+    )
 
 
 def dtensor(model: nn.Module) -> Step:
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = dist.init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     linears = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
-    plan: dict[str, ParallelStyle] = {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linears)}
+    plan: dict[str, ParallelStyle] = {
+        name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linears)
+    }
     return alone(parallelize_module(model, mesh, plan))
 
 
@@ -124,7 +141,8 @@ def tensor_parallel(model: nn.Module) -> Step:
     return p101.TensorParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
-# ---- pipeline: each rank has a part of the layers; its first rank reads the inputs, its last one the targets ----
+# ---- pipeline: each rank has a part of the layers; its first rank reads the inputs, its last one
+# the targets ----
 
 
 def pipeline_alone(model: nn.Module) -> Step:
@@ -148,18 +166,29 @@ def stage_module(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*layers[stage * each : (stage + 1) * each])
 
 
-def torchs_pipeline(schedule: str, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None) -> Side:
-    """A schedule of torch.distributed.pipelining, by name. `stages_of_rank`: (rank, ranks) → its global stages, if it has several."""
+def torchs_pipeline(
+    schedule: str, stages_of_rank: Callable[[int, int], Sequence[int]] | None = None
+) -> Side:
+    """A schedule of torch.distributed.pipelining, by name.
+
+    `stages_of_rank`: (rank, ranks) → its global stages, if it has several.
+    """
 
     def side(model: nn.Module) -> Step:
-        from torch.distributed import pipelining  # two seconds, which the other tables' ranks need not spend
+        # two seconds, which the other tables' ranks need not spend
+        from torch.distributed import pipelining
 
         rank, n = dist.get_rank(), dist.get_world_size()
         mine = [rank] if stages_of_rank is None else stages_of_rank(rank, n)
         total, device = n * len(mine), torch.get_default_device()
-        stages = [pipelining.PipelineStage(stage_module(model, stage, total), stage, total, device) for stage in mine]
+        stages = [
+            pipelining.PipelineStage(stage_module(model, stage, total), stage, total, device)
+            for stage in mine
+        ]
         optimizer = adamw([p for stage in stages for p in stage.submod.parameters()])
-        run = getattr(pipelining, f"Schedule{schedule}")(stages[0] if stages_of_rank is None else stages, MICROBATCHES, loss_fn=mse_loss)
+        run = getattr(pipelining, f"Schedule{schedule}")(
+            stages[0] if stages_of_rank is None else stages, MICROBATCHES, loss_fn=mse_loss
+        )
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor | None:
             optimizer.zero_grad()
@@ -206,7 +235,11 @@ TABLES = {
     ),
     "tensor": Table(
         f"A tensor-parallel step on {{}}: {MODEL}",
-        {"no communication": tensor_alone, "torch DTensor": dtensor, "TensorParallelTrainer": tensor_parallel},
+        {
+            "no communication": tensor_alone,
+            "torch DTensor": dtensor,
+            "TensorParallelTrainer": tensor_parallel,
+        },
         {"/ DTensor": "torch DTensor"},
         cut=False,
     ),
@@ -220,7 +253,9 @@ TABLES = {
             "PipelineTrainer, 1f1b": pipeline("1f1b"),
             "torch interleaved 1F1B, 2 stages a rank": torchs_pipeline("Interleaved1F1B", loop),
             "PipelineTrainer, interleaved, 2 stages a rank": pipeline("interleaved", chunks=2),
-            "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline("InterleavedZeroBubble", loop),
+            "torch interleaved zero bubble, 2 stages a rank": torchs_pipeline(
+                "InterleavedZeroBubble", loop
+            ),
             "torch ZBV zero bubble, 2 stages a rank": torchs_pipeline("ZBVZeroBubble", v_shape),
             "PipelineTrainer, zb-h1": pipeline("zb-h1"),
             "PipelineTrainer, zb-h2": pipeline("zb-h2"),

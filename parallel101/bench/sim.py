@@ -1,4 +1,6 @@
-"""Measures the simulator: messages per second and memory of a ring of plain isend and irecv, with every message recorded and checked."""
+"""Measures the simulator: messages per second and memory of a ring of plain isend and irecv,
+with every message recorded and checked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from parallel101.bench.report import Report
 
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
-    report.heading("The sim backend: a ring in plain isend and irecv, every message recorded and checked")
+    report.heading(
+        "The sim backend: a ring in plain isend and irecv, every message recorded and checked"
+    )
     rows = []
     runs = [(2, 64), (2, 256), (2, 256), (2, 256), (1, 1024)]
     for rounds, ranks in runs[:2] if quick else runs:
@@ -28,12 +32,21 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
         memory = f"{max(run.results) / 2**30:.2f}", f"{peak_memory() / 2**30:.2f}"
         rows.append((f"{ranks} ranks, {rounds} × round", *times, *memory))
         del run  # so that its memory is not counted in the next row
-    head = ["", "messages", "seconds, launch to result", "messages a second", "peak GiB, ranks' process", "peak GiB, launching process"]
+    head = [
+        "",
+        "messages",
+        "seconds, launch to result",
+        "messages a second",
+        "peak GiB, ranks' process",
+        "peak GiB, launching process",
+    ]
     report.table(head, rows)
 
 
 def round_the_ring(rounds: int) -> int:
-    """Pass every chunk round the ring: once, as an all-gather does, or twice, as an all-reduce does. Returns the peak memory in bytes."""
+    """Pass every chunk round the ring: once, as an all-gather does, or twice, as an all-reduce
+    does. Returns the peak memory in bytes.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = list(torch.full((n,), float(rank)).chunk(n))
     right, left = (rank + 1) % n, (rank - 1) % n

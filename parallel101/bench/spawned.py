@@ -1,4 +1,6 @@
-"""Ranks that torch.multiprocessing.spawn starts beside a launch. They time torch's own calls on request, and sleep otherwise.
+"""Ranks that torch.multiprocessing.spawn starts beside a launch.
+
+They time torch's own calls on request, and sleep otherwise.
 
     launched rank 0 ── ask ──▶ TCPStore ──▶ every spawned rank times `calls` calls
                     ◀── took ──          ◀── spawned rank 0: seconds per call
@@ -27,9 +29,14 @@ HOUR = timedelta(hours=1)
 
 @contextmanager
 def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
-    """Start ranks that answer `ask` inside the with block. Yields the port of the store through which they are asked."""
+    """Start ranks that answer `ask` inside the with block.
+
+    Yields the port of the store through which they are asked.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=HOUR, wait_for_workers=False)
-    context = mp.spawn(_serve, (timed, ranks, backend, store.port), nprocs=ranks, join=False, daemon=True)
+    context = mp.spawn(
+        _serve, (timed, ranks, backend, store.port), nprocs=ranks, join=False, daemon=True
+    )
     try:
         yield store.port
         store.set(f"ask {store.add('turn', 1)}", "")
@@ -42,7 +49,9 @@ def spawned_ranks(timed: Timed, ranks: int, backend: str) -> Iterator[int]:
 
 
 def ask(port: int, *what: Any, calls: int) -> float:
-    """Return what `timed(*what, calls=calls)` returns on spawned rank 0. Every launched rank calls this.
+    """Return what `timed(*what, calls=calls)` returns on spawned rank 0.
+
+    Every launched rank calls this.
 
     Raises:
         RuntimeError: `timed` failed on a spawned rank.
@@ -63,7 +72,9 @@ def ask(port: int, *what: Any, calls: int) -> float:
 def _serve(rank: int, timed: Timed, ranks: int, backend: str, port: int) -> None:
     configure_spawned_rank(rank, backend)
     store = dist.TCPStore("127.0.0.1", port, timeout=HOUR)
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks
+    )
     turn = 1
     while asked := store.get(f"ask {turn}"):
         question = json.loads(asked)

@@ -1,7 +1,9 @@
-"""Measures a training step of each trainer against torch's counterparts, data parallel, tensor parallel and pipeline (sides.py).
+"""Measures a training step of each trainer against torch's counterparts, data parallel, tensor
+parallel and pipeline (sides.py).
 
-All sides of a table train the same model on the same batch, with the same optimizer and on the same ranks, one step each in turn. Memory
-is measured in a run of its own for each side, because a process reports only one peak, the highest.
+All sides of a table train the same model on the same batch, with the same optimizer and on the same
+ranks, one step each in turn. Memory is measured in a run of its own for each side, because a
+process reports only one peak, the highest.
 """
 
 from __future__ import annotations
@@ -40,24 +42,36 @@ def compare(report: Report, table: str, backend: str, quick: bool) -> None:
     title, sides, peers, _ = TABLES[table]
     for n in WORLDS[:1] if quick else WORLDS:
         report.heading(title.format(f"{n} {backend} ranks"))
-        rounds = p101.launch(time_rounds, table, 2 if quick else ROUNDS, world_size=n, backend=backend, timeout=600).results[0]
-        report.table(["", "ms a step", "least … most", *peers, "peak MB"], _rows(table, list(sides), rounds, n, backend))
+        rounds = p101.launch(
+            time_rounds, table, 2 if quick else ROUNDS, world_size=n, backend=backend, timeout=600
+        ).results[0]
+        report.table(
+            ["", "ms a step", "least … most", *peers, "peak MB"],
+            _rows(table, list(sides), rounds, n, backend),
+        )
     report.sentence(
         "Times are medians, and ratios are taken round by round. "
         "Peak: the most memory of a rank's process, minus what it had before the model."
     )
 
 
-def _rows(table: str, names: list[str], rounds: list[list[float]], n: int, backend: str) -> Iterator[tuple[str, ...]]:
+def _rows(
+    table: str, names: list[str], rounds: list[list[float]], n: int, backend: str
+) -> Iterator[tuple[str, ...]]:
     peers = [names.index(name) for name in TABLES[table].peers.values()]
     for i, name in enumerate(names):
         times = [each[i] * 1e3 for each in rounds]
-        peak = max(p101.launch(peak_bytes, table, name, world_size=n, backend=backend, timeout=600).results)
+        peak = max(
+            p101.launch(peak_bytes, table, name, world_size=n, backend=backend, timeout=600).results
+        )
         yield (
             name,
             f"{statistics.median(times):.0f}",
             f"{min(times):.0f} … {max(times):.0f}",
-            *(f"**{statistics.median(each[i] / each[peer] for each in rounds):.2f}**" for peer in peers),
+            *(
+                f"**{statistics.median(each[i] / each[peer] for each in rounds):.2f}**"
+                for peer in peers
+            ),
             f"{peak / 1e6:.0f}",
         )
 
@@ -77,7 +91,10 @@ def time_rounds(table: str, rounds: int) -> list[list[float]]:
 
 
 def peak_bytes(table: str, name: str) -> int:
-    """Bytes by which the steps of a side raise the peak memory of this process. On GPUs it is the peak of what torch has allocated."""
+    """Bytes by which the steps of a side raise the peak memory of this process.
+
+    On GPUs it is the peak of what torch has allocated.
+    """
     before = _peak()
     step = TABLES[table].sides[name](whole_model())
     batch = batch_of_rank(TABLES[table].cut)

@@ -1,7 +1,8 @@
-"""Measures `trainer.verify`, which trainers do once before their first step, against training steps of one process on the whole batch.
+"""Measures `trainer.verify`, which trainers do once before their first step, against training steps
+of one process on the whole batch.
 
-On real ranks one process takes its steps on the first rank, while the others wait. On the sim all virtual ranks share one core, and the
-seconds are real ones.
+On real ranks one process takes its steps on the first rank, while the others wait. On the sim all
+virtual ranks share one core, and the seconds are real ones.
 """
 
 from __future__ import annotations
@@ -33,15 +34,36 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 
 def measure(report: Report, *, backend: str, quick: bool) -> None:
     rounds = 2 if quick else ROUNDS
-    report.heading(f"`verify`, once, on 2 {backend} ranks and on 8 virtual ones: a GPT of 4 layers and width 128, {BATCH} texts")
-    report.table(["", "verify, ms", "least … most", "one process's step, ms", "verify / step", "least … most"], rows(backend, rounds))
+    report.heading(
+        f"`verify`, once, on 2 {backend} ranks and on 8 virtual ones: a GPT of 4 layers and "
+        f"width 128, {BATCH} texts"
+    )
+    report.table(
+        [
+            "",
+            "verify, ms",
+            "least … most",
+            "one process's step, ms",
+            "verify / step",
+            "least … most",
+        ],
+        rows(backend, rounds),
+    )
     report.sentence("Times are medians, and ratios are taken round by round.")
 
 
 def rows(backend: str, rounds: int) -> Iterator[tuple[str, ...]]:
     for name in LAYOUTS:
-        yield row(name, p101.launch(time_rounds, name, rounds, world_size=2, backend=backend, timeout=600).results[0])
-    yield row("dp 2 × tp 2 × pp 2, on the sim", p101.launch(time_hybrid, rounds, world_size=8, backend="sim", timeout=600).results[0])
+        yield row(
+            name,
+            p101.launch(
+                time_rounds, name, rounds, world_size=2, backend=backend, timeout=600
+            ).results[0],
+        )
+    yield row(
+        "dp 2 × tp 2 × pp 2, on the sim",
+        p101.launch(time_hybrid, rounds, world_size=8, backend="sim", timeout=600).results[0],
+    )
 
 
 def row(name: str, times: list[tuple[float, float]]) -> tuple[str, ...]:
@@ -67,15 +89,25 @@ def time_rounds(name: str, rounds: int) -> list[tuple[float, float]]:
 
 def time_hybrid(rounds: int) -> list[tuple[float, float]]:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))
-    return time_both(p101.HybridTrainer(GPT(CONFIG), next_token_loss, adamw, mesh=mesh, microbatches=4), rounds)
+    return time_both(
+        p101.HybridTrainer(GPT(CONFIG), next_token_loss, adamw, mesh=mesh, microbatches=4), rounds
+    )
 
 
 def time_both(trainer: p101.Trainer, rounds: int) -> list[tuple[float, float]]:
-    text = torch.randint(CONFIG.vocabulary, (BATCH, CONFIG.context + 1), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    text = torch.randint(
+        CONFIG.vocabulary,
+        (BATCH, CONFIG.context + 1),
+        generator=torch.Generator("cpu").manual_seed(0),
+        device="cpu",
+    )
     batch = text[:, :-1].to(trainer.device), text[:, 1:].to(trainer.device)
     share, step = trainer.share(batch), alone(GPT(CONFIG), next_token_loss)
     trainer.verify(*share)  # warm up
-    return [(timed(lambda: trainer.verify(*share)), timed(lambda: step_of_first(step, batch))) for _ in range(rounds)]
+    return [
+        (timed(lambda: trainer.verify(*share)), timed(lambda: step_of_first(step, batch)))
+        for _ in range(rounds)
+    ]
 
 
 def step_of_first(step: Callable[..., Any], batch: tuple[torch.Tensor, torch.Tensor]) -> None:

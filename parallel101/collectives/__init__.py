@@ -1,9 +1,11 @@
-"""The collectives, written by hand: one file for each operation, in which each algorithm is a short function over isend and irecv.
+"""The collectives, written by hand: one file for each operation, in which each algorithm is a short
+function over isend and irecv.
 
     broadcast ↔ reduce      scatter ↔ gather      all_gather ↔ reduce_scatter      all_reduce      all_to_all      barrier
 
-These functions move values and have no gradients. `parallel101` exports those of `parallel101.autograd`, which have the same names and add
-the gradients. all_reduce_async, reduce_scatter_async and all_gather_async are in asynchronous.py.
+These functions move values and have no gradients. `parallel101` exports those of
+`parallel101.autograd`, which have the same names and add the gradients. all_reduce_async,
+reduce_scatter_async and all_gather_async are in asynchronous.py.
 """
 
 from __future__ import annotations
@@ -37,7 +39,17 @@ from parallel101.collectives.scatter import ALGORITHMS as _SCATTER
 from parallel101.collectives.scatter import scatter
 
 __all__ = ["ON_A_MESH", "TEXTBOOK", "fixed"]
-__all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ += [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 # The algorithms for any flat group of any size, by operation and name.
 TEXTBOOK: dict[str, dict[str, Callable[..., Any]]] = {
@@ -62,21 +74,31 @@ ON_A_MESH: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def fixed(operation: str, functions: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """`functions[operation]` once for each of the operation's algorithms, with its argument `algorithm` fixed to that one.
+    """`functions[operation]` once for each of the operation's algorithms, with its argument
+    `algorithm` fixed to that one.
 
-    Each has the function's other arguments, and `inspect.getsource` shows the few lines of the algorithm.
-    Raises ValueError for an unknown operation.
+    Each has the function's other arguments, and `inspect.getsource` shows the few lines of the
+    algorithm. Raises ValueError for an unknown operation.
     """
     if not isinstance(operation, str) or operation not in TEXTBOOK:
-        raise ValueError(f"operation={operation!r} is unknown: expected one of {', '.join(map(repr, TEXTBOOK))}")
-    return {name: _with_algorithm(functions[operation], name, textbook) for name, textbook in TEXTBOOK[operation].items()}
+        raise ValueError(
+            f"operation={operation!r} is unknown: expected one of {', '.join(map(repr, TEXTBOOK))}"
+        )
+    return {
+        name: _with_algorithm(functions[operation], name, textbook)
+        for name, textbook in TEXTBOOK[operation].items()
+    }
 
 
-def _with_algorithm(function: Callable[..., Any], name: str, textbook: Callable[..., Any]) -> Callable[..., Any]:
+def _with_algorithm(
+    function: Callable[..., Any], name: str, textbook: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(textbook)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, algorithm=name, **kwargs)
 
     signature = inspect.signature(function)
-    call.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "algorithm"])  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[p for p in signature.parameters.values() if p.name != "algorithm"]
+    )
     return call

@@ -26,7 +26,9 @@ def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
     """Each rank sends its block to every other rank: p − 1 steps, each with another partner."""
     p, rank = comm.size, comm.rank
     sent = [comm.isend(blocks[rank], to=(rank + step) % p) for step in range(1, p)]
-    received = [comm.irecv(blocks[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)]
+    received = [
+        comm.irecv(blocks[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)
+    ]
     comm.flush()
     yield  # an asynchronous caller computes here
     wait_all(sent + received)  # sends first: on gloo this takes a tenth less time
@@ -36,7 +38,9 @@ direct = blocking(direct_steps)
 
 
 def ring(blocks: Blocks, comm: Comm) -> None:
-    """Each rank sends to its right neighbour the block that it last received from its left one: p − 1 steps of one block."""
+    """Each rank sends to its right neighbour the block that it last received from its left one:
+    p − 1 steps of one block.
+    """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p - 1):
@@ -46,7 +50,9 @@ def ring(blocks: Blocks, comm: Comm) -> None:
 
 
 def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
-    """Two rings at once: each block travels half-way round in both directions. ⌊p/2⌋ steps on links that carry both directions."""
+    """Two rings at once: each block travels half-way round in both directions. ⌊p/2⌋ steps on
+    links that carry both directions.
+    """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p // 2):
@@ -54,7 +60,8 @@ def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
             comm.irecv(blocks[(rank - step - 1) % p], source=left),
             comm.isend(blocks[(rank - step) % p], to=right),
         ]
-        if step < (p - 1) // 2:  # if p is even, the block from the opposite side of the ring comes from the left only
+        # if p is even, the block from the opposite side of the ring comes from the left only
+        if step < (p - 1) // 2:
             works += [
                 comm.irecv(blocks[(rank + step + 1) % p], source=right),
                 comm.isend(blocks[(rank + step) % p], to=left),
@@ -63,7 +70,9 @@ def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
 
 
 def recursive_doubling(blocks: Blocks, comm: Comm) -> None:
-    """Exchange all you have with a partner at distance 1, 2, 4, …: lg p steps, ⌊lg p⌋ + 2 if p is no power of two (power_of_two.py)."""
+    """Exchange all you have with a partner at distance 1, 2, 4, …: lg p steps, ⌊lg p⌋ + 2 if p
+    is no power of two (power_of_two.py).
+    """
     core, partner, cuts = nearest_power_of_two(comm)
     if partner is not None and core:
         comm.irecv(blocks[partner], source=partner).wait()
@@ -78,7 +87,8 @@ def double(blocks: Blocks, comm: Comm) -> None:
     """Recursive doubling on a power of two of ranks."""
     width = 1
     while width < comm.size:
-        mine = comm.rank // width * width  # this rank has the blocks mine … mine + width − 1, its partner the next or previous `width`
+        # this rank has the blocks mine … mine + width − 1, its partner the next or previous `width`
+        mine = comm.rank // width * width
         theirs, partner = mine ^ width, comm.rank ^ width
         received = comm.irecv(blocks[theirs : theirs + width], source=partner)
         sent = comm.isend(blocks[mine : mine + width], to=partner)
@@ -87,9 +97,15 @@ def double(blocks: Blocks, comm: Comm) -> None:
 
 
 def bruck(blocks: Blocks, comm: Comm) -> None:
-    """Doubling for any p: in ⌈lg p⌉ steps, send all you have 1, 2, 4, … ranks to the left. Blocks lie rotated until the end."""
+    """Doubling for any p: in ⌈lg p⌉ steps, send all you have 1, 2, 4, … ranks to the left.
+
+    Blocks lie rotated until the end.
+    """
     p, rank = comm.size, comm.rank
-    rotated = Blocks(torch.empty_like(blocks.flat), [blocks.sizes[(rank + i) % p] for i in range(p)])  # rotated[i] is block rank + i
+    # rotated[i] is block rank + i
+    rotated = Blocks(
+        torch.empty_like(blocks.flat), [blocks.sizes[(rank + i) % p] for i in range(p)]
+    )
     rotated[0].copy_(blocks[rank])
     have = 1
     while have < p:
@@ -106,24 +122,32 @@ ALGORITHMS = {f.__name__: f for f in (direct, ring, bidirectional_ring, recursiv
 ON_A_MESH = {"torus": torus}
 
 
-def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto") -> Tensor:
+def all_gather(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
     """The shards of all ranks, joined along `dim` in the order of the group, on every rank.
 
-    Args:
-        x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only, and then `sizes` is needed.
-        dim: along which the shards are joined; negative counts from the end.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        sizes: the size of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all as large as mine.
-        algorithm: "auto", one of `algorithms("all_gather")`, or "torus" (see torus.py) if the group is a DeviceMesh of two axes
+    Args: x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only,
+        and then `sizes` is needed. dim: along which the shards are joined; negative counts from the
+        end. group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing. sizes:
+        the size of every rank's shard along `dim`, zeros included, the same list on every rank.
+        Default: all as large as mine. algorithm: "auto", one of `algorithms("all_gather")`, or
+        "torus" (see torus.py) if the group is a DeviceMesh of two axes
             or more. "auto" takes, by the bytes of the result: bruck up to
             256 KiB, else direct on up to 8 ranks, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sum(sizes) along `dim`, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends n(p−1)/p bytes, where the result has n
-    (by recursive_doubling more, if p is no power of two).
-    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1.
+    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends
+    n(p−1)/p bytes, where the result has n (by recursive_doubling more, if p is no power of two).
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.1.
     """
     check_algorithm("all_gather", algorithm, ALGORITHMS, ON_A_MESH)
     x, members = tensor_of(x), group_of(group)
@@ -135,7 +159,10 @@ def all_gather(x: Tensor, dim: int = 0, *, group: GroupLike = None, sizes: Seque
     comm = begin("all_gather", members, x, uneven=dim, dim=dim, sizes=sizes, algorithm=algorithm)
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     result = x.new_empty(shape)
-    blocks = Blocks(result.view(-1) if dim == 0 else x.new_empty(result.numel()), [size * row_of(x, dim) for size in sizes])
+    blocks = Blocks(
+        result.view(-1) if dim == 0 else x.new_empty(result.numel()),
+        [size * row_of(x, dim) for size in sizes],
+    )
     blocks[comm.rank].copy_(flat_of(x, dim))
     choose("all_gather", algorithm, ALGORITHMS | ON_A_MESH, result.nbytes, comm.size)(blocks, comm)
     return result if dim == 0 else shaped(blocks.flat, shape, dim)

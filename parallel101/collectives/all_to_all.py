@@ -4,7 +4,8 @@ rank 0  [a0 a1 a2]        [a0 b0 c0]
 rank 1  [b0 b1 b2]   →    [a1 b1 c1]       direct and pairwise: every block goes straight to its owner;
 rank 2  [c0 c1 c2]        [a2 b2 c2]       Bruck: lg p steps, but a block is sent lg p / 2 times on average
 
-Torus: on a mesh, along one axis after the other. A message stays on the links of its line, and all axes work at the same time.
+Torus: on a mesh, along one axis after the other. A message stays on the links of its line, and all
+axes work at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch import Tensor
 
 from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks
-from parallel101.collectives.checks import cut_sizes, dim_of, nothing, shard_sizes, sizes_of, tensor_of
+from parallel101.collectives.checks import (
+    cut_sizes,
+    dim_of,
+    nothing,
+    shard_sizes,
+    sizes_of,
+    tensor_of,
+)
 from parallel101.collectives.comm import Comm, begin, wait_all
 from parallel101.collectives.torus import all_to_all as torus
 from parallel101.collectives.torus import check_axes
@@ -28,10 +36,14 @@ Count = Callable[[int, int], int]  # (source, destination) → elements of the b
 
 
 def direct(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
-    """All messages at once: p − 1 steps if each rank has one link, in each step with another partner."""
+    """All messages at once: p − 1 steps if each rank has one link, in each step with another
+    partner.
+    """
     p, rank = comm.size, comm.rank
     sent = [comm.isend(outgoing[(rank + step) % p], to=(rank + step) % p) for step in range(1, p)]
-    received = [comm.irecv(incoming[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)]
+    received = [
+        comm.irecv(incoming[(rank - step) % p], source=(rank - step) % p) for step in range(1, p)
+    ]
     incoming[rank].copy_(outgoing[rank])  # while the messages are in flight
     wait_all(sent + received)  # sends first: on gloo this takes a tenth less time
 
@@ -46,13 +58,18 @@ def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> No
 
 
 def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
-    """A block for the rank j to the right moves by the powers of two that j is the sum of. All blocks that move by 2ᵏ are one message."""
+    """A block for the rank j to the right moves by the powers of two that j is the sum of.
+
+    All blocks that move by 2ᵏ are one message.
+    """
     p, rank = comm.size, comm.rank
-    slots = [outgoing[(rank + j) % p] for j in range(p)]  # slot j: the block for the rank j to the right
+    # slot j: the block for the rank j to the right
+    slots = [outgoing[(rank + j) % p] for j in range(p)]
     distance = 1
     while distance < p:
         moving = [j for j in range(p) if j & distance]
-        sources = [(rank - distance - j % distance) % p for j in moving]  # what arrives in slot j has moved by j % distance + distance
+        # what arrives in slot j has moved by j % distance + distance
+        sources = [(rank - distance - j % distance) % p for j in moving]
         counts = [count(source, (source + j) % p) for source, j in zip(sources, moving)]
         inbox = incoming.flat.new_empty(sum(counts))
         received = comm.irecv(inbox, source=(rank - distance) % p)
@@ -79,30 +96,33 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Every rank splits x along one dim, sends block j to position j, and joins what it receives along another dim or the same.
+    """Every rank splits x along one dim, sends block j to position j, and joins what it receives
+    along another dim or the same.
 
     An array that was sharded along `concat_dim` is then sharded along `split_dim`.
 
-    Args:
-        x: this rank's array. Its shape may differ between ranks along `concat_dim` only, and then `concat_sizes` is needed.
-        split_dim: along which x is split.
-        concat_dim: along which the blocks are joined, in the order of the group.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        split_sizes: the sizes of x's blocks along `split_dim`, one for each rank. Default: `split_sizes(x.shape[split_dim], p)` of mesh.py.
-        concat_sizes: the size along `concat_dim` of the block from each rank. Default: all as large as mine. If the two dims differ, both
-            lists are the same on every rank; if they are one dim, each rank has its own two lists (MPI's alltoallv).
-        algorithm: "auto", one of `algorithms("all_to_all")`, or "torus" (see torus.py) if the group is a DeviceMesh of two axes or
-            more. "auto" takes, by the bytes of x: direct on up to 8 ranks, else bruck up to 4 KiB, else pairwise (see auto.py); if the
-            ranks' x differ, by their mean. Bruck and torus must know the blocks that only pass through a rank, so they refuse
-            `concat_sizes` if the two dims are one.
+    Args: x: this rank's array. Its shape may differ between ranks along `concat_dim` only, and then
+        `concat_sizes` is needed. split_dim: along which x is split. concat_dim: along which the
+        blocks are joined, in the order of the group. group: see `group_of`. An idle rank gets a
+        zero-volume tensor and sends nothing. split_sizes: the sizes of x's blocks along
+        `split_dim`, one for each rank. Default: `split_sizes(x.shape[split_dim], p)` of mesh.py.
+        concat_sizes: the size along `concat_dim` of the block from each rank. Default: all as large
+        as mine. If the two dims differ, both
+            lists are the same on every rank; if they are one dim, each rank has its own two lists
+            (MPI's alltoallv).
+        algorithm: "auto", one of `algorithms("all_to_all")`, or "torus" (see torus.py) if the group
+            is a DeviceMesh of two axes or more. "auto" takes, by the bytes of x: direct on up to 8
+            ranks, else bruck up to 4 KiB, else pairwise (see auto.py); if the ranks' x differ, by
+            their mean. Bruck and torus must know the blocks that only pass through a rank, so they
+            refuse `concat_sizes` if the two dims are one.
 
     Returns:
         A new contiguous tensor, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends n(p−1)/p bytes, where x has n
-    (by bruck about n lg p / 2, by torus n Σ (pᵢ−1)/pᵢ).
-    Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing
-    systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
+    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends
+    n(p−1)/p bytes, where x has n (by bruck about n lg p / 2, by torus n Σ (pᵢ−1)/pᵢ). Source:
+    Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in
+    multiport message-passing systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
     """
     check_algorithm("all_to_all", algorithm, ALGORITHMS, ON_A_MESH)
     x, members = tensor_of(x), group_of(group)
@@ -111,50 +131,89 @@ def all_to_all(
         return nothing(x)
     check_axes(algorithm, members)
     p, rank, one_dim = members.size, members.position, split_dim == concat_dim
-    cut = balanced(x.shape[split_dim], p) if split_sizes is None else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
+    cut = (
+        balanced(x.shape[split_dim], p)
+        if split_sizes is None
+        else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
+    )
     joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)
-    own_sizes = one_dim and concat_sizes is not None  # a rank knows the sizes of its own blocks only
+    # a rank knows the sizes of its own blocks only
+    own_sizes = one_dim and concat_sizes is not None
     if own_sizes and algorithm in ("bruck", "torus"):
-        raise ValueError(f"algorithm={algorithm!r} passes on blocks whose sizes these concat_sizes do not give: use 'direct' or 'pairwise'")
+        raise ValueError(
+            f"algorithm={algorithm!r} passes on blocks whose sizes these concat_sizes do not "
+            "give: use 'direct' or 'pairwise'"
+        )
     sizes = None if one_dim else (cut, joined)
-    comm = begin("all_to_all", members, x, uneven=concat_dim, sizes=sizes, split_dim=split_dim, concat_dim=concat_dim, algorithm=algorithm)
+    comm = begin(
+        "all_to_all",
+        members,
+        x,
+        uneven=concat_dim,
+        sizes=sizes,
+        split_dim=split_dim,
+        concat_dim=concat_dim,
+        algorithm=algorithm,
+    )
     if own_sizes and algorithm == "auto":
         algorithm = "direct"
 
     row = math.prod(extent for d, extent in enumerate(x.shape) if d not in (split_dim, concat_dim))
-    outgoing = Blocks(_packed(x, split_dim, cut), [row * size * (1 if one_dim else joined[rank]) for size in cut])
+    outgoing = Blocks(
+        _packed(x, split_dim, cut), [row * size * (1 if one_dim else joined[rank]) for size in cut]
+    )
     arriving = [row * size * (1 if one_dim else cut[rank]) for size in joined]
     incoming = Blocks(x.new_empty(sum(arriving)), arriving)
 
     def count(source: int, to: int) -> int:
         return row * cut[to] * (1 if one_dim else joined[source])
 
-    mean = x.nbytes if one_dim else row * sum(cut) * sum(joined) // p * x.element_size()  # all ranks must choose the same algorithm
-    choose("all_to_all", algorithm, ALGORITHMS | ON_A_MESH, mean, p)(outgoing, incoming, count, comm)
+    # all ranks must choose the same algorithm
+    mean = x.nbytes if one_dim else row * sum(cut) * sum(joined) // p * x.element_size()
+    choose("all_to_all", algorithm, ALGORITHMS | ON_A_MESH, mean, p)(
+        outgoing, incoming, count, comm
+    )
     shape = list(x.shape)
     shape[split_dim] = cut[rank]
     if concat_dim == 0:
         return incoming.flat.view(sum(joined), *shape[1:])
     before, after = shape[:concat_dim], shape[concat_dim + 1 :]
-    return torch.cat([incoming[source].view(*before, size, *after) for source, size in enumerate(joined)], concat_dim)
+    return torch.cat(
+        [incoming[source].view(*before, size, *after) for source, size in enumerate(joined)],
+        concat_dim,
+    )
 
 
 def _joined_sizes(
-    x: Tensor, concat_dim: int, cut: list[int] | None, concat_sizes: Sequence[int] | None, members: Group, rank: int
+    x: Tensor,
+    concat_dim: int,
+    cut: list[int] | None,
+    concat_sizes: Sequence[int] | None,
+    members: Group,
+    rank: int,
 ) -> list[int]:
-    """The size along `concat_dim` of the block from each rank. `cut`: the sizes by which x is split, if along the same dim."""
+    """The size along `concat_dim` of the block from each rank.
+
+    `cut`: the sizes by which x is split, if along the same dim.
+    """
     if cut is None:
         return shard_sizes(x, concat_dim, concat_sizes, members, "concat_sizes")
     if concat_sizes is None:
         return [cut[rank]] * members.size
     joined = sizes_of(concat_sizes, members, "concat_sizes")
     if joined[rank] != cut[rank]:
-        raise ValueError(f"position {rank} keeps a block of {cut[rank]} by split_sizes, but of {joined[rank]} by concat_sizes")
+        raise ValueError(
+            f"position {rank} keeps a block of {cut[rank]} by split_sizes, but of "
+            f"{joined[rank]} by concat_sizes"
+        )
     return joined
 
 
 def _packed(x: Tensor, split_dim: int, sizes: list[int]) -> Tensor:
-    """The values of x in one row, with each block along `split_dim` contiguous. No copy if they already are."""
+    """The values of x in one row, with each block along `split_dim` contiguous.
+
+    No copy if they already are.
+    """
     if split_dim == 0:
         return x.contiguous().view(-1)
     return torch.cat([block.reshape(-1) for block in x.split(sizes, split_dim)])

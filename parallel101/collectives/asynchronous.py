@@ -1,11 +1,13 @@
-"""Collectives that begin now and finish later, so that a rank computes while its messages are in flight.
+"""Collectives that begin now and finish later, so that a rank computes while its messages are in
+flight.
 
     total = all_reduce_async(gradient)      sends each block to its owner                       ┐ meanwhile: compute
     total.advance()                         waits, adds, sends each sum to every rank           ┘ meanwhile: compute
     total = total.wait()                    waits for the rest
 
-Each is the generator of a "direct" algorithm, which yields when it has posted messages and can only wait for them. Nothing runs in the
-background: between two calls of `advance` messages travel, but no sums are computed. The results have no gradient.
+Each is the generator of a "direct" algorithm, which yields when it has posted messages and can only
+wait for them. Nothing runs in the background: between two calls of `advance` messages travel, but
+no sums are computed. The results have no gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from parallel101.mesh import GroupLike, group_of, split_sizes
 class AsyncCollective:
     """A collective that has begun.
 
-    All ranks must begin and advance theirs in the same order, since messages between two ranks are matched in the order of posting.
+    All ranks must begin and advance theirs in the same order, since messages between two ranks are
+    matched in the order of posting.
     """
 
     def __init__(self, steps: Iterator[None], result: Tensor):
@@ -35,24 +38,32 @@ class AsyncCollective:
         self.advance()
 
     def advance(self) -> bool:
-        """Wait for the messages posted last, and post the next ones. True if the result is complete."""
+        """Wait for the messages posted last, and post the next ones.
+
+        True if the result is complete.
+        """
         self.done = self.done or next(self._steps, "done") == "done"
         return self.done
 
     def wait(self) -> Tensor:
-        """Do everything that is left and return the result. Before that, read and change neither the result nor the input."""
+        """Do everything that is left and return the result.
+
+        Before that, read and change neither the result nor the input.
+        """
         while not self.advance():
             pass
         return self._result
 
 
-def all_reduce_async(x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tensor | None = None) -> AsyncCollective:
+def all_reduce_async(
+    x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tensor | None = None
+) -> AsyncCollective:
     """Begin an `all_reduce`. It has two steps; each rank sends 2n(p−1)/p bytes, where x has n.
 
-    Args:
-        x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change it before the result is complete.
-        op, group: as in `all_reduce`. An idle rank gets a zero-volume tensor and sends nothing.
-        out: the tensor for the result, contiguous and like x; x itself for an all-reduce in place. None: a new tensor.
+    Args: x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
+        it before the result is complete. op, group: as in `all_reduce`. An idle rank gets a
+        zero-volume tensor and sends nothing. out: the tensor for the result, contiguous and like x;
+        x itself for an all-reduce in place. None: a new tensor.
 
     Raises ValueError or TypeError, before any message, for wrong arguments.
     """
@@ -68,21 +79,30 @@ def all_reduce_async(x: Tensor, op: str = "sum", *, group: GroupLike = None, out
 
 
 def reduce_scatter_async(
-    x: Tensor, op: str = "sum", *, group: GroupLike = None, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    x: Tensor,
+    op: str = "sum",
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> AsyncCollective:
-    """Begin a `reduce_scatter` along dim 0. It has one step; each rank sends n(p−1)/p bytes, where x has n.
+    """Begin a `reduce_scatter` along dim 0.
 
-    Args:
-        x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change it before the result is complete.
-        op, group, sizes: as in `reduce_scatter`. An idle rank gets a zero-volume tensor and sends nothing.
-        out: the tensor for this rank's block of the result, contiguous; it may be that block of x. None: a new tensor.
+    It has one step; each rank sends n(p−1)/p bytes, where x has n.
+
+    Args: x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
+        it before the result is complete. op, group, sizes: as in `reduce_scatter`. An idle rank
+        gets a zero-volume tensor and sends nothing. out: the tensor for this rank's block of the
+        result, contiguous; it may be that block of x. None: a new tensor.
 
     Raises ValueError or TypeError, before any message, for wrong arguments.
     """
     x, reduction, members = contiguous(x, "x"), reduction_of(op, x), group_of(group)
     if members.position is None:
         return AsyncCollective(iter(()), nothing(x))
-    sizes = cut_sizes(x, 0, split_sizes(x.shape[0], members.size) if sizes is None else sizes, members)
+    sizes = cut_sizes(
+        x, 0, split_sizes(x.shape[0], members.size) if sizes is None else sizes, members
+    )
     result = result_in(out, x, (sizes[members.position], *x.shape[1:]))
     comm = begin("reduce_scatter_async", members, x, op=op, sizes=sizes)
     if comm.size == 1:
@@ -92,14 +112,20 @@ def reduce_scatter_async(
 
 
 def all_gather_async(
-    x: Tensor, *, group: GroupLike = None, sizes: Sequence[int] | None = None, out: Tensor | None = None
+    x: Tensor,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> AsyncCollective:
-    """Begin an `all_gather` along dim 0. It has one step; each rank sends n(p−1)/p bytes, where the result has n.
+    """Begin an `all_gather` along dim 0.
 
-    Args:
-        x: this rank's shard, contiguous. It is copied into the result at once, unless it already lies there.
-        group, sizes: as in `all_gather`. An idle rank gets a zero-volume tensor and sends nothing.
-        out: the tensor for the result, contiguous; x may be this rank's block of it. None: a new tensor.
+    It has one step; each rank sends n(p−1)/p bytes, where the result has n.
+
+    Args: x: this rank's shard, contiguous. It is copied into the result at once, unless it already
+        lies there. group, sizes: as in `all_gather`. An idle rank gets a zero-volume tensor and
+        sends nothing. out: the tensor for the result, contiguous; x may be this rank's block of it.
+        None: a new tensor.
 
     Raises ValueError or TypeError, before any message, for wrong arguments.
     """
@@ -128,15 +154,22 @@ def _reduce_scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm
 
 
 def contiguous(x: Tensor, name: str) -> Tensor:
-    """x without its graph, if a message can be sent from its memory as it is. Raises ValueError if that would need a copy."""
+    """x without its graph, if a message can be sent from its memory as it is.
+
+    Raises ValueError if that would need a copy.
+    """
     values = tensor_of(x)
     if x.dim() == 0 or not x.is_contiguous():
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected a contiguous tensor of one dim or more. "
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected a "
+            "contiguous tensor of one dim or more. "
             f"Call {name}.contiguous() or {name}.reshape(1)."
         )
     if values.data_ptr() != x.data_ptr():
-        raise ValueError(f"{name} is lazily conjugated or negated: expected a plain tensor. Call {name}.resolve_conj().resolve_neg().")
+        raise ValueError(
+            f"{name} is lazily conjugated or negated: expected a plain tensor. Call "
+            f"{name}.resolve_conj().resolve_neg()."
+        )
     return values
 
 
@@ -147,6 +180,7 @@ def result_in(out: Tensor | None, x: Tensor, shape: Sequence[int]) -> Tensor:
     result = contiguous(out, "out")
     if out.shape != torch.Size(shape) or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
-            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}: expected {x.dtype} of shape {tuple(shape)} on {x.device}"
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}: expected "
+            f"{x.dtype} of shape {tuple(shape)} on {x.device}"
         )
     return result

@@ -1,9 +1,12 @@
-"""Which algorithm? `algorithm="ring"` names one; `algorithm="auto"` takes the one that the rules in this file name.
+"""Which algorithm?
+
+`algorithm="ring"` names one; `algorithm="auto"` takes the one that the rules in this file name.
 
     few bytes: the fewest steps win (trees, doubling)          many bytes: the fewest bytes win (direct, rings)
 
-Up to 8 ranks the rules were measured on gloo over loopback, where all ranks share a few cores. Above 8 ranks, where every rank is assumed
-to have its own link, they follow the literature (Thakur, Rabenseifner, Gropp 2005, section 6). Nothing is measured when a program runs.
+Up to 8 ranks the rules were measured on gloo over loopback, where all ranks share a few cores.
+Above 8 ranks, where every rank is assumed to have its own link, they follow the literature (Thakur,
+Rabenseifner, Gropp 2005, section 6). Nothing is measured when a program runs.
 """
 
 from __future__ import annotations
@@ -15,21 +18,36 @@ KiB, MiB = 1024, 1024**2
 
 
 class Rule(NamedTuple):
-    """Take `algorithm` on up to `max_ranks` ranks, for up to `max_bytes` bytes of the whole array."""
+    """Take `algorithm` on up to `max_ranks` ranks, for up to `max_bytes` bytes of the whole
+    array.
+    """
 
     algorithm: str
     max_ranks: float = float("inf")
     max_bytes: float = float("inf")
 
 
-# The first rule that fits is taken. The whole array is the result of a gather or all-gather, and the input of the others.
+# The first rule that fits is taken. The whole array is the result of a gather or all-gather, and
+# the input of the others.
 AUTO: dict[str, list[Rule]] = {
-    "broadcast": [Rule("binomial", max_ranks=8), Rule("binomial", max_bytes=512 * KiB), Rule("scatter_all_gather")],
+    "broadcast": [
+        Rule("binomial", max_ranks=8),
+        Rule("binomial", max_bytes=512 * KiB),
+        Rule("scatter_all_gather"),
+    ],
     "scatter": [Rule("flat", max_ranks=8), Rule("binomial", max_bytes=64 * KiB), Rule("flat")],
     "gather": [Rule("flat", max_ranks=8), Rule("binomial", max_bytes=64 * KiB), Rule("flat")],
-    "reduce": [Rule("binomial", max_ranks=8), Rule("binomial", max_bytes=512 * KiB), Rule("reduce_scatter_gather")],
+    "reduce": [
+        Rule("binomial", max_ranks=8),
+        Rule("binomial", max_bytes=512 * KiB),
+        Rule("reduce_scatter_gather"),
+    ],
     "all_gather": [Rule("bruck", max_bytes=256 * KiB), Rule("direct", max_ranks=8), Rule("ring")],
-    "reduce_scatter": [Rule("direct", max_ranks=8), Rule("recursive_halving", max_bytes=256 * KiB), Rule("ring")],
+    "reduce_scatter": [
+        Rule("direct", max_ranks=8),
+        Rule("recursive_halving", max_bytes=256 * KiB),
+        Rule("ring"),
+    ],
     "all_reduce": [
         Rule("recursive_doubling", max_ranks=2, max_bytes=4 * MiB),
         Rule("reduce_broadcast", max_ranks=8, max_bytes=MiB),
@@ -41,15 +59,30 @@ AUTO: dict[str, list[Rule]] = {
 }
 
 
-def check_algorithm(operation: str, algorithm: str, table: Mapping[str, Any], mesh_table: Mapping[str, Any] | None = None) -> None:
+def check_algorithm(
+    operation: str,
+    algorithm: str,
+    table: Mapping[str, Any],
+    mesh_table: Mapping[str, Any] | None = None,
+) -> None:
     """Raises ValueError for an algorithm that the operation does not have."""
     allowed = ["auto", *table, *(mesh_table or ())]
     if algorithm not in allowed:
-        raise ValueError(f"algorithm={algorithm!r} is unknown: {operation} has {', '.join(map(repr, allowed))}")
+        raise ValueError(
+            f"algorithm={algorithm!r} is unknown: {operation} has {', '.join(map(repr, allowed))}"
+        )
 
 
-def choose(operation: str, algorithm: str, table: Mapping[str, Callable], nbytes: int, ranks: int) -> Callable:
-    """The function of `algorithm`; for "auto" that of the first rule that fits `nbytes` on this many ranks."""
+def choose(
+    operation: str, algorithm: str, table: Mapping[str, Callable], nbytes: int, ranks: int
+) -> Callable:
+    """The function of `algorithm`; for "auto" that of the first rule that fits `nbytes` on this
+    many ranks.
+    """
     if algorithm == "auto":
-        algorithm = next(rule.algorithm for rule in AUTO[operation] if ranks <= rule.max_ranks and nbytes <= rule.max_bytes)
+        algorithm = next(
+            rule.algorithm
+            for rule in AUTO[operation]
+            if ranks <= rule.max_ranks and nbytes <= rule.max_bytes
+        )
     return table[algorithm]

@@ -1,4 +1,6 @@
-"""Barrier: no rank leaves it before all ranks have entered. Dissemination: each message also stands for those its sender has received.
+"""Barrier: no rank leaves it before all ranks have entered.
+
+Dissemination: each message also stands for those its sender has received.
 
 step 1   a message from the rank 1 to the left      2 ranks are known to have entered
 step 2   a message from the rank 2 to the left      4
@@ -51,5 +53,7 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
 
 def _device(members: Group) -> torch.device:
     """A device from which the group's backend can send."""
-    on_cpu = members.size == 1 or "cpu" in backends_in(dist.get_backend_config(members.process_group))
+    on_cpu = members.size == 1 or "cpu" in backends_in(
+        dist.get_backend_config(members.process_group)
+    )
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

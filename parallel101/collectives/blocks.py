@@ -3,7 +3,8 @@
     blocks[2]      block 2               |  0  |  1  |**2**|  3  |      views, never copies: a message that is received into a block
     blocks[1:3]    blocks 1 and 2        |  0  |**1*****2**|  3  |      is already where the result needs it
 
-Neighbouring blocks are contiguous, so a tree or recursive halving sends half of them in one message. Sizes may differ, and be 0.
+Neighbouring blocks are contiguous, so a tree or recursive halving sends half of them in one
+message. Sizes may differ, and be 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from parallel101.mesh import split_sizes
 
 
 class Blocks:
-    """Blocks of `sizes` elements each. `flat` (1-D, contiguous) stores them from block `first` on: all of them, or a window.
+    """Blocks of `sizes` elements each.
+
+    `flat` (1-D, contiguous) stores them from block `first` on: all of them, or a window.
 
     A rank inside a tree stores a window: only the blocks that pass through it.
     """
@@ -34,26 +37,36 @@ class Blocks:
     def __getitem__(self, key: int | slice) -> Tensor:
         if isinstance(key, int):
             if not self._each and self.flat.numel() == self.starts[-1]:
-                self._each = self.flat.split(self.sizes)  # all at once takes a tenth of the time of one by one
+                # all at once takes a tenth of the time of one by one
+                self._each = self.flat.split(self.sizes)
             if self._each:
                 return self._each[key]
             key = slice(key, key + 1)
         low, high, _ = key.indices(len(self))
-        return self.flat.narrow(0, self.starts[low] - self.starts[self.first], self.starts[high] - self.starts[low])
+        return self.flat.narrow(
+            0, self.starts[low] - self.starts[self.first], self.starts[high] - self.starts[low]
+        )
 
     def empty(self, low: int = 0, high: int | None = None) -> Blocks:
-        """Blocks of the same sizes in new memory, which stores the blocks low … high − 1 only (all of them by default)."""
+        """Blocks of the same sizes in new memory, which stores the blocks low … high − 1 only
+        (all of them by default).
+        """
         high = len(self) if high is None else high
         return Blocks(self.flat.new_empty(self.starts[high] - self.starts[low]), self.sizes, low)
 
     def room(self, window: slice) -> Blocks:
         """Blocks that store this window: these, if they do, or new memory."""
         base = self.starts[self.first]
-        fits = base <= self.starts[window.start] and self.starts[window.stop] - base <= self.flat.numel()
+        fits = (
+            base <= self.starts[window.start]
+            and self.starts[window.stop] - base <= self.flat.numel()
+        )
         return self if fits else self.empty(window.start, window.stop)
 
     def merged(self, cuts: Sequence[int]) -> Blocks:
-        """The same memory in fewer blocks: the i-th is what were the blocks cuts[i] … cuts[i + 1] − 1."""
+        """The same memory in fewer blocks: the i-th is what were the blocks cuts[i] … cuts[i +
+        1] − 1.
+        """
         return Blocks(self.flat, [self.starts[b] - self.starts[a] for a, b in pairwise(cuts)])
 
 
@@ -68,7 +81,10 @@ def row_of(x: Tensor, dim: int) -> int:
 
 
 def flat_of(x: Tensor, dim: int = 0) -> Tensor:
-    """The values of x in one row with `dim` outermost, so that a shard along `dim` is contiguous. No copy if they already lie so."""
+    """The values of x in one row with `dim` outermost, so that a shard along `dim` is contiguous.
+
+    No copy if they already lie so.
+    """
     return (x.movedim(dim, 0) if dim else x).contiguous().view(-1)
 
 

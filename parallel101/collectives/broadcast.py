@@ -19,7 +19,9 @@ from parallel101.collectives.scatter import binomial as binomial_scatter
 from parallel101.collectives.tree import path
 from parallel101.mesh import GroupLike, group_of
 
-SEGMENT_BYTES = 256 * 1024  # of the chain: small, so that many segments are in flight, and large compared to a message's latency
+# of the chain: small, so that many segments are in flight, and large compared to a message's
+# latency
+SEGMENT_BYTES = 256 * 1024
 
 
 def flat(buffer: Tensor, root: int, comm: Comm) -> None:
@@ -31,7 +33,9 @@ def flat(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def binomial(buffer: Tensor, root: int, comm: Comm) -> None:
-    """Every rank that has the array sends it to one that has not: twice as many have it after each step, ⌈lg p⌉ steps."""
+    """Every rank that has the array sends it to one that has not: twice as many have it after
+    each step, ⌈lg p⌉ steps.
+    """
     for parent, child, _ in path(comm.size, root, comm.rank):
         if comm.rank == parent:
             comm.isend(buffer, to=child).wait()
@@ -40,7 +44,9 @@ def binomial(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def chain(buffer: Tensor, root: int, comm: Comm) -> None:
-    """From each rank to the next in m segments, a pipeline: a rank sends one while it receives the next. p − 2 + m steps of n/m bytes."""
+    """From each rank to the next in m segments, a pipeline: a rank sends one while it receives
+    the next. p − 2 + m steps of n/m bytes.
+    """
     place = (comm.rank - root) % comm.size
     sent = []
     for segment in buffer.split(max(1, SEGMENT_BYTES // buffer.element_size())):
@@ -52,7 +58,9 @@ def chain(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def scatter_all_gather(buffer: Tensor, root: int, comm: Comm) -> None:
-    """Scatter one block to each rank (binomial), then all-gather them (ring): ⌈lg p⌉ + p − 1 steps, 2n(p−1)/p bytes for any p."""
+    """Scatter one block to each rank (binomial), then all-gather them (ring): ⌈lg p⌉ + p − 1
+    steps, 2n(p−1)/p bytes for any p.
+    """
     blocks = even_blocks(buffer, comm.size)
     binomial_scatter(blocks, blocks[comm.rank], root, comm)
     ring_all_gather(blocks, comm)
@@ -61,21 +69,23 @@ def scatter_all_gather(buffer: Tensor, root: int, comm: Comm) -> None:
 ALGORITHMS = {f.__name__: f for f in (flat, binomial, chain, scatter_all_gather)}
 
 
-def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
+def broadcast(
+    x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto"
+) -> Tensor:
     """The root's array, on every rank.
 
-    Args:
-        x: at the root the array, of any dtype. On the others only its shape and dtype count; its values are ignored.
-        src: the root, as a position in the group.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        algorithm: "auto" or one of `algorithms("broadcast")`. "auto" takes, by the bytes of x: binomial on up to 8 ranks, else
+    Args: x: at the root the array, of any dtype. On the others only its shape and dtype count; its
+        values are ignored. src: the root, as a position in the group. group: see `group_of`. An
+        idle rank gets a zero-volume tensor and sends nothing. algorithm: "auto" or one of
+        `algorithms("broadcast")`. "auto" takes, by the bytes of x: binomial on up to 8 ranks, else
             binomial up to 512 KiB, else scatter_all_gather (see auto.py).
 
     Returns:
         A new contiguous tensor like x, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments.
-    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.2.
+    Raises ValueError or TypeError, before any message, for wrong arguments. Source: Thakur,
+    Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
+    section 4.2.
     """
     check_algorithm("broadcast", algorithm, ALGORITHMS)
     x, members = tensor_of(x), group_of(group)

@@ -1,12 +1,14 @@
-"""What an algorithm is given: who am I, how many are we, and isend and irecv between positions of the group.
+"""What an algorithm is given: who am I, how many are we, and isend and irecv between positions of
+the group.
 
     received = comm.irecv(inbox, source=left)      gloo and sim start each message at once. NCCL wants the messages that belong
     sent = comm.isend(outbox, to=right)            together in one batch: there they start at the first wait, or at `comm.flush()`
     received.wait(), sent.wait()
 
-Post the receive before you wait for a send: gloo's send is complete only when it was received. An empty tensor needs no message.
-Messages between two ranks are matched in the order in which they were posted. Their tag only keeps them apart from the program's own
-messages, and NCCL ignores even that.
+Post the receive before you wait for a send: gloo's send is complete only when it was received. An
+empty tensor needs no message. Messages between two ranks are matched in the order in which they
+were posted. Their tag only keeps them apart from the program's own messages, and NCCL ignores even
+that.
 """
 
 from __future__ import annotations
@@ -27,24 +29,29 @@ P = ParamSpec("P")
 
 
 class Work(Protocol):
-    """A message in flight: `wait` returns when the tensor was sent (isend) or holds what was received (irecv)."""
+    """A message in flight: `wait` returns when the tensor was sent (isend) or holds what was
+    received (irecv).
+    """
 
     def wait(self) -> object: ...
 
 
 class Comm:
-    """One rank's view of its group: `rank` is its position, `size` the number of ranks, `shape` the mesh's.
+    """One rank's view of its group: `rank` is its position, `size` the number of ranks, `shape` the
+    mesh's.
 
-    Args:
-        group: the group, of which this rank is a member.
-        device: of the tensors that are sent.
-        batched: whether messages start in batches; see `batches`.
-        collective: the collective to which the messages belong, in a recorded run. None: nobody records.
-        tag: of the messages.
+    Args: group: the group, of which this rank is a member. device: of the tensors that are sent.
+        batched: whether messages start in batches; see `batches`. collective: the collective to
+        which the messages belong, in a recorded run. None: nobody records. tag: of the messages.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, batched: bool = False, collective: Collective | None = None, tag: int = COLLECTIVE_TAG
+        self,
+        group: Group,
+        device: torch.device,
+        batched: bool = False,
+        collective: Collective | None = None,
+        tag: int = COLLECTIVE_TAG,
     ):
         assert group.position is not None
         self.group = group
@@ -62,11 +69,16 @@ class Comm:
         return self._post(dist.isend, tensor, to)
 
     def irecv(self, tensor: Tensor, source: int) -> Work:
-        """Begin to receive into `tensor` (contiguous, as large as what is sent) from position `source`."""
+        """Begin to receive into `tensor` (contiguous, as large as what is sent) from position
+        `source`.
+        """
         return self._post(dist.irecv, tensor, source)
 
     def flush(self) -> None:
-        """Start the messages posted so far, if this group's messages start in batches. The first wait does the same."""
+        """Start the messages posted so far, if this group's messages start in batches.
+
+        The first wait does the same.
+        """
         if not self._batch:
             return
         batch, self._batch = sorted(self._batch, key=lambda message: message.order), []
@@ -75,15 +87,25 @@ class Comm:
             message.works = works
 
     def subset(self, positions: Sequence[int]) -> Comm | None:
-        """The Comm of some of the positions, numbered anew in that order; None on a rank that is not one of them."""
+        """The Comm of some of the positions, numbered anew in that order; None on a rank that
+        is not one of them.
+        """
         if self.rank not in positions:
             return None
         ranks = tuple(self.group.ranks[position] for position in positions)
-        group = Group(ranks, positions.index(self.rank), (len(ranks),), self.group.process_group, self.group.axes)
+        group = Group(
+            ranks,
+            positions.index(self.rank),
+            (len(ranks),),
+            self.group.process_group,
+            self.group.axes,
+        )
         return Comm(group, self.device, self.batched, self.collective, self.tag)
 
     def in_order(self, positions: Sequence[int]) -> Comm:
-        """The same ranks, numbered anew in this order: a ring in the other direction, for example."""
+        """The same ranks, numbered anew in this order: a ring in the other direction, for
+        example.
+        """
         turned = self.subset(positions)
         assert turned is not None
         return turned
@@ -99,7 +121,9 @@ class Comm:
             return Nothing()
         rank, process_group = self.group.ranks[peer], self.group.process_group
         if self.batched:
-            self._batch.append(Batched(self, dist.P2POp(direction, tensor, rank, process_group, self.tag)))
+            self._batch.append(
+                Batched(self, dist.P2POp(direction, tensor, rank, process_group, self.tag))
+            )
             return self._batch[-1]
         if self.collective is None:
             return direction(tensor, rank, process_group, self.tag)
@@ -122,17 +146,22 @@ class Nothing:
 
 
 class Batched:
-    """A message of a batch. All of them start when the first is waited for, or at a flush; to wait for one is to wait for all.
+    """A message of a batch.
 
-    `order` is the same on both sides and on all ranks. If torch posts the messages of a batch one by one after all (as for a process group
-    that is written in Python), ranks that wait for each other do not form a cycle.
+    All of them start when the first is waited for, or at a flush; to wait for one is to wait for
+    all.
+
+    `order` is the same on both sides and on all ranks. If torch posts the messages of a batch one
+    by one after all (as for a process group that is written in Python), ranks that wait for each
+    other do not form a cycle.
     """
 
     def __init__(self, comm: Comm, op: dist.P2POp):
         me, peer = comm.group.ranks[comm.rank], op.peer
         source, to = (me, peer) if op.op is dist.isend else (peer, me)
         self.comm, self.op, self.order = comm, op, (min(me, peer), max(me, peer), source > to)
-        self.works: list[dist.Work] | None = None  # of the whole batch, the same list in all its messages: those not yet waited for
+        # of the whole batch, the same list in all its messages: those not yet waited for
+        self.works: list[dist.Work] | None = None
 
     def wait(self) -> None:
         if self.works is None:
@@ -147,7 +176,9 @@ def wait_all(works: Iterable[Work]) -> None:
 
 
 def blocking(steps: Callable[P, Iterator[None]]) -> Callable[P, None]:
-    """The blocking form of an algorithm that is written as a generator, which yields wherever an asynchronous caller may go and compute."""
+    """The blocking form of an algorithm that is written as a generator, which yields wherever
+    an asynchronous caller may go and compute.
+    """
 
     @functools.wraps(steps)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -158,11 +189,22 @@ def blocking(steps: Callable[P, Iterator[None]]) -> Callable[P, None]:
     return run
 
 
-def begin(operation: str, group: Group, x: Tensor, *, uneven: int | None = None, sizes: Any = None, **arguments: Any) -> Comm:
-    """The Comm for a collective on x. Every collective calls this after its own checks and before its first message.
+def begin(
+    operation: str,
+    group: Group,
+    x: Tensor,
+    *,
+    uneven: int | None = None,
+    sizes: Any = None,
+    **arguments: Any,
+) -> Comm:
+    """The Comm for a collective on x.
 
-    In a checked run it compares what all ranks must pass alike: these arguments, x's dtype, and its shape except along the dim `uneven`.
-    Raises ValueError if the group's backend cannot send from x's device.
+    Every collective calls this after its own checks and before its first message.
+
+    In a checked run it compares what all ranks must pass alike: these arguments, x's dtype, and its
+    shape except along the dim `uneven`. Raises ValueError if the group's backend cannot send from
+    x's device.
     """
     comm = comm_of(group, x.device, operation)
     if comm.collective is not None:
@@ -178,18 +220,24 @@ def begin(operation: str, group: Group, x: Tensor, *, uneven: int | None = None,
 
 
 def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLECTIVE_TAG) -> Comm:
-    """The Comm with which `operation` sends tensors of `device`. Raises ValueError if the group's backend cannot send them."""
+    """The Comm with which `operation` sends tensors of `device`.
+
+    Raises ValueError if the group's backend cannot send them.
+    """
     batched = False
     if group.size > 1:
         config = dist.get_backend_config(group.process_group)
         backend = backends_in(config).get(device.type)
         if backend is None:
             raise ValueError(
-                f"a tensor (or model) on {device}, and the group ({config}) sends from {' and '.join(backends_in(config))} only: "
+                f"a tensor (or model) on {device}, and the group ({config}) sends from "
+                f"{' and '.join(backends_in(config))} only: "
                 "move it there, or choose the other backend (gloo for the CPU, nccl for GPUs)"
             )
         batched = batches(backend)
-    return Comm(group, device, batched, None if recorder() is None else collective_of(operation, group), tag)
+    return Comm(
+        group, device, batched, None if recorder() is None else collective_of(operation, group), tag
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,20 +246,30 @@ def _collective(operation: str, ranks: tuple[int, ...], axis: str | None) -> Col
 
 
 def collective_of(operation: str, group: Group) -> Collective:
-    """How the record names this collective. Equal ones are one object, so the simulator compares the two sides of a message at once."""
+    """How the record names this collective.
+
+    Equal ones are one object, so the simulator compares the two sides of a message at once.
+    """
     return _collective(operation, group.ranks, group.axis)
 
 
 @functools.cache
 def backends_in(config: str) -> dict[str, str]:
-    """The backend that sends from each device: {"cpu": "gloo", "cuda": "nccl"} for "cpu:gloo,cuda:nccl". gloo has no send on GPUs."""
+    """The backend that sends from each device: {"cpu": "gloo", "cuda": "nccl"} for
+    "cpu:gloo,cuda:nccl". gloo has no send on GPUs.
+    """
     pairs = dict(part.split(":") for part in config.split(","))
-    return {device: backend for device, backend in pairs.items() if device == "cpu" or not backend.endswith("gloo")}
+    return {
+        device: backend
+        for device, backend in pairs.items()
+        if device == "cpu" or not backend.endswith("gloo")
+    }
 
 
 def batches(backend: str) -> bool:
     """Whether this backend's messages start in batches.
 
-    On NCCL a send and a receive between two ranks deadlock unless they start together. On gloo a batch has been seen to hang.
+    On NCCL a send and a receive between two ranks deadlock unless they start together. On gloo a
+    batch has been seen to hang.
     """
     return backend.endswith("nccl")

@@ -1,4 +1,6 @@
-"""Gather: every rank has a shard, and in the end one rank, the root, has them all, in order. A scatter backwards.
+"""Gather: every rank has a shard, and in the end one rank, the root, has them all, in order.
+
+A scatter backwards.
 
 rank 0  [a]        [a b c]
 rank 1  [b]   →    [     ]       flat: every shard straight to the root, no byte sent twice;
@@ -22,13 +24,17 @@ from parallel101.mesh import GroupLike, group_of
 def flat(blocks: Blocks, root: int, comm: Comm) -> None:
     """Each of the others sends its block to the root: p − 1 steps."""
     if comm.rank == root:
-        wait_all([comm.irecv(blocks[source], source) for source in range(comm.size) if source != root])
+        wait_all(
+            [comm.irecv(blocks[source], source) for source in range(comm.size) if source != root]
+        )
     else:
         comm.isend(blocks[comm.rank], to=root).wait()
 
 
 def binomial(blocks: Blocks, root: int, comm: Comm) -> None:
-    """Along the tree from its leaves: each rank joins what its children send and sends it on. ⌈lg p⌉ steps."""
+    """Along the tree from its leaves: each rank joins what its children send and sends it on.
+    ⌈lg p⌉ steps.
+    """
     held = blocks.room(subtree(comm.size, root, comm.rank))
     if held is not blocks:
         held[comm.rank].copy_(blocks[comm.rank])
@@ -43,24 +49,31 @@ ALGORITHMS = {f.__name__: f for f in (flat, binomial)}
 
 
 def gather(
-    x: Tensor, dst: int = 0, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    dst: int = 0,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """The shards of all ranks, joined along `dim` in the order of the group, at the root.
 
-    Args:
-        x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only, and then `sizes` is needed.
-        dst: the root, as a position in the group.
-        dim: along which the shards are joined; negative counts from the end.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        sizes: the size of every rank's shard along `dim`, zeros included, the same list on every rank. Default: all as large as mine.
-        algorithm: "auto" or one of `algorithms("gather")`. "auto" takes, by the bytes of the result: flat on up to 8 ranks,
+    Args: x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only,
+        and then `sizes` is needed. dst: the root, as a position in the group. dim: along which the
+        shards are joined; negative counts from the end. group: see `group_of`. An idle rank gets a
+        zero-volume tensor and sends nothing. sizes: the size of every rank's shard along `dim`,
+        zeros included, the same list on every rank. Default: all as large as mine. algorithm:
+        "auto" or one of `algorithms("gather")`. "auto" takes, by the bytes of the result: flat on
+        up to 8 ranks,
             else binomial up to 64 KiB, else flat (see auto.py).
 
-    Returns:
-        At the root a new contiguous tensor of x's shape with sum(sizes) along `dim`, elsewhere a zero-volume one; no part of the graph.
+    Returns: At the root a new contiguous tensor of x's shape with sum(sizes) along `dim`, elsewhere
+        a zero-volume one; no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments. The root receives n(p−1)/p bytes, where the result has n.
-    Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience" (2007), section 4.
+    Raises ValueError or TypeError, before any message, for wrong arguments. The root receives
+    n(p−1)/p bytes, where the result has n. Source: Chan, Heimlich, Purkayastha, van de Geijn,
+    "Collective communication: theory, practice, and experience" (2007), section 4.
     """
     check_algorithm("gather", algorithm, ALGORITHMS)
     x, members = tensor_of(x), group_of(group)
@@ -68,7 +81,9 @@ def gather(
     sizes = shard_sizes(x, dim, sizes, members)
     if members.position is None:
         return nothing(x)
-    comm = begin("gather", members, x, uneven=dim, dst=dst, dim=dim, sizes=sizes, algorithm=algorithm)
+    comm = begin(
+        "gather", members, x, uneven=dim, dst=dst, dim=dim, sizes=sizes, algorithm=algorithm
+    )
     shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
     elements = [size * row_of(x, dim) for size in sizes]
     mine = flat_of(x, dim)
@@ -77,5 +92,7 @@ def gather(
         blocks[dst].copy_(mine)
     else:
         blocks = Blocks(mine, elements, first=comm.rank)
-    choose("gather", algorithm, ALGORITHMS, sum(elements) * x.element_size(), comm.size)(blocks, dst, comm)
+    choose("gather", algorithm, ALGORITHMS, sum(elements) * x.element_size(), comm.size)(
+        blocks, dst, comm
+    )
     return shaped(blocks.flat, shape, dim) if comm.rank == dst else nothing(x)

@@ -1,4 +1,6 @@
-"""Recursive halving and doubling need a power of two of ranks. Any other number takes one step before them and one after.
+"""Recursive halving and doubling need a power of two of ranks.
+
+Any other number takes one step before them and one after.
 
 p = 6 = 4 + 2        0◀─1   2◀─3   4   5      before: each odd rank of the first pairs sends its values to its partner
                      0━━━━━━2━━━━━━4━━━5      the core, the nearest power of two below p, runs the algorithm
@@ -20,7 +22,8 @@ from parallel101.collectives.reductions import Reduction
 
 class PowerOfTwo(NamedTuple):
     core: Comm | None  # the ranks that run the algorithm; None on a rank that is not one of them
-    partner: int | None  # the other rank of my pair, if I am in one; the even rank of a pair is in the core
+    # the other rank of my pair, if I am in one; the even rank of a pair is in the core
+    partner: int | None
     cuts: list[int]  # the core's rank i works for the ranks cuts[i] … cuts[i + 1] − 1
 
 
@@ -33,7 +36,10 @@ def nearest_power_of_two(comm: Comm) -> PowerOfTwo:
 
 
 def reduce_to_core(blocks: Blocks, op: Reduction, comm: Comm, partner: int | None) -> Blocks:
-    """The step before a reduction: the even rank of a pair combines both ranks' values. Returns those, in new memory, or my own."""
+    """The step before a reduction: the even rank of a pair combines both ranks' values.
+
+    Returns those, in new memory, or my own.
+    """
     if partner is None:
         return blocks
     if comm.rank % 2:

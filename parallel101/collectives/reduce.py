@@ -1,4 +1,6 @@
-"""Reduce: every rank has an array, and in the end one rank, the root, has their sum. A broadcast backwards.
+"""Reduce: every rank has an array, and in the end one rank, the root, has their sum.
+
+A broadcast backwards.
 
 rank 0  [a]        [a+b+c]
 rank 1  [b]   →    [     ]       flat: n bytes p − 1 times over the root's link; a tree adds on the way;
@@ -22,7 +24,9 @@ from parallel101.mesh import GroupLike, group_of
 
 
 def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """All send to the root, which adds the arrays one by one, always in the same order: p − 1 steps."""
+    """All send to the root, which adds the arrays one by one, always in the same order: p − 1
+    steps.
+    """
     total = x
     if comm.rank != root:
         comm.isend(x, to=root).wait()
@@ -35,7 +39,9 @@ def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
 
 
 def binomial(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """Along the tree from its leaves: in each step half of the remaining ranks send their sums to the other half. ⌈lg p⌉ steps."""
+    """Along the tree from its leaves: in each step half of the remaining ranks send their sums
+    to the other half. ⌈lg p⌉ steps.
+    """
     total = x
     for parent, child, _ in reversed(path(comm.size, root, comm.rank)):
         if comm.rank == parent:
@@ -48,7 +54,9 @@ def binomial(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
 
 
 def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """Each rank sums up its block (ring), the root gathers them (binomial): p − 1 + ⌈lg p⌉ steps, 2n(p−1)/p bytes for any p."""
+    """Each rank sums up its block (ring), the root gathers them (binomial): p − 1 + ⌈lg p⌉
+    steps, 2n(p−1)/p bytes for any p.
+    """
     blocks = even_blocks(x, comm.size)
     mine = blocks.empty() if comm.rank == root else blocks.empty(comm.rank, comm.rank + 1)
     ring_reduce_scatter(blocks, mine[comm.rank], op, comm)
@@ -59,22 +67,24 @@ def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Te
 ALGORITHMS = {f.__name__: f for f in (flat, binomial, reduce_scatter_gather)}
 
 
-def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
+def reduce(
+    x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
+) -> Tensor:
     """The arrays of all ranks, combined by `op`, at the root.
 
-    Args:
-        x: this rank's array, of the same shape and dtype on every rank.
-        dst: the root, as a position in the group.
-        op: "sum", "mean", "product", "max" or "min"; see reductions.py for the dtypes that each accepts.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        algorithm: "auto" or one of `algorithms("reduce")`. "auto" takes, by the bytes of x: binomial on up to 8 ranks, else
+    Args: x: this rank's array, of the same shape and dtype on every rank. dst: the root, as a
+        position in the group. op: "sum", "mean", "product", "max" or "min"; see reductions.py for
+        the dtypes that each accepts. group: see `group_of`. An idle rank gets a zero-volume tensor
+        and sends nothing. algorithm: "auto" or one of `algorithms("reduce")`. "auto" takes, by the
+        bytes of x: binomial on up to 8 ranks, else
             binomial up to 512 KiB, else reduce_scatter_gather (see auto.py).
 
-    Returns:
-        At the root a new contiguous tensor like x, elsewhere a zero-volume one; no part of the graph.
+    Returns: At the root a new contiguous tensor like x, elsewhere a zero-volume one; no part of the
+        graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments.
-    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.4.
+    Raises ValueError or TypeError, before any message, for wrong arguments. Source: Thakur,
+    Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
+    section 4.4.
     """
     check_algorithm("reduce", algorithm, ALGORITHMS)
     x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
@@ -84,5 +94,7 @@ def reduce(x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None,
     comm = begin("reduce", members, x, dst=dst, op=op, algorithm=algorithm)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    total = choose("reduce", algorithm, ALGORITHMS, x.nbytes, comm.size)(flat_of(x), reduction, dst, comm)
+    total = choose("reduce", algorithm, ALGORITHMS, x.nbytes, comm.size)(
+        flat_of(x), reduction, dst, comm
+    )
     return reduction.finish(total, comm.size).view(x.shape) if comm.rank == dst else nothing(x)

@@ -24,7 +24,9 @@ from parallel101.mesh import GroupLike, group_of, split_sizes
 
 
 def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iterator[None]:
-    """Each rank sends every block to its owner, which adds them up: p − 1 steps, each with another partner. `out` may be the own block."""
+    """Each rank sends every block to its owner, which adds them up: p − 1 steps, each with
+    another partner. `out` may be the own block.
+    """
     p, rank, arriving, sent = comm.size, comm.rank, [], []
     for step in range(1, p):
         source, to = (rank - step) % p, (rank + step) % p
@@ -44,7 +46,9 @@ direct = blocking(direct_steps)
 
 
 def ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """The partial sum of each block travels once round the ring and ends at its owner: p − 1 steps of one block, from left to right."""
+    """The partial sum of each block travels once round the ring and ends at its owner: p − 1
+    steps of one block, from left to right.
+    """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     partial = blocks[left]
@@ -58,10 +62,13 @@ def ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
 
 
 def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """Two partial sums of each block, one from each side, meet at its owner. ⌊p/2⌋ steps on links that carry both directions."""
+    """Two partial sums of each block, one from each side, meet at its owner. ⌊p/2⌋ steps on
+    links that carry both directions.
+    """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
-    far, near = p // 2, (p - 1) // 2  # the number of ranks that a partial sum passes on its way to the right, to the left
+    # the number of ranks that a partial sum passes on its way to the right, to the left
+    far, near = p // 2, (p - 1) // 2
     rightward, leftward = blocks[(rank + far) % p], blocks[(rank - near) % p]
     for step in range(far):
         mine = blocks[(rank + far - step - 1) % p]
@@ -73,7 +80,8 @@ def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -
             works += [comm.irecv(also_inbox, source=right), comm.isend(leftward, to=left)]
         wait_all(works)
         rightward = op(inbox, mine, out=inbox)
-        if step < near:  # the last sum from the right stays without my own block, which is in the sum from the left
+        # the last sum from the right stays without my own block, which is in the sum from the left
+        if step < near:
             leftward = also_inbox if step == near - 1 else op(also_inbox, also_mine, out=also_inbox)
     if near:
         op(rightward, leftward, out=out)
@@ -82,7 +90,9 @@ def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -
 
 
 def recursive_halving(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """Exchange half of what is left with a partner and add: lg p steps, ⌊lg p⌋ + 2 if p is no power of two (power_of_two.py)."""
+    """Exchange half of what is left with a partner and add: lg p steps, ⌊lg p⌋ + 2 if p is no
+    power of two (power_of_two.py).
+    """
     core, partner, cuts = nearest_power_of_two(comm)
     total = reduce_to_core(blocks, op, comm, partner)
     if core is None:
@@ -117,26 +127,33 @@ ON_A_MESH = {"torus": torus}
 
 
 def reduce_scatter(
-    x: Tensor, dim: int = 0, op: str = "sum", *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    dim: int = 0,
+    op: str = "sum",
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """The arrays of all ranks, combined by `op`, split along `dim`: to each rank its own block.
 
-    Args:
-        x: this rank's array, of the same shape and dtype on every rank.
-        dim: along which the result is split; negative counts from the end.
-        op: "sum", "mean", "product", "max" or "min"; see reductions.py for the dtypes that each accepts.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        sizes: the size of every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
-        algorithm: "auto", one of `algorithms("reduce_scatter")`, or "torus" (see torus.py) if the group is a DeviceMesh of two axes
+    Args: x: this rank's array, of the same shape and dtype on every rank. dim: along which the
+        result is split; negative counts from the end. op: "sum", "mean", "product", "max" or "min";
+        see reductions.py for the dtypes that each accepts. group: see `group_of`. An idle rank gets
+        a zero-volume tensor and sends nothing. sizes: the size of every rank's block along `dim`,
+        zeros included. Default: `split_sizes(x.shape[dim], p)`. algorithm: "auto", one of
+        `algorithms("reduce_scatter")`, or "torus" (see torus.py) if the group is a DeviceMesh of
+        two axes
             or more. "auto" takes, by the bytes of x: direct on up to 8 ranks,
             else recursive_halving up to 256 KiB, else ring (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends n(p−1)/p bytes, where x has n
-    (by recursive_halving up to n, if p is no power of two).
-    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.3.
+    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends
+    n(p−1)/p bytes, where x has n (by recursive_halving up to n, if p is no power of two). Source:
+    Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
+    (2005), section 4.3.
     """
     check_algorithm("reduce_scatter", algorithm, ALGORITHMS, ON_A_MESH)
     x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
@@ -144,12 +161,16 @@ def reduce_scatter(
     if members.position is None:
         return nothing(x)
     check_axes(algorithm, members)
-    sizes = cut_sizes(x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members)
+    sizes = cut_sizes(
+        x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members
+    )
     comm = begin("reduce_scatter", members, x, dim=dim, op=op, sizes=sizes, algorithm=algorithm)
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     blocks = Blocks(flat_of(x, dim), [size * row_of(x, dim) for size in sizes])
     out = x.new_empty(blocks.sizes[comm.rank])
-    choose("reduce_scatter", algorithm, ALGORITHMS | ON_A_MESH, x.nbytes, comm.size)(blocks, out, reduction, comm)
+    choose("reduce_scatter", algorithm, ALGORITHMS | ON_A_MESH, x.nbytes, comm.size)(
+        blocks, out, reduction, comm
+    )
     reduction.finish(out, comm.size)
     return shaped(out, [*x.shape[:dim], sizes[comm.rank], *x.shape[dim + 1 :]], dim)

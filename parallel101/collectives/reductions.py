@@ -1,9 +1,11 @@
-"""The reductions sum, mean, product, max and min: each a function of two tensors and, for the mean, one division at the end.
+"""The reductions sum, mean, product, max and min: each a function of two tensors and, for the mean,
+one division at the end.
 
     op(a, b, out=c)        c = a + b, element by element, rounded to the tensors' own dtype (as torch's backends do)
     op.finish(c, p)        the mean divides by p, once all p values are added
 
-Not every dtype has all of them: bool has only max (any) and min (all), integers have no mean, complex numbers no max and min.
+Not every dtype has all of them: bool has only max (any) and min (all), integers have no mean,
+complex numbers no max and min.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ class Reduction(NamedTuple):
         return self.combine(a, b, out=out)
 
     def finish(self, total: Tensor, count: int) -> Tensor:
-        """Finish the combined values of `count` ranks in place: a mean divides. Call it once for each element of the result."""
+        """Finish the combined values of `count` ranks in place: a mean divides.
+
+        Call it once for each element of the result.
+        """
         return total.div_(count) if self.name == "mean" else total
 
 
@@ -41,14 +46,24 @@ REDUCTIONS = {
 
 
 def reduction_of(op: str, x: Tensor) -> Reduction:
-    """The reduction called `op`. Raises ValueError for an unknown one, TypeError if x's dtype does not have it."""
+    """The reduction called `op`.
+
+    Raises ValueError for an unknown one, TypeError if x's dtype does not have it.
+    """
     reduction = REDUCTIONS.get(op) if isinstance(op, str) else None
     if reduction is None:
-        raise ValueError(f"op={op!r} is unknown: expected one of {', '.join(map(repr, REDUCTIONS))}")
+        raise ValueError(
+            f"op={op!r} is unknown: expected one of {', '.join(map(repr, REDUCTIONS))}"
+        )
     if x.dtype == torch.bool and op not in ("max", "min"):
-        raise TypeError(f"op={op!r} has no meaning for bool: use 'max' for any, 'min' for all, or x.int() to count")
+        raise TypeError(
+            f"op={op!r} has no meaning for bool: use 'max' for any, 'min' for all, or x.int() "
+            "to count"
+        )
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"op='mean' of {x.dtype} is not a whole number: use x.float(), or op='sum' and divide")
+        raise TypeError(
+            f"op='mean' of {x.dtype} is not a whole number: use x.float(), or op='sum' and divide"
+        )
     try:  # which other dtypes can be combined, only torch knows: try it now, before any message
         nothing = x.detach().new_empty(0)
         reduction.finish(reduction(nothing, nothing, out=nothing), 2)

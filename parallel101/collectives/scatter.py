@@ -45,34 +45,46 @@ ALGORITHMS = {f.__name__: f for f in (flat, binomial)}
 
 
 def scatter(
-    x: Tensor, src: int = 0, dim: int = 0, *, group: GroupLike = None, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    src: int = 0,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """The root's array, split along `dim`: to each rank its own block.
 
-    Args:
-        x: at the root the whole array. On the others only its shape (the whole one) and dtype count; its values are ignored.
-        src: the root, as a position in the group.
-        dim: along which it is split; negative counts from the end.
-        group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing.
-        sizes: the size of every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
-        algorithm: "auto" or one of `algorithms("scatter")`. "auto" takes, by the bytes of x: flat on up to 8 ranks, else
+    Args: x: at the root the whole array. On the others only its shape (the whole one) and dtype
+        count; its values are ignored. src: the root, as a position in the group. dim: along which
+        it is split; negative counts from the end. group: see `group_of`. An idle rank gets a
+        zero-volume tensor and sends nothing. sizes: the size of every rank's block along `dim`,
+        zeros included. Default: `split_sizes(x.shape[dim], p)`. algorithm: "auto" or one of
+        `algorithms("scatter")`. "auto" takes, by the bytes of x: flat on up to 8 ranks, else
             binomial up to 64 KiB, else flat (see auto.py).
 
     Returns:
         A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments. The root sends n(p−1)/p bytes, where x has n.
-    Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience" (2007), section 4.
+    Raises ValueError or TypeError, before any message, for wrong arguments. The root sends n(p−1)/p
+    bytes, where x has n. Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective
+    communication: theory, practice, and experience" (2007), section 4.
     """
     check_algorithm("scatter", algorithm, ALGORITHMS)
     x, members = tensor_of(x), group_of(group)
     src, dim = root_of(members, src, "src"), dim_of(x, dim)
     if members.position is None:
         return nothing(x)
-    sizes = cut_sizes(x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members)
+    sizes = cut_sizes(
+        x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members
+    )
     comm = begin("scatter", members, x, src=src, dim=dim, sizes=sizes, algorithm=algorithm)
     elements = [size * row_of(x, dim) for size in sizes]
     out = x.new_empty(elements[comm.rank])
-    blocks = Blocks(flat_of(x, dim), elements) if comm.rank == src else Blocks(out, elements, first=comm.rank)
+    blocks = (
+        Blocks(flat_of(x, dim), elements)
+        if comm.rank == src
+        else Blocks(out, elements, first=comm.rank)
+    )
     choose("scatter", algorithm, ALGORITHMS, x.nbytes, comm.size)(blocks, out, src, comm)
     return shaped(out, [*x.shape[:dim], sizes[comm.rank], *x.shape[dim + 1 :]], dim)

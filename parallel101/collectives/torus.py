@@ -1,13 +1,15 @@
 """All-gather, reduce-scatter and all-to-all over all links of a torus at the same time.
 
-The array is cut into one part per axis and direction. Each part goes along all axes, but begins with another axis, or goes the other way:
+The array is cut into one part per axis and direction. Each part goes along all axes, but begins
+with another axis, or goes the other way:
 
     mesh (2, 3)    0 1 2        part 0   → along axis 1, then ↓ along axis 0        part 2   ↓ along axis 0, then → along axis 1
                    3 4 5        part 1   ← along axis 1, then ↑ along axis 0        part 3   ↑ along axis 0, then ← along axis 1
 
-So on k axes of one length, the n(p−1)/p bytes that a rank sends leave over 2k links. If lengths differ, parts meet on the longer axes.
-An all-to-all has one part per axis, because its messages go both ways round anyway.
-These are algorithms for a group that is a DeviceMesh; they do not choose or build the mesh. See `torus` and `two_level` of all_reduce.py.
+So on k axes of one length, the n(p−1)/p bytes that a rank sends leave over 2k links. If lengths
+differ, parts meet on the longer axes. An all-to-all has one part per axis, because its messages go
+both ways round anyway. These are algorithms for a group that is a DeviceMesh; they do not choose or
+build the mesh. See `torus` and `two_level` of all_reduce.py.
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ from parallel101.mesh import Group, split_sizes
 
 
 def all_gather(blocks: Blocks, comm: Comm) -> None:
-    """Each part is gathered along one axis after the other, all parts at the same time: Σ (pᵢ − 1) steps."""
+    """Each part is gathered along one axis after the other, all parts at the same time: Σ (pᵢ −
+    1) steps.
+    """
     routes = routes_of(comm)
     if not routes:  # one rank alone
         return
     pieces = cut(blocks, len(routes))
-    parts = [joined([piece[position] for position in route.order]) for piece, route in zip(pieces, routes)]  # only my own is valid yet
+    # only my own is valid yet
+    parts = [
+        joined([piece[position] for position in route.order])
+        for piece, route in zip(pieces, routes)
+    ]
     at_once([gather_steps(part, route) for part, route in zip(parts, routes)])
     for piece, part, route in zip(pieces, parts, routes):
         for place, position in enumerate(route.order):
@@ -39,18 +47,29 @@ def all_gather(blocks: Blocks, comm: Comm) -> None:
 
 
 def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """The all-gather backwards: each part is summed along its last axis first, where its share is largest."""
+    """The all-gather backwards: each part is summed along its last axis first, where its share
+    is largest.
+    """
     routes = routes_of(comm)
-    parts = [joined([piece[position] for position in route.order]) for piece, route in zip(cut(blocks, len(routes)), routes)]
+    parts = [
+        joined([piece[position] for position in route.order])
+        for piece, route in zip(cut(blocks, len(routes)), routes)
+    ]
     outs = out.split(split_sizes(out.numel(), len(routes)))
     at_once([scatter_steps(part, out, op, route) for part, out, route in zip(parts, outs, routes)])
 
 
-def all_to_all(outgoing: Blocks, incoming: Blocks, count: Callable[[int, int], int], comm: Comm) -> None:
-    """Each part is exchanged along one axis after the other, all parts at the same time: Σ (pᵢ − 1) messages of a rank for each part."""
+def all_to_all(
+    outgoing: Blocks, incoming: Blocks, count: Callable[[int, int], int], comm: Comm
+) -> None:
+    """Each part is exchanged along one axis after the other, all parts at the same time: Σ (pᵢ
+    − 1) messages of a rank for each part.
+    """
     axes = [axis for axis, length in enumerate(comm.shape) if length > 1] or [0]
     parts = [list(pieces) for pieces in cut(outgoing, len(axes))]
-    at_once([exchange_steps(part, axes[i:] + axes[:i], i, count, comm) for i, part in enumerate(parts)])
+    at_once(
+        [exchange_steps(part, axes[i:] + axes[:i], i, count, comm) for i, part in enumerate(parts)]
+    )
     for pieces, part in zip(cut(incoming, len(axes)), parts):
         for piece, arrived in zip(pieces, part):
             piece.copy_(arrived)
@@ -58,7 +77,9 @@ def all_to_all(outgoing: Blocks, incoming: Blocks, count: Callable[[int, int], i
 
 def cut(blocks: Blocks, parts: int) -> list[tuple[Tensor, ...]]:
     """By part and position: every block cut into so many pieces."""
-    return list(zip(*(blocks[i].split(split_sizes(size, parts)) for i, size in enumerate(blocks.sizes))))
+    return list(
+        zip(*(blocks[i].split(split_sizes(size, parts)) for i, size in enumerate(blocks.sizes)))
+    )
 
 
 def joined(pieces: Sequence[Tensor]) -> Blocks:
@@ -70,9 +91,11 @@ def joined(pieces: Sequence[Tensor]) -> Blocks:
 
 
 class Route(NamedTuple):
-    """The lines through this rank along which a part goes, and all positions in the order of their blocks in the part.
+    """The lines through this rank along which a part goes, and all positions in the order of their
+    blocks in the part.
 
-    The first line's coordinate runs fastest in that order, so what a rank has gathered along the first lines is contiguous.
+    The first line's coordinate runs fastest in that order, so what a rank has gathered along the
+    first lines is contiguous.
     """
 
     lines: list[Comm]
@@ -84,7 +107,12 @@ class Route(NamedTuple):
         found, width = [], 1
         for line in self.lines:
             first = self.place // (width * line.size) * (width * line.size)
-            found.append((line, [slice(first + i * width, first + (i + 1) * width) for i in range(line.size)]))
+            found.append(
+                (
+                    line,
+                    [slice(first + i * width, first + (i + 1) * width) for i in range(line.size)],
+                )
+            )
             width *= line.size
         return found
 
@@ -100,12 +128,17 @@ def routes_of(comm: Comm) -> list[Route]:
                 line, stride = comm.along(axis), math.prod(comm.shape[axis + 1 :])
                 coordinates = range(line.size)[::direction]
                 lines.append(line.in_order(coordinates))
-                order = [position + stride * coordinate for coordinate in coordinates for position in order]
+                order = [
+                    position + stride * coordinate
+                    for coordinate in coordinates
+                    for position in order
+                ]
             routes.append(Route(lines, order, order.index(comm.rank)))
     return routes
 
 
-Steps = Iterator[list[Work]]  # the messages of one step after the other; the next step is asked for when these have arrived
+# the messages of one step after the other; the next step is asked for when these have arrived
+Steps = Iterator[list[Work]]
 
 
 def gather_steps(blocks: Blocks, route: Route) -> Steps:
@@ -119,7 +152,9 @@ def gather_steps(blocks: Blocks, route: Route) -> Steps:
 
 
 def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> Steps:
-    """Ring reduce-scatter along one line after the other, from the last to the first, each time of what is left."""
+    """Ring reduce-scatter along one line after the other, from the last to the first, each time
+    of what is left.
+    """
     for line, windows in reversed(route.windows()):
         p, rank = line.size, line.rank
         partial = blocks[windows[rank - 1]]
@@ -134,25 +169,39 @@ def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> S
     out.copy_(blocks[route.place])
 
 
-def exchange_steps(slots: list[Tensor], axes: list[int], part: int, count: Callable[[int, int], int], comm: Comm) -> Steps:
-    """Direct all-to-all along one line after the other. Slot j holds the block for position j at first, and the one from j at the end.
+def exchange_steps(
+    slots: list[Tensor], axes: list[int], part: int, count: Callable[[int, int], int], comm: Comm
+) -> Steps:
+    """Direct all-to-all along one line after the other.
 
-    In between, the rank at place i of a line gets what its neighbours on the line have for i. It comes to the slots that it left.
+    Slot j holds the block for position j at first, and the one from j at the end.
+
+    In between, the rank at place i of a line gets what its neighbours on the line have for i. It
+    comes to the slots that it left.
     """
     sources, targets = [comm.rank] * comm.size, list(range(comm.size))  # of the block in each slot
     for axis in axes:
         line, stride = comm.along(axis), math.prod(comm.shape[axis + 1 :])
-        moving = [[j for j in range(comm.size) if j // stride % line.size == place] for place in range(line.size)]
+        moving = [
+            [j for j in range(comm.size) if j // stride % line.size == place]
+            for place in range(line.size)
+        ]
         for place, slots_of_place in enumerate(moving):
             for j in slots_of_place:
                 sources[j] += (place - line.rank) * stride
                 targets[j] -= (place - line.rank) * stride
-        counts = [split_sizes(count(source, target), len(axes))[part] for source, target in zip(sources, targets)]
+        counts = [
+            split_sizes(count(source, target), len(axes))[part]
+            for source, target in zip(sources, targets)
+        ]
         inboxes, works = {}, list[Work]()
         for step in range(1, line.size):
             source, to = (line.rank - step) % line.size, (line.rank + step) % line.size
             inboxes[source] = slots[0].new_empty(sum(counts[j] for j in moving[source]))
-            works += [line.irecv(inboxes[source], source), line.isend(torch.cat([slots[j] for j in moving[to]]), to)]
+            works += [
+                line.irecv(inboxes[source], source),
+                line.isend(torch.cat([slots[j] for j in moving[to]]), to),
+            ]
         yield works
         for place, inbox in inboxes.items():
             for j, block in zip(moving[place], inbox.split([counts[j] for j in moving[place]])):
@@ -168,4 +217,7 @@ def at_once(parts: list[Steps]) -> None:
 def check_axes(algorithm: str, group: Group) -> None:
     """Raises ValueError if `algorithm` needs a mesh of two axes or more and the group is none."""
     if algorithm in ("two_level", "torus") and group.position is not None and len(group.shape) < 2:
-        raise ValueError(f"algorithm={algorithm!r} needs a DeviceMesh of two axes or more as its group; this group has shape {group.shape}")
+        raise ValueError(
+            f"algorithm={algorithm!r} needs a DeviceMesh of two axes or more as its group; "
+            f"this group has shape {group.shape}"
+        )

@@ -1,10 +1,12 @@
-"""The binomial tree, by halving: a rank responsible for a range of ranks gives half of it to a rank in that half, and so on.
+"""The binomial tree, by halving: a rank responsible for a range of ranks gives half of it to a rank
+in that half, and so on.
 
     0 1 2 3 4 5 6 7      step 1:  0 → 4                 ⌈lg p⌉ steps for any p and any root. Each half is a contiguous
     0 1 2 3|4 5 6 7      step 2:  0 → 2   4 → 6         range of ranks, so its blocks are one message
     0 1|2 3|4 5|6 7      step 3:  0 → 1   2 → 3   4 → 5   6 → 7
 
-Broadcast and scatter go from the root to the leaves, reduce and gather from the leaves to the root. This file sends nothing.
+Broadcast and scatter go from the root to the leaves, reduce and gather from the leaves to the root.
+This file sends nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ class Branch(NamedTuple):
 
 
 def path(p: int, root: int, rank: int) -> list[Branch]:
-    """The branches from the root that lead to `rank` or start at it. (Also some that do neither; `rank` skips them.)"""
+    """The branches from the root that lead to `rank` or start at it.
+
+    (Also some that do neither; `rank` skips them.)
+    """
     branches, holder, low, high = [], root, 0, p
     while high - low > 1:
         middle = (low + high + 1) // 2
-        if holder >= middle:  # keep the larger half, so that the root sends no more than n(p−1)/p bytes
+        # keep the larger half, so that the root sends no more than n(p−1)/p bytes
+        if holder >= middle:
             middle = (low + high) // 2
         lower, upper = slice(low, middle), slice(middle, high)
         kept, given = (lower, upper) if holder < middle else (upper, lower)
@@ -35,5 +41,9 @@ def path(p: int, root: int, rank: int) -> list[Branch]:
 
 
 def subtree(p: int, root: int, rank: int) -> slice:
-    """The ranks whose blocks pass through `rank`: all of them for the root, only itself for a leaf."""
-    return next((branch.ranks for branch in path(p, root, rank) if branch.child == rank), slice(0, p))
+    """The ranks whose blocks pass through `rank`: all of them for the root, only itself for a
+    leaf.
+    """
+    return next(
+        (branch.ranks for branch in path(p, root, rank) if branch.child == rank), slice(0, p)
+    )

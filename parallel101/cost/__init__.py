@@ -1,4 +1,6 @@
-"""Predicted cost: steps, bytes, memory and seconds, in closed form. Nothing here runs or measures a program.
+"""Predicted cost: steps, bytes, memory and seconds, in closed form.
+
+Nothing here runs or measures a program.
 
 closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a run on the simulator
 mesh_forms.py      of the algorithms for a torus and for nodes
@@ -13,8 +15,38 @@ from parallel101.cost.hardware import CHIPS, Chip, Level, Torus
 from parallel101.cost.mesh_forms import TwoLevelCost, torus_form, two_level_form
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.cost.products import ProductTime, flops_per_byte, matmul
-from parallel101.cost.times import Memory, Time, all_gather, all_reduce, all_to_all, memory, reduce_scatter
+from parallel101.cost.times import (
+    Memory,
+    Time,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    memory,
+    reduce_scatter,
+)
 
-__all__ = ["CHIPS", "PRECISIONS", "Chip", "Cost", "Level", "Memory", "ModelStates", "ProductTime", "Time", "Torus", "TwoLevelCost"]
-__all__ += ["all_gather", "all_reduce", "all_to_all", "closed_form", "flops_per_byte", "matmul", "memory", "model_states", "reduce_scatter"]
+__all__ = [
+    "CHIPS",
+    "PRECISIONS",
+    "Chip",
+    "Cost",
+    "Level",
+    "Memory",
+    "ModelStates",
+    "ProductTime",
+    "Time",
+    "Torus",
+    "TwoLevelCost",
+]
+__all__ += [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "closed_form",
+    "flops_per_byte",
+    "matmul",
+    "memory",
+    "model_states",
+    "reduce_scatter",
+]
 __all__ += ["torus_form", "two_level_form"]

@@ -1,17 +1,20 @@
-"""The cost of a collective in closed form: steps, bytes sent by the busiest rank, bytes on the critical path.
+"""The cost of a collective in closed form: steps, bytes sent by the busiest rank, bytes on the
+critical path.
 
     time = steps · α + path · β        α: latency of a message, in seconds        β: seconds per byte, 1 / bandwidth
 
-The makespan of a run on a `Network` with latency 1 and infinite bandwidth is exactly the steps, with latency 0 and bandwidth 1 the path;
-tests compare them. The textbooks give the forms with lg p for powers of two; any other p takes two more steps (power_of_two.py).
+The makespan of a run on a `Network` with latency 1 and infinite bandwidth is exactly the steps,
+with latency 0 and bandwidth 1 the path; tests compare them. The textbooks give the forms with lg p
+for powers of two; any other p takes two more steps (power_of_two.py).
 
     switch          every rank has a link of its own into the switch, and one out of it
     ring            ⇄ 0 ⇄ 1 ⇄ 2 ⇄ 3 ⇄        a message to a rank d places away takes the shorter way, and occupies min(d, p − d) links
     one_way_ring    → 0 → 1 → 2 → 3 →        d or p − d of them
 
-A message that meets no other is as fast over many links as over one (see `Torus` in sim/network.py). So algorithms that send to
-neighbours, and trees, whose messages don't meet, cost the same on a ring as on a switch. The others pay for the links: if all ranks send
-d places to the right, every link carries d messages. The bytes that a rank sends are the same on every network.
+A message that meets no other is as fast over many links as over one (see `Torus` in
+sim/network.py). So algorithms that send to neighbours, and trees, whose messages don't meet, cost
+the same on a ring as on a switch. The others pay for the links: if all ranks send d places to the
+right, every link carries d messages. The bytes that a rank sends are the same on every network.
 
 Not here: the axes of a mesh (mesh_forms.py), and the time of the additions.
 """
@@ -30,20 +33,24 @@ class Cost(NamedTuple):
     path: int  # bytes on the critical path
 
     def seconds(self, latency: float, bandwidth: float) -> float:
-        """steps · α + path · β, on links of this latency (s) and bandwidth (bytes/s), such as those of a sim `Network`."""
+        """steps · α + path · β, on links of this latency (s) and bandwidth (bytes/s), such as
+        those of a sim `Network`.
+        """
         return self.steps * latency + self.path / bandwidth
 
 
-# By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a gather or all-gather, the input of one rank
-# in an all-to-all, the input of the others.
-# Sources: Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms with ⌈⌉, and those for a p that
-# is no power of two, are counted from the code.
+# By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a
+# gather or all-gather, the input of one rank in an all-to-all, the input of the others. Sources:
+# Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms
+# with ⌈⌉, and those for a p that is no power of two, are counted from the code.
 FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
     "broadcast": {
         "flat": lambda p, n, b: Cost(p - 1, (p - 1) * n, (p - 1) * n),
         "binomial": lambda p, n, b: Cost(lg_up(p), lg_up(p) * n, lg_up(p) * n),
         "chain": lambda p, n, b: Cost(p - 2 + segments(n), n, n + (p - 2) * min(n, SEGMENT_BYTES)),
-        "scatter_all_gather": lambda p, n, b: Cost(lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b),
+        "scatter_all_gather": lambda p, n, b: Cost(
+            lg_up(p) + p - 1, 2 * (p - 1) * b, 2 * (p - 1) * b
+        ),
     },
     "scatter": {
         "flat": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
@@ -56,12 +63,15 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
     "reduce": {
         "flat": lambda p, n, b: Cost(p - 1, n, (p - 1) * n),
         "binomial": lambda p, n, b: Cost(lg_up(p), n, lg_up(p) * n),
-        "reduce_scatter_gather": lambda p, n, b: Cost(p - 1 + lg_up(p), (p - 1 + p // 2) * b, 2 * (p - 1) * b),
+        "reduce_scatter_gather": lambda p, n, b: Cost(
+            p - 1 + lg_up(p), (p - 1 + p // 2) * b, 2 * (p - 1) * b
+        ),
     },
     "all_gather": {
         "direct": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
-        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),  # half of it on links that carry both directions
+        # half of it on links that carry both directions
+        "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "recursive_doubling": lambda p, n, b: (
             Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
             if power_of_two(p)
@@ -74,7 +84,9 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
         "ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "bidirectional_ring": lambda p, n, b: Cost(p - 1, (p - 1) * b, (p - 1) * b),
         "recursive_halving": lambda p, n, b: (
-            Cost(lg_up(p), (p - 1) * b, (p - 1) * b) if power_of_two(p) else Cost(lg_down(p) + 2, n, n + sent_by_rank_0(p) * b + b)
+            Cost(lg_up(p), (p - 1) * b, (p - 1) * b)
+            if power_of_two(p)
+            else Cost(lg_down(p) + 2, n, n + sent_by_rank_0(p) * b + b)
         ),
     },
     "all_reduce": {
@@ -90,7 +102,11 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
         "rabenseifner": lambda p, n, b: (
             Cost(2 * lg_up(p), 2 * (p - 1) * b, 2 * (p - 1) * b)
             if power_of_two(p)
-            else Cost(2 * lg_down(p) + 2, n - 2 * b + sent_by_rank_0(p) * b + n, n + 2 * sent_by_rank_0(p) * b + n)
+            else Cost(
+                2 * lg_down(p) + 2,
+                n - 2 * b + sent_by_rank_0(p) * b + n,
+                n + 2 * sent_by_rank_0(p) * b + n,
+            )
         ),
     },
     "all_to_all": {
@@ -104,8 +120,9 @@ FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
 }
 
 
-# On rings: (steps, path) by operation and algorithm, where they differ from those on a switch. None: not simple, because the order in which
-# messages of different rounds happen to ask for a link decides. Counted from the code, like the forms with ⌈⌉ above.
+# On rings: (steps, path) by operation and algorithm, where they differ from those on a switch.
+# None: not simple, because the order in which messages of different rounds happen to ask for a link
+# decides. Counted from the code, like the forms with ⌈⌉ above.
 RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int] | None]]] = {
     "ring": {
         ("broadcast", "flat"): lambda p, n, b: each(p // 2, n),  # the root's two links work at once
@@ -132,16 +149,24 @@ RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int]
         ("reduce", "binomial"): lambda p, n, b: each(p - 1, n),
         ("reduce", "reduce_scatter_gather"): lambda p, n, b: (2 * (p - 1), (p - 1 + ones(p)) * b),
         ("all_gather", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
-        ("all_gather", "bidirectional_ring"): lambda p, n, b: each(p // 2 + (p - 1) // 2 * (p - 1), b),
+        ("all_gather", "bidirectional_ring"): lambda p, n, b: each(
+            p // 2 + (p - 1) // 2 * (p - 1), b
+        ),
         ("all_gather", "recursive_doubling"): lambda p, n, b: one_way_doubling(p, b),
         ("all_gather", "bruck"): lambda p, n, b: one_way_bruck(p, b),
         ("reduce_scatter", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
-        ("reduce_scatter", "bidirectional_ring"): lambda p, n, b: each(p // 2 + (p - 1) // 2 * (p - 1), b),
+        ("reduce_scatter", "bidirectional_ring"): lambda p, n, b: each(
+            p // 2 + (p - 1) // 2 * (p - 1), b
+        ),
         ("reduce_scatter", "recursive_halving"): lambda p, n, b: one_way_doubling(p, b),
         ("all_reduce", "reduce_broadcast"): lambda p, n, b: each(p - 1 + lg_up(p), n),
         ("all_reduce", "direct"): lambda p, n, b: each(p * (p - 1), b),
-        ("all_reduce", "bidirectional_ring"): lambda p, n, b: each(2 * (p // 2 + (p - 1) // 2 * (p - 1)), b),
-        ("all_reduce", "recursive_doubling"): lambda p, n, b: each(p * lg_up(p) // 2, n) if power_of_two(p) else None,
+        ("all_reduce", "bidirectional_ring"): lambda p, n, b: each(
+            2 * (p // 2 + (p - 1) // 2 * (p - 1)), b
+        ),
+        ("all_reduce", "recursive_doubling"): lambda p, n, b: (
+            each(p * lg_up(p) // 2, n) if power_of_two(p) else None
+        ),
         ("all_reduce", "rabenseifner"): lambda p, n, b: one_way_doubling(p, b, passes=2),
         ("all_to_all", "direct"): lambda p, n, b: each(p * (p - 1) // 2, b),
         ("all_to_all", "pairwise"): lambda p, n, b: each(p * (p - 1) // 2, b),
@@ -154,20 +179,29 @@ RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int]
 def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str = "switch") -> Cost:
     """The cost of `algorithm` on p ranks for an array of `nbytes` bytes, which p must divide.
 
-    Args:
-        nbytes: the result of a gather or all-gather, the input of one rank in an all-to-all, the input of the others.
-        links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring", `Network.ring(bidirectional=False)`. On rings the root is at
+    Args: nbytes: the result of a gather or all-gather, the input of one rank in an all-to-all, the
+        input of the others. links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring",
+        `Network.ring(bidirectional=False)`. On rings the root is at
             position 0; for another root, run it on backend="sim".
 
-    Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not divide `nbytes`, and where these links
-    have no simple form.
+    Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not
+    divide `nbytes`, and where these links have no simple form.
     """
     if algorithm not in FORMS.get(operation, {}):
-        raise ValueError(f"no closed form for {operation!r} by {algorithm!r}: expected one of {', '.join(FORMS.get(operation, FORMS))}")
+        raise ValueError(
+            f"no closed form for {operation!r} by {algorithm!r}: expected one of "
+            f"{', '.join(FORMS.get(operation, FORMS))}"
+        )
     if links != "switch" and links not in RINGS:
-        raise ValueError(f"links={links!r}: expected 'switch', {', '.join(map(repr, RINGS))}. Others: torus_form and two_level_form")
+        raise ValueError(
+            f"links={links!r}: expected 'switch', {', '.join(map(repr, RINGS))}. Others: "
+            "torus_form and two_level_form"
+        )
     if type(p) is not int or type(nbytes) is not int or p < 1 or nbytes < 0 or nbytes % p:
-        raise ValueError(f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks. Pad it to a multiple of p")
+        raise ValueError(
+            f"p={p}, nbytes={nbytes}: expected an array that splits into p equal blocks. Pad "
+            "it to a multiple of p"
+        )
     if p == 1 or (nbytes == 0 and operation != "barrier"):  # no message for an empty array
         return Cost(0, 0, 0)
     cost = FORMS[operation][algorithm](p, nbytes, nbytes // p)
@@ -176,7 +210,8 @@ def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str 
     form = RINGS[links][operation, algorithm](p, nbytes, nbytes // p)
     if form is None:
         raise ValueError(
-            f"{operation} by {algorithm} has no simple closed form on links={links!r} for p={p}: run it on backend='sim' and read "
+            f"{operation} by {algorithm} has no simple closed form on links={links!r} for "
+            f"p={p}: run it on backend='sim' and read "
             "run.trace.makespan. Each rank sends as many bytes as on a switch"
         )
     return cost._replace(steps=form[0], path=form[1])
@@ -202,13 +237,17 @@ def segments(nbytes: int) -> int:
 
 
 def sent_by_rank_0(p: int) -> int:
-    """Blocks that rank 0 sends in recursive doubling if p is no power of two: it works for two ranks, as do the others in a pair."""
+    """Blocks that rank 0 sends in recursive doubling if p is no power of two: it works for two
+    ranks, as do the others in a pair.
+    """
     pairs = p - (1 << lg_down(p))
     return sum(width + min(width, pairs) for width in (1 << k for k in range(lg_down(p))))
 
 
 def ones(p: int) -> int:
-    """The number of bits set in 0 … p − 1: the blocks that a rank sends in Bruck's all-to-all. p lg p / 2 for a power of two."""
+    """The number of bits set in 0 … p − 1: the blocks that a rank sends in Bruck's all-to-all.
+    p lg p / 2 for a power of two.
+    """
     return sum(j.bit_count() for j in range(p))
 
 
@@ -218,7 +257,10 @@ def each(n: int, nbytes: int) -> tuple[int, int]:
 
 
 def load(d: int, p: int) -> int:
-    """Messages on the busiest link of a ring if every rank sends d places to the right. To the opposite rank, half of them go left."""
+    """Messages on the busiest link of a ring if every rank sends d places to the right.
+
+    To the opposite rank, half of them go left.
+    """
     return -(-p // 4) if 2 * d == p else min(d, p - d)
 
 
@@ -228,17 +270,24 @@ def all_pairs(p: int) -> int:
 
 
 def bruck(p: int, n: int) -> tuple[int, int]:
-    """Everybody sends 1, 2, 4, … blocks of n bytes as many places to the left. Only for powers of two."""
+    """Everybody sends 1, 2, 4, … blocks of n bytes as many places to the left.
+
+    Only for powers of two.
+    """
     widths = [1 << k for k in range(lg_up(p))]
     return sum(load(w, p) for w in widths), sum(w * load(w, p) for w in widths) * n
 
 
 def one_way_doubling(p: int, n: int, passes: int = 1) -> tuple[int, int] | None:
-    """Of each pair, one sends w places to the right and the other p − w: p / 2 messages on every link."""
+    """Of each pair, one sends w places to the right and the other p − w: p / 2 messages on
+    every link.
+    """
     return (passes * p * lg_up(p) // 2, passes * p * (p - 1) // 2 * n) if power_of_two(p) else None
 
 
 def one_way_bruck(p: int, n: int) -> tuple[int, int]:
-    """1, 2, 4, … places to the left are p − 1, p − 2, … to the right; the last message has only the blocks that are missing."""
+    """1, 2, 4, … places to the left are p − 1, p − 2, … to the right; the last message has only
+    the blocks that are missing.
+    """
     widths = [1 << k for k in range(lg_up(p))]
     return sum(p - w for w in widths), sum((p - w) * min(w, p - w) for w in widths) * n

@@ -1,9 +1,12 @@
-"""Public figures of accelerators: arithmetic, memory and links. Data only; times.py computes with it.
+"""Public figures of accelerators: arithmetic, memory and links.
+
+Data only; times.py computes with it.
 
 TPU     each chip has links to its neighbours along 2 or 3 axes. An axis that is closed is a ring; one that is not is a line.
 GPU     each GPU has one link to the switch of its node, each node one to the leaf switch, each group of nodes one to the spine.
 
-All bandwidths are bytes per second. A link carries its `bandwidth` one way and as much the other way at the same time.
+All bandwidths are bytes per second. A link carries its `bandwidth` one way and as much the other
+way at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +21,15 @@ class Torus:
     axes: int
     bandwidth: float  # of a link, one way
     latency: float  # seconds per hop
-    ring_multiple: int  # an axis is closed to a ring if its length is a multiple of this; otherwise it is a line
+    # an axis is closed to a ring if its length is a multiple of this; otherwise it is a line
+    ring_multiple: int
 
     @property
     def both_ways(self) -> float:
-        """What a chip sends along one closed axis: to the right and to the left. The scaling book's W."""
+        """What a chip sends along one closed axis: to the right and to the left.
+
+        The scaling book's W.
+        """
         return 2 * self.bandwidth
 
 
@@ -52,8 +59,13 @@ class Chip:
 
 
 BOOK = "Austin et al., How to Scale Your Model (2025), "
-TPUS = BOOK + 'part 2, "TPU Specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
-GPUS = BOOK + 'part 12, "Summary of GPU specs", "At the node level" and "Beyond the node level"; hop latency: NCCL, src/graph/tuning.cc, '
+TPUS = (
+    BOOK + 'part 2, "TPU Specs" and "TPU Networking"; hop latency: part 3, "A note on ICI latency"'
+)
+GPUS = BOOK + (
+    'part 12, "Summary of GPU specs", "At the node level" and "Beyond the node level"; hop '
+    "latency: NCCL, src/graph/tuning.cc, "
+)
 GPUS += "hwLat of ring with protocol LL"
 HOP = 1e-6  # "typically around 1us"
 NVLINK_HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
@@ -70,8 +82,10 @@ CHIPS: dict[str, Chip] = {
             2.307e15,
             192 * 2**30,
             7.38e12,
-            Torus(3, 9.0e10, HOP, ring_multiple=4),  # Google gives all links together: 1200 GB/s, as for TPU v5p
-            "Google Cloud, docs.cloud.google.com/tpu/docs/tpu7x; links and hop latency as TPU v5p: " + TPUS,
+            # Google gives all links together: 1200 GB/s, as for TPU v5p
+            Torus(3, 9.0e10, HOP, ring_multiple=4),
+            "Google Cloud, docs.cloud.google.com/tpu/docs/tpu7x; links and hop latency as TPU v5p: "
+            + TPUS,
         ),
         Chip(
             "A100",
@@ -79,14 +93,22 @@ CHIPS: dict[str, Chip] = {
             80e9,
             2.0e12,
             (Level("node", 8, 300e9, NVLINK_HOP),),
-            GPUS + "; flops: Lockwood, glennklockwood.com/garden/processors/A100, from NVIDIA's data sheet",
+            GPUS
+            + (
+                "; flops: Lockwood, glennklockwood.com/garden/processors/A100, from NVIDIA's "
+                "data sheet"
+            ),
         ),
         Chip(
             "H100",
             9.9e14,
             80e9,
             3.35e12,
-            (Level("node", 8, 450e9, NVLINK_HOP), Level("leaf", 32, 400e9, NETWORK_HOP), Level("spine", 4, 12.8e12, NETWORK_HOP)),
+            (
+                Level("node", 8, 450e9, NVLINK_HOP),
+                Level("leaf", 32, 400e9, NETWORK_HOP),
+                Level("spine", 4, 12.8e12, NETWORK_HOP),
+            ),
             GPUS,
         ),
         Chip("H200", 9.9e14, 141e9, 4.8e12, (Level("node", 8, 450e9, NVLINK_HOP),), GPUS),
@@ -104,17 +126,25 @@ CHIPS: dict[str, Chip] = {
             186e9,
             8.0e12,
             (Level("node", 72, 900e9, NVLINK_HOP), Level("leaf", 8, 3.6e12, NETWORK_HOP)),
-            GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200; flops: Lockwood, "
-            "glennklockwood.com/garden/processors/B200; memory: MLCommons, Inference v6.1, systems/GB200-NVL72_GB200-186GB",
+            GPUS + "; nodes per leaf: NVIDIA, DGX SuperPOD reference architecture, DGX GB200; "
+            "flops: Lockwood, "
+            "glennklockwood.com/garden/processors/B200; memory: MLCommons, Inference v6.1, "
+            "systems/GB200-NVL72_GB200-186GB",
         ),
     )
 }
 
 
 def chip_of(chip: str | Chip) -> Chip:
-    """The chip of that name, or the chip itself. Raises ValueError for a name that the table doesn't have."""
+    """The chip of that name, or the chip itself.
+
+    Raises ValueError for a name that the table doesn't have.
+    """
     if isinstance(chip, Chip):
         return chip
     if chip not in CHIPS:
-        raise ValueError(f"chip={chip!r} is not in the table: expected one of {', '.join(map(repr, CHIPS))}, or a cost.Chip of your own")
+        raise ValueError(
+            f"chip={chip!r} is not in the table: expected one of "
+            f"{', '.join(map(repr, CHIPS))}, or a cost.Chip of your own"
+        )
     return CHIPS[chip]

@@ -1,10 +1,13 @@
-"""The closed forms of the algorithms that follow the axes of a mesh, on the networks for which they are made.
+"""The closed forms of the algorithms that follow the axes of a mesh, on the networks for which they
+are made.
 
     torus        all axes and both directions at once: Σ (pᵢ − 1) steps, and n(p−1)/p bytes over 2k links on k axes of one length
-                 all-to-all: every axis takes as long as the longest, m: about nm/8 bytes, which is the scaling book's V · m / (4 · N · W)
+                 all-to-all: every axis takes as long as the longest, m: about nm/8 bytes, which is
+                 the scaling book's V · m / (4 · N · W)
     two_level    inside the nodes and across them, two times that add up
 
-See closed_forms.py for what is counted, and collectives/torus.py and all_reduce.py for the algorithms.
+See closed_forms.py for what is counted, and collectives/torus.py and all_reduce.py for the
+algorithms.
 """
 
 from __future__ import annotations
@@ -19,42 +22,58 @@ from parallel101.cost.closed_forms import Cost, all_pairs
 
 
 def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "torus") -> Cost:
-    """The cost of "torus" on a mesh of this shape: all axes and directions at once, each with a part of every block.
+    """The cost of "torus" on a mesh of this shape: all axes and directions at once, each with a
+    part of every block.
 
-    On k axes of the same length above 2: Σ (pᵢ − 1) steps, n(p−1)/p / 2k bytes on the critical path, all-reduce twice that. If lengths
-    differ, parts meet on the longer axes, so what each step takes is added up here. On an axis of length 2 both directions are one link.
-    The scaling book counts Σ pᵢ/2 hops: there each part is gathered to both sides at once, here it goes round in one direction.
+    On k axes of the same length above 2: Σ (pᵢ − 1) steps, n(p−1)/p / 2k bytes on the critical
+    path, all-reduce twice that. If lengths differ, parts meet on the longer axes, so what each step
+    takes is added up here. On an axis of length 2 both directions are one link. The scaling book
+    counts Σ pᵢ/2 hops: there each part is gathered to both sides at once, here it goes round in one
+    direction.
 
-    Args:
-        operation: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        nbytes: the result of an all-gather, the input of one rank in an all-to-all, the input of the others.
+    Args: operation: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: the
+        result of an all-gather, the input of one rank in an all-to-all, the input of the others.
         links: "torus", `Network.torus(shape)`, or "switch".
 
-    Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each (k parts in an all-to-all).
+    Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each (k
+    parts in an all-to-all).
     """
     lengths = [length for length in shape if length > 1]
     p, parts = math.prod(shape), len(lengths) * (1 if operation == "all_to_all" else 2)
-    if operation not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") or links not in ("torus", "switch"):
+    if operation not in (
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "all_to_all",
+    ) or links not in ("torus", "switch"):
         raise ValueError(
-            f"{operation!r} on {links!r}: expected all_gather, reduce_scatter, all_reduce or all_to_all on 'torus' or 'switch'. "
+            f"{operation!r} on {links!r}: expected all_gather, reduce_scatter, all_reduce or "
+            "all_to_all on 'torus' or 'switch'. "
             "For flat algorithms call closed_form"
         )
     if not shape or p < 1 or nbytes < 0 or nbytes % (p * max(parts, 1)):
-        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected {p} blocks, each of {parts} equal parts")
+        raise ValueError(
+            f"shape={tuple(shape)}, nbytes={nbytes}: expected {p} blocks, each of {parts} "
+            "equal parts"
+        )
     if p == 1 or nbytes == 0:
         return Cost(0, 0, 0)
     if operation == "all_to_all":
         sent = sum(nbytes // length * (length - 1) for length in lengths)
         if links == "switch":
             return Cost(parts * sum(length - 1 for length in lengths), sent, sent)
-        longest = max(map(all_pairs, lengths))  # in each of the k rounds, every axis carries another part
-        return Cost(parts * longest, sent, max(all_pairs(length) * (nbytes // length) for length in lengths))
+        # in each of the k rounds, every axis carries another part
+        longest = max(map(all_pairs, lengths))
+        return Cost(
+            parts * longest, sent, max(all_pairs(length) * (nbytes // length) for length in lengths)
+        )
     steps = path = 0
     for messages in zip_longest(*(steps_of(first, lengths) for first in range(len(lengths)))):
         count, pieces = Counter[int](), Counter[int]()  # by link
         for axis, width in filter(None, messages):
             link = axis if links == "torus" else 0
-            both = 2 if links == "switch" or lengths[axis] == 2 else 1  # the parts in both directions go over one link
+            # the parts in both directions go over one link
+            both = 2 if links == "switch" or lengths[axis] == 2 else 1
             count[link] += both
             pieces[link] += both * width
         steps += max(count.values())
@@ -64,7 +83,9 @@ def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "
 
 
 def steps_of(first: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """For each step of the part that begins with axis `first`: the axis, and how many pieces of blocks the message has."""
+    """For each step of the part that begins with axis `first`: the axis, and how many pieces of
+    blocks the message has.
+    """
     width, steps = 1, []
     for axis in (*range(first, len(lengths)), *range(first)):
         steps += [(axis, width)] * (lengths[axis] - 1)
@@ -73,23 +94,34 @@ def steps_of(first: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class TwoLevelCost(NamedTuple):
-    """Times add up: inside.seconds(…) + across.seconds(…), each with its own latency and bandwidth."""
+    """Times add up: inside.seconds(…) + across.seconds(…), each with its own latency and
+    bandwidth.
+    """
 
     inside: Cost  # a node
     across: Cost  # the link of a node, which its ranks share
 
 
 def two_level_form(shape: Sequence[int], nbytes: int) -> TwoLevelCost:
-    """The cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node) on `Network.two_level(ranks per node)`.
+    """The cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node) on
+    `Network.two_level(ranks per node)`.
 
-    The scaling book takes the longer of the two times, because it overlaps the levels; "two_level" does one after the other.
-    A flat "ring" over all ranks has the steps and bytes there that it has on a switch, at the latency and bandwidth between nodes.
-    Raises ValueError for other shapes, and if the array can't be cut into equal blocks.
+    The scaling book takes the longer of the two times, because it overlaps the levels; "two_level"
+    does one after the other. A flat "ring" over all ranks has the steps and bytes there that it has
+    on a switch, at the latency and bandwidth between nodes. Raises ValueError for other shapes, and
+    if the array can't be cut into equal blocks.
     """
     if len(shape) != 2 or min(shape) < 1 or nbytes < 0 or nbytes % math.prod(shape):
-        raise ValueError(f"shape={tuple(shape)}, nbytes={nbytes}: expected (nodes, ranks per node), and as many equal blocks")
+        raise ValueError(
+            f"shape={tuple(shape)}, nbytes={nbytes}: expected (nodes, ranks per node), and as "
+            "many equal blocks"
+        )
     nodes, ranks = shape
     share = nbytes // ranks
     inside = Cost(2 * (ranks - 1), 2 * (ranks - 1) * share, 2 * (ranks - 1) * share)
-    across = Cost(2 * (nodes - 1) * ranks, 2 * (nodes - 1) * share // nodes, 2 * (nodes - 1) * share // nodes * ranks)
+    across = Cost(
+        2 * (nodes - 1) * ranks,
+        2 * (nodes - 1) * share // nodes,
+        2 * (nodes - 1) * share // nodes * ranks,
+    )
     return TwoLevelCost(inside, across) if nbytes else TwoLevelCost(Cost(0, 0, 0), Cost(0, 0, 0))

@@ -1,4 +1,6 @@
-"""Bytes of the model states on each rank: weights, gradients and optimizer state, with ZeRO. Activations are not among them.
+"""Bytes of the model states on each rank: weights, gradients and optimizer state, with ZeRO.
+
+Activations are not among them.
 
     Ψ parameters, 2 bytes each in the forward pass, Adam         N = 64 ranks, 7.5 · 10⁹ parameters
     data parallel   2Ψ   + 2Ψ   + 12Ψ                            120 GB
@@ -15,7 +17,10 @@ from typing import NamedTuple
 
 
 class Precision(NamedTuple):
-    """Bytes of one parameter. The optimizer is Adam, whose state has two numbers for each parameter."""
+    """Bytes of one parameter.
+
+    The optimizer is Adam, whose state has two numbers for each parameter.
+    """
 
     weights: int
     gradients: int
@@ -24,10 +29,23 @@ class Precision(NamedTuple):
 
 
 PRECISIONS = {
-    "mixed": Precision(2, 2, 12, "Weights and gradients in bf16 or fp16. Adam keeps an fp32 copy of the weights and two fp32 averages."),
+    "mixed": Precision(
+        2,
+        2,
+        12,
+        (
+            "Weights and gradients in bf16 or fp16. Adam keeps an fp32 copy of the weights and two "
+            "fp32 averages."
+        ),
+    ),
     "mixed, fp32 gradients": Precision(2, 4, 12, "As mixed, but gradients are added up in fp32."),
     "fp32": Precision(4, 4, 8, "Everything in fp32. Adam keeps two averages."),
-    "bf16": Precision(2, 2, 4, "Everything in bf16, also Adam's two averages; there is no fp32 copy of the weights."),
+    "bf16": Precision(
+        2,
+        2,
+        4,
+        "Everything in bf16, also Adam's two averages; there is no fp32 copy of the weights.",
+    ),
 }
 
 
@@ -43,21 +61,27 @@ class ModelStates(NamedTuple):
         return self.weights + self.gradients + self.optimizer_state
 
 
-def model_states(parameters: int, ranks: int = 1, *, zero_stage: int = 0, precision: str = "mixed") -> ModelStates:
+def model_states(
+    parameters: int, ranks: int = 1, *, zero_stage: int = 0, precision: str = "mixed"
+) -> ModelStates:
     """What each of the data-parallel ranks holds while it trains with Adam.
 
-    Args:
-        zero_stage: 0, nothing is sharded; 1, the optimizer state is; 2, gradients too; 3, weights too.
-        precision: one of PRECISIONS.
+    Args: zero_stage: 0, nothing is sharded; 1, the optimizer state is; 2, gradients too; 3, weights
+        too. precision: one of PRECISIONS.
 
     Raises ValueError for other values, or if there is no parameter or no rank.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: expected one of {', '.join(map(repr, PRECISIONS))}")
+        raise ValueError(
+            f"precision={precision!r}: expected one of {', '.join(map(repr, PRECISIONS))}"
+        )
     if type(zero_stage) is not int or not 0 <= zero_stage <= 3:
         raise ValueError(f"zero_stage={zero_stage!r}: expected 0, 1, 2 or 3")
     if type(parameters) is not int or type(ranks) is not int or parameters < 1 or ranks < 1:
-        raise ValueError(f"parameters={parameters!r}, ranks={ranks!r}: expected whole numbers, 1 or more")
+        raise ValueError(
+            f"parameters={parameters!r}, ranks={ranks!r}: expected whole numbers, 1 or more"
+        )
     of = PRECISIONS[precision]
-    shares = [ranks if zero_stage >= first else 1 for first in (3, 2, 1)]  # the stage that shards weights, gradients, optimizer state
+    # the stage that shards weights, gradients, optimizer state
+    shares = [ranks if zero_stage >= first else 1 for first in (3, 2, 1)]
     return ModelStates(*(parameters * nbytes / share for nbytes, share in zip(of[:3], shares)))

@@ -1,4 +1,5 @@
-"""Seconds of a matrix product on one chip, and how much arithmetic is needed to hide communication behind it.
+"""Seconds of a matrix product on one chip, and how much arithmetic is needed to hide communication
+behind it.
 
     A[m, k] · B[k, n] → C[m, n]        2mkn flops / (flop/s)        against        (mk + kn + mn) elements / (HBM bandwidth)
 
@@ -32,8 +33,13 @@ class ProductTime:
         return "flops" if self.flop_seconds >= self.memory_seconds else "memory"
 
     def __repr__(self) -> str:
-        bounds = f"flops {decimal(self.flop_seconds, 's')}, memory {decimal(self.memory_seconds, 's')}"
-        return f"product of {decimal(self.flops, 'flop')}: {decimal(self.seconds, 's')}, {self.bound}-bound ({bounds})"
+        bounds = (
+            f"flops {decimal(self.flop_seconds, 's')}, memory {decimal(self.memory_seconds, 's')}"
+        )
+        return (
+            f"product of {decimal(self.flops, 'flop')}: {decimal(self.seconds, 's')}, "
+            f"{self.bound}-bound ({bounds})"
+        )
 
 
 def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) -> ProductTime:
@@ -43,15 +49,20 @@ def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) 
     """
     chip = chip_of(chip)
     if not all(type(size) is int and size >= 0 for size in (m, k, n, element_bytes)):
-        raise ValueError(f"matmul({m!r}, {k!r}, {n!r}), element_bytes={element_bytes!r}: expected ints, 0 or more")
+        raise ValueError(
+            f"matmul({m!r}, {k!r}, {n!r}), element_bytes={element_bytes!r}: expected ints, 0 "
+            "or more"
+        )
     flops, nbytes = 2 * m * k * n, (m * k + k * n + m * n) * element_bytes
     return ProductTime(flops, nbytes, flops / chip.flops, nbytes / chip.hbm_bandwidth)
 
 
 def flops_per_byte(chip: str | Chip, axes: int = 1) -> float:
-    """Flops that a chip does while its links carry one byte of an all-gather over `axes` axes: C / (W · axes).
+    """Flops that a chip does while its links carry one byte of an all-gather over `axes` axes: C /
+    (W · axes).
 
-    A product whose flops are fewer than this for each byte that it communicates is communication-bound. On switches: inside a node.
+    A product whose flops are fewer than this for each byte that it communicates is
+    communication-bound. On switches: inside a node.
     """
     chip = chip_of(chip)
     if isinstance(chip.links, Torus):

@@ -1,6 +1,7 @@
 """Seconds of a collective on real hardware, in closed form, as the scaling book derives them.
 
-V bytes on a ring of n chips, links of w bytes per second each way (W = 2w both ways), t seconds per hop:
+V bytes on a ring of n chips, links of w bytes per second each way (W = 2w both ways), t seconds per
+hop:
 
     all-gather       each hop moves a shard of V/n bytes to the right and another one to the left, and ⌊n/2⌋ hops reach everybody
                      bandwidth: n/2 · V/n / w = V/W, however long the ring is        latency: ⌊n/2⌋ · t        the larger of the two counts
@@ -8,14 +9,16 @@ V bytes on a ring of n chips, links of w bytes per second each way (W = 2w both 
     no wraparound    the ring is a line: n − 1 hops, V(n−1)/n / w                    (n − 1) · t
     reduce-scatter   an all-gather backwards: the same         all-reduce   both: twice         all-to-all   a quarter on a ring
 
-V is always the whole array: the result of an all-gather, the input of a reduce-scatter or all-reduce, all ranks' inputs of an all-to-all.
-Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs). The book takes the larger of the two times. The
-bidirectional ring on the simulator has exactly these two, but it waits for each hop, so it takes their sum. On several axes the book leaves
-out that a chip has its own shard already: "torus" takes (N−1)/N of the time on N chips, if the axes are equally long. But it takes
-Σ (nᵢ − 1) hops, where the book counts Σ ⌊nᵢ/2⌋. All-to-all over several axes: "torus" reaches the book's time. "direct" takes longer
-(on 4 × 4 chips 11 blocks instead of 8), because messages that turn a corner wait for each other.
-Across GPU nodes the book's levels overlap; in "two_level" their times add up.
-Not here: switches that add (SHARP), and ragged all-to-alls.
+V is always the whole array: the result of an all-gather, the input of a reduce-scatter or
+all-reduce, all ranks' inputs of an all-to-all. Source: Austin et al., "How to Scale Your Model"
+(2025), parts 3 (TPUs) and 12 (GPUs). The book takes the larger of the two times. The bidirectional
+ring on the simulator has exactly these two, but it waits for each hop, so it takes their sum. On
+several axes the book leaves out that a chip has its own shard already: "torus" takes (N−1)/N of the
+time on N chips, if the axes are equally long. But it takes Σ (nᵢ − 1) hops, where the book counts Σ
+⌊nᵢ/2⌋. All-to-all over several axes: "torus" reaches the book's time. "direct" takes longer (on 4 ×
+4 chips 11 blocks instead of 8), because messages that turn a corner wait for each other. Across GPU
+nodes the book's levels overlap; in "two_level" their times add up. Not here: switches that add
+(SHARP), and ragged all-to-alls.
 """
 
 from __future__ import annotations
@@ -49,49 +52,97 @@ class Time:
 
     def __repr__(self) -> str:
         where = f"{' × '.join(map(str, self.axes))} {self.chip}"
-        bounds = f"bandwidth {decimal(self.bandwidth_seconds, 's')}, latency {decimal(self.latency_seconds, 's')}"
-        return f"{self.operation} of {decimal(self.nbytes, 'B')} on {where}: {decimal(self.seconds, 's')}, {self.bound}-bound ({bounds})"
+        bounds = (
+            f"bandwidth {decimal(self.bandwidth_seconds, 's')}, latency "
+            f"{decimal(self.latency_seconds, 's')}"
+        )
+        return (
+            f"{self.operation} of {decimal(self.nbytes, 'B')} on {where}: "
+            f"{decimal(self.seconds, 's')}, {self.bound}-bound ({bounds})"
+        )
 
 
 def decimal(value: float, unit: str) -> str:
     """33_554_432, "B" -> "33.6 MB"; 2e-6, "s" -> "2 µs": three digits."""
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6)):
+    for prefix, scale in (
+        ("T", 1e12),
+        ("G", 1e9),
+        ("M", 1e6),
+        ("k", 1e3),
+        ("", 1.0),
+        ("m", 1e-3),
+        ("µ", 1e-6),
+    ):
         if value >= scale and not (unit == "s" and scale > 1):
             return f"{value / scale:.3g} {prefix}{unit}"
     return f"{value / 1e-9:.3g} n{unit}" if value else f"0 {unit}"
 
 
-def all_gather(nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None) -> Time:
+def all_gather(
+    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
+) -> Time:
     """Gather an array of `nbytes` bytes in all over mesh axes of these lengths.
 
-    Args:
-        nbytes: of the whole array, V. If other mesh axes cut the array too, of the part that the ranks of one line have together.
-        axes: the lengths of the axes, or of the one axis. TPU: each is an axis of the torus. GPU: the last is inside the node, the one
-            before it counts nodes, the one before that groups of nodes: (8,) is one node of eight, (32, 8) is 32 of them.
+    Args: nbytes: of the whole array, V. If other mesh axes cut the array too, of the part that the
+        ranks of one line have together. axes: the lengths of the axes, or of the one axis. TPU:
+        each is an axis of the torus. GPU: the last is inside the node, the one
+            before it counts nodes, the one before that groups of nodes: (8,) is one node of eight,
+                (32, 8) is 32 of them.
         chip: a name in `CHIPS`, or a `Chip`.
-        wraparound: TPU: whether the axes are rings. Default: by the rule of the chip, such as "a multiple of 16" on TPU v5e.
+        wraparound: TPU: whether the axes are rings. Default: by the rule of the chip, such as "a
+            multiple of 16" on TPU v5e.
 
-    Raises ValueError for an unknown chip, sizes below 1, negative bytes, and more axes than the chip has.
+    Raises ValueError for an unknown chip, sizes below 1, negative bytes, and more axes than the
+    chip has.
     """
-    return _time("all-gather", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches)
+    return _time(
+        "all-gather", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches
+    )
 
 
-def reduce_scatter(nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None) -> Time:
-    """Sum an array of `nbytes` bytes over the axes and leave each rank its block: an all-gather backwards. Arguments as in `all_gather`."""
-    return _time("reduce-scatter", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches)
-
-
-def all_reduce(nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None) -> Time:
-    """Sum an array of `nbytes` bytes over the axes: reduce-scatter, then all-gather. Arguments as in `all_gather`."""
-    return _time("all-reduce", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches, passes=2)
-
-
-def all_to_all(nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None) -> Time:
-    """Move the cut of an array of `nbytes` bytes from one dim to another. Arguments as in `all_gather`.
-
-    On a ring, half of the blocks cross any cut, and each needs n/4 hops on average: V / (4W), for an even n.
+def reduce_scatter(
+    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
+) -> Time:
+    """Sum an array of `nbytes` bytes over the axes and leave each rank its block: an all-gather
+    backwards. Arguments as in `all_gather`.
     """
-    return _time("all-to-all", nbytes, axes, chip, wraparound, _all_to_all_on_torus, _all_to_all_on_switches)
+    return _time(
+        "reduce-scatter", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches
+    )
+
+
+def all_reduce(
+    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
+) -> Time:
+    """Sum an array of `nbytes` bytes over the axes: reduce-scatter, then all-gather.
+
+    Arguments as in `all_gather`.
+    """
+    return _time(
+        "all-reduce",
+        nbytes,
+        axes,
+        chip,
+        wraparound,
+        _gather_on_torus,
+        _gather_on_switches,
+        passes=2,
+    )
+
+
+def all_to_all(
+    nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
+) -> Time:
+    """Move the cut of an array of `nbytes` bytes from one dim to another.
+
+    Arguments as in `all_gather`.
+
+    On a ring, half of the blocks cross any cut, and each needs n/4 hops on average: V / (4W), for
+    an even n.
+    """
+    return _time(
+        "all-to-all", nbytes, axes, chip, wraparound, _all_to_all_on_torus, _all_to_all_on_switches
+    )
 
 
 class Memory(NamedTuple):
@@ -102,12 +153,19 @@ class Memory(NamedTuple):
 
 
 def memory(operation: str, nbytes: float, axes: int | Sequence[int]) -> Memory:
-    """What one rank holds of an array of `nbytes` bytes in all: gathering over an axis of n ranks takes n times the memory.
+    """What one rank holds of an array of `nbytes` bytes in all: gathering over an axis of n ranks
+    takes n times the memory.
 
-    Raises ValueError for an operation other than "all_gather", "reduce_scatter", "all_reduce" and "all_to_all".
+    Raises ValueError for an operation other than "all_gather", "reduce_scatter", "all_reduce" and
+    "all_to_all".
     """
     shard = nbytes / math.prod(_lengths(axes))
-    held = {"all_gather": (shard, nbytes), "reduce_scatter": (nbytes, shard), "all_reduce": (nbytes, nbytes), "all_to_all": (shard, shard)}
+    held = {
+        "all_gather": (shard, nbytes),
+        "reduce_scatter": (nbytes, shard),
+        "all_reduce": (nbytes, nbytes),
+        "all_to_all": (shard, shard),
+    }
     if operation not in held:
         raise ValueError(f"operation={operation!r}: expected one of {', '.join(map(repr, held))}")
     return Memory(*held[operation])
@@ -129,21 +187,30 @@ def _gather_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus)
 def _all_to_all_on_torus(V: float, axes: list[int], rings: list[bool], links: Torus) -> Bounds:
     """The axes work at the same time, and the longest has most to carry: V · max(nᵢ) / (4 · N · W).
 
-    Of the n² pairs of ranks on an axis, n² / 4 cross each cut in each direction, on a ring over two links.
+    Of the n² pairs of ranks on an axis, n² / 4 cross each cut in each direction, on a ring over two
+    links.
     """
     N = math.prod(axes)
-    bandwidth = max(V * (n * n // 4) / n / N / (links.both_ways if ring else links.bandwidth) for n, ring in zip(axes, rings))
+    bandwidth = max(
+        V * (n * n // 4) / n / N / (links.both_ways if ring else links.bandwidth)
+        for n, ring in zip(axes, rings)
+    )
     return bandwidth, sum(n // 2 if ring else n - 1 for n, ring in zip(axes, rings)) * links.latency
 
 
 def _gather_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
-    """A ring at each level of the tree, all levels at the same time. For latency, doubling instead of a ring: ⌈lg D⌉ hops."""
+    """A ring at each level of the tree, all levels at the same time.
+
+    For latency, doubling instead of a ring: ⌈lg D⌉ hops.
+    """
     bandwidth = max(V * (D - 1) / D / level.bandwidth for D, level in zip(sizes, levels))
     return bandwidth, sum((D - 1).bit_length() * level.latency for D, level in zip(sizes, levels))
 
 
 def _all_to_all_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
-    """At a level with U units in all, each unit sends V/U² bytes to each of the U − 1 others through its one link."""
+    """At a level with U units in all, each unit sends V/U² bytes to each of the U − 1 others
+    through its one link.
+    """
     units = [math.prod(sizes[i:]) for i in range(len(sizes))]
     bandwidth = max(V * (U - 1) / U**2 / level.bandwidth for U, level in zip(units, levels))
     return bandwidth, max((level.latency for D, level in zip(sizes, levels) if D > 1), default=0.0)
@@ -164,21 +231,32 @@ def _time(
         raise ValueError(f"nbytes={nbytes!r}: expected the bytes of the whole array, 0 or more")
     links = chip.links
     if len(shape) > (most := links.axes if isinstance(links, Torus) else len(links)):
-        raise ValueError(f"axes={list(shape)}: {chip.name} has {most} {'axes' if isinstance(links, Torus) else 'levels of switches'}")
+        raise ValueError(
+            f"axes={list(shape)}: {chip.name} has {most} "
+            f"{'axes' if isinstance(links, Torus) else 'levels of switches'}"
+        )
     if isinstance(links, Torus):
         moving = [n for n in shape if n > 1]
         rings = [n % links.ring_multiple == 0 if wraparound is None else wraparound for n in moving]
         bounds = on_torus(nbytes, moving, rings, links) if moving else (0.0, 0.0)
     else:
         if wraparound is not None:
-            raise ValueError(f"wraparound={wraparound}: the links of {chip.name} go into switches, so no axis is a ring or a line")
+            raise ValueError(
+                f"wraparound={wraparound}: the links of {chip.name} go into switches, so no "
+                "axis is a ring or a line"
+            )
         for n, level in zip(reversed(shape), links):
             if n > level.size:
                 known = level is not links[-1]
                 more = (
-                    f"For more, add an axis in front, as in [{n // level.size}, {level.size}]" if known else "Above it no links are known"
+                    f"For more, add an axis in front, as in [{n // level.size}, {level.size}]"
+                    if known
+                    else "Above it no links are known"
                 )
-                raise ValueError(f"axes={list(shape)}: a {level.name} of {chip.name} joins at most {level.size}. {more}")
+                raise ValueError(
+                    f"axes={list(shape)}: a {level.name} of {chip.name} joins at most "
+                    f"{level.size}. {more}"
+                )
         bounds = on_switches(nbytes, list(reversed(shape)), list(links))
     bandwidth, latency = (passes * bound for bound in bounds) if nbytes else (0.0, 0.0)
     return Time(operation, nbytes, shape, chip.name, bandwidth, latency)
@@ -187,5 +265,8 @@ def _time(
 def _lengths(axes: int | Sequence[int]) -> tuple[int, ...]:
     lengths = (axes,) if isinstance(axes, int) else tuple(axes)
     if not lengths or not all(type(n) is int and n >= 1 for n in lengths):
-        raise ValueError(f"axes={axes!r}: expected the length of a mesh axis, or a list of lengths, each an int of 1 or more")
+        raise ValueError(
+            f"axes={axes!r}: expected the length of a mesh axis, or a list of lengths, each an "
+            "int of 1 or more"
+        )
     return lengths

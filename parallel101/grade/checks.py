@@ -19,18 +19,23 @@ from parallel101.record.events import Event
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
 
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}  # relative to the largest value
+# relative to the largest value
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-10}
 
 # ---- values ----
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether a result is as expected: the same structure, shapes and dtypes; floating-point values up to the order of a sum."""
+    """Whether a result is as expected: the same structure, shapes and dtypes; floating-point
+    values up to the order of a sum.
+    """
     return difference(found, expected) is None
 
 
 def difference(found: Any, expected: Any) -> str | None:
-    """What differs, as the end of a sentence that begins with "rank 2 returned"; None if nothing does."""
+    """What differs, as the end of a sentence that begins with "rank 2 returned"; None if
+    nothing does.
+    """
     if expected is ANYTHING:
         return None
     if isinstance(expected, torch.Tensor):
@@ -56,24 +61,43 @@ def difference(found: Any, expected: Any) -> str | None:
                 return f"at {key!r}, {what}"
         return None
     if isinstance(expected, float) and isinstance(found, int | float):
-        return None if abs(found - expected) <= 1e-5 * max(1.0, abs(expected)) else f"{found}; expected {expected}"
-    return None if type(found) is type(expected) and found == expected else f"{found!r}; expected {expected!r}"
+        return (
+            None
+            if abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
+            else f"{found}; expected {expected}"
+        )
+    return (
+        None
+        if type(found) is type(expected) and found == expected
+        else f"{found!r}; expected {expected!r}"
+    )
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
-    """Whether two tensors of one shape hold the same numbers, up to a tolerance relative to the largest expected one."""
+    """Whether two tensors of one shape hold the same numbers, up to a tolerance relative to the
+    largest expected one.
+    """
     if found.shape != expected.shape:
         return False
     if not expected.dtype.is_floating_point:
         return torch.equal(found, expected)
     largest = expected.abs().max().item() if expected.numel() else 0.0
-    limit = (TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance) * max(largest, 1e-30)
+    limit = (TOLERANCE.get(expected.dtype, 1e-5) if tolerance is None else tolerance) * max(
+        largest, 1e-30
+    )
     return bool(((found.double() - expected.double()).abs() <= limit).all())  # NaN is never close
 
 
 def factor(found: Any, expected: Any) -> float | None:
-    """k if `found` is k times `expected`, element by element, and k is not 1. None if there is no such factor."""
-    if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor) or found.shape != expected.shape:
+    """k if `found` is k times `expected`, element by element, and k is not 1.
+
+    None if there is no such factor.
+    """
+    if (
+        not isinstance(found, torch.Tensor)
+        or not isinstance(expected, torch.Tensor)
+        or found.shape != expected.shape
+    ):
         return None
     mine, theirs = found.double().flatten(), expected.double().flatten()
     norm = float(theirs @ theirs)
@@ -84,21 +108,34 @@ def factor(found: Any, expected: Any) -> float | None:
 
 
 def weights(found: Any, parts: Sequence[torch.Tensor]) -> list[float] | None:
-    """The c_r for which `found` is Σ c_r·parts[r], e.g. [1, 2, 1] for a sum in which rank 1 was counted twice. None if there are none.
+    """The c_r for which `found` is Σ c_r·parts[r], e.g. [1, 2, 1] for a sum in which rank 1 was
+    counted twice. None if there are none.
 
     It takes more elements than parts: with fewer, everything is such a sum.
     """
-    if not isinstance(found, torch.Tensor) or any(found.shape != part.shape for part in parts) or found.numel() <= len(parts):
+    if (
+        not isinstance(found, torch.Tensor)
+        or any(found.shape != part.shape for part in parts)
+        or found.numel() <= len(parts)
+    ):
         return None
-    mine, matrix = found.double().flatten(), torch.stack([part.double().flatten() for part in parts], 1)
+    mine, matrix = (
+        found.double().flatten(),
+        torch.stack([part.double().flatten() for part in parts], 1),
+    )
     if not bool(torch.isfinite(mine).all()):
         return None
     solved = torch.linalg.lstsq(matrix, mine[:, None]).solution.flatten()
-    return [round(c, 6) for c in solved.tolist()] if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any()) else None
+    return (
+        [round(c, 6) for c in solved.tolist()]
+        if close(mine, matrix @ solved, 1e-4) and bool((mine != 0).any())
+        else None
+    )
 
 
 def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | None:
-    """Cut `found` along dim 0 into as many blocks as there are parts, all of one shape: which part each block is, None where it is none.
+    """Cut `found` along dim 0 into as many blocks as there are parts, all of one shape: which part
+    each block is, None where it is none.
 
     None if `found` does not consist of that many blocks of that shape.
     """
@@ -106,7 +143,9 @@ def origins(found: Any, parts: Sequence[torch.Tensor]) -> list[int | None] | Non
     if not isinstance(found, torch.Tensor) or found.shape != (len(parts) * shape[0], *shape[1:]):
         return None
     blocks = found.split(shape[0]) if shape[0] else []
-    return [next((r for r, part in enumerate(parts) if same(block, part)), None) for block in blocks]
+    return [
+        next((r for r, part in enumerate(parts) if same(block, part)), None) for block in blocks
+    ]
 
 
 def _kind(value: Any) -> str:
@@ -124,12 +163,18 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     if k is not None:
         return f"{k:.4g} times the right values"
     if found.dtype.is_floating_point and bool(found.isnan().any()):
-        return f"values that were never written ({int(found.isnan().sum())} of {found.numel()} are NaN)"
+        return (
+            f"values that were never written ({int(found.isnan().sum())} of {found.numel()} "
+            "are NaN)"
+        )
     limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
-    wrong = ((found.double() - expected.double()).abs() > limit).flatten().nonzero().flatten().tolist()
+    wrong = (
+        ((found.double() - expected.double()).abs() > limit).flatten().nonzero().flatten().tolist()
+    )
     first = wrong[0]
     return (
-        f"{len(wrong)} wrong of {expected.numel()} values; the first is element {first}: {found.flatten()[first].item():.6g}, "
+        f"{len(wrong)} wrong of {expected.numel()} values; the first is element {first}: "
+        f"{found.flatten()[first].item():.6g}, "
         f"expected {expected.flatten()[first].item():.6g}"
     )
 
@@ -137,16 +182,20 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
 # ---- checks ----
 
 
-def value(says: str = "every rank returns the right values", keeps: str = "", parts: Sequence[str] = ()) -> Check:
+def value(
+    says: str = "every rank returns the right values", keeps: str = "", parts: Sequence[str] = ()
+) -> Check:
     """Every rank's result is the expected one.
 
-    Args:
-        keeps: the name of the function's first argument, if it must not change that tensor.
-        parts: names for the parts of a result that the exercise's program puts together, e.g. ("the loss", "the gradients").
+    Args: keeps: the name of the function's first argument, if it must not change that tensor.
+        parts: names for the parts of a result that the exercise's program puts together, e.g. ("the
+        loss", "the gradients").
     """
 
     def wrong(trial: Trial) -> str | None:
-        for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected, strict=True)):
+        for rank, (found, expected) in enumerate(
+            zip(trial.results, trial.case.expected, strict=True)
+        ):
             for part, mine, theirs in zip(parts, found if parts else (), expected if parts else ()):
                 if (what := difference(mine, theirs)) is not None:
                     return f"on rank {rank}, {part}: {what}"
@@ -160,8 +209,14 @@ def value(says: str = "every rank returns the right values", keeps: str = "", pa
     return Check("value", says, wrong)
 
 
-def bytes_sent(expected: Callable[[Case], Sequence[int]], says: str, slack: Callable[[Case], int] = lambda case: 64) -> Check:
-    """Every rank sends at most these bytes, by rank, and `slack` more: a small message, such as a shape, costs nothing."""
+def bytes_sent(
+    expected: Callable[[Case], Sequence[int]],
+    says: str,
+    slack: Callable[[Case], int] = lambda case: 64,
+) -> Check:
+    """Every rank sends at most these bytes, by rank, and `slack` more: a small message, such as
+    a shape, costs nothing.
+    """
 
     def wrong(trial: Trial) -> str | None:
         most = expected(trial.case)
@@ -173,37 +228,58 @@ def bytes_sent(expected: Callable[[Case], Sequence[int]], says: str, slack: Call
     return Check("bytes", says, wrong)
 
 
-def steps(expected: Callable[[Case], float], says: str, slack: Callable[[Case], float] = lambda case: 0) -> Check:
-    """The run takes at most this many steps: messages that follow one another, on a network where each takes one second.
+def steps(
+    expected: Callable[[Case], float], says: str, slack: Callable[[Case], float] = lambda case: 0
+) -> Check:
+    """The run takes at most this many steps: messages that follow one another, on a network where
+    each takes one second.
 
-    A few small messages, such as shapes, don't count. `slack` is for other right solutions: blocking sends in a safe order
-    take up to three steps where isend and irecv take one, and a tensor may be sent in two halves.
+    A few small messages, such as shapes, don't count. `slack` is for other right solutions:
+    blocking sends in a safe order take up to three steps where isend and irecv take one, and a
+    tensor may be sent in two halves.
     """
 
     def wrong(trial: Trial) -> str | None:
         most = expected(trial.case) + slack(trial.case)
         took = steps_taken(trial) - small_messages(trial)
-        return None if took <= most + 1e-9 else f"took {took:g} steps; {expected(trial.case):g} are enough"
+        return (
+            None
+            if took <= most + 1e-9
+            else f"took {took:g} steps; {expected(trial.case):g} are enough"
+        )
 
     return Check("steps", says, wrong)
 
 
 def steps_taken(trial: Trial) -> float:
-    """The steps of a run: on the virtual clock its makespan; on real ranks, from the order in which messages were posted and ended."""
+    """The steps of a run: on the virtual clock its makespan; on real ranks, from the order in
+    which messages were posted and ended.
+    """
     if trial.world in ("relay", "sim"):
         return trial.trace.makespan
     return max(steps_of(trial.trace.messages()), default=-1) + 1
 
 
 def small_messages(trial: Trial, most_bytes: int = 64) -> int:
-    """How many small messages a rank sends or receives, on the rank with the most: as many as have `most_bytes` together."""
-    messages = [event for event in trial.trace.events if event.kind in ("send", "recv") and event.nbytes <= 16]
-    small = [sorted(e.nbytes for e in messages if e.rank == rank) for rank in range(trial.world_size)]
+    """How many small messages a rank sends or receives, on the rank with the most: as many as
+    have `most_bytes` together.
+    """
+    messages = [
+        event
+        for event in trial.trace.events
+        if event.kind in ("send", "recv") and event.nbytes <= 16
+    ]
+    small = [
+        sorted(e.nbytes for e in messages if e.rank == rank) for rank in range(trial.world_size)
+    ]
     return max(sum(total <= most_bytes for total in accumulate(sizes)) for sizes in small)
 
 
 def communicated(trial: Trial) -> list[int]:
-    """Bytes that each rank sent, by rank. Torch's own collectives count as a ring moves them, gather and scatter as one root does."""
+    """Bytes that each rank sent, by rank.
+
+    Torch's own collectives count as a ring moves them, gather and scatter as one root does.
+    """
     return _added(trial, trial.trace.bytes_sent, 0)
 
 
@@ -223,15 +299,21 @@ RING_FACTOR = {
 
 
 def _added(trial: Trial, messages: Sequence[int], direction: int) -> list[int]:
-    """The bytes of messages, and those of torch's own collectives: sent (direction 0) or received (1)."""
+    """The bytes of messages, and those of torch's own collectives: sent (direction 0) or
+    received (1).
+    """
     total = list(messages)
     for event in trial.trace.events:
-        total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[direction]
+        total[event.rank] += _of_collective(event, len(event.group.ranks) or trial.world_size)[
+            direction
+        ]
     return total
 
 
 def _of_collective(event: Event, n: int) -> tuple[int, int]:
-    """The bytes that a rank sends and receives in one of torch's own collectives; 0 for anything else."""
+    """The bytes that a rank sends and receives in one of torch's own collectives; 0 for
+    anything else.
+    """
     others = round(event.nbytes * (n - 1) / n)
     if event.kind == "gather":
         return (0, others) if event.rank == event.peer else (event.nbytes, 0)
@@ -264,12 +346,17 @@ def everywhere(check: Check, trials: Sequence[Trial]) -> tuple[str, Trial | None
 
 
 def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """Whether right values came without the bytes that they take: then they did not come from the other ranks' messages."""
+    """Whether right values came without the bytes that they take: then they did not come from
+    the other ranks' messages.
+    """
     for trial in trials:
-        for rank, (got, least) in enumerate(zip(received(trial), exercise.least_received(trial.case), strict=True)):
+        for rank, (got, least) in enumerate(
+            zip(received(trial), exercise.least_received(trial.case), strict=True)
+        ):
             if got < least:
                 return (
-                    f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result takes at least {least}. "
+                    f"{trial.case.label}: rank {rank} received {got} bytes in messages; the "
+                    f"result takes at least {least}. "
                     "Only data that comes in messages counts",
                     trial,
                 )
@@ -277,11 +364,18 @@ def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Tri
 
 
 def never_waited(trials: Sequence[Trial]) -> tuple[str, Trial | None]:
-    """What was started and never waited for. Right values are luck then: a message may still be on its way when the function returns."""
+    """What was started and never waited for.
+
+    Right values are luck then: a message may still be on its way when the function returns.
+    """
     for trial in trials:
         for call in trial.unwaited:
             kind = {"send": "isend", "recv": "irecv"}.get(call.kind, call.kind)
-            return f"{trial.case.label}: rank {call.rank} never waits for the {kind} at {shown(call.where)}", trial
+            return (
+                f"{trial.case.label}: rank {call.rank} never waits for the {kind} at "
+                f"{shown(call.where)}",
+                trial,
+            )
     return "", None
 
 
@@ -295,58 +389,97 @@ def failed(trials: Sequence[Trial]) -> list[Trial]:
 
 def right(trial: Trial) -> bool:
     """Whether every rank returned the expected values."""
-    return trial.error is None and all(same(found, expected) for found, expected in zip(trial.results, trial.case.expected, strict=True))
+    return trial.error is None and all(
+        same(found, expected)
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+    )
 
 
 def _sends_first(trials: Sequence[Trial]) -> bool:
     errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
-    return bool(errors) and all(error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"send"} for error in errors)
+    return bool(errors) and all(
+        error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"send"}
+        for error in errors
+    )
 
 
 def _receives_first(trials: Sequence[Trial]) -> bool:
     errors = [trial.error for trial in trials if isinstance(trial.error, DeadlockError)]
-    return bool(errors) and all(error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"recv"} for error in errors)
+    return bool(errors) and all(
+        error.cycle and {kind for kind, _, _ in error.waiting.values()} == {"recv"}
+        for error in errors
+    )
 
 
 def unwaited(trials: Sequence[Trial], kind: str) -> list[tuple[int, str]]:
     """The rank and line of each send, or receive, that nobody waited for."""
-    return sorted({(call.rank, call.where) for trial in trials for call in trial.unwaited if call.kind == kind})
+    return sorted(
+        {
+            (call.rank, call.where)
+            for trial in trials
+            for call in trial.unwaited
+            if call.kind == kind
+        }
+    )
 
 
 SENDS_FIRST = Misconception(
     "everyone sends first",
-    "Every rank sends first and waits until its message is received, but no rank has posted a receive: all of them wait for ever.",
+    (
+        "Every rank sends first and waits until its message is received, but no rank has posted a "
+        "receive: all of them wait for ever."
+    ),
     _sends_first,
 )
 RECEIVES_FIRST = Misconception(
     "everyone receives first",
-    "Every rank receives first and waits, but no rank has sent anything yet: all of them wait for ever.",
+    (
+        "Every rank receives first and waits, but no rank has sent anything yet: all of them wait "
+        "for ever."
+    ),
     _receives_first,
 )
 WORKS_THROWN_AWAY = Misconception(
     "works thrown away",
-    "isend and irecv only start a message. Nobody waits for the works that they return, so the data may never arrive.",
+    (
+        "isend and irecv only start a message. Nobody waits for the works that they return, so the "
+        "data may never arrive."
+    ),
     lambda trials: bool(unwaited(trials, "recv") and unwaited(trials, "send")),
 )
 WAIT_FORGOTTEN = Misconception(
     "receive's wait forgotten",
-    "A receive is used before anybody has waited for it: until wait() returns, its tensor does not hold the data.",
+    (
+        "A receive is used before anybody has waited for it: until wait() returns, its tensor does "
+        "not hold the data."
+    ),
     lambda trials: bool(unwaited(trials, "recv")),
 )
 SEND_WAIT_FORGOTTEN = Misconception(
     "send's wait forgotten",
-    "Nobody waits for a send. Until its wait() returns, the message may still be read from the tensor, so the tensor must not change.",
+    (
+        "Nobody waits for a send. Until its wait() returns, the message may still be read from the "
+        "tensor, so the tensor must not change."
+    ),
     lambda trials: bool(unwaited(trials, "send")),
 )
 CHANGED_WHILE_SENT = Misconception(
     "changed while it is sent",
-    "A tensor is written to between isend and the send's wait(). The message may still be read from it: the receiver may get new values.",
+    (
+        "A tensor is written to between isend and the send's wait(). The message may still be read "
+        "from it: the receiver may get new values."
+    ),
     lambda trials: any(getattr(trial.error, "kind", "") == "ChangedWhileSent" for trial in trials),
 )
 COLLECTIVE_WAIT_FORGOTTEN = Misconception(
     "collective's wait forgotten",
-    "A collective with async_op=True only starts. Nobody waits for the work that it returns, so its result may never arrive.",
-    lambda trials: any(call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited),
+    (
+        "A collective with async_op=True only starts. Nobody waits for the work that it returns, "
+        "so its result may never arrive."
+    ),
+    lambda trials: any(
+        call.kind not in ("send", "recv") for trial in trials for call in trial.unwaited
+    ),
 )
 MESSAGES = (
     SENDS_FIRST,
@@ -360,7 +493,10 @@ MESSAGES = (
 
 CHANGES_ITS_INPUT = Misconception(
     "clobbers its input",
-    "The function writes into the tensor that it is given. The caller still needs it, for example as its own gradient.",
+    (
+        "The function writes into the tensor that it is given. The caller still needs it, for "
+        "example as its own gradient."
+    ),
     lambda trials: any(0 in places for trial in trials for places in trial.changed),
 )
 

@@ -1,4 +1,6 @@
-"""`parallel101 grade PATH`: grades what the learner has written, or what learners handed in. `release`: what a teacher needs.
+"""`parallel101 grade PATH`: grades what the learner has written, or what learners handed in.
+
+`release`: what a teacher needs.
 
 homework/hw1_moving                      every verdict, as check() shows it
 homework                                 one line for each exercise, and what to look at next
@@ -15,12 +17,21 @@ from parallel101.grade.grading import PUBLIC_SEED
 from parallel101.grade.homework import HomeworkSet, find_homework, find_sets
 from parallel101.grade.learner import check_file
 from parallel101.grade.release import release
-from parallel101.grade.submissions import class_table, grade_class, grade_submission, submissions_in, write_csv, write_json
+from parallel101.grade.submissions import (
+    class_table,
+    grade_class,
+    grade_submission,
+    submissions_in,
+    write_csv,
+    write_json,
+)
 from parallel101.grade.table import Row, next_to_do, row, table
 
 
 def main(path: Path | None = None) -> int:
-    """Grade the homework in `path`, or the nearest folder homework/. Returns 0, whatever the points are.
+    """Grade the homework in `path`, or the nearest folder homework/.
+
+    Returns 0, whatever the points are.
 
     Raises FileNotFoundError if there is no homework.
     """
@@ -50,33 +61,51 @@ def handed_in(
 ) -> int:
     """Grade what was handed in for the set in `path`. Returns 0, whatever the points are.
 
-    Args:
-        submission: a file, a folder with one, or a folder with a file or folder for each learner; None: the set's own file.
-        gradescope: the file for Gradescope's results. `submission` is then what one learner handed in, whatever is in it.
-        json: of one submission the file, of a class the folder for its results (default: results/ and the set's name).
-        csv: the file for the table.
-        jobs: how many submissions are graded at a time.
-        seed_file: the file with the secret seed; None: the public cases.
+    Args: submission: a file, a folder with one, or a folder with a file or folder for each learner;
+        None: the set's own file. gradescope: the file for Gradescope's results. `submission` is
+        then what one learner handed in, whatever is in it. json: of one submission the file, of a
+        class the folder for its results (default: results/ and the set's name). csv: the file for
+        the table. jobs: how many submissions are graded at a time. seed_file: the file with the
+        secret seed; None: the public cases.
 
     Raises ValueError for what can't be graded.
     """
     homework = one_set(path)
     seed = PUBLIC_SEED if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
     if submission is not None and not submission.exists():
-        raise ValueError(f"{submission} does not exist; expected what was handed in: a file, or a folder")
-    entries = None if submission is None or gradescope is not None else submissions_in(submission, homework)
+        raise ValueError(
+            f"{submission} does not exist; expected what was handed in: a file, or a folder"
+        )
+    entries = (
+        None
+        if submission is None or gradescope is not None
+        else submissions_in(submission, homework)
+    )
     if submission is not None and entries is not None and len(entries) != 1:
-        results = grade_class(entries, homework, json or Path("results") / homework.folder.name, seed=seed, jobs=jobs)
+        results = grade_class(
+            entries, homework, json or Path("results") / homework.folder.name, seed=seed, jobs=jobs
+        )
         print(class_table(results))
-        left_out = sorted(entry.name for entry in submission.iterdir() if entry not in entries and entry.name[0] != ".")
+        left_out = sorted(
+            entry.name
+            for entry in submission.iterdir()
+            if entry not in entries and entry.name[0] != "."
+        )
         if left_out:
             print(f"\nNot graded, being no Python file, notebook or folder: {', '.join(left_out)}")
     else:
         one = homework.code if submission is None else submission if entries is None else entries[0]
-        write = (lambda result: write_gradescope(gradescope, result)) if gradescope is not None else (lambda result: None)
+        write = (
+            (lambda result: write_gradescope(gradescope, result))
+            if gradescope is not None
+            else (lambda result: None)
+        )
         results = [grade_submission(one, homework, seed, write)]
         for entry in results[0]["exercises"]:
-            print(f"{entry['number']} {entry['title']}: {entry['points']:g} of {entry['out_of']:g} points")
+            print(
+                f"{entry['number']} {entry['title']}: {entry['points']:g} of "
+                f"{entry['out_of']:g} points"
+            )
             print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
         print(f"{results[0]['points']:g} of {results[0]['out_of']:g} points")
         if json is not None:
@@ -87,7 +116,9 @@ def handed_in(
 
 
 def release_set(path: Path, out: Path, seed_file: Path | None = None) -> int:
-    """Write the learners' bundle, the autograder for Gradescope and the folder for GitHub Classroom."""
+    """Write the learners' bundle, the autograder for Gradescope and the folder for GitHub
+    Classroom.
+    """
     seed = None if seed_file is None else seed_file.read_text(encoding="utf-8").strip()
     for written in release(one_set(path), out, seed):
         print(f"  {written}")

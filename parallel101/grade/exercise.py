@@ -1,6 +1,8 @@
-"""What an exercise is: a function that the learner writes, cases to try it on, and checks that judge each run. All of it is data.
+"""What an exercise is: a function that the learner writes, cases to try it on, and checks that
+judge each run. All of it is data.
 
-Exercise("ring_shift", cases=…, checks=(value(), bytes_sent(…), steps(…)), misconceptions=(…), hints=(…, …, …))
+Exercise("ring_shift", cases=…, checks=(value(), bytes_sent(…), steps(…)), misconceptions=(…),
+hints=(…, …, …))
     cases(draw) ──▶ Case: arguments and expected result by rank ──▶ run ──▶ Trial: results and record ──▶ each check: None, or what is wrong
 """
 
@@ -22,11 +24,26 @@ from parallel101.sim.network import Network
 if TYPE_CHECKING:
     from parallel101.record.trace import Trace
 
-P2P = frozenset({"send", "recv"})  # what a learner may call: isend and irecv, in batches too, are meant by these names
-COLLECTIVES = frozenset({"broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "barrier"})
-AUTOGRAD = ("torch.fx.experimental.symbolic_shapes",)  # torch imports it at the first backward(gradient) or autograd.grad
+# what a learner may call: isend and irecv, in batches too, are meant by these names
+P2P = frozenset({"send", "recv"})
+COLLECTIVES = frozenset(
+    {
+        "broadcast",
+        "all_reduce",
+        "reduce",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+        "barrier",
+    }
+)
+# torch imports it at the first backward(gradient) or autograd.grad
+AUTOGRAD = ("torch.fx.experimental.symbolic_shapes",)
 OPTIM = (*AUTOGRAD, "torch._dynamo")  # and this at the first optimizer
-STEPS = Network(latency=1.0, bandwidth=math.inf)  # each message takes one second, so a run takes as many seconds as it has steps
+# each message takes one second, so a run takes as many seconds as it has steps
+STEPS = Network(latency=1.0, bandwidth=math.inf)
 
 
 class _Anything:
@@ -35,15 +52,16 @@ class _Anything:
 
 
 ANYTHING: Any = _Anything()  # an expected result that is not looked at
-KINDS = ("value", "bytes", "steps", "memory", "overlap")  # what checks look at, in the order in which they are shown
+# what checks look at, in the order in which they are shown
+KINDS = ("value", "bytes", "steps", "memory", "overlap")
 
 
 @dataclass(frozen=True)
 class Case:
     """One run of the learner's function.
 
-    Attributes:
-        arguments: what each rank's function is called with, by rank: tuples of tensors, numbers, text, lists, tuples, dicts. A tensor
+    Attributes: arguments: what each rank's function is called with, by rank: tuples of tensors,
+        numbers, text, lists, tuples, dicts. A tensor
             keeps its strides, so a transposed one arrives transposed.
         expected: what each rank must return, by rank, or ANYTHING.
         note: what is special about this case, for the report, e.g. "7 elements of int64, root 2".
@@ -86,14 +104,14 @@ class Unwaited:
 class Trial:
     """What happened in one case.
 
-    Attributes:
-        results: what each rank returned; None for a rank that did not return.
-        trace: the record. On `case.network`, `trace.makespan` is the number of steps, or whatever time the network gives.
-        error: what ended the run early: a DeadlockError, a MisuseError, or one of remote.py's errors. None if all ranks returned.
-        unwaited: the calls of ranks that returned, which they never waited for.
-        changed: by rank, the places of the arguments that its function changed, which must be tensors.
-        printed: what each rank printed, by rank.
-        world: on which ranks it ran: "relay" (the processes whose messages pass through the grader), "gloo", "sim" or "nccl".
+    Attributes: results: what each rank returned; None for a rank that did not return. trace: the
+        record. On `case.network`, `trace.makespan` is the number of steps, or whatever time the
+        network gives. error: what ended the run early: a DeadlockError, a MisuseError, or one of
+        remote.py's errors. None if all ranks returned. unwaited: the calls of ranks that returned,
+        which they never waited for. changed: by rank, the places of the arguments that its function
+        changed, which must be tensors. printed: what each rank printed, by rank. world: on which
+        ranks it ran: "relay" (the processes whose messages pass through the grader), "gloo", "sim"
+        or "nccl".
     """
 
     case: Case
@@ -114,10 +132,10 @@ class Trial:
 class Check:
     """One property of a run.
 
-    Attributes:
-        kind: "value", "bytes", "steps", "memory" or "overlap". It decides the points, and "value" comes first.
-        says: what must be true, as the report shows it, e.g. "every rank sends x once".
-        wrong: None for a run that has the property; otherwise a sentence with what was found and what was expected.
+    Attributes: kind: "value", "bytes", "steps", "memory" or "overlap". It decides the points, and
+        "value" comes first. says: what must be true, as the report shows it, e.g. "every rank sends
+        x once". wrong: None for a run that has the property; otherwise a sentence with what was
+        found and what was expected.
     """
 
     kind: str
@@ -129,10 +147,9 @@ class Check:
 class Misconception:
     """A mistake that learners make, and how a run shows it.
 
-    Attributes:
-        name: short, the same in all exercises: "mean taken n times".
-        says: the sentence for the learner: what the code does, and why that is wrong. Not what to write instead.
-        seen: whether these trials show it. It looks at values and at the record, never at the source.
+    Attributes: name: short, the same in all exercises: "mean taken n times". says: the sentence for
+        the learner: what the code does, and why that is wrong. Not what to write instead. seen:
+        whether these trials show it. It looks at values and at the record, never at the source.
     """
 
     name: str
@@ -168,23 +185,20 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 class Exercise:
     """An exercise, as declared in homework/hwN_topic/test_hwN*.py.
 
-    Attributes:
-        number: as in the list of all exercises; text, for there is a "15a".
-        function: the name of the function that the learner writes.
-        title: a few words.
-        points: for the whole exercise.
-        cases: makes the cases from a `Draw`, which gives other numbers for each seed.
-        checks: the properties. Half of the points are for "value"; the others share the rest (see `shares`).
-        least_received: for a case, the bytes by rank that every correct solution receives. A right value with fewer earns nothing.
-        misconceptions: in the order in which they are tried; the first that is seen is named.
-        hints: three rungs, the last nearly the answer.
-        questions: the predictions that the notebook asks for.
-        program: what each rank runs: program(function, *arguments). Spans and compute() in it reach the record.
-        allowed: the operations that the learner may call: P2P, or more.
-        imports: modules that take long to import and that the ranks need: AUTOGRAD for backward(gradient), OPTIM for optimizers.
-        watch: a case whose inputs carry their origin (see analysis/provenance.py), for the animation; None: the failing case is shown.
-        picture: "collective", "lanes" or "pipeline": how a run is drawn.
-        path, source: the file that declares it; set when it is loaded.
+    Attributes: number: as in the list of all exercises; text, for there is a "15a". function: the
+        name of the function that the learner writes. title: a few words. points: for the whole
+        exercise. cases: makes the cases from a `Draw`, which gives other numbers for each seed.
+        checks: the properties. Half of the points are for "value"; the others share the rest (see
+        `shares`). least_received: for a case, the bytes by rank that every correct solution
+        receives. A right value with fewer earns nothing. misconceptions: in the order in which they
+        are tried; the first that is seen is named. hints: three rungs, the last nearly the answer.
+        questions: the predictions that the notebook asks for. program: what each rank runs:
+        program(function, *arguments). Spans and compute() in it reach the record. allowed: the
+        operations that the learner may call: P2P, or more. imports: modules that take long to
+        import and that the ranks need: AUTOGRAD for backward(gradient), OPTIM for optimizers.
+        watch: a case whose inputs carry their origin (see analysis/provenance.py), for the
+        animation; None: the failing case is shown. picture: "collective", "lanes" or "pipeline":
+        how a run is drawn. path, source: the file that declares it; set when it is loaded.
     """
 
     number: str
@@ -207,10 +221,15 @@ class Exercise:
 
 
 class Draw:
-    """Random numbers for the cases, all from one seed. A secret seed makes cases that nobody knows beforehand."""
+    """Random numbers for the cases, all from one seed.
+
+    A secret seed makes cases that nobody knows beforehand.
+    """
 
     def __init__(self, seed: str, exercise: str = ""):
-        number = int.from_bytes(hashlib.sha256(f"{seed}:{exercise}".encode()).digest()[:7], "little")
+        number = int.from_bytes(
+            hashlib.sha256(f"{seed}:{exercise}".encode()).digest()[:7], "little"
+        )
         self.generator = torch.Generator().manual_seed(number)
 
     def integer(self, low: int, high: int) -> int:
@@ -222,12 +241,16 @@ class Draw:
         return options[self.integer(0, len(options) - 1)]
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Random values that differ everywhere: normal numbers, or whole numbers from −1000 to 1000."""
+        """Random values that differ everywhere: normal numbers, or whole numbers from −1000 to
+        1000.
+        """
         if dtype.is_floating_point:
             return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype)
         return torch.randint(-1000, 1001, shape, generator=self.generator).to(dtype)
 
-    def tensors(self, count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    def tensors(
+        self, count: int, *shape: int, dtype: torch.dtype = torch.float32
+    ) -> list[torch.Tensor]:
         """One tensor for each of `count` ranks."""
         return [self.tensor(*shape, dtype=dtype) for _ in range(count)]
 
@@ -235,8 +258,13 @@ class Draw:
 def exercises_in(module: types.ModuleType) -> list[Exercise]:
     """The exercises that a module declares. Raises ValueError if it has no list EXERCISES."""
     found = getattr(module, "EXERCISES", None)
-    if not isinstance(found, list | tuple) or not all(isinstance(exercise, Exercise) for exercise in found):
-        raise ValueError(f"{getattr(module, '__file__', module)} declares no EXERCISES: expected a list of Exercise")
+    if not isinstance(found, list | tuple) or not all(
+        isinstance(exercise, Exercise) for exercise in found
+    ):
+        raise ValueError(
+            f"{getattr(module, '__file__', module)} declares no EXERCISES: expected a list of "
+            "Exercise"
+        )
     return list(found)
 
 
@@ -245,7 +273,10 @@ def find(exercises: Sequence[Exercise], function: str) -> Exercise:
     for exercise in exercises:
         if exercise.function == function:
             return exercise
-    raise ValueError(f"no exercise asks for a function {function!r}; there are {', '.join(e.function for e in exercises)}")
+    raise ValueError(
+        f"no exercise asks for a function {function!r}; there are "
+        f"{', '.join(e.function for e in exercises)}"
+    )
 
 
 def load_exercises(path: Path) -> list[Exercise]:
@@ -256,7 +287,10 @@ def load_exercises(path: Path) -> list[Exercise]:
 
 
 def module_of(path: str, source: str, name: str) -> types.ModuleType:
-    """The module that a source text defines. Its tracebacks show lines of `path`, which need not be readable here."""
+    """The module that a source text defines.
+
+    Its tracebacks show lines of `path`, which need not be readable here.
+    """
     module = types.ModuleType(name)
     module.__file__ = path
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

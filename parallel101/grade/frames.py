@@ -1,9 +1,10 @@
-"""What the grader and a rank that runs a learner's code send each other: frames that hold JSON and the bytes of tensors.
+"""What the grader and a rank that runs a learner's code send each other: frames that hold JSON and
+the bytes of tensors.
 
     kind (1 byte) · length of the JSON · length of the bytes │ JSON: what it is, where in the code │ bytes of the tensors
 
-Nothing is pickled on the way from a rank: unpickling would run code that the learner chose. A tensor travels as its dtype, its shape and
-its bytes, and everything has a limit.
+Nothing is pickled on the way from a rank: unpickling would run code that the learner chose. A
+tensor travels as its dtype, its shape and its bytes, and everything has a limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ MOST_BYTES = 1 << 28  # bytes of tensors in one frame
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+        ),
         *(torch.bool, torch.complex64, torch.complex128),
     )
 }
@@ -49,24 +60,32 @@ class BrokenFrame(Exception):
     """What came from a rank is not a frame, or is larger than allowed."""
 
 
-def send(sock: socket.socket, kind: bytes, text: dict[str, Any], data: bytes | bytearray = b"") -> None:
+def send(
+    sock: socket.socket, kind: bytes, text: dict[str, Any], data: bytes | bytearray = b""
+) -> None:
     """Write one frame. Raises OSError if the other side is gone."""
     encoded = json.dumps(text).encode()
     sock.sendall(HEAD.pack(kind, len(encoded), len(data)) + encoded + data)
 
 
 def receive(sock: socket.socket, until: float | None = None) -> Frame:
-    """Read one frame. Raises EOFError at the end of the connection, and BrokenFrame for anything that is not a frame.
+    """Read one frame.
 
-    Raises TimeoutError if the whole frame is not there at `until`, on time.monotonic()'s clock, however slowly its bytes come.
+    Raises EOFError at the end of the connection, and BrokenFrame for anything that is not a frame.
+
+    Raises TimeoutError if the whole frame is not there at `until`, on time.monotonic()'s clock,
+    however slowly its bytes come.
     """
     kind, texts, datas = HEAD.unpack(_read(sock, HEAD.size, until))
     if texts > MOST_TEXT or datas > MOST_BYTES:
-        raise BrokenFrame(f"a frame of {texts} + {datas} bytes; at most {MOST_TEXT} + {MOST_BYTES} are allowed")
+        raise BrokenFrame(
+            f"a frame of {texts} + {datas} bytes; at most {MOST_TEXT} + {MOST_BYTES} are allowed"
+        )
     try:
         encoded = _read(sock, texts, until)
         text = json.loads(encoded.decode())
-        if b"\\u" in encoded:  # perhaps half of a surrogate pair, which is no character and can't be written to a file
+        # perhaps half of a surrogate pair, which is no character and can't be written to a file
+        if b"\\u" in encoded:
             text = json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise BrokenFrame(f"a frame whose text is not JSON: {error}") from None
@@ -108,26 +127,43 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def empty_tensor(text: Any) -> torch.Tensor:
-    """A tensor of this dtype and shape, all zeros. Raises BrokenFrame if that is no tensor, or a tensor above the limit."""
+    """A tensor of this dtype and shape, all zeros.
+
+    Raises BrokenFrame if that is no tensor, or a tensor above the limit.
+    """
     shape = text.get("shape") if isinstance(text.get("shape"), list) else []
-    size = math.prod(n for n in shape if type(n) is int) * getattr(DTYPES.get(text.get("dtype", "")), "itemsize", 0)
+    size = math.prod(n for n in shape if type(n) is int) * getattr(
+        DTYPES.get(text.get("dtype", "")), "itemsize", 0
+    )
     if size > MOST_BYTES:
         raise BrokenFrame(f"a tensor of {size} bytes; at most {MOST_BYTES} are allowed")
     return tensor_from(text, bytes(size))
 
 
 def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """The tensor with this dtype and shape. Raises BrokenFrame unless the bytes are exactly its own."""
+    """The tensor with this dtype and shape.
+
+    Raises BrokenFrame unless the bytes are exactly its own.
+    """
     dtype, shape = DTYPES.get(text.get("dtype", "")), text.get("shape")
-    if dtype is None or not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= MOST_BYTES for n in shape):
+    if (
+        dtype is None
+        or not isinstance(shape, list)
+        or not all(type(n) is int and 0 <= n <= MOST_BYTES for n in shape)
+    ):
         raise BrokenFrame(f"a tensor described as {str(text)[:200]}")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise BrokenFrame(f"a {dtype} tensor of shape {shape} with {len(data)} bytes")
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def encode(value: Any) -> tuple[Any, bytes]:
-    """A value as JSON and the bytes of its tensors: tensors, numbers, text, None, and lists, tuples and dicts of them.
+    """A value as JSON and the bytes of its tensors: tensors, numbers, text, None, and lists, tuples
+    and dicts of them.
 
     Raises TypeError that names the type of anything else.
     """
@@ -140,20 +176,26 @@ def encode(value: Any) -> tuple[Any, bytes]:
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
         if isinstance(value, list | tuple):
-            return {"tuple" if isinstance(value, tuple) else "list": [plain(item) for item in value]}
+            return {
+                "tuple" if isinstance(value, tuple) else "list": [plain(item) for item in value]
+            }
         if isinstance(value, dict):
             return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
         raise TypeError(
-            f"returned an object of type {type(value).__name__}; return tensors, numbers, text, or lists, tuples and dicts of them"
+            f"returned an object of type {type(value).__name__}; return tensors, numbers, "
+            "text, or lists, tuples and dicts of them"
         )
 
     return plain(value), b"".join(parts)
 
 
 def decode(text: Any, data: bytes | bytearray, strided: bool = False) -> Any:
-    """The value that `encode` was given. Raises BrokenFrame if the JSON and the bytes are not what `encode` writes.
+    """The value that `encode` was given.
 
-    Its tensors are contiguous. If `strided`, they have the strides that they had: only a rank does that, with its arguments.
+    Raises BrokenFrame if the JSON and the bytes are not what `encode` writes.
+
+    Its tensors are contiguous. If `strided`, they have the strides that they had: only a rank does
+    that, with its arguments.
     """
     rest = memoryview(data)
 
@@ -167,7 +209,11 @@ def decode(text: Any, data: bytes | bytearray, strided: bool = False) -> Any:
                 raise BrokenFrame(f"a tensor of {size} bytes where {len(rest)} are left")
             own, rest = rest[:size], rest[size:]
             tensor, strides = tensor_from(text["tensor"], own), text["tensor"].get("strides")
-            return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor) if strided and strides else tensor
+            return (
+                torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+                if strided and strides
+                else tensor
+            )
         if "list" in text:
             return [value(item) for item in text["list"]]
         if "tuple" in text:

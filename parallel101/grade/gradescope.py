@@ -12,7 +12,10 @@ from parallel101.grade.submissions import Result, write_json
 
 
 def gradescope_results(result: Result) -> dict[str, Any]:
-    """The content of /autograder/results/results.json. An exercise that is not graded yet has no points."""
+    """The content of /autograder/results/results.json.
+
+    An exercise that is not graded yet has no points.
+    """
     return {
         "output": f"{result['points']:g} of {result['out_of']:g} points",
         "stdout_visibility": "hidden",
@@ -44,7 +47,10 @@ def exercise_text(entry: dict[str, Any]) -> str:
     if not entry["not_written"]:
         for finding in entry["findings"]:
             mark = "✓" if finding["passed"] else "✗"
-            lines.append(f"{mark} {finding['kind']}: {finding['says']} ({finding['points']:g} of {finding['out_of']:g})")
+            lines.append(
+                f"{mark} {finding['kind']}: {finding['says']} ({finding['points']:g} of "
+                f"{finding['out_of']:g})"
+            )
             if finding["message"]:
                 lines.append(f"  {finding['message']}")
     if entry["misconception"]:
@@ -54,5 +60,7 @@ def exercise_text(entry: dict[str, Any]) -> str:
 
 
 def write_gradescope(path: Path, result: Result) -> None:
-    """Write results.json. It is written whole, so a time limit that ends the grader leaves the last one."""
+    """Write results.json. It is written whole, so a time limit that ends the grader leaves the
+    last one.
+    """
     write_json(path, gradescope_results(result))

@@ -1,4 +1,5 @@
-"""Grades one exercise of one submission: runs its cases, judges every check, names the misconception, counts the points.
+"""Grades one exercise of one submission: runs its cases, judges every check, names the
+misconception, counts the points.
 
 cases ──▶ trials ──▶ a Finding for each check: passed, or the sentence that says what is wrong
                  └─▶ the first misconception that the trials show
@@ -13,12 +14,25 @@ from dataclasses import dataclass, field
 from parallel101.grade.checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
 from parallel101.grade.explain import explain_error
-from parallel101.grade.remote import ForbiddenCall, LearnerError, NotStarted, PrintedTooMuch, Ranks, Submission, TimeOver, not_run
+from parallel101.grade.remote import (
+    ForbiddenCall,
+    LearnerError,
+    NotStarted,
+    PrintedTooMuch,
+    Ranks,
+    Submission,
+    TimeOver,
+    not_run,
+)
 
-PUBLIC_SEED = "parallel101"  # of the cases that everybody sees; a teacher's own seed is in no public file
-SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}  # of the points, if an exercise has all kinds
-EXERCISE_SECONDS = 60.0  # of wall time for all cases of an exercise; cases that have not run by then fail
-ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)  # after these the other cases would tell nothing new, and take long
+# of the cases that everybody sees; a teacher's own seed is in no public file
+PUBLIC_SEED = "parallel101"
+# of the points, if an exercise has all kinds
+SHARES = {"value": 0.5, "bytes": 0.15, "steps": 0.15, "memory": 0.1, "overlap": 0.1}
+# of wall time for all cases of an exercise; cases that have not run by then fail
+EXERCISE_SECONDS = 60.0
+# after these the other cases would tell nothing new, and take long
+ENDS = (ForbiddenCall, PrintedTooMuch, TimeOver)
 
 NOT_LOADED = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 
@@ -39,14 +53,12 @@ class Finding:
 class Verdict:
     """The verdict on one exercise.
 
-    Attributes:
-        findings: one for each check, "value" first.
-        misconception: the mistake that the trials show, if it is a known one.
-        problem: what ended a run early, as a text for the learner: a deadlock, an exception, a time limit. "" if nothing did.
-        not_written: the function is still the stub.
-        trials: every run, in the order of the cases.
-        shown: the trial that the picture shows: the first that failed, or the last one.
-        seconds: how long the grading took.
+    Attributes: findings: one for each check, "value" first. misconception: the mistake that the
+        trials show, if it is a known one. problem: what ended a run early, as a text for the
+        learner: a deadlock, an exception, a time limit. "" if nothing did. not_written: the
+        function is still the stub. trials: every run, in the order of the cases. shown: the trial
+        that the picture shows: the first that failed, or the last one. seconds: how long the
+        grading took.
     """
 
     exercise: Exercise
@@ -72,7 +84,10 @@ class Verdict:
 
 
 def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -> Verdict:
-    """Run all cases of an exercise, and judge them. Errors of the learner's code are part of the verdict; nothing is raised for them."""
+    """Run all cases of an exercise, and judge them.
+
+    Errors of the learner's code are part of the verdict; nothing is raised for them.
+    """
     with Ranks(exercise, submission) as ranks:
         return grade_on(ranks, seed)
 
@@ -80,7 +95,9 @@ def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -
 def grade_on(ranks: Ranks, seed: str = PUBLIC_SEED) -> Verdict:
     """The same on processes that exist already."""
     began, exercise = time.monotonic(), ranks.exercise
-    trials = run_cases(ranks, exercise.cases(Draw(seed, exercise.function)), began + EXERCISE_SECONDS)
+    trials = run_cases(
+        ranks, exercise.cases(Draw(seed, exercise.function)), began + EXERCISE_SECONDS
+    )
     verdict = judge(exercise, trials)
     verdict.seconds = time.monotonic() - began
     return verdict
@@ -91,20 +108,37 @@ def run_cases(ranks: Ranks, cases: Sequence[Case], until: float) -> list[Trial]:
     trials: list[Trial] = []
     for case in cases:
         if time.monotonic() > until:  # a case that is not run must fail, or sleeping would pass it
-            trials.append(not_run(case, NotStarted("the time for all cases of this exercise was over before this one ran")))
+            trials.append(
+                not_run(
+                    case,
+                    NotStarted(
+                        "the time for all cases of this exercise was over before this one ran"
+                    ),
+                )
+            )
             break
         trials.append(ranks.run(case))
         error = trials[-1].error
-        if isinstance(error, ENDS) or (isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)):
+        if isinstance(error, ENDS) or (
+            isinstance(error, LearnerError) and (error.not_written or error.kind in NOT_LOADED)
+        ):
             break
     return trials
 
 
-def judge(exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None) -> Verdict:
-    """The verdict on trials that have run, whatever they ran on. With `kinds`, only checks of these kinds are judged."""
+def judge(
+    exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None
+) -> Verdict:
+    """The verdict on trials that have run, whatever they ran on.
+
+    With `kinds`, only checks of these kinds are judged.
+    """
     early = [trial for trial in trials if trial.error is not None]
-    ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)  # a picture of one rank shows little
-    not_written = ended is not None and isinstance(ended.error, LearnerError) and ended.error.not_written
+    # a picture of one rank shows little
+    ended = next((trial for trial in early if trial.world_size > 1), early[0] if early else None)
+    not_written = (
+        ended is not None and isinstance(ended.error, LearnerError) and ended.error.not_written
+    )
     findings, shown = [], ended
     value_is_right = False
     for check in sorted(exercise.checks, key=lambda check: KINDS.index(check.kind)):
@@ -120,11 +154,27 @@ def judge(exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | 
             message = "counts only with the right value"
         value_is_right = value_is_right or (check.kind == "value" and not message)
         shown = shown or trial
-        findings.append(Finding(check.kind, check.says, not message, 0.0 if message else out_of, out_of, message))
+        findings.append(
+            Finding(
+                check.kind, check.says, not message, 0.0 if message else out_of, out_of, message
+            )
+        )
     wrong = not all(finding.passed for finding in findings)
-    misconception = next((m for m in exercise.misconceptions if _seen(m, trials)), None) if wrong and not not_written else None
+    misconception = (
+        next((m for m in exercise.misconceptions if _seen(m, trials)), None)
+        if wrong and not not_written
+        else None
+    )
     problem = explain_error(exercise, ended) if ended is not None else ""
-    return Verdict(exercise, findings, misconception, problem, not_written, list(trials), shown or (trials[-1] if trials else None))
+    return Verdict(
+        exercise,
+        findings,
+        misconception,
+        problem,
+        not_written,
+        list(trials),
+        shown or (trials[-1] if trials else None),
+    )
 
 
 def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
@@ -135,7 +185,9 @@ def _seen(misconception: Misconception, trials: Sequence[Trial]) -> bool:
 
 
 def share(exercise: Exercise, kind: str) -> float:
-    """The part of the points that one check of this kind earns: half for the value, the other half shared by the other kinds."""
+    """The part of the points that one check of this kind earns: half for the value, the other
+    half shared by the other kinds.
+    """
     kinds = {check.kind for check in exercise.checks}
     same = sum(check.kind == kind for check in exercise.checks)
     others = sum(SHARES[k] for k in kinds if k != "value")

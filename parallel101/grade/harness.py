@@ -1,10 +1,12 @@
-"""What the programs of several exercises share: a model whose layers take time on the virtual clock, and what an optimizer's steps saw.
+"""What the programs of several exercises share: a model whose layers take time on the virtual
+clock, and what an optimizer's steps saw.
 
     layer 0   ▇ forward, 1 s                          ▇▇ backward, 2 s     its gradients are ready at the end
     layer 1     ▇                                  ▇▇
     layer 2       ▇                             ▇▇
 
-The models are built inside the ranks' processes, and in the grader's, which computes the expected results from the same weights.
+The models are built inside the ranks' processes, and in the grader's, which computes the expected
+results from the same weights.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ LEARNING_RATE, MOMENTUM = 0.1, 0.9  # of the optimizers that the learner's code 
 
 
 class Layer(nn.Linear):
-    """A linear layer and a tanh. In the record, its forward is a span "forward", and its backward a span "backward"."""
+    """A linear layer and a tanh.
+
+    In the record, its forward is a span "forward", and its backward a span "backward".
+    """
 
     def __init__(self, number: int, features: int, outputs: int, device: str | None = None):
         super().__init__(features, outputs, dtype=torch.float64, device=device)
         self.number = number
-        self.uses: Callable[..., None] = lambda *weights: None  # told of the weights with which forward computes
+        # told of the weights with which forward computes
+        self.uses: Callable[..., None] = lambda *weights: None
 
     def forward(self, x: Tensor) -> Tensor:
         self.uses(self.weight, self.bias)
@@ -53,11 +59,15 @@ class _BackwardTakesTime(torch.autograd.Function):
 
 
 def make_model(sizes: Sequence[int], weights: Tensor, tied: bool = False) -> nn.Sequential:
-    """Layers from sizes[0] to sizes[1] features, and so on, with these weights: all parameters one after the other.
+    """Layers from sizes[0] to sizes[1] features, and so on, with these weights: all parameters one
+    after the other.
 
-    With `tied`, the last layer has the weight of the first one: the same Parameter, under two names.
+    With `tied`, the last layer has the weight of the first one: the same Parameter, under two
+    names.
     """
-    model = nn.Sequential(*(Layer(number, a, b) for number, (a, b) in enumerate(zip(sizes, sizes[1:]))))
+    model = nn.Sequential(
+        *(Layer(number, a, b) for number, (a, b) in enumerate(zip(sizes, sizes[1:])))
+    )
     if tied:
         model[-1].weight = model[0].weight
     with torch.no_grad():
@@ -71,7 +81,10 @@ def count_weights(sizes: Sequence[int], tied: bool = False) -> int:
 
 
 class Steps:
-    """What the optimizer's steps saw: the weights before the first one, and the gradients of each. The record has a span for each."""
+    """What the optimizer's steps saw: the weights before the first one, and the gradients of each.
+
+    The record has a span for each.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model = model
@@ -84,7 +97,9 @@ class Steps:
             pass
         named = dict(self.model.named_parameters())
         self.start = self.start or {name: p.detach().clone() for name, p in named.items()}
-        self.gradients.append({name: None if p.grad is None else p.grad.detach().clone() for name, p in named.items()})
+        self.gradients.append(
+            {name: None if p.grad is None else p.grad.detach().clone() for name, p in named.items()}
+        )
 
     def result(self) -> dict[str, Any]:
         """As a rank returns it to the grader."""
@@ -99,7 +114,10 @@ def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def mark_gradients(model: nn.Module) -> None:
-    """In the record, a span "gradient ready" shows when backward has made each gradient. Call it before the learner adds hooks."""
+    """In the record, a span "gradient ready" shows when backward has made each gradient.
+
+    Call it before the learner adds hooks.
+    """
 
     def ready(name: str) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
@@ -115,7 +133,8 @@ def mark_gradients(model: nn.Module) -> None:
 class LiveBytes:
     """The most bytes of some tensors that were alive at once, counted when another one comes.
 
-    It holds weak references to their storages: one counts until its last tensor, view or place in autograd's graph is gone.
+    It holds weak references to their storages: one counts until its last tensor, view or place in
+    autograd's graph is gone.
     """
 
     def __init__(self) -> None:
@@ -129,16 +148,21 @@ class LiveBytes:
             self.peak = max(self.peak, self._now())
 
     def _now(self) -> int:
-        alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
+        alive = {
+            storage.data_ptr(): storage.nbytes()
+            for ref in self.storages
+            if (storage := ref()) is not None
+        }
         return sum(alive.values())
 
 
 class Optimizers:
-    """The optimizers that the learner's code makes, all of them SGD with momentum: what they hold, and the gradients of their steps.
+    """The optimizers that the learner's code makes, all of them SGD with momentum: what they hold,
+    and the gradients of their steps.
 
-    Attributes:
-        squares: for each step, the sum of the squared gradients that the optimizers on this rank saw.
-        gradient_bytes: the most bytes of gradients that the optimizers' parameters had at a step.
+    Attributes: squares: for each step, the sum of the squared gradients that the optimizers on this
+        rank saw. gradient_bytes: the most bytes of gradients that the optimizers' parameters had at
+        a step.
     """
 
     def __init__(self) -> None:
@@ -154,10 +178,19 @@ class Optimizers:
         def before(*_: Any) -> None:
             step = next(steps)
             with span("optimizer step", step=step + 1):
-                gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                gradients = [
+                    p.grad
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
             self.squares += [0.0] * (step + 1 - len(self.squares))
-            self.squares[step] += sum(float((gradient.double() ** 2).sum()) for gradient in gradients)
-            self.gradient_bytes = max(self.gradient_bytes, sum(gradient.nbytes for gradient in gradients))
+            self.squares[step] += sum(
+                float((gradient.double() ** 2).sum()) for gradient in gradients
+            )
+            self.gradient_bytes = max(
+                self.gradient_bytes, sum(gradient.nbytes for gradient in gradients)
+            )
 
         optimizer.register_step_pre_hook(before)
         self.made.append(optimizer)
@@ -166,6 +199,11 @@ class Optimizers:
     def result(self) -> dict[str, Any]:
         """As a rank returns it to the grader: all of the optimizers' state in one flat tensor."""
         states = [values for optimizer in self.made for values in optimizer.state.values()]
-        tensors = [value.detach().flatten() for values in states for value in values.values() if isinstance(value, Tensor)]
+        tensors = [
+            value.detach().flatten()
+            for values in states
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
         state = torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
         return {"state": state, "squares": self.squares, "gradient bytes": self.gradient_bytes}

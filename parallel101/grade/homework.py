@@ -24,7 +24,8 @@ class HomeworkSet:
     """One folder of exercises, such as homework/hw1_moving."""
 
     code: Path  # the file that the learner writes, hw1.py
-    tests: tuple[Path, ...]  # the files that declare the exercises: test_hw1.py, or test_hw2_reduce.py and others
+    # the files that declare the exercises: test_hw1.py, or test_hw2_reduce.py and others
+    tests: tuple[Path, ...]
     exercises: tuple[Exercise, ...] = field(repr=False)  # by number
 
     @property
@@ -50,7 +51,10 @@ def find_sets(path: Path) -> list[HomeworkSet]:
     if path.is_file():
         tests = [file for file in tests if set_name(file) == set_name(path)]
     if not tests:
-        raise FileNotFoundError(f"there is no homework in {path}: expected a folder with test_hw*.py, such as homework/hw1_moving")
+        raise FileNotFoundError(
+            f"there is no homework in {path}: expected a folder with test_hw*.py, such as "
+            "homework/hw1_moving"
+        )
     by_code: dict[Path, list[Path]] = {}
     for file in tests:
         by_code.setdefault(file.with_name(f"{set_name(file)}.py"), []).append(file)
@@ -58,7 +62,9 @@ def find_sets(path: Path) -> list[HomeworkSet]:
 
 
 def set_name(file: Path) -> str:
-    """The name of the set that a file belongs to: hw2 for hw2.py, hw2.ipynb and test_hw2_reduce.py."""
+    """The name of the set that a file belongs to: hw2 for hw2.py, hw2.ipynb and
+    test_hw2_reduce.py.
+    """
     return file.stem.removeprefix("test_").partition("_")[0]
 
 
@@ -73,7 +79,8 @@ def in_order(number: str) -> tuple[int, str]:
 
 
 def find_homework() -> Path:
-    """The nearest folder homework/ in the working directory or above it, or the one of an editable install.
+    """The nearest folder homework/ in the working directory or above it, or the one of an editable
+    install.
 
     Raises:
         FileNotFoundError: there is none.
@@ -82,14 +89,20 @@ def find_homework() -> Path:
     for place in (here, *here.parents, Path(__file__).parents[2]):
         if any((place / "homework").glob("hw*/test_hw*.py")):
             return place / "homework"
-    raise FileNotFoundError(f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or give the folder's path")
+    raise FileNotFoundError(
+        f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or "
+        "give the folder's path"
+    )
 
 
 # ---- progress ----
 
 
 class Progress:
-    """What a learner has done in one set, by function: hints, predictions and the latest verdict. Kept in .progress.json."""
+    """What a learner has done in one set, by function: hints, predictions and the latest verdict.
+
+    Kept in .progress.json.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -97,7 +110,11 @@ class Progress:
         self.of: dict[str, dict[str, Any]] = {}
         with suppress(OSError, ValueError):  # none yet, or not readable: begin again
             read = json.loads(self.path.read_text(encoding="utf-8"))
-            self.of = {name: entry for name, entry in read.items() if isinstance(entry, dict)} if isinstance(read, dict) else {}
+            self.of = (
+                {name: entry for name, entry in read.items() if isinstance(entry, dict)}
+                if isinstance(read, dict)
+                else {}
+            )
 
     def get(self, function: str, name: str, default: Any) -> Any:
         """One entry, or `default` if there is none of that kind."""
@@ -105,11 +122,16 @@ class Progress:
         return value if isinstance(value, type(default)) else default
 
     def note(self, function: str, **entries: Any) -> None:
-        """Write entries to the file. A folder that can't be written to is no error: then nothing is kept."""
+        """Write entries to the file.
+
+        A folder that can't be written to is no error: then nothing is kept.
+        """
         self.of.setdefault(function, {}).update(entries)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         with suppress(OSError):
-            partial.write_text(json.dumps(self.of, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            partial.write_text(
+                json.dumps(self.of, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
             partial.replace(self.path)
 
     def picture_path(self, function: str) -> Path:

@@ -1,4 +1,6 @@
-"""The same cases on ranks that `launch` starts: gloo, sim or NCCL. It shows that a solution is a real program, and grades nothing.
+"""The same cases on ranks that `launch` starts: gloo, sim or NCCL.
+
+It shows that a solution is a real program, and grades nothing.
 
 What counts is graded on ranks whose messages pass through the grader: see remote.py.
 """
@@ -16,7 +18,9 @@ from parallel101.ranks.launch import launch
 from parallel101.record.errors import DeadlockError, LaunchTimeout, RankFailed
 
 
-def run_launched(exercise: Exercise, submission: Submission, case: Case, backend: str, rules: str = "gloo") -> Trial:
+def run_launched(
+    exercise: Exercise, submission: Submission, case: Case, backend: str, rules: str = "gloo"
+) -> Trial:
     """Run one case on "gloo", "sim" or "nccl". A run that fails is a trial with that error."""
     sim = backend == "sim"
     try:
@@ -35,10 +39,16 @@ def run_case(exercise: Exercise, source: str, path: str, arguments: list[tuple],
     """What each rank does."""
     import torch.distributed as dist
 
-    declared = find(exercises_in(module_of(exercise.path, exercise.source, "parallel101_exercises")), exercise.function)
+    declared = find(
+        exercises_in(module_of(exercise.path, exercise.source, "parallel101_exercises")),
+        exercise.function,
+    )
     learner = module_of(path, source, "homework")
     sys.modules["homework"] = learner
     torch.manual_seed(seed)
     device = torch.get_default_device()
-    mine = [part.clone().to(device) if isinstance(part, torch.Tensor) else part for part in arguments[dist.get_rank()]]
+    mine = [
+        part.clone().to(device) if isinstance(part, torch.Tensor) else part
+        for part in arguments[dist.get_rank()]
+    ]
     return declared.program(getattr(learner, exercise.function), *mine)

@@ -1,4 +1,6 @@
-"""Grades one exercise for its learner: the verdict, a picture of a run, the predictions next to the run, and the progress on disk."""
+"""Grades one exercise for its learner: the verdict, a picture of a run, the predictions next to
+the run, and the progress on disk.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SHOWN_SECONDS = 20.0  # of wall time for the runs that are only shown
 
 
 def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Report:
-    """Grade one exercise as its file is now, and draw it. The progress and the picture are written beside the file.
+    """Grade one exercise as its file is now, and draw it.
+
+    The progress and the picture are written beside the file.
 
     Raises NoSubmission, a ValueError, if the file can't be read.
     """
@@ -45,18 +49,31 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Rep
     return report
 
 
-def predicted(ranks: Ranks, progress: Progress, watched: Case | None = None) -> tuple[Predictions | None, Trial | None]:
-    """The learner's predictions next to what the run shows. Nothing is measured that was not predicted. Also runs the case `watched`."""
+def predicted(
+    ranks: Ranks, progress: Progress, watched: Case | None = None
+) -> tuple[Predictions | None, Trial | None]:
+    """The learner's predictions next to what the run shows.
+
+    Nothing is measured that was not predicted. Also runs the case `watched`.
+    """
     exercise = ranks.exercise
     said = progress.get(exercise.function, "predictions", {})
-    asked = {question.name: question.case() for question in exercise.questions if question.name in said}
+    asked = {
+        question.name: question.case() for question in exercise.questions if question.name in said
+    }
     cases = [*asked.values(), *([watched] if watched is not None else [])]  # these are only shown
-    ran = {id(trial.case): trial for trial in run_cases(ranks, cases, time.monotonic() + SHOWN_SECONDS)}
+    ran = {
+        id(trial.case): trial for trial in run_cases(ranks, cases, time.monotonic() + SHOWN_SECONDS)
+    }
     found = []
     for question in exercise.questions:
         trial = ran.get(id(asked.get(question.name)))
         measured = question.measured(trial) if trial is not None and trial.error is None else None
-        found.append(Prediction(question.name, question.ask, question.unit, said.get(question.name), measured))
+        found.append(
+            Prediction(
+                question.name, question.ask, question.unit, said.get(question.name), measured
+            )
+        )
     return Predictions(exercise, found) if found else None, ran.get(id(watched))
 
 
@@ -65,15 +82,31 @@ def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str,
     names = [question.name for question in exercise.questions]
     for name in answers:
         if name not in names:
-            raise TypeError(f"{exercise.function} has no question {name!r}; it asks for: {', '.join(names) or 'nothing'}")
-    given = {name: value for name, value in answers.items() if value is not None and value is not ... and value != "?"}
-    plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()}  # what JSON can hold
+            raise TypeError(
+                f"{exercise.function} has no question {name!r}; it asks for: "
+                f"{', '.join(names) or 'nothing'}"
+            )
+    given = {
+        name: value
+        for name, value in answers.items()
+        if value is not None and value is not ... and value != "?"
+    }
+    # what JSON can hold
+    plain = {
+        name: value if isinstance(value, int | float | str) else str(value)
+        for name, value in given.items()
+    }
     if plain:
-        progress.note(exercise.function, predictions={**progress.get(exercise.function, "predictions", {}), **plain})
+        progress.note(
+            exercise.function,
+            predictions={**progress.get(exercise.function, "predictions", {}), **plain},
+        )
 
 
 def _save(report: Report, progress: Progress) -> Path | None:
-    """Write the picture. Where it can't be written, there is none in the folder; the notebook shows it all the same."""
+    """Write the picture. Where it can't be written, there is none in the folder; the notebook
+    shows it all the same.
+    """
     path = progress.picture_path(report.verdict.exercise.function)
     try:
         if report.picture is None:

@@ -1,4 +1,5 @@
-"""The picture of a learner's run: who waits for whom, whose data is where, or what each rank did over time.
+"""The picture of a learner's run: who waits for whom, whose data is where, or what each rank did
+over time.
 
 a deadlock ──▶ viz/deadlock.py     picture="collective" ──▶ viz/collective.py     "lanes", "pipeline" ──▶ viz/lanes.py, viz/pipeline.py
 """
@@ -28,7 +29,10 @@ class Picture(NamedTuple):
         """Which run it is, and whether its values are right."""
         if isinstance(self.trial.error, DeadlockError):
             return f"The deadlock with {self.trial.case.label}:"
-        return f"Your run with {self.trial.case.label}. Its values are {'right' if right(self.trial) else 'wrong'}:"
+        return (
+            f"Your run with {self.trial.case.label}. Its values are "
+            f"{'right' if right(self.trial) else 'wrong'}:"
+        )
 
 
 def draw(exercise: Exercise, shown: Trial | None, watched: Trial | None) -> Picture | None:
@@ -50,6 +54,8 @@ def draw(exercise: Exercise, shown: Trial | None, watched: Trial | None) -> Pict
             return Picture(lanes_scene(trial.trace, title=exercise.title), trial)
         if exercise.picture == "pipeline":
             return Picture(pipeline_scene(trial.trace, title=exercise.title), trial)
-        return Picture(collective_scene(trial.trace, trial.results if watched else None, idle=True), trial)
+        return Picture(
+            collective_scene(trial.trace, trial.results if watched else None, idle=True), trial
+        )
     except ValueError:  # more ranks or messages than the picture can show, or a wrong program of which there is nothing to draw
         return None

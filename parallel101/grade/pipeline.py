@@ -1,4 +1,6 @@
-"""What exercises on pipelines share: a model cut into stages, whose work takes slots on the virtual clock, and usual mistakes."""
+"""What exercises on pipelines share: a model cut into stages, whose work takes slots on the
+virtual clock, and usual mistakes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from parallel101.grade.exercise import ANYTHING, Case, Check, Draw, Misconceptio
 from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
 
-FREE = Network(latency=0.0, bandwidth=math.inf)  # messages take no time, so a run takes as many seconds as it has slots
+# messages take no time, so a run takes as many seconds as it has slots
+FREE = Network(latency=0.0, bandwidth=math.inf)
 WIDTH, ROWS = 3, 2  # features, and samples in a microbatch
 LEARNING_RATE = 0.5
 
 
 def stage_of(seed: int, number: int) -> nn.Sequential:
-    """Stage `number` of the model with this seed: the same weights in one process and on every rank."""
+    """Stage `number` of the model with this seed: the same weights in one process and on every
+    rank.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + number)
     linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -34,17 +39,28 @@ def mean_square(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def one_process(seed: int, stages: Sequence[int], inputs: list[Tensor], targets: list[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
-    """The mean loss of the microbatches, and the gradients of each stage, from one process that runs the stages in this order."""
+def one_process(
+    seed: int, stages: Sequence[int], inputs: list[Tensor], targets: list[Tensor]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """The mean loss of the microbatches, and the gradients of each stage, from one process that
+    runs the stages in this order.
+    """
     model = nn.Sequential(*(stage_of(seed, number) for number in stages))
-    loss = torch.stack([mean_square(model(x), target) for x, target in zip(inputs, targets, strict=True)]).mean()
+    loss = torch.stack(
+        [mean_square(model(x), target) for x, target in zip(inputs, targets, strict=True)]
+    ).mean()
     loss.backward()
-    gradients = {number: [p.grad for p in part.parameters() if p.grad is not None] for number, part in zip(stages, model, strict=True)}
+    gradients = {
+        number: [p.grad for p in part.parameters() if p.grad is not None]
+        for number, part in zip(stages, model, strict=True)
+    }
     return loss.detach(), [gradients[number] for number in sorted(gradients)]
 
 
 class InSlots(nn.Module):
-    """A stage whose forwards and backwards take one slot each on the virtual clock, and stand in the record."""
+    """A stage whose forwards and backwards take one slot each on the virtual clock, and stand
+    in the record.
+    """
 
     def __init__(self, inner: nn.Module, number: int):
         super().__init__()
@@ -73,7 +89,9 @@ class _BackwardSlot(torch.autograd.Function):
         return dy, None, None
 
 
-def run_step(step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int) -> list[Any]:
+def run_step(
+    step: Callable[..., Any], seed: int, inputs: Any, targets: Any, microbatches: int
+) -> list[Any]:
     """One step on this rank. Returns the loss and the gradients of the stage."""
     rank = dist.get_rank()
     stage = InSlots(stage_of(seed, rank), rank)
@@ -91,19 +109,40 @@ def make_case(draw: Draw, p: int, m: int, chunks: int | None = None, split: bool
     xs, targets = batch(draw, m)
     stages = range(p * (chunks or 1))
     loss, gradients = one_process(seed, stages, xs, targets)
-    by_rank = [[g for number in range(rank, len(stages), p) for g in gradients[number]] for rank in range(p)]
+    by_rank = [
+        [g for number in range(rank, len(stages), p) for g in gradients[number]]
+        for rank in range(p)
+    ]
     _, last = one_process(seed, stages, xs[-1:], targets[-1:])
-    facts = {"p": p, "m": m, "chunks": chunks or 1, "gradients": by_rank, "last": last, "activation": xs[0].nbytes}
-    arguments: list[tuple] = [(seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m) for rank in range(p)]
+    facts = {
+        "p": p,
+        "m": m,
+        "chunks": chunks or 1,
+        "gradients": by_rank,
+        "last": last,
+        "activation": xs[0].nbytes,
+    }
+    arguments: list[tuple] = [
+        (seed, xs if rank == 0 else None, targets if rank == p - 1 else None, m)
+        for rank in range(p)
+    ]
     losses = [loss if rank == p - 1 else None for rank in range(p)]
     note = f"{m} microbatch{'es' * (m != 1)}"
     if chunks is not None:
-        grouped = [[gradients[number] for number in range(rank, len(stages), p)] for rank in range(p)]
+        grouped = [
+            [gradients[number] for number in range(rank, len(stages), p)] for rank in range(p)
+        ]
         expected: list[Any] = [[ANYTHING, losses[rank], grouped[rank]] for rank in range(p)]
         arguments = [(*given, chunks) for given in arguments]
         note += f", {chunks} chunks"
     elif split:
-        weights = [[w.detach() - LEARNING_RATE * g for w, g in zip(stage_of(seed, r).parameters(), gradients[r])] for r in range(p)]
+        weights = [
+            [
+                w.detach() - LEARNING_RATE * g
+                for w, g in zip(stage_of(seed, r).parameters(), gradients[r])
+            ]
+            for r in range(p)
+        ]
         expected = [[losses[rank], weights[rank]] for rank in range(p)]
     else:
         expected = [[losses[rank], gradients[rank]] for rank in range(p)]
@@ -119,13 +158,17 @@ def example(maker: Callable[..., Case], *size: Any, **kind: Any) -> Callable[[],
 
 
 def messages_of(case: Case) -> list[int]:
-    """The bytes that each rank must send: an activation to the next stage and a gradient to the one before, for each microbatch."""
+    """The bytes that each rank must send: an activation to the next stage and a gradient to the
+    one before, for each microbatch.
+    """
     p, each = case.facts["p"], case.facts["m"] * case.facts["activation"]
     return [each * ((rank < p - 1) + (rank > 0)) for rank in range(p)]
 
 
 def in_flight(trial: Trial) -> list[int]:
-    """By rank, the most microbatches (of each stage) that it held at once: begun, and their last gradient not finished."""
+    """By rank, the most microbatches (of each stage) that it held at once: begun, and their
+    last gradient not finished.
+    """
     peak = [0] * trial.world_size
     for rank in range(trial.world_size):
         changes = []
@@ -144,7 +187,10 @@ def holds_at_most(limit: Callable[[Case, int], int], says: str) -> Check:
     def wrong(trial: Trial) -> str | None:
         for rank, held in enumerate(in_flight(trial)):
             if held > limit(trial.case, rank):
-                return f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} are enough"
+                return (
+                    f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} "
+                    "are enough"
+                )
         return None
 
     return Check("memory", says, wrong)
@@ -175,12 +221,17 @@ def gradients_are(trial: Trial, expected: Sequence[Sequence[Tensor]]) -> bool:
         return False
     return all(
         len(returned(trial, rank)) == len(expected[rank])
-        and all(isinstance(g, Tensor) and close(g, e) for g, e in zip(returned(trial, rank), expected[rank]))
+        and all(
+            isinstance(g, Tensor) and close(g, e)
+            for g, e in zip(returned(trial, rank), expected[rank])
+        )
         for rank in range(trial.world_size)
     )
 
 
-def every(trials: Sequence[Trial], where: Callable[[Trial], bool], what: Callable[[Trial], bool]) -> bool:
+def every(
+    trials: Sequence[Trial], where: Callable[[Trial], bool], what: Callable[[Trial], bool]
+) -> bool:
     """Whether there are trials `where`, none of them right, and all of them show `what`."""
     wrong = [trial for trial in failed(trials) if where(trial)]
     return bool(wrong) and all(what(trial) for trial in wrong)
@@ -192,35 +243,58 @@ def several(trial: Trial) -> bool:
 
 def scaled(trial: Trial) -> bool:
     m = trial.case.facts["m"]
-    return gradients_are(trial, [[g * m for g in gradients] for gradients in trial.case.facts["gradients"]])
+    return gradients_are(
+        trial, [[g * m for g in gradients] for gradients in trial.case.facts["gradients"]]
+    )
 
 
 def last_only(trial: Trial) -> bool:
     m, last = trial.case.facts["m"], trial.case.facts["last"]
-    return any(gradients_are(trial, [[g * k for g in gradients] for gradients in last]) for k in (1.0, 1.0 / m))
+    return any(
+        gradients_are(trial, [[g * k for g in gradients] for gradients in last])
+        for k in (1.0, 1.0 / m)
+    )
 
 
 def detached(trial: Trial) -> bool:
     if trial.error is not None:
-        after_backward = any(span.rank == getattr(trial.error, "rank", None) for span in trial.trace.spans("backward"))
-        return "does not require grad" in str(trial.error) or (after_backward and "NoneType" in str(trial.error))  # it sends x.grad
-    without = [all(g is None or not g.any() for g in returned(trial, rank)) for rank in range(trial.world_size)]
+        after_backward = any(
+            span.rank == getattr(trial.error, "rank", None)
+            for span in trial.trace.spans("backward")
+        )
+        # it sends x.grad
+        return "does not require grad" in str(trial.error) or (
+            after_backward and "NoneType" in str(trial.error)
+        )
+    without = [
+        all(g is None or not g.any() for g in returned(trial, rank))
+        for rank in range(trial.world_size)
+    ]
     return any(without[:-1])
 
 
 NO_AVERAGE = Misconception(
     "no 1/M",
-    "The gradients are M times too large: the losses of the microbatches were added, and the loss of the batch is their mean.",
+    (
+        "The gradients are M times too large: the losses of the microbatches were added, and the "
+        "loss of the batch is their mean."
+    ),
     lambda trials: every(trials, several, scaled),
 )
 LAST_ONLY = Misconception(
     "only the last microbatch's gradient",
-    "The gradients are those of the last microbatch alone. The gradients of the other microbatches were lost.",
+    (
+        "The gradients are those of the last microbatch alone. The gradients of the other "
+        "microbatches were lost."
+    ),
     lambda trials: every(trials, several, last_only),
 )
 DETACHED = Misconception(
     "graph detached",
-    "Earlier stages get no gradient: the backward ends at the tensor that was received, and nothing goes back to the stage before.",
+    (
+        "Earlier stages get no gradient: the backward ends at the tensor that was received, and "
+        "nothing goes back to the stage before."
+    ),
     lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
 )
 HELD = Question(

@@ -1,6 +1,8 @@
-"""`pytest homework/hw1_moving`: one test for each exercise that its test files declare, and at the end the table of points.
+"""`pytest homework/hw1_moving`: one test for each exercise that its test files declare, and at the
+end the table of points.
 
-homework/conftest.py imports these two hooks. A failed test shows the verdict, as check() does in a terminal, and no traceback.
+homework/conftest.py imports these two hooks. A failed test shows the verdict, as check() does in a
+terminal, and no traceback.
 """
 
 from __future__ import annotations
@@ -28,19 +30,27 @@ class ExerciseItem(pytest.Item):
         (homework,) = find_sets(self.path)
         report = check_file(find(homework.exercises, self.name), homework)
         file = os.path.relpath(homework.code, self.config.invocation_params.dir)
-        self.user_properties.append(("parallel101", row(report, homework.folder.name, file)._asdict()))
+        self.user_properties.append(
+            ("parallel101", row(report, homework.folder.name, file)._asdict())
+        )
         if not report.verdict.passed:
             raise VerdictFailed(str(report))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The verdict alone; for any other error, its traceback."""
-        return str(excinfo.value) if isinstance(excinfo.value, VerdictFailed) else super().repr_failure(excinfo, style)
+        return (
+            str(excinfo.value)
+            if isinstance(excinfo.value, VerdictFailed)
+            else super().repr_failure(excinfo, style)
+        )
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.name
 
 
-def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
     """A module's EXERCISES are tests."""
     if name != "EXERCISES" or not isinstance(collector, pytest.Module) or not isinstance(obj, list):
         return None
@@ -49,8 +59,17 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table."""
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
-    found = [Row(**value) for report in reports for name, value in report.user_properties if name == "parallel101"]
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+    ]
+    found = [
+        Row(**value)
+        for report in reports
+        for name, value in report.user_properties
+        if name == "parallel101"
+    ]
     if found:
         terminalreporter.section("homework")
         rows = sorted(found, key=lambda r: (r.set, in_order(r.number)))

@@ -1,11 +1,14 @@
-"""A rank of a graded run: a process that runs the learner's code. Every call of torch.distributed becomes a frame to the grader.
+"""A rank of a graded run: a process that runs the learner's code.
+
+Every call of torch.distributed becomes a frame to the grader.
 
     dist.isend(x, 1)      ──▶ SEND: peer, tag, where in the code, the bytes of x
     dist.irecv(y, 3)      ──▶ RECV          y is written when wait() returns, not before
     work.wait()           ──▶ WAIT ──▶ the grader answers when the message has arrived: ◀── REPLY, the bytes
 
-The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's program and the learner's code, and
-nothing else: it is forked from a process that has only imported torch.
+The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's
+program and the learner's code, and nothing else: it is forked from a process that has only imported
+torch.
 """
 
 from __future__ import annotations
@@ -48,13 +51,17 @@ OPTIONS = ("reduceOp", "rootRank")  # what the options of a collective hold that
 
 
 def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
-    """Serve one grader: a job, then one case after the other until the connection ends. The arguments are those of worker.main."""
+    """Serve one grader: a job, then one case after the other until the connection ends.
+
+    The arguments are those of worker.main.
+    """
     if channels:
         control, _, status = inherited(channels)
     sock = socket.socket(fileno=control)
     if status >= 0 and hasattr(faulthandler, "register"):
         faulthandler.enable(status)
-        faulthandler.register(signal.SIGUSR1, status, all_threads=False)  # the grader asks where an endless loop is
+        # the grader asks where an endless loop is
+        faulthandler.register(signal.SIGUSR1, status, all_threads=False)
     open_streams()
     gc.freeze()
     code = 0
@@ -72,7 +79,12 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
     _isolate(job)
     connection = Connection(sock, job["rank"], job["allowed"], job["path"])
     record_into(connection)  # so that the spans of the exercise's program reach the grader
-    exercise = find(exercises_in(module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")), job["function"])
+    exercise = find(
+        exercises_in(
+            module_of(job["exercise_path"], job["exercise_source"], "parallel101_exercises")
+        ),
+        job["function"],
+    )
     _hide_parallel101(job["library"])
     _hide_ready_made()
     sys.meta_path.append(_Neighbours(job["files"]))
@@ -84,19 +96,29 @@ def _serve(sock: socket.socket, job: dict[str, Any]) -> None:
             job, submission, connection.path = case.text, None, case.text["path"]
             continue
         try:
-            if submission is None or connection.world_size != case.text["world_size"]:  # it may have asked for the world size at import
+            # it may have asked for the world size at import
+            if submission is None or connection.world_size != case.text["world_size"]:
                 connection.world_size = case.text["world_size"]
                 join(connection)
                 submission = module_of(job["path"], job["source"], job["module"])
             function = getattr(submission, job["function"], None)
             if not callable(function):
-                raise NameError(f"{os.path.basename(job['path'])} has no function {job['function']}")
+                raise NameError(
+                    f"{os.path.basename(job['path'])} has no function {job['function']}"
+                )
             arguments = frames.decode(case.text["arguments"], case.data, strided=True)
-            before = [frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None for part in arguments]
+            before = [
+                frames.tensor_bytes(part) if isinstance(part, torch.Tensor) else None
+                for part in arguments
+            ]
             random.seed(case.text["seed"])
             torch.manual_seed(case.text["seed"])
             text, data = frames.encode(exercise.program(function, *arguments))
-            changed = [i for i, was in enumerate(before) if was is not None and frames.tensor_bytes(arguments[i]) != was]
+            changed = [
+                i
+                for i, was in enumerate(before)
+                if was is not None and frames.tensor_bytes(arguments[i]) != was
+            ]
             connection.send(frames.RESULT, {"result": text, "changed": changed}, data)
         except (EOFError, OSError) as error:
             if isinstance(error, EOFError) or connection.closed:
@@ -118,7 +140,8 @@ class Connection:
         self.path = path  # the learner's file
         self.calls = 0
         self.spans = 0
-        self.notes: list[list] = []  # of spans and compute(): they need no answer, and travel with the next frame
+        # of spans and compute(): they need no answer, and travel with the next frame
+        self.notes: list[list] = []
         self.replies: dict[int, Frame] = {}
         self.closed = False
 
@@ -139,7 +162,10 @@ class Connection:
         return self.calls
 
     def ask(self, kind: bytes, call: int) -> Frame:
-        """Ask about a call, and wait for the answer. Raises RuntimeError if the grader refuses the call."""
+        """Ask about a call, and wait for the answer.
+
+        Raises RuntimeError if the grader refuses the call.
+        """
         self.send(kind, {"call": call, "where": caller()})
         reply = frames.receive(self.sock)
         if reply.kind == frames.REFUSED:
@@ -147,34 +173,50 @@ class Connection:
         return reply
 
     def check_allowed(self, operation: str) -> None:
-        """Raises RuntimeError for a call that the exercise does not allow, after telling the grader."""
+        """Raises RuntimeError for a call that the exercise does not allow, after telling the
+        grader.
+        """
         if operation not in self.allowed:
             self.send(frames.FORBIDDEN, {"operation": operation, "where": caller()})
-            raise RuntimeError(f"this exercise does not allow {operation}; it allows {', '.join(sorted(self.allowed))}")
+            raise RuntimeError(
+                f"this exercise does not allow {operation}; it allows "
+                f"{', '.join(sorted(self.allowed))}"
+            )
 
     def fail(self, error: BaseException) -> None:
         """Tell the grader of an exception that the learner's code raised."""
         inner = error.__traceback__
         while inner is not None and is_inside(inner.tb_frame.f_code.co_filename):
             inner = inner.tb_next
-        own = [frame for frame, _ in traceback.walk_tb(inner) if frame.f_code.co_filename == self.path]
+        own = [
+            frame for frame, _ in traceback.walk_tb(inner) if frame.f_code.co_filename == self.path
+        ]
         lines = "".join(traceback.format_exception(type(error), error, inner))
         place = f"{own[-1].f_code.co_filename}:{_line(inner, own[-1])}" if own else "?"
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}"
-        text: dict[str, Any] = {"type": type(error).__name__, "message": str(error)[:2000], "where": place, "traceback": lines[-6000:]}
+        text: dict[str, Any] = {
+            "type": type(error).__name__,
+            "message": str(error)[:2000],
+            "where": place,
+            "traceback": lines[-6000:],
+        }
         text["not_written"] = isinstance(error, NotImplementedError)
         self.send(frames.FAILED, text)
 
     # ---- the recorder's part ----
 
     def now(self) -> int:
-        """Begin a span. The grader's clock is the one that counts, so this is only the span's number."""
+        """Begin a span. The grader's clock is the one that counts, so this is only the span's
+        number.
+        """
         self.spans += 1
         self.notes.append([BEGIN, self.spans])
         return self.spans
 
-    def add_span(self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False) -> None:
+    def add_span(
+        self, name: str, start: int, end: int, args: dict[str, Any], waiting: bool = False
+    ) -> None:
         self.notes.append([END, start, name, args, waiting, caller()])
 
     def compute(self, seconds: float) -> None:
@@ -189,28 +231,45 @@ class Connection:
 
 
 class ChangedWhileSent(RuntimeError):
-    """A tensor was changed between isend and the send's wait(): the receiver may get old values or new ones."""
+    """A tensor was changed between isend and the send's wait(): the receiver may get old values
+    or new ones.
+    """
 
 
 class RelayWork(dist.Work):
-    """What isend, irecv and the collectives return. What a call writes is written in wait(), not before."""
+    """What isend, irecv and the collectives return.
 
-    def __init__(self, connection: Connection, call: int, outputs: list[torch.Tensor], sent: tuple[torch.Tensor, bytes] | None = None):
+    What a call writes is written in wait(), not before.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        call: int,
+        outputs: list[torch.Tensor],
+        sent: tuple[torch.Tensor, bytes] | None = None,
+    ):
         super().__init__()
         self.sent = sent  # the tensor of a send, and its bytes when it was posted
         self.connection, self.call, self.outputs, self.done = connection, call, outputs, False
         self.future: torch.futures.Future | None = None
-        self.source: int | None = None  # of a receive from any rank: the rank that sent, in the group
+        # of a receive from any rank: the rank that sent, in the group
+        self.source: int | None = None
 
     def _source_rank(self) -> int:
-        assert self.source is not None, "the source of a receive is known when it has been waited for"
+        assert self.source is not None, (
+            "the source of a receive is known when it has been waited for"
+        )
         return self.source
 
     def wait(self, timeout: object = None) -> bool:
         if not self.done:
             self._take(self.connection.ask(frames.WAIT, self.call))
         if self.sent is not None and frames.tensor_bytes(self.sent[0]) != self.sent[1]:
-            raise ChangedWhileSent("the tensor was changed after isend, before the send's wait(): the receiver may get old or new values")
+            raise ChangedWhileSent(
+                "the tensor was changed after isend, before the send's wait(): the receiver "
+                "may get old or new values"
+            )
         self.sent = None
         return True
 
@@ -245,7 +304,10 @@ class RelayWork(dist.Work):
         return self.outputs
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is set when the work is waited for. C++ can't wait for it, so the work is waited for at once."""
+        """A future that is set when the work is waited for.
+
+        C++ can't wait for it, so the work is waited for at once.
+        """
         if self.future is None:
             self.future = torch.futures.Future()
             self.wait()
@@ -275,10 +337,20 @@ class RelayGroup(torch_private.PythonGroup):
     def _set_group_name(self, name: str) -> None:
         self.torch_name = name
 
-    def new_group(self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any) -> RelayGroup | None:
-        """What dist.new_group calls: a group of some of the ranks, or None for a rank that is not in it."""
-        self.connection.send(frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()})
-        return RelayGroup(self.connection, group_name, ranks) if self.connection.rank in ranks else None
+    def new_group(
+        self, ranks: Sequence[int], *_: Any, group_name: str, **__: Any
+    ) -> RelayGroup | None:
+        """What dist.new_group calls: a group of some of the ranks, or None for a rank that is
+        not in it.
+        """
+        self.connection.send(
+            frames.NEW_GROUP, {"ranks": list(ranks), "group": group_name, "where": caller()}
+        )
+        return (
+            RelayGroup(self.connection, group_name, ranks)
+            if self.connection.rank in ranks
+            else None
+        )
 
     def shutdown(self) -> None:
         """There is nothing to close."""
@@ -302,24 +374,35 @@ class RelayGroup(torch_private.PythonGroup):
             rank_at(self.connection.rank, "send" if sends else "recv", peer, self.ranks)
         if not tensor.is_contiguous():
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be {'sent' if sends else 'received into'}: "
-                "a message's tensor must be contiguous. Call x.contiguous(), or make a new tensor with torch.empty"
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't "
+                f"be {'sent' if sends else 'received into'}: "
+                "a message's tensor must be contiguous. Call x.contiguous(), or make a new "
+                "tensor with torch.empty"
             )
         text = {"group": self.label, "peer": peer, "tag": tag, **frames.tensor_text(tensor)}
         data = frames.tensor_bytes(tensor) if sends else b""
         call = self.connection.post(kind, text, data)
-        return RelayWork(self.connection, call, [] if sends else [tensor], (tensor, data) if sends else None)
+        return RelayWork(
+            self.connection, call, [] if sends else [tensor], (tensor, data) if sends else None
+        )
 
     def _collective(self, method: str, *args: Any) -> dist.Work:
         spec = COLLECTIVES[method]
         self.connection.check_allowed(spec.kind)
         *given, options = args
         text, data = frames.encode(given)
-        chosen: dict[str, Any] = {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
+        chosen: dict[str, Any] = {
+            name: getattr(options, name) for name in OPTIONS if hasattr(options, name)
+        }
         if "reduceOp" in chosen:
             chosen["reduceOp"] = op_name(chosen["reduceOp"])
-        call = self.connection.post(frames.COLLECTIVE, {"group": self.label, "method": method, "given": text, "options": chosen}, data)
-        outputs = [] if spec.kind == "barrier" or not given else flat(given[0])  # the outputs are always the first argument
+        call = self.connection.post(
+            frames.COLLECTIVE,
+            {"group": self.label, "method": method, "given": text, "options": chosen},
+            data,
+        )
+        # the outputs are always the first argument
+        outputs = [] if spec.kind == "barrier" or not given else flat(given[0])
         return RelayWork(self.connection, call, outputs)
 
 
@@ -337,10 +420,14 @@ for _method in COLLECTIVES:
 
 
 def join(connection: Connection) -> None:
-    """Make torch.distributed use the grader's messages, as if init_process_group had been called for a world of this size."""
+    """Make torch.distributed use the grader's messages, as if init_process_group had been
+    called for a world of this size.
+    """
     torch_private.forget_groups()
     if not hasattr(dist.Backend, "RELAY"):
-        dist.Backend.register_backend("relay", lambda *_: dist.group.WORLD, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(
+            "relay", lambda *_: dist.group.WORLD, extended_api=True, devices=["cpu"]
+        )
     world = torch_private.RankWorld()
     group = RelayGroup(connection, "0", range(connection.world_size))
     torch_private.use_world(world)
@@ -354,7 +441,9 @@ def join(connection: Connection) -> None:
 
 
 def _isolate(job: dict[str, Any]) -> None:
-    """Limits for this process, and as root a user of its own, who can read neither the cases nor other ranks."""
+    """Limits for this process, and as root a user of its own, who can read neither the cases
+    nor other ranks.
+    """
     torch.set_num_threads(1)
     torch_private.fill_new_tensors()
     if job["library"]:
@@ -374,7 +463,8 @@ def _isolate(job: dict[str, Any]) -> None:
         os.setgid(job["user"])
         os.setuid(job["user"])
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of another rank can read this one's memory
+            # PR_SET_DUMPABLE: no process of another rank can read this one's memory
+            ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 
 
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining")
@@ -382,7 +472,10 @@ WRITE_IT = "it is what the homework asks you to write, so it can't be used here"
 
 
 def _hide_ready_made() -> None:
-    """What torch has ready-made for training can't be made here. (What torch has imported already can't be hidden from its imports.)"""
+    """What torch has ready-made for training can't be made here.
+
+    (What torch has imported already can't be hidden from its imports.)
+    """
 
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"torch's {type(self).__name__}: {WRITE_IT}")
@@ -397,25 +490,42 @@ class _NoParallel101(importlib.abc.MetaPathFinder):
         if name in READY_MADE:
             raise ImportError(f"{name}: {WRITE_IT}")
         if name.partition(".")[0] == "parallel101":
-            raise ImportError("the homework is written with torch.distributed alone: parallel101 can't be imported in it")
+            raise ImportError(
+                "the homework is written with torch.distributed alone: parallel101 can't be "
+                "imported in it"
+            )
 
 
 class _Neighbours(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the files that were handed in beside the learner's file. They come with the job, so no folder need be readable here."""
+    """Imports the files that were handed in beside the learner's file.
+
+    They come with the job, so no folder need be readable here.
+    """
 
     def __init__(self, files: dict[str, str]):
         self.files = files
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py") if name in self.files else None
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, self, origin=f"{name}.py")
+            if name in self.files
+            else None
+        )
 
     def exec_module(self, module: types.ModuleType) -> None:
         path = f"{module.__name__}.py"
-        module.__dict__.update(module_of(path, self.files[module.__name__], module.__name__).__dict__)
+        module.__dict__.update(
+            module_of(path, self.files[module.__name__], module.__name__).__dict__
+        )
 
 
 def _hide_parallel101(library_copy: list[str] | None) -> None:
-    """From now on, `import parallel101` raises ImportError: the learner writes what it would offer. So do files of the grader's folders."""
+    """From now on, `import parallel101` raises ImportError: the learner writes what it would offer.
+
+    So do files of the grader's folders.
+    """
     libraries = (*sysconfig.get_paths().values(), *site.getsitepackages(), *(library_copy or ()))
     sys.path[:] = [entry for entry in sys.path if entry.startswith(libraries)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "parallel101"]:

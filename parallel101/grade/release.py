@@ -1,11 +1,14 @@
-"""`parallel101 release homework/hw1_moving --out DIR`: what a teacher hands out, and what grades it.
+"""`parallel101 release homework/hw1_moving --out DIR`: what a teacher hands out, and what grades
+it.
 
     DIR/hw1_moving.zip            for learners: the notebook, the file to fill in, the exercises; no solutions
-    DIR/hw1_moving_gradescope.zip for Gradescope: setup.sh, run_autograder, the exercises, this library, the secret seed
+    DIR/hw1_moving_gradescope.zip for Gradescope: setup.sh, run_autograder, the exercises, this
+    library, the secret seed
     DIR/github/                   for GitHub Classroom: the same folder as in the learners' zip, with a workflow that grades each push
     DIR/seed.txt                  the secret seed: it belongs to the teacher, and is in the Gradescope zip only
 
-The cases are drawn from the seed. Learners see those of a public seed, and are graded on those of the secret one.
+The cases are drawn from the seed. Learners see those of a public seed, and are graded on those of
+the secret one.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import torch
 from parallel101 import __version__
 from parallel101.grade.homework import HomeworkSet
 
-HANDED_OUT = (".py", ".ipynb", ".md", ".png", ".svg")  # of a homework folder; progress and pictures stay
-LIBRARY = ("pyproject.toml", "README.md", "LICENSE")  # beside the package: what pip needs to install it
+# of a homework folder; progress and pictures stay
+HANDED_OUT = (".py", ".ipynb", ".md", ".png", ".svg")
+# beside the package: what pip needs to install it
+LIBRARY = ("pyproject.toml", "README.md", "LICENSE")
 
 SETUP = """#!/usr/bin/env bash
 # Gradescope runs this once, as root, when it builds the image. Everything is in /opt/grader, where any user can read Python and torch:
@@ -84,7 +89,11 @@ def release(homework: HomeworkSet, out: Path, seed: str | None = None) -> list[P
     seed_file.write_text(seed + "\n")
     seed_file.chmod(stat.S_IRUSR | stat.S_IWUSR)
     name = homework.folder.name
-    learners, gradescope, github = out / f"{name}.zip", out / f"{name}_gradescope.zip", out / "github"
+    learners, gradescope, github = (
+        out / f"{name}.zip",
+        out / f"{name}_gradescope.zip",
+        out / "github",
+    )
     files = handed_out(homework)
     with zipfile.ZipFile(learners, "w", zipfile.ZIP_DEFLATED) as bundle:
         for file in files:
@@ -102,9 +111,17 @@ def release(homework: HomeworkSet, out: Path, seed: str | None = None) -> list[P
 
 def handed_out(homework: HomeworkSet) -> list[Path]:
     """The files of a set that learners get. The solutions are elsewhere, in tests/homework/."""
-    own = [file for file in sorted(homework.folder.iterdir()) if file.is_file() and file.suffix in HANDED_OUT and file.name[0] != "."]
+    own = [
+        file
+        for file in sorted(homework.folder.iterdir())
+        if file.is_file() and file.suffix in HANDED_OUT and file.name[0] != "."
+    ]
     for_all = homework.folder.parent / "conftest.py"  # with it, pytest shows verdicts
-    return [*own, for_all] if for_all.is_file() and not (homework.folder / "conftest.py").exists() else own
+    return (
+        [*own, for_all]
+        if for_all.is_file() and not (homework.folder / "conftest.py").exists()
+        else own
+    )
 
 
 def _write_gradescope(path: Path, homework: HomeworkSet, seed: str) -> None:

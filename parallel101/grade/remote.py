@@ -1,11 +1,12 @@
-"""The grader's side of a run: the learner's ranks are processes, and their messages are sent here, on the simulator.
+"""The grader's side of a run: the learner's ranks are processes, and their messages are sent here,
+on the simulator.
 
     rank 2's process ──SEND, RECV, WAIT──▶ virtual rank 2: isend, irecv, wait on the virtual clock ──▶ the record of the run
                      ◀──the bytes, when the message has arrived
 
-Each virtual rank does what the frames of its process say, and nothing else. So what the simulator recorded is what was sent; a deadlock is
-found at once, and the same run gives the same record every time. This process runs no line of the learner's code, and unpickles nothing
-that comes from it.
+Each virtual rank does what the frames of its process say, and nothing else. So what the simulator
+recorded is what was sent; a deadlock is found at once, and the same run gives the same record every
+time. This process runs no line of the learner's code, and unpickles nothing that comes from it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from parallel101.sim.simulate import simulate
 MOST_PRINTED = 1 << 20  # bytes that a rank may print
 KEPT_PRINTED = 20_000  # bytes of it that are kept
 MEMORY = 2 << 30  # bytes that a rank may allocate
-MOST_MOVED = 1 << 28  # bytes that a rank may send, receive and return in one case: the grader holds them
+# bytes that a rank may send, receive and return in one case: the grader holds them
+MOST_MOVED = 1 << 28
 PAYLOAD_BYTES = 4096  # messages up to this size are recorded with their values
 PLACE = re.compile(r"[^\x00-\x1f]{1,300}:\d{1,7}|\?")
 
@@ -60,7 +62,9 @@ class GradedRunFailed(Exception):
 class LearnerError(GradedRunFailed):
     """The learner's code raised an exception: `kind` is its type, `traceback` its text."""
 
-    def __init__(self, message: str, rank: int, where: str, kind: str, traceback: str, not_written: bool):
+    def __init__(
+        self, message: str, rank: int, where: str, kind: str, traceback: str, not_written: bool
+    ):
         super().__init__(message, rank, where)
         self.kind, self.traceback, self.not_written = kind, traceback, not_written
 
@@ -91,7 +95,8 @@ class Submission:
 
     path: Path
     source: str
-    files: dict[str, str] = field(default_factory=dict)  # the Python files beside it, which it may import: module -> source
+    # the Python files beside it, which it may import: module -> source
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -104,7 +109,9 @@ class RemoteRank:
 
     number: int
     process: RankProcess
-    printed: dict[str, bytearray] = field(default_factory=lambda: {"out": bytearray(), "err": bytearray()})
+    printed: dict[str, bytearray] = field(
+        default_factory=lambda: {"out": bytearray(), "err": bytearray()}
+    )
     amount: int = 0
     status: bytes = b""
 
@@ -113,7 +120,9 @@ class RemoteRank:
         control = self.process.control
         streams: dict[Any, str] = {self.process.out: "out", self.process.err: "err"}
         while True:
-            ready, _, _ = select.select([control, *streams], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select(
+                [control, *streams], [], [], max(0.0, until - time.monotonic())
+            )
             if not ready:
                 raise TimeOver("", self.number, self._where())
             for stream in ready:
@@ -129,7 +138,11 @@ class RemoteRank:
                     raise RankDied(str(error), self.number) from None
 
     def _read_output(self, stream: Any, name: str) -> bool:
-        data = os.read(stream.fileno(), 1 << 16) if not isinstance(stream, socket.socket) else stream.recv(1 << 16)
+        data = (
+            os.read(stream.fileno(), 1 << 16)
+            if not isinstance(stream, socket.socket)
+            else stream.recv(1 << 16)
+        )
         self.amount += len(data)
         kept = self.printed[name]
         kept += data[: max(0, KEPT_PRINTED - len(kept))]
@@ -147,19 +160,29 @@ class RemoteRank:
                         del streams[stream]
 
     def _where(self) -> str:
-        """Where in the code the rank is: it is asked by a signal, and answers on its status pipe."""
+        """Where in the code the rank is: it is asked by a signal, and answers on its status
+        pipe.
+        """
         with contextlib.suppress(OSError, AttributeError):
             os.kill(self.process.pid, signal.SIGUSR1)
             if select.select([self.process.status], [], [], 1.0)[0]:
                 text = os.read(self.process.status.fileno(), 1 << 16).decode(errors="replace")
                 places = re.findall(r'File "([^"]+)", line (\d+)', text)
-                return next((f"{file}:{line}" for file, line in places if not where.is_inside(file)), "?")
+                return next(
+                    (f"{file}:{line}" for file, line in places if not where.is_inside(file)), "?"
+                )
         return "?"
 
 
 def preload_for(exercises: Iterable[Exercise]) -> None:
     """Let the fork server import what the ranks of these exercises need, before they start."""
-    preload({name for exercise in exercises for name in (*exercise.imports, *imported_modules(exercise.source))})
+    preload(
+        {
+            name
+            for exercise in exercises
+            for name in (*exercise.imports, *imported_modules(exercise.source))
+        }
+    )
 
 
 @lru_cache
@@ -167,13 +190,19 @@ def imported_modules(source: str) -> tuple[str, ...]:
     """The modules that a file of exercises imports at its top."""
     nodes = ast.parse(source).body
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return (*plain, *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module))
+    return (
+        *plain,
+        *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module),
+    )
 
 
 class Ranks:
-    """The processes that run one submission's ranks for one exercise. Use it in a `with` block: at its end no process is left.
+    """The processes that run one submission's ranks for one exercise.
 
-    They serve one case after the other, of any world size: starting a process takes longer than most cases.
+    Use it in a `with` block: at its end no process is left.
+
+    They serve one case after the other, of any world size: starting a process takes longer than
+    most cases.
     """
 
     def __init__(self, exercise: Exercise, submission: Submission):
@@ -190,7 +219,8 @@ class Ranks:
     def start(self, count: int) -> None:
         """Have at least `count` processes, each ready to call the learner's function.
 
-        None of the learner's code has run yet, so a start that fails is this machine's fault: it is tried once more.
+        None of the learner's code has run yet, so a start that fails is this machine's fault: it is
+        tried once more.
         """
         try:
             self._start(count)
@@ -206,7 +236,12 @@ class Ranks:
             self.scratch = tempfile.TemporaryDirectory(prefix="parallel101_")
             os.chmod(self.scratch.name, 0o711)
             preload_for([self.exercise])
-        new = [RemoteRank(n, process) for n, process in zip(missing, start_ranks(len(missing), "parallel101.grade.rank"), strict=True)]
+        new = [
+            RemoteRank(n, process)
+            for n, process in zip(
+                missing, start_ranks(len(missing), "parallel101.grade.rank"), strict=True
+            )
+        ]
         self.ranks += new
         for rank in new:
             user = user_of(rank.number)
@@ -215,13 +250,18 @@ class Ranks:
             if user is not None:
                 os.chown(folder, user, user)
             with contextlib.suppress(OSError):  # it has died: the first receive says so
-                frames.send(rank.process.control, frames.JOB, self._job(rank.number, user, str(folder)))
+                frames.send(
+                    rank.process.control, frames.JOB, self._job(rank.number, user, str(folder))
+                )
         until = time.monotonic() + 30
         for rank in new:
             rank.receive(until)
 
     def take(self, submission: Submission) -> None:
-        """From now on, run another submission on the same processes. It may find what this one has changed there: not for grades."""
+        """From now on, run another submission on the same processes.
+
+        It may find what this one has changed there: not for grades.
+        """
         self.submission = submission
         for rank in self.ranks:
             frames.send(rank.process.control, frames.JOB, self._job(rank.number, None, ""))
@@ -241,7 +281,9 @@ class Ranks:
             kill(rank.process)
         for rank in self.ranks:
             rank.process.close()
-        end_processes_of({user for rank in self.ranks if (user := user_of(rank.number)) is not None})
+        end_processes_of(
+            {user for rank in self.ranks if (user := user_of(rank.number)) is not None}
+        )
         self.ranks = []
         if self.scratch is not None:
             self.scratch.cleanup()
@@ -253,7 +295,13 @@ class Ranks:
             self.start(case.world_size)
         except (RankDied, TimeOver) as error:
             self.stop()
-            return not_run(case, NotStarted(f"rank {error.rank}'s process did not start, on a machine that is too busy. Run it again"))
+            return not_run(
+                case,
+                NotStarted(
+                    f"rank {error.rank}'s process did not start, on a machine that is too "
+                    "busy. Run it again"
+                ),
+            )
         ranks = self.ranks[: case.world_size]
         for rank in ranks:
             rank.printed, rank.amount = {"out": bytearray(), "err": bytearray()}, 0
@@ -261,7 +309,12 @@ class Ranks:
         virtual = [VirtualEnd(rank, case, until, self.exercise.allowed) for rank in ranks]
         for end in virtual:
             end.begin()
-        outcome = simulate(lambda number: virtual[number].serve(), case.world_size, case.network, payload_bytes=PAYLOAD_BYTES)
+        outcome = simulate(
+            lambda number: virtual[number].serve(),
+            case.world_size,
+            case.network,
+            payload_bytes=PAYLOAD_BYTES,
+        )
         for rank in ranks:
             rank.read_rest()
         trial = Trial(
@@ -271,11 +324,16 @@ class Ranks:
             error=outcome.error,
             unwaited=[call for end in virtual if end.returned for call in end.unwaited()],
             changed=[end.changed for end in virtual],
-            printed=["".join(part.decode(errors="replace") for part in rank.printed.values()) for rank in ranks],
+            printed=[
+                "".join(part.decode(errors="replace") for part in rank.printed.values())
+                for rank in ranks
+            ],
         )
         if outcome.error is not None:
             self.stop()
-        if outcome.error is not None and not isinstance(outcome.error, GradedRunFailed | DeadlockError | MisuseError):
+        if outcome.error is not None and not isinstance(
+            outcome.error, GradedRunFailed | DeadlockError | MisuseError
+        ):
             raise outcome.error
         return trial
 
@@ -309,7 +367,9 @@ class VirtualEnd:
         self.returned = False
 
     def begin(self) -> None:
-        """Let the process begin: the processes compute at the same time, though their messages are repeated one after the other."""
+        """Let the process begin: the processes compute at the same time, though their messages
+        are repeated one after the other.
+        """
         text, data = frames.encode(self.case.arguments[self.rank.number])
         with contextlib.suppress(OSError):  # it has died: the first receive says so
             frames.send(self.rank.process.control, frames.CASE, self._about(text), data)
@@ -335,7 +395,10 @@ class VirtualEnd:
             except (GradedRunFailed, DeadlockError, MisuseError):
                 raise
             except Exception as error:  # whatever a rank sends, the grader goes on
-                raise RankDied(f"sent what the grader can't repeat: {str(error)[:300] or error!r}", self.rank.number) from error
+                raise RankDied(
+                    f"sent what the grader can't repeat: {str(error)[:300] or error!r}",
+                    self.rank.number,
+                ) from error
 
     def _check(self, operation: str, place: str) -> None:
         """The rank checks this too, but in the learner's process."""
@@ -352,8 +415,11 @@ class VirtualEnd:
 
     def _send(self, frame: Frame, place: str) -> None:
         self._check("send", place)
-        text, tensor = frame.text, self._tensor(frame).flatten()  # flat: as on gloo, the two sides need not have the same shape
-        work = dist.isend(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
+        # flat: as on gloo, the two sides need not have the same shape
+        text, tensor = frame.text, self._tensor(frame).flatten()
+        work = dist.isend(
+            tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"]
+        )
         self._keep(text["call"], work, [], "send", text["peer"], place)
 
     def _recv(self, frame: Frame, place: str) -> None:
@@ -361,7 +427,9 @@ class VirtualEnd:
         text = frame.text
         tensor = frames.empty_tensor(text).flatten()
         self._count(tensor.nbytes)
-        work = dist.irecv(tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"])
+        work = dist.irecv(
+            tensor, self._peer(frame), group=self.groups[text["group"]], tag=text["tag"]
+        )
         self._keep(text["call"], work, [tensor], "recv", text["peer"], place)
 
     def _peer(self, frame: Frame) -> int | None:
@@ -385,7 +453,15 @@ class VirtualEnd:
         outputs = flat(given[0]) if given and "barrier" not in method else []
         self._keep(text["call"], work, outputs, method, None, place)
 
-    def _keep(self, call: int, work: Any, outputs: list[torch.Tensor], kind: str, peer: int | None, place: str) -> None:
+    def _keep(
+        self,
+        call: int,
+        work: Any,
+        outputs: list[torch.Tensor],
+        kind: str,
+        peer: int | None,
+        place: str,
+    ) -> None:
         self.calls[call] = PostedCall(work, outputs, Unwaited(self.rank.number, kind, peer, place))
 
     def _wait(self, frame: Frame, place: str) -> None:
@@ -402,7 +478,9 @@ class VirtualEnd:
         data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
         with contextlib.suppress(OSError):  # it has died: the next receive says so
             source = call.work._source_rank() if done and call.about.kind == "recv" else None
-            frames.send(self.rank.process.control, frames.REPLY, {"done": done, "source": source}, data)
+            frames.send(
+                self.rank.process.control, frames.REPLY, {"done": done, "source": source}, data
+            )
 
     def _new_group(self, frame: Frame, place: str) -> None:
         group = dist.new_group(frame.text["ranks"])
@@ -418,10 +496,18 @@ class VirtualEnd:
                 compute(float(note[0]))
             elif kind == frames.END:
                 start, name, labels, waiting, place = note
-                at_place(_place(place), partial(self._add_span, start, str(name)[:200], labels, waiting))
+                at_place(
+                    _place(place), partial(self._add_span, start, str(name)[:200], labels, waiting)
+                )
 
     def _add_span(self, start: int, name: str, labels: Any, waiting: Any) -> None:
-        clock().add_span(name, self.spans[start], clock().now(), labels if isinstance(labels, dict) else {}, bool(waiting))
+        clock().add_span(
+            name,
+            self.spans[start],
+            clock().now(),
+            labels if isinstance(labels, dict) else {},
+            bool(waiting),
+        )
 
     def _forbidden(self, frame: Frame, place: str) -> None:
         raise ForbiddenCall(str(frame.text["operation"])[:100], self.rank.number, place)
@@ -429,11 +515,18 @@ class VirtualEnd:
     def _failed(self, frame: Frame, place: str) -> None:
         text = {key: str(frame.text[key])[:6000] for key in ("type", "message", "traceback")}
         not_written = frame.text["not_written"] is True
-        raise LearnerError(text["message"], self.rank.number, place, text["type"], text["traceback"], not_written)
+        raise LearnerError(
+            text["message"], self.rank.number, place, text["type"], text["traceback"], not_written
+        )
 
     def unwaited(self) -> Sequence[Unwaited]:
-        """The calls that the rank posted and never waited for. A rank that did not return might still have waited."""
-        return [call.about for call in self.calls.values() if not call.waited] if self.returned else []
+        """The calls that the rank posted and never waited for.
+
+        A rank that did not return might still have waited.
+        """
+        return (
+            [call.about for call in self.calls.values() if not call.waited] if self.returned else []
+        )
 
 
 def _place(text: Any) -> str:

@@ -1,4 +1,5 @@
-"""What a learner reads: the verdict, the predictions and the hints, as text for a terminal and as HTML for a notebook.
+"""What a learner reads: the verdict, the predictions and the hints, as text for a terminal and as
+HTML for a notebook.
 
 1 · Ring shift: ring_shift                            5 of 10 points
   ✓ value   every rank returns the right values             5 of 5
@@ -30,7 +31,9 @@ MOST_LINES = 12  # that are shown of what one rank printed
 
 @dataclass
 class Report:
-    """A verdict, with all that is shown beside it. A notebook shows it as HTML, and `print` as text.
+    """A verdict, with all that is shown beside it.
+
+    A notebook shows it as HTML, and `print` as text.
 
     Attributes:
         verdict: of grading.grade.
@@ -57,7 +60,10 @@ class Report:
         """What to know first."""
         verdict = self.verdict
         if verdict.not_written:
-            return f"{verdict.exercise.function} is not written yet. Write it in {self.file}, then check it again."
+            return (
+                f"{verdict.exercise.function} is not written yet. Write it in {self.file}, "
+                "then check it again."
+            )
         sizes = sorted({trial.world_size for trial in verdict.trials})
         runs, ranks = len(verdict.trials), f"{listed(sizes)} rank{'s' * (sizes != [1])}"
         ran = f"{runs} run{'s' * (runs != 1)} on {ranks}, in {verdict.seconds:.1f} s"
@@ -65,11 +71,18 @@ class Report:
 
     @property
     def problem(self) -> str:
-        """What ended a run early, with the calls that led there. "" if nothing did, or nothing is written yet."""
+        """What ended a run early, with the calls that led there.
+
+        "" if nothing did, or nothing is written yet.
+        """
         verdict = self.verdict
         error = verdict.shown.error if verdict.shown is not None else None
         calls = _own_calls(error.traceback) if isinstance(error, LearnerError) else []
-        return "" if verdict.not_written else "\n".join([verdict.problem, *(["called from:", *calls] if calls else [])])
+        return (
+            ""
+            if verdict.not_written
+            else "\n".join([verdict.problem, *(["called from:", *calls] if calls else [])])
+        )
 
     @property
     def printed(self) -> str:
@@ -78,7 +91,11 @@ class Report:
         for rank, text in enumerate(self.verdict.shown.printed if self.verdict.shown else []):
             own = text.rstrip("\n").splitlines()
             lines += [f"[rank {rank}] {line}" for line in own[:MOST_LINES]]
-            lines += [f"[rank {rank}] … and {len(own) - MOST_LINES} more lines"] if len(own) > MOST_LINES else []
+            lines += (
+                [f"[rank {rank}] … and {len(own) - MOST_LINES} more lines"]
+                if len(own) > MOST_LINES
+                else []
+            )
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -89,7 +106,10 @@ class Report:
             rows = []
             for finding in verdict.findings:
                 says = f"  {'✓' if finding.passed else '✗'} {finding.kind:<8} {finding.says}"
-                rows += [_line(says, f"{number(finding.points)} of {number(finding.out_of)}"), *_wrapped(finding.message, 13)]
+                rows += [
+                    _line(says, f"{number(finding.points)} of {number(finding.out_of)}"),
+                    *_wrapped(finding.message, 13),
+                ]
             blocks.append("\n".join(rows))
         blocks.append(f"  {self.summary}")
         if mistake:
@@ -99,7 +119,10 @@ class Report:
         if self.predictions:
             blocks.append(textwrap.indent(str(self.predictions), "  "))
         if self.printed and verdict.shown:
-            blocks.append(f"  Printed with {verdict.shown.case.label}:\n{textwrap.indent(self.printed, '    ')}")
+            blocks.append(
+                "  Printed with "
+                f"{verdict.shown.case.label}:\n{textwrap.indent(self.printed, '    ')}"
+            )
         if self.picture and self.saved:
             blocks.append(f"  {self.picture.caption}\n  {self.saved}")
         if self.note:
@@ -111,20 +134,35 @@ class Report:
     def _repr_html_(self) -> str:
         verdict = self.verdict
         exercise, mistake = verdict.exercise, verdict.misconception
-        title = f'<strong class="p101g-title">{escape(exercise.number)} · {escape(exercise.title)}</strong>'
-        parts = [f'<div class="p101g-head">{title}<span class="p101g-points">{self.points}</span></div><p>{escape(self.summary)}</p>']
+        title = (
+            f'<strong class="p101g-title">{escape(exercise.number)} · '
+            f"{escape(exercise.title)}</strong>"
+        )
+        parts = [
+            (
+                f'<div class="p101g-head">{title}<span '
+                f'class="p101g-points">{self.points}</span></div><p>{escape(self.summary)}</p>'
+            )
+        ]
         if not verdict.not_written:
             parts.append(_findings(verdict))
         if mistake:
             name = f"<strong>{escape(capital(mistake.name))}.</strong>"
-            parts.append(f'<div class="p101g-mistake" role="note">{name} {escape(mistake.says)}</div>')
+            parts.append(
+                f'<div class="p101g-mistake" role="note">{name} {escape(mistake.says)}</div>'
+            )
         if self.problem:
-            deadlock = self.picture is not None and isinstance(self.picture.trial.error, DeadlockError)  # the picture shows it
+            # the picture shows it
+            deadlock = self.picture is not None and isinstance(
+                self.picture.trial.error, DeadlockError
+            )
             parts.append(_fold("What happened", self.problem, opened=not deadlock))
         if self.predictions:
             parts.append(self.predictions.table())
         if self.printed and verdict.shown:
-            parts.append(_fold(f"What the ranks printed, with {verdict.shown.case.label}", self.printed))
+            parts.append(
+                _fold(f"What the ranks printed, with {verdict.shown.case.label}", self.printed)
+            )
         if self.note:
             parts.append(f'<p class="p101g-soft">{escape(self.note)}</p>')
         if self.picture:
@@ -137,13 +175,19 @@ def _findings(verdict: Verdict) -> str:
     rows = []
     for finding in verdict.findings:
         state, mark = ("holds", "✓") if finding.passed else ("fails", "✗")
-        message = f'<div class="p101g-soft">{escape(finding.message)}</div>' if finding.message else ""
-        rows.append(
-            f'<tr><td class="p101g-{state}"><span aria-hidden="true">{mark}</span>{_unseen(state)}</td><td>{finding.kind}</td>'
-            f'<td class="p101g-wide">{escape(finding.says)}{message}</td>'
-            f'<td class="p101g-number">{number(finding.points)} of {number(finding.out_of)}</td></tr>'
+        message = (
+            f'<div class="p101g-soft">{escape(finding.message)}</div>' if finding.message else ""
         )
-    head = "".join(f"<th>{_unseen(text)}</th>" for text in ("verdict", "kind", "property", "points"))
+        rows.append(
+            f'<tr><td class="p101g-{state}"><span '
+            f'aria-hidden="true">{mark}</span>{_unseen(state)}</td><td>{finding.kind}</td>'
+            f'<td class="p101g-wide">{escape(finding.says)}{message}</td>'
+            f'<td class="p101g-number">{number(finding.points)} of '
+            f"{number(finding.out_of)}</td></tr>"
+        )
+    head = "".join(
+        f"<th>{_unseen(text)}</th>" for text in ("verdict", "kind", "property", "points")
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -172,12 +216,16 @@ class Prediction(NamedTuple):
             return (f"predict({set_name(Path(exercise.path))}.{exercise.function}, {self.name}=…)",)
         if self.measured is None:
             return self._with_unit(self.said), "did not end"
-        return self._with_unit(self.said), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"
+        return self._with_unit(
+            self.said
+        ), f"{self._with_unit(self.measured)} {'✓' if self.agrees else '≠'}"
 
     def _with_unit(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return str(value)
-        return f"{number(value)} {self.unit.removesuffix('s') if value == 1 else self.unit}".rstrip()
+        return (
+            f"{number(value)} {self.unit.removesuffix('s') if value == 1 else self.unit}".rstrip()
+        )
 
 
 @dataclass
@@ -191,7 +239,10 @@ class Predictions:
         lines = []
         for question in self.questions:
             said, *run = question.answers(self.exercise)
-            lines.append(f"{question.ask}\n  " + (f"you said: {said} · your run: {run[0]}" if run else f"predict first: {said}"))
+            lines.append(
+                f"{question.ask}\n  "
+                + (f"you said: {said} · your run: {run[0]}" if run else f"predict first: {said}")
+            )
         return "\n".join(lines) if lines else f"{self.exercise.function} asks for no prediction."
 
     __repr__ = __str__
@@ -201,13 +252,20 @@ class Predictions:
         rows = []
         for question in self.questions:
             said, *run = question.answers(self.exercise)
-            cells = f"<td>{escape(said)}</td><td>{escape(run[0])}</td>" if run else f'<td colspan="2"><code>{escape(said)}</code></td>'
+            cells = (
+                f"<td>{escape(said)}</td><td>{escape(run[0])}</td>"
+                if run
+                else f'<td colspan="2"><code>{escape(said)}</code></td>'
+            )
             rows.append(f'<tr><td class="p101g-wide">{escape(question.ask)}</td>{cells}</tr>')
         head = "".join(f"<th>{text}</th>" for text in ("Predicted", "you said", "your run"))
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
     def _repr_html_(self) -> str:
-        return card(f"{self.exercise.function}: predictions", self.table() if self.questions else escape(str(self)))
+        return card(
+            f"{self.exercise.function}: predictions",
+            self.table() if self.questions else escape(str(self)),
+        )
 
 
 @dataclass
@@ -219,22 +277,34 @@ class Hints:
 
     def __str__(self) -> str:
         total = len(self.exercise.hints)
-        lines = [f"Hint {i} of {total}: {text}" for i, text in enumerate(self.exercise.hints[: self.rung], 1)]
+        lines = [
+            f"Hint {i} of {total}: {text}"
+            for i, text in enumerate(self.exercise.hints[: self.rung], 1)
+        ]
         return "\n".join(lines) if lines else f"{self.exercise.function} has no hints."
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return card(f"{self.exercise.function}: hints", "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines()))
+        return card(
+            f"{self.exercise.function}: hints",
+            "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines()),
+        )
 
 
 # ---- pieces ----
 
 
 def _own_calls(traceback: str) -> list[str]:
-    """The lines of a traceback in the learner's own files, without the last one, which the message names. Of a long one, the last five."""
+    """The lines of a traceback in the learner's own files, without the last one, which the
+    message names. Of a long one, the last five.
+    """
     calls = re.findall(r'^  File "([^"]+)", line (\d+), in (\w+)\n +(.+)$', traceback, re.M)
-    own = [f"  {file}:{line} in {function}: {source}" for file, line, function, source in calls if "site-packages" not in file]
+    own = [
+        f"  {file}:{line} in {function}: {source}"
+        for file, line, function, source in calls
+        if "site-packages" not in file
+    ]
     return own[:-1][-5:]
 
 
@@ -253,7 +323,11 @@ def _line(left: str, right: str) -> str:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     space = " " * indent
-    return [line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH - 12, initial_indent=space, subsequent_indent=space)]
+    return [
+        line
+        for part in text.splitlines()
+        for line in textwrap.wrap(part, WIDTH - 12, initial_indent=space, subsequent_indent=space)
+    ]
 
 
 def _unseen(text: str) -> str:
@@ -269,8 +343,9 @@ def card(label: str, body: str) -> str:
     return f'{STYLE}<section class="p101g" aria-label="{escape(label)}">{body}</section>'
 
 
-# Text and background are the page's own. Selectors with the name twice win over JupyterLab's, which aligns the cells
-# of tables to the right. The marks have a contrast of at least 3 against white and against black.
+# Text and background are the page's own. Selectors with the name twice win over JupyterLab's, which
+# aligns the cells of tables to the right. The marks have a contrast of at least 3 against white and
+# against black.
 STYLE = """<style>
 .p101g { box-sizing: border-box; max-width: 960px; margin: 4px 0 12px; padding: 14px 20px; border: 1px solid #8899aa66; border-radius: 10px;
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums }

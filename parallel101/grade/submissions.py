@@ -1,9 +1,11 @@
-"""Grades what learners have handed in: one submission, or a folder of them, each in turn or several at a time.
+"""Grades what learners have handed in: one submission, or a folder of them, each in turn or several
+at a time.
 
     submissions/alice/hw1.py ──▶ a result for each exercise ──▶ results/alice.json      written after each exercise
     submissions/bob/hw1.ipynb                                   results.csv, the table: points, and which misconceptions the class has
 
-A run that was interrupted goes on where it was: a submission whose result is on disk is not graded again, unless its file has changed.
+A run that was interrupted goes on where it was: a submission whose result is on disk is not graded
+again, unless its file has changed.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from parallel101.grade.grading import Verdict, grade
 from parallel101.grade.homework import HomeworkSet, find_sets
 from parallel101.grade.remote import Submission
 
-Result = dict[str, Any]  # of one submission, as JSON: student, file, hash, exercises, points, out_of, complete
+# of one submission, as JSON: student, file, hash, exercises, points, out_of, complete
+Result = dict[str, Any]
 MOST_SOURCE = 1 << 20  # bytes of a file that is handed in
-KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)  # of a notebook's cells
+# of a notebook's cells
+KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 class NoSubmission(ValueError):
@@ -44,7 +48,9 @@ class NoSubmission(ValueError):
 
 
 def read(path: Path, homework: HomeworkSet) -> Submission:
-    """What was handed in: hw1.py, a notebook hw1.ipynb, or a folder with one of them. Raises NoSubmission, with what was expected.
+    """What was handed in: hw1.py, a notebook hw1.ipynb, or a folder with one of them.
+
+    Raises NoSubmission, with what was expected.
 
     Messages call it by its file name, and quote its lines.
     """
@@ -52,19 +58,31 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
     _refuse_links(file, path)
     try:
         if file.stat().st_size > MOST_SOURCE and file.suffix == ".py":
-            raise NoSubmission(f"{file.name} has {file.stat().st_size:,} bytes; expected a program of at most {MOST_SOURCE:,}")
+            raise NoSubmission(
+                f"{file.name} has {file.stat().st_size:,} bytes; expected a program of at most "
+                f"{MOST_SOURCE:,}"
+            )
         text = file.read_text(encoding="utf-8-sig")  # line endings of Windows become \n
     except UnicodeDecodeError as error:
-        raise NoSubmission(f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+        raise NoSubmission(
+            f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it "
+            "as UTF-8"
+        ) from None
     if file.suffix == ".ipynb":
-        text = _functions_in_notebook(file.name, text, [exercise.function for exercise in homework.exercises])
-    linecache.cache[file.name] = (len(text), None, text.splitlines(keepends=True), file.name)  # None: not read from disk again
-    own_folder = path.is_dir() or file.name == homework.code.name  # a file with another name may lie among other learners' files
+        text = _functions_in_notebook(
+            file.name, text, [exercise.function for exercise in homework.exercises]
+        )
+    # None: not read from disk again
+    linecache.cache[file.name] = (len(text), None, text.splitlines(keepends=True), file.name)
+    # a file with another name may lie among other learners' files
+    own_folder = path.is_dir() or file.name == homework.code.name
     return Submission(Path(file.name), text, dict(_neighbours(file, path)) if own_folder else {})
 
 
 def _refuse_links(file: Path, path: Path) -> None:
-    """A link that was handed in could show the learner a file that only the grader may read, such as the secret seed."""
+    """A link that was handed in could show the learner a file that only the grader may read,
+    such as the secret seed.
+    """
     handed_in = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     if not file.resolve().is_relative_to(handed_in):
         raise NoSubmission(f"{file.name} is a link to another file; hand in the file itself")
@@ -79,7 +97,10 @@ def _file_in(path: Path, name: str) -> Path:
         return path
     stem = Path(name).stem
     for pattern in (name, f"{stem}*.py", f"{stem}*.ipynb"):
-        found = sorted((file for file in path.rglob(pattern) if file.is_file()), key=lambda file: (len(file.parts), file))
+        found = sorted(
+            (file for file in path.rglob(pattern) if file.is_file()),
+            key=lambda file: (len(file.parts), file),
+        )
         if found:
             return found[0]
     python = sorted(path.rglob("*.py"))
@@ -92,7 +113,11 @@ def _file_in(path: Path, name: str) -> Path:
 def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
     """Other Python files beside it, which it may import: (module, source)."""
     for other in sorted(file.parent.glob("*.py"))[:50]:
-        if other != file and not other.name.startswith(("test_", "conftest")) and other.stat().st_size <= MOST_SOURCE:
+        if (
+            other != file
+            and not other.name.startswith(("test_", "conftest"))
+            and other.stat().st_size <= MOST_SOURCE
+        ):
             try:
                 _refuse_links(other, path if path.is_dir() else other)
                 yield other.stem, other.read_text(encoding="utf-8-sig")
@@ -101,7 +126,10 @@ def _neighbours(file: Path, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
-    """The imports, functions and constants of a notebook's cells. Cells that call something, such as check(…), are left out."""
+    """The imports, functions and constants of a notebook's cells.
+
+    Cells that call something, such as check(…), are left out.
+    """
     try:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -110,7 +138,9 @@ def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
     parts: list[str] = []
     found: set[str] = set()
     for source in sources:
-        plain = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n"))
+        plain = "\n".join(
+            "" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n")
+        )
         try:
             nodes = [node for node in ast.parse(plain).body if isinstance(node, KEPT)]
         except SyntaxError:
@@ -123,13 +153,22 @@ def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
                 found |= {node.name} if isinstance(node, ast.FunctionDef) else set()
     if not found & set(wanted):
         raise NoSubmission(
-            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside the notebook: hand in that file"
+            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file "
+            "beside the notebook: hand in that file"
         )
     return "\n\n".join(parts) + "\n"
 
 
-def grade_submission(path: Path, homework: HomeworkSet, seed: str, written: Callable[[Result], object] = lambda result: None) -> Result:
-    """Grade all exercises of a submission. `written` is called with the result so far after each exercise."""
+def grade_submission(
+    path: Path,
+    homework: HomeworkSet,
+    seed: str,
+    written: Callable[[Result], object] = lambda result: None,
+) -> Result:
+    """Grade all exercises of a submission.
+
+    `written` is called with the result so far after each exercise.
+    """
     result = empty_result(path, homework, seed)
     try:
         submission = read(path, homework)
@@ -187,7 +226,13 @@ def exercise_result(verdict: Verdict) -> dict[str, Any]:
 
 def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
     """Changes if the submission, the exercises or the seed of the cases change."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in (".py", ".ipynb") and file.is_file())
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(
+            file for file in path.rglob("*") if file.suffix in (".py", ".ipynb") and file.is_file()
+        )
+    )
     total = hashlib.sha256(b"".join(tests.read_bytes() for tests in homework.tests) + seed.encode())
     for file in files:
         if file.is_symlink():
@@ -200,9 +245,17 @@ def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:
 
 
 def grade_class(
-    submissions: Sequence[Path], homework: HomeworkSet, results: Path, *, seed: str, jobs: int = 1, progress: bool = True
+    submissions: Sequence[Path],
+    homework: HomeworkSet,
+    results: Path,
+    *,
+    seed: str,
+    jobs: int = 1,
+    progress: bool = True,
 ) -> list[Result]:
-    """Grade many submissions into `results`, one JSON file each. Those whose result is there already are not graded again.
+    """Grade many submissions into `results`, one JSON file each.
+
+    Those whose result is there already are not graded again.
 
     Args:
         submissions: a file or a folder for each learner.
@@ -211,9 +264,15 @@ def grade_class(
     """
     results.mkdir(parents=True, exist_ok=True)
     names = _result_names(submissions)
-    done = {path: found for path in submissions if (found := _finished(path, homework, results / names[path], seed)) is not None}
+    done = {
+        path: found
+        for path in submissions
+        if (found := _finished(path, homework, results / names[path], seed)) is not None
+    }
     left = [path for path in submissions if path not in done]
-    with tqdm(total=len(submissions), initial=len(done), desc="submissions", disable=not progress) as bar:
+    with tqdm(
+        total=len(submissions), initial=len(done), desc="submissions", disable=not progress
+    ) as bar:
         if jobs == 1:
             for path in left:
                 done[path] = _grade_into(path, homework.tests[0], results / names[path], seed)
@@ -221,12 +280,19 @@ def grade_class(
         else:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_when_told) as pool:
-                running = {pool.submit(_grade_into, path, homework.tests[0], results / names[path], seed): path for path in left}
+                running = {
+                    pool.submit(
+                        _grade_into, path, homework.tests[0], results / names[path], seed
+                    ): path
+                    for path in left
+                }
                 try:
                     for future in as_completed(running):
                         done[running[future]] = future.result()
                         bar.update()
-                except BaseException:  # Ctrl-C: what is being graded ends now, and the rest is not begun
+                except (
+                    BaseException
+                ):  # Ctrl-C: what is being graded ends now, and the rest is not begun
                     pool.shutdown(wait=False, cancel_futures=True)
                     for process in multiprocessing.active_children():
                         process.terminate()
@@ -238,7 +304,10 @@ _told_to_end = False  # in a process of the pool
 
 
 def _end_when_told() -> None:
-    """In a process of the pool: SIGTERM ends the run that is going on, with its ranks. So does the end of the process that grades."""
+    """In a process of the pool: SIGTERM ends the run that is going on, with its ranks.
+
+    So does the end of the process that grades.
+    """
 
     def end(*_: object) -> None:
         global _told_to_end
@@ -253,7 +322,8 @@ def _end_when_told() -> None:
             signal.raise_signal(signal.SIGTERM)
             time.sleep(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that grades, which tells this one
+    # Ctrl-C reaches the process that grades, which tells this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
     threading.Thread(target=watch, daemon=True).start()
 
@@ -277,13 +347,19 @@ def _finished(path: Path, homework: HomeworkSet, file: Path, seed: str) -> Resul
     """The complete result of this very submission, if it is on disk."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return found if found["complete"] and found["hash"] == content_hash(path, homework, seed) else None
+        return (
+            found
+            if found["complete"] and found["hash"] == content_hash(path, homework, seed)
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _result_names(submissions: Sequence[Path]) -> dict[Path, str]:
-    """The file of each result: alice.json, or alice.py.json and alice.ipynb.json if both were handed in."""
+    """The file of each result: alice.json, or alice.py.json and alice.ipynb.json if both were
+    handed in.
+    """
     short = {path: path.stem if path.is_file() else path.name for path in submissions}
     often = Counter(short.values())
     return {path: f"{path.name if often[name] > 1 else name}.json" for path, name in short.items()}
@@ -297,18 +373,33 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One line for each learner: the points of each exercise and the misconception that was named."""
+    """One line for each learner: the points of each exercise and the misconception that was
+    named.
+    """
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         numbers = [entry["number"] for entry in results[0]["exercises"]] if results else []
-        writer.writerow(["student", "points", "out_of", *(column for n in numbers for column in (f"{n} points", f"{n} misconception"))])
+        writer.writerow(
+            [
+                "student",
+                "points",
+                "out_of",
+                *(column for n in numbers for column in (f"{n} points", f"{n} misconception")),
+            ]
+        )
         for result in results:
-            cells = [cell for entry in result["exercises"] for cell in (entry["points"], (entry["misconception"] or {}).get("name", ""))]
+            cells = [
+                cell
+                for entry in result["exercises"]
+                for cell in (entry["points"], (entry["misconception"] or {}).get("name", ""))
+            ]
             writer.writerow([result["student"], result["points"], result["out_of"], *cells])
 
 
 def class_table(results: Sequence[Result]) -> str:
-    """The class as text: each learner's points by exercise, and how often each misconception was named."""
+    """The class as text: each learner's points by exercise, and how often each misconception
+    was named.
+    """
     if not results:
         return "no submissions"
     numbers = [entry["number"] for entry in results[0]["exercises"]]
@@ -318,17 +409,27 @@ def class_table(results: Sequence[Result]) -> str:
         points = " ".join(f"{entry['points']:>6g}" for entry in result["exercises"])
         lines.append(f"{result['student']:<{width}} {points} {result['points']:>7g}")
     mean = sum(result["points"] for result in results) / len(results)
-    lines.append(f"{len(results)} submissions, {mean:.1f} of {results[0]['out_of']:g} points on average")
+    lines.append(
+        f"{len(results)} submissions, {mean:.1f} of {results[0]['out_of']:g} points on average"
+    )
     seen = Counter(
-        (entry["number"], entry["misconception"]["name"]) for result in results for entry in result["exercises"] if entry["misconception"]
+        (entry["number"], entry["misconception"]["name"])
+        for result in results
+        for entry in result["exercises"]
+        if entry["misconception"]
     )
     if seen:
-        lines += ["", "Misconceptions:"] + [f"{count:>6} × {number}: {name}" for (number, name), count in seen.most_common()]
+        lines += ["", "Misconceptions:"] + [
+            f"{count:>6} × {number}: {name}" for (number, name), count in seen.most_common()
+        ]
     return "\n".join(lines)
 
 
 def submissions_in(path: Path, homework: HomeworkSet) -> list[Path] | None:
-    """The submissions in a folder: each entry that is a Python file, a notebook or a folder. None if `path` is one submission itself."""
+    """The submissions in a folder: each entry that is a Python file, a notebook or a folder.
+
+    None if `path` is one submission itself.
+    """
     if path.is_file() or not path.is_dir() or (path / homework.code.name).is_file():
         return None
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))

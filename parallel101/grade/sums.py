@@ -1,4 +1,6 @@
-"""Misconceptions of exercises that add what the ranks have: which ranks are counted how often in a wrong sum."""
+"""Misconceptions of exercises that add what the ranks have: which ranks are counted how often
+in a wrong sum.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,79 @@ from parallel101.grade.exercise import Misconception, Trial
 
 def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
     """The trials on at least so many ranks whose tensors are large enough to count bytes."""
-    return [trial for trial in trials if trial.world_size >= least and trial.case.facts["xs"][0].nbytes >= 100 * trial.world_size]
+    return [
+        trial
+        for trial in trials
+        if trial.world_size >= least and trial.case.facts["xs"][0].nbytes >= 100 * trial.world_size
+    ]
 
 
 def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:
     return {"xs": list(xs), **more}
 
 
-Pieces = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]  # of each result, with what it should be the sum of
+# of each result, with what it should be the sum of
+Pieces = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
 
 
 def factors(trials: Sequence[Trial], pieces: Pieces) -> list[tuple[Trial, list[float]]]:
-    """For each piece of the results that is a sum of the ranks' pieces with some factors, these factors."""
-    found = [(trial, weights(piece, parts)) for trial in trials if trial.error is None for piece, parts in pieces(trial)]
+    """For each piece of the results that is a sum of the ranks' pieces with some factors, these
+    factors.
+    """
+    found = [
+        (trial, weights(piece, parts))
+        for trial in trials
+        if trial.error is None
+        for piece, parts in pieces(trial)
+    ]
     return [(trial, [round(c, 3) for c in cs]) for trial, cs in found if cs is not None]
 
 
 def counted_twice(pieces: Pieces) -> Misconception:
     def seen(trials: Sequence[Trial]) -> bool:
-        sums = [cs for trial, cs in factors(failed(trials), pieces) if trial.case.facts.get("op", "sum") == "sum"]
+        sums = [
+            cs
+            for trial, cs in factors(failed(trials), pieces)
+            if trial.case.facts.get("op", "sum") == "sum"
+        ]
         return any(all(c == int(c) for c in cs) and max(cs) >= 2 for cs in sums)
 
     return Misconception(
         "counted twice",
-        "The data of some ranks is added more than once: what arrives already contains it, or a finished sum is added in place of copied.",
+        (
+            "The data of some ranks is added more than once: what arrives already contains it, or "
+            "a finished sum is added in place of copied."
+        ),
         seen,
     )
 
 
 def left_out(pieces: Pieces) -> Misconception:
     def seen(trials: Sequence[Trial]) -> bool:
-        sums = [cs for trial, cs in factors(failed(trials), pieces) if trial.case.facts.get("op", "sum") == "sum"]
+        sums = [
+            cs
+            for trial, cs in factors(failed(trials), pieces)
+            if trial.case.facts.get("op", "sum") == "sum"
+        ]
         return any(set(cs) == {0.0, 1.0} for cs in sums)
 
-    return Misconception("ranks left out", "The sum lacks the data of some ranks: it is overwritten, or never added.", seen)
+    return Misconception(
+        "ranks left out",
+        "The sum lacks the data of some ranks: it is overwritten, or never added.",
+        seen,
+    )
 
 
 def divided_too_often(pieces: Pieces) -> Callable[[Sequence[Trial]], bool]:
-    """Sums are right. In means, each rank's data is divided by n once or more, and somewhere more than once."""
+    """Sums are right. In means, each rank's data is divided by n once or more, and somewhere
+    more than once.
+    """
 
     def seen(trials: Sequence[Trial]) -> bool:
         wrong = failed(trials)
-        if not wrong or any(trial.case.facts["op"] == "sum" or trial.error is not None for trial in wrong):
+        if not wrong or any(
+            trial.case.facts["op"] == "sum" or trial.error is not None for trial in wrong
+        ):
             return False
         again = False
         for trial in wrong:
@@ -74,15 +107,26 @@ def sum_for_mean(trials: Sequence[Trial]) -> bool:
     """Where the mean is asked for, the sum is returned."""
     wrong = failed(trials)
     return bool(wrong) and all(
-        trial.case.facts["op"] == "mean" and trial.error is None and same_up_to(trial, float(trial.world_size)) for trial in wrong
+        trial.case.facts["op"] == "mean"
+        and trial.error is None
+        and same_up_to(trial, float(trial.world_size))
+        for trial in wrong
     )
 
 
 def same_up_to(trial: Trial, k: float) -> bool:
     """Whether every result is k times the expected one."""
-    pairs = [(found, expected) for found, expected in zip(trial.results, trial.case.expected, strict=True) if expected is not None]
+    pairs = [
+        (found, expected)
+        for found, expected in zip(trial.results, trial.case.expected, strict=True)
+        if expected is not None
+    ]
     found_k = [factor(found, expected) for found, expected in pairs]
     return all(f is not None and abs(f - k) < 1e-3 * abs(k) for f in found_k)
 
 
-SUM_FOR_MEAN = Misconception("sum for mean", "Where the mean is asked for, the sum is returned: it is n times too large.", sum_for_mean)
+SUM_FOR_MEAN = Misconception(
+    "sum for mean",
+    "Where the mean is asked for, the sum is returned: it is n times too large.",
+    sum_for_mean,
+)

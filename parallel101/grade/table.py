@@ -1,4 +1,6 @@
-"""The table of points: one line for each exercise, its sum, and what to look at next. For the command line and for pytest.
+"""The table of points: one line for each exercise, its sum, and what to look at next.
+
+For the command line and for pytest.
 
 hw1_moving                                                    5 of 20 points
   ✓ 1   Ring shift             10 of 10
@@ -25,16 +27,30 @@ class Row(NamedTuple):
     file: str
     points: float
     out_of: float
-    state: str  # in a few words: "", "not written yet", the misconception's name, or which properties fail
+    # in a few words: "", "not written yet", the misconception's name, or which properties fail
+    state: str
     picture: str
 
 
 def row(report: Report, folder: str, file: str) -> Row:
-    """The row of a report. `folder` is the set's name, and `file` the learner's file, as the table is to show it."""
+    """The row of a report.
+
+    `folder` is the set's name, and `file` the learner's file, as the table is to show it.
+    """
     verdict = report.verdict
     exercise = verdict.exercise
     picture = str(report.saved) if report.saved is not None else ""
-    return Row(folder, exercise.number, exercise.title, exercise.function, file, verdict.points, verdict.out_of, _state(report), picture)
+    return Row(
+        folder,
+        exercise.number,
+        exercise.title,
+        exercise.function,
+        file,
+        verdict.points,
+        verdict.out_of,
+        _state(report),
+        picture,
+    )
 
 
 def _state(report: Report) -> str:
@@ -50,7 +66,9 @@ def _state(report: Report) -> str:
         return "deadlock"
     if verdict.problem:
         return verdict.problem.splitlines()[0]
-    return ", ".join(dict.fromkeys(finding.kind for finding in verdict.findings if not finding.passed))
+    return ", ".join(
+        dict.fromkeys(finding.kind for finding in verdict.findings if not finding.passed)
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -59,10 +77,20 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for name in dict.fromkeys(r.set for r in rows):
         own = [r for r in rows if r.set == name]
-        lines += [f"{name}: {number(sum(r.points for r in own))} of {number(sum(r.out_of for r in own))} points"]
+        lines += [
+            (
+                f"{name}: {number(sum(r.points for r in own))} of "
+                f"{number(sum(r.out_of for r in own))} points"
+            )
+        ]
         for r in own:
             earned = f"{number(r.points)} of {number(r.out_of)}"
-            lines.append(f"  {'✓' if r.points == r.out_of else '✗'} {r.number:<4}{r.title:<{wide}}  {earned:>12}   {r.state}".rstrip())
+            lines.append(
+                (
+                    f"  {'✓' if r.points == r.out_of else '✗'} {r.number:<4}{r.title:<{wide}}  "
+                    f"{earned:>12}   {r.state}"
+                ).rstrip()
+            )
             lines += [f"        {r.picture}"] if r.picture and r.points < r.out_of else []
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
-"""What exercises on tensor parallel layers share: forward and backward as spans, with their bytes and memory, and usual mistakes.
+"""What exercises on tensor parallel layers share: forward and backward as spans, with their bytes
+and memory, and usual mistakes.
 
-What is expected comes from one process with the whole weights, in float64. What the usual mistakes would give is computed too, by the case,
-so that they can be named.
+What is expected comes from one process with the whole weights, in float64. What the usual mistakes
+would give is computed too, by the case, so that they can be named.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.clone().requires_grad_()
 
 
-def forward_backward(forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Run both, each in a span. Returns the result, and the bytes that autograd keeps for backward besides the weights.
+def forward_backward(
+    forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, int]:
+    """Run both, each in a span.
 
-    On the virtual clock only messages take time, so the spans are time in which the rank waits; the loss between them takes a second.
+    Returns the result, and the bytes that autograd keeps for backward besides the weights.
+
+    On the virtual clock only messages take time, so the spans are time in which the rank waits; the
+    loss between them takes a second.
     """
     kept: dict[int, int] = {}
 
@@ -35,7 +41,10 @@ def forward_backward(forward: Callable[[], Tensor], loss: Callable[[Tensor], Ten
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with wait_span("forward"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        wait_span("forward"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         y = forward()
     with span("loss"):
         compute(1.0)
@@ -52,9 +61,15 @@ def sent_in(trial: Trial, name: str) -> int:
     inside = [
         event
         for event in trial.trace.events
-        if any(s.rank == event.rank and s.start <= event.start <= s.end for s in spans) and event.kind != "span"
+        if any(s.rank == event.rank and s.start <= event.start <= s.end for s in spans)
+        and event.kind != "span"
     ]
-    return max(communicated(Trial(trial.case, [], type(trial.trace)(inside, trial.world_size, trial.trace.backend))), default=0)
+    return max(
+        communicated(
+            Trial(trial.case, [], type(trial.trace)(inside, trial.world_size, trial.trace.backend))
+        ),
+        default=0,
+    )
 
 
 def sends_at_most(name: str, says: str) -> Check:
@@ -62,7 +77,11 @@ def sends_at_most(name: str, says: str) -> Check:
 
     def wrong(trial: Trial) -> str | None:
         sent, most = sent_in(trial, name), trial.case.facts[name]
-        return None if sent <= most + 64 else f"in {name}, a rank sent {sent} bytes; {most:g} are enough"
+        return (
+            None
+            if sent <= most + 64
+            else f"in {name}, a rank sent {sent} bytes; {most:g} are enough"
+        )
 
     return Check("bytes", says, wrong)
 
@@ -74,14 +93,19 @@ def keeps_at_most(says: str) -> Check:
         most = trial.case.facts["kept"]
         for rank, result in enumerate(trial.results):
             if not isinstance(result[-1], int) or result[-1] > most:
-                return f"rank {rank} keeps {result[-1]} bytes of activations for backward; {most} are enough"
+                return (
+                    f"rank {rank} keeps {result[-1]} bytes of activations for backward; {most} "
+                    "are enough"
+                )
         return None
 
     return Check("memory", says, wrong)
 
 
 def ring(nbytes: float, n: int, times: int = 1) -> int:
-    """What a rank sends in an all-gather or reduce-scatter of so many bytes; an all-reduce is two times that."""
+    """What a rank sends in an all-gather or reduce-scatter of so many bytes; an all-reduce is
+    two times that.
+    """
     return round(times * nbytes * (n - 1) / n)
 
 
@@ -93,46 +117,71 @@ Seen = Callable[[Sequence[Trial]], bool]
 
 
 def wrong_trials(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that ended with wrong values. A single rank can do no mistake that has to do with ranks."""
+    """Those that ended with wrong values.
+
+    A single rank can do no mistake that has to do with ranks.
+    """
     return [trial for trial in trials if trial.error is None and not right(trial)]
 
 
 def every_wrong(seen: Callable[[Trial], bool]) -> Seen:
     """Whether every wrong run shows this, and there is one."""
-    return lambda trials: bool(wrong := wrong_trials(trials)) and all(seen(trial) for trial in wrong)
+    return lambda trials: (
+        bool(wrong := wrong_trials(trials)) and all(seen(trial) for trial in wrong)
+    )
 
 
 def is_close(found: Any, expected: Tensor) -> bool:
     alike = isinstance(found, Tensor) and found.shape == expected.shape
-    return alike and (torch.equal(found, expected) or close(found, expected, 1e-8))  # equal: both may be infinite
+    # equal: both may be infinite
+    return alike and (torch.equal(found, expected) or close(found, expected, 1e-8))
 
 
 def gives(part: int, fact: str) -> Seen:
-    """Whether in every wrong run, part `part` of each rank's result is what `case.facts[fact]` says: by rank, the values of a mistake."""
+    """Whether in every wrong run, part `part` of each rank's result is what `case.facts[fact]`
+    says: by rank, the values of a mistake.
+    """
 
     def seen(trial: Trial) -> bool:
-        return all(same(result[part], mistaken) for result, mistaken in zip(trial.results, trial.case.facts[fact], strict=True))
+        return all(
+            same(result[part], mistaken)
+            for result, mistaken in zip(trial.results, trial.case.facts[fact], strict=True)
+        )
 
     return every_wrong(seen)
 
 
 def y_is_right(trials: Sequence[Trial]) -> bool:
-    return all(same(found[0], expected[0]) for t in wrong_trials(trials) for found, expected in zip(t.results, t.case.expected))
+    return all(
+        same(found[0], expected[0])
+        for t in wrong_trials(trials)
+        for found, expected in zip(t.results, t.case.expected)
+    )
 
 
 def gives_one_of(part: int, fact: str) -> Seen:
     """The same where a mistake has several forms: each rank's value is in `case.facts[fact]`."""
-    return every_wrong(lambda trial: all(any(is_close(r[part], mistaken) for mistaken in trial.case.facts[fact]) for r in trial.results))
+    return every_wrong(
+        lambda trial: all(
+            any(is_close(r[part], mistaken) for mistaken in trial.case.facts[fact])
+            for r in trial.results
+        )
+    )
 
 
 def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
-    """Whether in every wrong run, the first gradient in part `part` is k(n) times the right one, on every rank."""
+    """Whether in every wrong run, the first gradient in part `part` is k(n) times the right
+    one, on every rank.
+    """
 
     def first(result: Any) -> Any:
         return result[0] if isinstance(result, list | tuple) and result else result
 
     def seen(trial: Trial) -> bool:
-        pairs = [(first(found[part]), first(expected[part])) for found, expected in zip(trial.results, trial.case.expected)]
+        pairs = [
+            (first(found[part]), first(expected[part]))
+            for found, expected in zip(trial.results, trial.case.expected)
+        ]
         factors = [factor(found, expected) for found, expected in pairs]
         return all(f is not None and abs(f - k(trial.world_size)) < 1e-6 for f in factors)
 
@@ -140,11 +189,17 @@ def gradients_times(part: int, k: Callable[[int], float]) -> Seen:
 
 
 def costs(name: str, times: float) -> Seen:
-    """Whether all values are right, and every run with messages sends about `times` as much as is enough in this span."""
+    """Whether all values are right, and every run with messages sends about `times` as much as
+    is enough in this span.
+    """
 
     def seen(trials: Sequence[Trial]) -> bool:
         large = [trial for trial in trials if trial.world_size > 2]
-        return bool(large) and not failed(trials) and all(sent_in(t, name) >= 0.9 * times * t.case.facts[name] for t in large)
+        return (
+            bool(large)
+            and not failed(trials)
+            and all(sent_in(t, name) >= 0.9 * times * t.case.facts[name] for t in large)
+        )
 
     return seen
 
@@ -152,7 +207,8 @@ def costs(name: str, times: float) -> Seen:
 def n_times(part: int) -> Misconception:
     return Misconception(
         "gradient n times too large",
-        "The gradient is n times the right one. Every rank has the same loss, which counts once, and a sum over the ranks counts it n "
+        "The gradient is n times the right one. Every rank has the same loss, which counts "
+        "once, and a sum over the ranks counts it n "
         "times.",
         gradients_times(part, lambda n: n),
     )
@@ -161,7 +217,8 @@ def n_times(part: int) -> Misconception:
 def missing_dx(part: int) -> Misconception:
     return Misconception(
         "missing all-reduce of dX",
-        "Each rank's gradient of x holds only what comes through its own block. x went into every rank's block, so these parts must be "
+        "Each rank's gradient of x holds only what comes through its own block. x went into "
+        "every rank's block, so these parts must be "
         "added.",
         gives(part, "parts of dx"),
     )
@@ -170,7 +227,10 @@ def missing_dx(part: int) -> Misconception:
 def output_not_summed(part: int) -> Misconception:
     return Misconception(
         "output never summed",
-        "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the outputs of all ranks must be added.",
+        (
+            "Each rank returns its own partial sum. The second matrix is cut by its inputs, so the "
+            "outputs of all ranks must be added."
+        ),
         gives(part, "parts of y"),
     )
 
@@ -185,7 +245,10 @@ def bias_n_times(part: int) -> Misconception:
 
 GRAPH_CUT = Misconception(
     "graph cut by a message",
-    "A message writes into a tensor that autograd does not follow. The result has no gradient, or it passes the layers before by.",
+    (
+        "A message writes into a tensor that autograd does not follow. The result has no gradient, "
+        "or it passes the layers before by."
+    ),
     lambda trials: (
         any("does not require grad" in str(trial.error) for trial in trials)
         or any(result[1] is None for trial in wrong_trials(trials) for result in trial.results)
@@ -193,10 +256,14 @@ GRAPH_CUT = Misconception(
 )
 WHOLE_ON_EVERY_RANK = Misconception(
     "whole layer on every rank",
-    "Every rank holds the whole matrices and does all of the work. Nothing is cut, so n ranks need n times the memory.",
+    (
+        "Every rank holds the whole matrices and does all of the work. Nothing is cut, so n ranks "
+        "need n times the memory."
+    ),
     every_wrong(
         lambda trial: all(
-            isinstance(result[3], dict) and {name: p.numel() for name, p in result[3].items()} == trial.case.facts["whole"]
+            isinstance(result[3], dict)
+            and {name: p.numel() for name, p in result[3].items()} == trial.case.facts["whole"]
             for result in trial.results
         )
     ),
@@ -204,7 +271,10 @@ WHOLE_ON_EVERY_RANK = Misconception(
 
 
 def run_module(build: Callable, *arguments: Any) -> list[Any]:
-    """Build the learner's module. The last two arguments are x and c; the loss, sum of c · y, is the same on every rank."""
+    """Build the learner's module.
+
+    The last two arguments are x and c; the loss, sum of c · y, is the same on every rank.
+    """
     *given, x, c = arguments
     model = build(*given)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -228,4 +298,7 @@ def gradients_of(loss: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
 def cut_mlp(tensors: Sequence[Tensor], n: int) -> list[list[Tensor]]:
     """Each rank's w1, b1 and w2."""
     w1, b1, w2 = tensors
-    return [list(blocks) for blocks in zip(w1.tensor_split(n), b1.tensor_split(n), w2.tensor_split(n, 1))]
+    return [
+        list(blocks)
+        for blocks in zip(w1.tensor_split(n), b1.tensor_split(n), w2.tensor_split(n, 1))
+    ]

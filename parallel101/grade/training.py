@@ -1,9 +1,11 @@
-"""Runs and judges exercises that train a model: every step of every rank against one process that has the whole batch.
+"""Runs and judges exercises that train a model: every step of every rank against one process that
+has the whole batch.
 
     found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …], "weights": by name}        from harness.Steps
     expected:  the same, from one process
 
-What a wrong program does shows best in the gradients of its first step: facts["local"] has, by rank, those that the rank computes alone.
+What a wrong program does shows best in the gradients of its first step: facts["local"] has, by
+rank, those that the rank computes alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def train(function, sizes: list[int], tied: bool, weights: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+def train(
+    function, sizes: list[int], tied: bool, weights: Tensor, inputs: Tensor, targets: Tensor
+) -> dict[str, Any]:
     """What each rank runs. inputs: (steps, samples of this rank, features)."""
     model = make_model(sizes, weights, tied)
     optimizer = make_optimizer(model)
@@ -54,7 +58,9 @@ def train_whole(model, loss_fn, optimizer, batches) -> None:
 
 
 def ring_slack(case: Case) -> int:
-    """Counts, and the remainders of chunks if each gradient goes round a ring of the learner's own."""
+    """Counts, and the remainders of chunks if each gradient goes round a ring of the learner's
+    own.
+    """
     n = case.world_size
     return 64 + case.facts["steps"] * (32 + 6 * 2 * ITEM * (n - 1) ** 2 // n)
 
@@ -76,20 +82,31 @@ def equals_one_process() -> Check:
     """The weights before the first step, each step's gradients, and the weights at the end."""
 
     def wrong(trial: Trial) -> str | None:
-        for rank, (found, expected) in enumerate(zip(trial.results, trial.case.expected, strict=True)):
+        for rank, (found, expected) in enumerate(
+            zip(trial.results, trial.case.expected, strict=True)
+        ):
             if not recorded(found):
                 return f"rank {rank} returned {difference(found, expected)}"
             for name in expected["start"] if found["start"] else ():
-                if (what := difference(found["start"].get(name), expected["start"][name])) is not None:
+                if (
+                    what := difference(found["start"].get(name), expected["start"][name])
+                ) is not None:
                     return f"rank {rank} began with other weights than rank 0: its {name}: {what}"
             if len(found["gradients"]) != len(expected["gradients"]):
-                return f"rank {rank} called optimizer.step() {len(found['gradients'])} times; expected {len(expected['gradients'])}"
-            for step, (mine, theirs) in enumerate(zip(found["gradients"], expected["gradients"]), start=1):
+                return (
+                    f"rank {rank} called optimizer.step() {len(found['gradients'])} times; "
+                    f"expected {len(expected['gradients'])}"
+                )
+            for step, (mine, theirs) in enumerate(
+                zip(found["gradients"], expected["gradients"]), start=1
+            ):
                 for name in theirs:
                     if (what := difference(mine.get(name), theirs[name])) is not None:
                         return f"at step {step}, rank {rank}'s gradient of {name}: {what}"
             for name in expected["weights"]:
-                if (what := difference(found["weights"].get(name), expected["weights"][name])) is not None:
+                if (
+                    what := difference(found["weights"].get(name), expected["weights"][name])
+                ) is not None:
                     return f"rank {rank}'s {name} at the end: {what}"
         return None
 
@@ -101,14 +118,22 @@ def equals_one_process() -> Check:
 
 def alike(found: Named, expected: Named) -> bool:
     """Whether all gradients, or weights, are as expected."""
-    return all(isinstance(found.get(name), Tensor) and close(found[name], value) for name, value in expected.items())
+    return all(
+        isinstance(found.get(name), Tensor) and close(found[name], value)
+        for name, value in expected.items()
+    )
 
 
 def scale(found: Named, expected: Named) -> float | None:
     """k if all of `found` is k times `expected`; None if there is no such factor."""
-    if not all(isinstance(found.get(name), Tensor) and found[name].shape == value.shape for name, value in expected.items()):
+    if not all(
+        isinstance(found.get(name), Tensor) and found[name].shape == value.shape
+        for name, value in expected.items()
+    ):
         return None
-    return 1.0 if alike(found, expected) else factor(flat(found, expected), flat(expected, expected))
+    return (
+        1.0 if alike(found, expected) else factor(flat(found, expected), flat(expected, expected))
+    )
 
 
 def flat(named: Named, names: Iterable[str]) -> Tensor:
@@ -117,21 +142,38 @@ def flat(named: Named, names: Iterable[str]) -> Tensor:
 
 def mean_of(local: Sequence[Named]) -> Named:
     """The mean of the ranks' gradients, each rank counting the same."""
-    return {name: torch.stack([gradients[name] for gradients in local]).mean(0) for name in local[0]}
+    return {
+        name: torch.stack([gradients[name] for gradients in local]).mean(0) for name in local[0]
+    }
 
 
 def first_steps(trials: Sequence[Trial]) -> list[tuple[Trial, int, Named]]:
-    """(trial, rank, gradients of the first step) of all ranks that got that far, in runs of two or more ranks with wrong values."""
-    ended = [trial for trial in trials if trial.error is None and trial.world_size > 1 and not right(trial)]
+    """(trial, rank, gradients of the first step) of all ranks that got that far, in runs of two
+    or more ranks with wrong values.
+    """
+    ended = [
+        trial
+        for trial in trials
+        if trial.error is None and trial.world_size > 1 and not right(trial)
+    ]
     found = [(trial, rank, found) for trial in ended for rank, found in enumerate(trial.results)]
-    return [(trial, rank, result["gradients"][0]) for trial, rank, result in found if recorded(result) and result["gradients"]]
+    return [
+        (trial, rank, result["gradients"][0])
+        for trial, rank, result in found
+        if recorded(result) and result["gradients"]
+    ]
 
 
 def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
-    """Whether all first gradients are so many times the right ones, or so many times the mean of the ranks' own."""
+    """Whether all first gradients are so many times the right ones, or so many times the mean
+    of the ranks' own.
+    """
 
     def is_so(trial: Trial, found: Named) -> bool:
-        ks = [scale(found, rule) for rule in (trial.case.expected[0]["gradients"][0], mean_of(trial.case.facts["local"]))]
+        ks = [
+            scale(found, rule)
+            for rule in (trial.case.expected[0]["gradients"][0], mean_of(trial.case.facts["local"]))
+        ]
         return any(k is not None and abs(k / by(trial) - 1) < 1e-4 for k in ks)
 
     found = first_steps(trials)
@@ -140,63 +182,98 @@ def scaled(trials: Sequence[Trial], by: Callable[[Trial], float]) -> bool:
 
 def unsynchronised(trials: Sequence[Trial]) -> bool:
     found = [(trial, rank) for trial, rank, _ in first_steps(trials) if rank > 0]
-    return bool(found) and all(alike(trial.results[rank]["start"], trial.case.facts["first"][rank]) for trial, rank in found)
+    return bool(found) and all(
+        alike(trial.results[rank]["start"], trial.case.facts["first"][rank])
+        for trial, rank in found
+    )
 
 
 def mean_of_means(trials: Sequence[Trial]) -> bool:
     found = first_steps(trials)
-    return bool(found) and all(alike(gradients, mean_of(trial.case.facts["local"])) for trial, _, gradients in found)
+    return bool(found) and all(
+        alike(gradients, mean_of(trial.case.facts["local"])) for trial, _, gradients in found
+    )
 
 
 def never_reduced(trials: Sequence[Trial]) -> bool:
     """Each rank's gradient is its own, or some share of it."""
     found = first_steps(trials)
-    return bool(found) and all(scale(gradients, trial.case.facts["local"][rank]) is not None for trial, rank, gradients in found)
+    return bool(found) and all(
+        scale(gradients, trial.case.facts["local"][rank]) is not None
+        for trial, rank, gradients in found
+    )
 
 
 def added_to_the_last(trials: Sequence[Trial]) -> bool:
-    """The first step is right, and the second has the gradients of both: those of the first once, or n times if they were summed again."""
+    """The first step is right, and the second has the gradients of both: those of the first
+    once, or n times if they were summed again.
+    """
 
     def holds_both(mine: Sequence[Named], theirs: Sequence[Named]) -> bool:
-        if len(mine) < 2 or not alike(mine[0], theirs[0]) or any(mine[1].get(name) is None for name in theirs[1]):
+        if (
+            len(mine) < 2
+            or not alike(mine[0], theirs[0])
+            or any(mine[1].get(name) is None for name in theirs[1])
+        ):
             return False
-        return scale({name: mine[1][name] - value for name, value in theirs[1].items()}, theirs[0]) is not None
+        return (
+            scale({name: mine[1][name] - value for name, value in theirs[1].items()}, theirs[0])
+            is not None
+        )
 
     failed = [trial for trial in trials if trial.error is None and not right(trial)]
     results = [pair for trial in failed for pair in zip(trial.results, trial.case.expected)]
-    pairs = [(found["gradients"], expected["gradients"]) for found, expected in results if recorded(found)]
+    pairs = [
+        (found["gradients"], expected["gradients"])
+        for found, expected in results
+        if recorded(found)
+    ]
     return bool(pairs) and all(holds_both(mine, theirs) for mine, theirs in pairs)
 
 
 NO_FIRST_SYNCHRONISATION = Misconception(
     "no first synchronisation",
-    "Every rank starts from its own weights. Equal gradients then change unequal weights, so the replicas never become equal.",
+    (
+        "Every rank starts from its own weights. Equal gradients then change unequal weights, so "
+        "the replicas never become equal."
+    ),
     unsynchronised,
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
-    "An all-reduce adds the ranks' gradients. Each of them belongs to a mean over one share, so their sum is n times the gradient of the "
+    "An all-reduce adds the ranks' gradients. Each of them belongs to a mean over one share, "
+    "so their sum is n times the gradient of the "
     "mean loss, and each step is n times too long.",
     lambda trials: scaled(trials, lambda trial: trial.world_size),
 )
 MEAN_TWICE = Misconception(
     "mean taken twice",
-    "The gradients are divided by n twice, for example once in the loss and once after the all-reduce: each step is n times too short.",
+    (
+        "The gradients are divided by n twice, for example once in the loss and once after the "
+        "all-reduce: each step is n times too short."
+    ),
     lambda trials: scaled(trials, lambda trial: 1 / trial.world_size),
 )
 MEAN_OF_MEANS = Misconception(
     "mean of means",
-    "Each rank takes the mean over its share, and then all ranks' means count the same. If shares differ in length, the samples of a short "
+    "Each rank takes the mean over its share, and then all ranks' means count the same. If "
+    "shares differ in length, the samples of a short "
     "share count more than those of a long one.",
     mean_of_means,
 )
 NEVER_REDUCED = Misconception(
     "gradients never synchronised",
-    "At optimizer.step(), p.grad still holds this rank's own gradient. Each rank takes a different step.",
+    (
+        "At optimizer.step(), p.grad still holds this rank's own gradient. Each rank takes a "
+        "different step."
+    ),
     never_reduced,
 )
 NO_ZERO_GRAD = Misconception(
     "gradients not cleared",
-    "backward() adds to p.grad. The gradients of the step before are still there, so they are counted again.",
+    (
+        "backward() adds to p.grad. The gradients of the step before are still there, so they are "
+        "counted again."
+    ),
     added_to_the_last,
 )

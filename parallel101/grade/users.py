@@ -1,16 +1,21 @@
-"""As root, each graded rank becomes a user of its own, who can read neither the grader's files nor another rank's.
+"""As root, each graded rank becomes a user of its own, who can read neither the grader's files nor
+another rank's.
 
     grader (root): cases, seed, results        rank 0: user 20064   rank 1: user 20065   …        each with a scratch folder of its own
 
-Such a user must be able to read Python and torch. If Python's standard library lies where only root can read it (as with pyenv in /root),
-the ranks use a copy of it. What is and is not defended against is said here, and nowhere else:
+Such a user must be able to read Python and torch. If Python's standard library lies where only root
+can read it (as with pyenv in /root), the ranks use a copy of it. What is and is not defended
+against is said here, and nowhere else:
 
     as root       what a rank can read, and signals to other processes: the system's rules for users hold
     otherwise     accidents only: a rank is this user's process, could read this user's files, or leave a process in a session of its own
     never         a rank that lies about its own memory or its own spans, which are measured inside it; code that digs out torch's own
-                  DistributedDataParallel and the like, which are hidden inside the rank; data that goes around
-                  torch.distributed earns nothing without the bytes that the result takes, but bytes without meaning could be sent along;
-                  two learners who hand in the same code; a clone with the solutions (tests/homework) that every user can read: grade from
+                  DistributedDataParallel and the like, which are hidden inside the rank; data that
+                  goes around
+                  torch.distributed earns nothing without the bytes that the result takes, but bytes
+                  without meaning could be sent along;
+                  two learners who hand in the same code; a clone with the solutions
+                  (tests/homework) that every user can read: grade from
                   one without them, or in a folder that only root can read
 """
 
@@ -34,19 +39,34 @@ import torch
 FIRST_USER = 20_000
 RANKS = 64  # users of one grader
 GRADERS = 500  # at the same time
-LEFT_OUT = ("test", "tests", "site-packages", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__phello__")
+LEFT_OUT = (
+    "test",
+    "tests",
+    "site-packages",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "ensurepip",
+    "lib2to3",
+    "config-*",
+    "__phello__",
+)
 
 
 def user_of(rank: int) -> int | None:
-    """The user that a rank of this process becomes: another one for each grader that runs at the same time. None: this user."""
+    """The user that a rank of this process becomes: another one for each grader that runs at
+    the same time. None: this user.
+    """
     return FIRST_USER + claimed(os.getpid()) * RANKS + rank if separate_users() else None
 
 
 @cache
 def claimed(process: int) -> int:
-    """A number that no other grader on this machine has while this process lives: a name in the kernel, which no two sockets can have.
+    """A number that no other grader on this machine has while this process lives: a name in the
+    kernel, which no two sockets can have.
 
-    Two graders with the same users would end each other's ranks. Where the kernel has no such names, on macOS, it is the process's number.
+    Two graders with the same users would end each other's ranks. Where the kernel has no such
+    names, on macOS, it is the process's number.
     """
     for number in (*range(process % GRADERS, GRADERS), *range(process % GRADERS)):
         name = socket.socket(socket.AF_UNIX)
@@ -65,7 +85,9 @@ _names: list[socket.socket] = []  # they are given back at the end of the proces
 
 @cache
 def separate_users() -> bool:
-    """Whether ranks can become users of their own: this process is root, and other users can read torch and parallel101."""
+    """Whether ranks can become users of their own: this process is root, and other users can
+    read torch and parallel101.
+    """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return False
     return all(_readable(Path(file).parent) for file in (torch.__file__, __file__))
@@ -81,18 +103,39 @@ def end_processes_of(users: Collection[int]) -> None:
 
 
 def library_copy() -> tuple[str, str] | None:
-    """(folder of Python's standard library, copy of it that every user can read), if a rank needs the copy."""
+    """(folder of Python's standard library, copy of it that every user can read), if a rank
+    needs the copy.
+    """
     library = sysconfig.get_path("stdlib")
-    return None if not separate_users() or _readable(Path(library)) else (library, _copied_library(library))
+    return (
+        None
+        if not separate_users() or _readable(Path(library))
+        else (library, _copied_library(library))
+    )
 
 
 def use_library_copy(library: str, copy: str) -> None:
     """In a rank: import what is not imported yet from the copy."""
-    # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of memory this process's own, in 10 ms.
-    packages = [sys.modules[name] for name in list(sys.modules) if name.partition(".")[0] in sys.stdlib_module_names]
-    for path in [sys.path, *(package.__path__ for package in packages if isinstance(getattr(package, "__path__", None), list))]:
+    # Its packages are chosen by name: a look at each of 3,000 modules would make 3,000 pages of
+    # memory this process's own, in 10 ms.
+    packages = [
+        sys.modules[name]
+        for name in list(sys.modules)
+        if name.partition(".")[0] in sys.stdlib_module_names
+    ]
+    for path in [
+        sys.path,
+        *(
+            package.__path__
+            for package in packages
+            if isinstance(getattr(package, "__path__", None), list)
+        ),
+    ]:
         path[:] = [
-            entry.replace(library, copy, 1) if entry.startswith(library) and "site-packages" not in entry else entry for entry in path
+            entry.replace(library, copy, 1)
+            if entry.startswith(library) and "site-packages" not in entry
+            else entry
+            for entry in path
         ]
 
 
@@ -117,4 +160,6 @@ def _link(source: str, target: str) -> None:
 def _readable(folder: Path) -> bool:
     """Whether every user can read a folder and reach it."""
     folder = folder.resolve()
-    return folder.stat().st_mode & 0o005 == 0o005 and all(parent.stat().st_mode & 0o001 for parent in folder.parents)
+    return folder.stat().st_mode & 0o005 == 0o005 and all(
+        parent.stat().st_mode & 0o001 for parent in folder.parents
+    )

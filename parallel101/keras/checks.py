@@ -11,20 +11,40 @@ import torch
 from parallel101.keras.installed import keras
 
 OURS = (  # of a keras.Model: ParallelKeras has its own, or calls Keras's on itself
-    *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "metrics", "reset_metrics", "get_metrics_result"),
-    *("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
+    *(
+        "train_step",
+        "test_step",
+        "predict_step",
+        "compute_loss",
+        "compute_metrics",
+        "metrics",
+        "reset_metrics",
+        "get_metrics_result",
+    ),
+    *(
+        "compile",
+        "fit",
+        "evaluate",
+        "predict",
+        "train_on_batch",
+        "test_on_batch",
+        "predict_on_batch",
+    ),
     *("make_train_function", "make_test_function", "make_predict_function"),
 )
 
 
 def check_methods(model: Any, names: Sequence[str] = OURS) -> None:
-    """Raises ValueError if the model has its own version of one of these methods, which nobody would call."""
+    """Raises ValueError if the model has its own version of one of these methods, which nobody
+    would call.
+    """
     for name in names:
         owner = next(kind for kind in type(model).__mro__ if name in vars(kind))
         if name in vars(model) or not owner.__module__.startswith("keras."):
             who = model.name if name in vars(model) else owner.__name__
             raise ValueError(
-                f"{who!r} has its own {name}, which ParallelKeras would not call: expected keras.Model's. Put what it does into layers, "
+                f"{who!r} has its own {name}, which ParallelKeras would not call: expected "
+                "keras.Model's. Put what it does into layers, "
                 "the loss or the metrics, or train in one process"
             )
 
@@ -33,13 +53,21 @@ def check_model(model: Any, samples_are_cut: bool) -> None:
     """Raises ValueError for layers with which several ranks do not equal one process."""
     for layer in leaves(model):
         if getattr(layer, "activity_regularizer", None) is not None:
-            raise ValueError(f"{layer.name!r} has an activity_regularizer: on several ranks it would count several times; remove it")
+            raise ValueError(
+                f"{layer.name!r} has an activity_regularizer: on several ranks it would count "
+                "several times; remove it"
+            )
         if any(v.constraint is not None for v in layer.trainable_variables):
-            raise ValueError(f"{layer.name!r} has a constraint: a rank would apply it to its shard, not to the whole weight; remove it")
+            raise ValueError(
+                f"{layer.name!r} has a constraint: a rank would apply it to its shard, not to "
+                "the whole weight; remove it"
+            )
         if samples_are_cut and ((layer.trainable and layer.non_trainable_weights) or layer.metrics):
             raise ValueError(
-                f"{layer.name!r} ({type(layer).__name__}) keeps numbers that change with each batch, and each rank sees a share of it: "
-                "leave it out, set its trainable=False if they are fixed, or use a tensor axis, on which every rank sees the whole batch"
+                f"{layer.name!r} ({type(layer).__name__}) keeps numbers that change with each "
+                "batch, and each rank sees a share of it: "
+                "leave it out, set its trainable=False if they are fixed, or use a tensor "
+                "axis, on which every rank sees the whole batch"
             )
 
 
@@ -50,7 +78,10 @@ def leaves(model: Any) -> Iterator[Any]:
 
 
 def check_regularizer(regularizer: Any, path: str) -> None:
-    """Raises ValueError unless the penalty of a weight is the sum of those of its shards. It is tried."""
+    """Raises ValueError unless the penalty of a weight is the sum of those of its shards.
+
+    It is tried.
+    """
     whole = torch.linspace(-1, 1, 24).view(4, 6)
     try:
         parts = sum(float(regularizer(part)) for part in whole.reshape(-1).split(9))
@@ -59,38 +90,67 @@ def check_regularizer(regularizer: Any, path: str) -> None:
         adds = False  # it takes only some shapes
     if not adds:
         raise ValueError(
-            f"{path!r} has a {type(regularizer).__name__}, which looks at the whole weight, and a rank has a shard of it: "
-            "expected one that sums over elements, such as L1 or L2, or zero_stage=0 and plan=None, with which weights stay whole"
+            f"{path!r} has a {type(regularizer).__name__}, which looks at the whole weight, "
+            "and a rank has a shard of it: "
+            "expected one that sums over elements, such as L1 or L2, or zero_stage=0 and "
+            "plan=None, with which weights stay whole"
         )
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError unless it updates each element on its own, so that shards are updated as the whole is. It is tried."""
+    """Raises ValueError unless it updates each element on its own, so that shards are updated
+    as the whole is. It is tried.
+    """
     hint = "expected one that updates each element on its own, such as SGD, Adam or AdamW"
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(f"a LossScaleOptimizer (float16) skips steps by what this rank's shards are: {hint}; use mixed_bfloat16")
+        raise ValueError(
+            "a LossScaleOptimizer (float16) skips steps by what this rank's shards are: "
+            f"{hint}; use mixed_bfloat16"
+        )
     if getattr(optimizer, "_exclude_from_weight_decay", None):
-        raise ValueError("exclude_from_weight_decay(var_list=…) names the model's weights, not their shards: use var_names=")
-    start, steps = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0.2, 3, 72).sin().view(3, 4, 6)
-    plain = dict.fromkeys(["clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor"])
+        raise ValueError(
+            "exclude_from_weight_decay(var_list=…) names the model's weights, not their "
+            "shards: use var_names="
+        )
+    start, steps = (
+        torch.linspace(-1, 1, 24).view(4, 6),
+        torch.linspace(0.2, 3, 72).sin().view(3, 4, 6),
+    )
+    plain = dict.fromkeys(
+        [
+            "clipnorm",
+            "global_clipnorm",
+            "clipvalue",
+            "gradient_accumulation_steps",
+            "loss_scale_factor",
+        ]
+    )
 
     def updated(cut: Any) -> torch.Tensor:
         copy = type(optimizer).from_config({**optimizer.get_config(), **plain})
-        variables = [keras.Variable(part.clone(), dtype="float32", name=f"part_{i}") for i, part in enumerate(cut(start))]
+        variables = [
+            keras.Variable(part.clone(), dtype="float32", name=f"part_{i}")
+            for i, part in enumerate(cut(start))
+        ]
         for gradient in steps:
             copy.apply(list(cut(gradient)), variables)
         return torch.cat([v.value.detach().reshape(-1) for v in variables])
 
     whole, in_pieces = updated(lambda t: [t]), updated(lambda t: t.reshape(-1).split(9))
     if not torch.allclose(whole, in_pieces, rtol=1e-4, atol=1e-6):
-        raise ValueError(f"{type(optimizer).__name__} looks at whole matrices or their norms, and a rank has shards of them: {hint}")
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole matrices or their norms, and a rank "
+            f"has shards of them: {hint}"
+        )
 
 
 def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
-    """What is wrong, in words, if the outputs of a sample depend on other samples or a layer adds a loss; else "". Collective.
+    """What is wrong, in words, if the outputs of a sample depend on other samples or a layer adds a
+    loss; else "". Collective.
 
-    Up to five samples of x are computed together and in two halves: each layer by itself, in training unless it draws random numbers
-    there, and the whole model. This changes no variable and no random number.
+    Up to five samples of x are computed together and in two halves: each layer by itself, in
+    training unless it draws random numbers there, and the whole model. This changes no variable and
+    no random number.
 
     Args:
         x: inputs of the model, two samples or more.
@@ -99,14 +159,20 @@ def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
     total = len(keras.tree.flatten(x)[0])
     count = min(total, 5)
     sizes = [count // 2, count - count // 2]
-    some = keras.tree.map_structure(lambda t: keras.ops.convert_to_tensor(t[[i * total // count for i in range(count)]]), x)
+    some = keras.tree.map_structure(
+        lambda t: keras.ops.convert_to_tensor(t[[i * total // count for i in range(count)]]), x
+    )
     device = model.variables[0].value.device
     cuda = [device] if device.type == "cuda" else []
     problems: list[str] = []
 
     def halves(inputs: Any) -> list[Any]:
         def half(i: int, t: Any) -> Any:
-            return t.split(sizes)[i] if isinstance(t, torch.Tensor) and t.ndim and len(t) == count else t
+            return (
+                t.split(sizes)[i]
+                if isinstance(t, torch.Tensor) and t.ndim and len(t) == count
+                else t
+            )
 
         return [keras.tree.map_structure(lambda t, i=i: half(i, t), inputs) for i in range(2)]
 
@@ -114,16 +180,29 @@ def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
         if problems:
             return
         if scope.losses:
-            problems.append(f"{layer.name!r} ({type(layer).__name__}) adds a loss with add_loss, and each rank would add that of its share")
+            problems.append(
+                f"{layer.name!r} ({type(layer).__name__}) adds a loss with add_loss, and each "
+                "rank would add that of its share"
+            )
         elif not apart(outputs, [layer.forward(*args, **kwargs)]):  # no random numbers
             try:
-                parts = [layer.forward(*part_args, **part_kwargs) for part_args, part_kwargs in halves((args, kwargs))]
+                parts = [
+                    layer.forward(*part_args, **part_kwargs)
+                    for part_args, part_kwargs in halves((args, kwargs))
+                ]
             except Exception:
                 return  # not all of its inputs have a row for each sample
             if apart(outputs, parts):
-                problems.append(f"{layer.name!r} ({type(layer).__name__}) computes a sample's output from other samples too{ONLY_A_SHARE}")
+                problems.append(
+                    f"{layer.name!r} ({type(layer).__name__}) computes a sample's output from "
+                    f"other samples too{ONLY_A_SHARE}"
+                )
 
-    with torch.no_grad(), keras.StatelessScope(collect_losses=True) as scope, torch.random.fork_rng(cuda):
+    with (
+        torch.no_grad(),
+        keras.StatelessScope(collect_losses=True) as scope,
+        torch.random.fork_rng(cuda),
+    ):
         hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in leaves(model)]
         try:
             run(some, True)
@@ -132,15 +211,27 @@ def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
             for hook in hooks:
                 hook.remove()
         if not problems and apart(whole, [run(part, False) for part in halves(some)]):
-            problems.append(f"{model.name!r} computes a sample's output from other samples too, between its layers{ONLY_A_SHARE}")
-    return f"{problems[0]}: leave it out, or use a tensor axis, on which every rank sees the whole batch" if problems else ""
+            problems.append(
+                f"{model.name!r} computes a sample's output from other samples too, between "
+                f"its layers{ONLY_A_SHARE}"
+            )
+    return (
+        (
+            f"{problems[0]}: leave it out, or use a tensor axis, on which every rank sees the "
+            "whole batch"
+        )
+        if problems
+        else ""
+    )
 
 
 ONLY_A_SHARE = ", and each rank has only a share of them"
 
 
 def apart(whole: Any, parts: list[Any]) -> bool:
-    """Whether the parts are neither the whole when joined nor each equal to it, as what does not depend on the samples is."""
+    """Whether the parts are neither the whole when joined nor each equal to it, as what does
+    not depend on the samples is.
+    """
 
     def near(a: torch.Tensor, b: torch.Tensor) -> bool:
         if a.shape != b.shape:
@@ -149,9 +240,17 @@ def apart(whole: Any, parts: list[Any]) -> bool:
         return torch.allclose(a, b, rtol=0, atol=float(tolerance), equal_nan=True)
 
     def joined(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
-        return one.ndim > 0 and all(other.shape[1:] == one.shape[1:] for other in others) and near(one, torch.cat(others))
+        return (
+            one.ndim > 0
+            and all(other.shape[1:] == one.shape[1:] for other in others)
+            and near(one, torch.cat(others))
+        )
 
     rows = [
-        row for row in zip(*map(keras.tree.flatten, [whole, *parts])) if isinstance(row[0], torch.Tensor) and row[0].is_floating_point()
+        row
+        for row in zip(*map(keras.tree.flatten, [whole, *parts]))
+        if isinstance(row[0], torch.Tensor) and row[0].is_floating_point()
     ]
-    return not all(all(near(one, other) for other in others) or joined(one, others) for one, *others in rows)
+    return not all(
+        all(near(one, other) for other in others) or joined(one, others) for one, *others in rows
+    )

@@ -1,11 +1,12 @@
-"""Tensor parallel for Keras: Dense layers that hold a block of their kernel, and the plan that says which block.
+"""Tensor parallel for Keras: Dense layers that hold a block of their kernel, and the plan that says
+which block.
 
     Dense(128, relu)   column           W (64, 128) │ W₀ │ W₁ │      each rank computes some of the outputs
     Dense(64, relu)    row              W (128, 64) ─ W₀ ─ W₁ ─      takes them as its inputs; the outputs are summed
     Dense(10, softmax) column_gather    W (64, 10)  │ W₀ │ W₁ │      gathered, then the activation
 
-So a column and a row layer cost one all-reduce forward and one backward. trainers/tensor/ does the same for torch's models.
-Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
+So a column and a row layer cost one all-reduce forward and one backward. trainers/tensor/ does the
+same for torch's models. Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from parallel101.autograd import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from parallel101.autograd import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
@@ -23,11 +29,41 @@ from parallel101.trainers.tensor.match import expression, listed
 
 STYLES = ("column", "row", "column_gather")
 ELEMENTWISE = {  # names of keras.activations; any other function is applied to whole outputs
-    *("celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu", "linear", "log_sigmoid"),
-    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_shrink", "softplus", "softsign", "sparse_plus", "squareplus", "tanh"),
+    *(
+        "celu",
+        "elu",
+        "exponential",
+        "gelu",
+        "hard_shrink",
+        "hard_sigmoid",
+        "hard_silu",
+        "hard_tanh",
+        "leaky_relu",
+        "linear",
+        "log_sigmoid",
+    ),
+    *(
+        "mish",
+        "relu",
+        "relu6",
+        "selu",
+        "sigmoid",
+        "silu",
+        "soft_shrink",
+        "softplus",
+        "softsign",
+        "sparse_plus",
+        "squareplus",
+        "tanh",
+    ),
     *("tanh_shrink", "threshold"),
 }
-ELEMENTWISE_LAYERS = (keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity)
+ELEMENTWISE_LAYERS = (
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Identity,
+)
 
 
 class CutDense(keras.layers.Layer):
@@ -42,7 +78,12 @@ class CutDense(keras.layers.Layer):
         self.supports_masking = True
         members = group_of(group)
         assert members.position is not None
-        self.style, self.input_is_cut, self.group, self.activation = style, input_is_cut, group, dense.activation
+        self.style, self.input_is_cut, self.group, self.activation = (
+            style,
+            input_is_cut,
+            group,
+            dense.activation,
+        )
         dim = 0 if style == "row" else 1
         self.sizes = split_sizes(dense.kernel.shape[dim], members.size)
 
@@ -58,7 +99,13 @@ class CutDense(keras.layers.Layer):
             return self.add_weight(shape=mine.shape, initializer=lambda *_, **__: mine, **like)
 
         self.kernel = block("kernel", dense.kernel, dim)
-        self.bias = None if dense.bias is None else whole("bias", dense.bias) if style == "row" else block("bias", dense.bias, 0)
+        self.bias = (
+            None
+            if dense.bias is None
+            else whole("bias", dense.bias)
+            if style == "row"
+            else block("bias", dense.bias, 0)
+        )
         self.shards = {self.kernel.path: Shard(dim, tuple(self.sizes))}
         if style != "row" and self.bias is not None:
             self.shards[self.bias.path] = Shard(0, tuple(self.sizes))
@@ -82,8 +129,12 @@ class CutDense(keras.layers.Layer):
         return keras.KerasTensor((*x.shape[:-1], self.units), self.compute_dtype)
 
 
-def cut_model(model: Any, plan: str | Mapping[str, str], group: GroupLike) -> tuple[Any, dict[str, str]]:
-    """A copy of the model whose Dense layers hold this rank's blocks, and the plan by the layers' names. Raises ValueError."""
+def cut_model(
+    model: Any, plan: str | Mapping[str, str], group: GroupLike
+) -> tuple[Any, dict[str, str]]:
+    """A copy of the model whose Dense layers hold this rank's blocks, and the plan by the
+    layers' names. Raises ValueError.
+    """
     users = users_of(model)
     styles = auto_plan(model, users, group_of(group).size) if plan == "auto" else match(plan, model)
     cut = check_plan(model, users, styles)
@@ -94,11 +145,16 @@ def cut_model(model: Any, plan: str | Mapping[str, str], group: GroupLike) -> tu
         return layer.__class__.from_config(layer.get_config())
 
     def same_input(tensor: Any) -> Any:
-        return keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor._keras_history.operation.name)
+        return keras.Input(
+            batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor._keras_history.operation.name
+        )
 
-    compiled, model.compiled = model.compiled, False  # else Keras compiles the copy too, with an optimizer of its own
+    # else Keras compiles the copy too, with an optimizer of its own
+    compiled, model.compiled = model.compiled, False
     try:
-        copy = keras.models.clone_model(model, keras.tree.map_structure(same_input, graph_of(model).input), clone_function=clone)
+        copy = keras.models.clone_model(
+            model, keras.tree.map_structure(same_input, graph_of(model).input), clone_function=clone
+        )
     finally:
         model.compiled = compiled
     for layer in model.layers:
@@ -110,7 +166,9 @@ def cut_model(model: Any, plan: str | Mapping[str, str], group: GroupLike) -> tu
 
 
 def layers_within(model: Any) -> list[Any]:
-    """The model, its layers and the layers in these, in an order that is the same for a model and its copy; containers first."""
+    """The model, its layers and the layers in these, in an order that is the same for a model
+    and its copy; containers first.
+    """
     return [model, *(part for layer in model.layers for part in layer._flatten_layers())]
 
 
@@ -119,23 +177,30 @@ def trainable(model: Any) -> list[bool]:
 
 
 def set_trainable(layers: list[Any], flags: list[bool]) -> None:
-    """Freeze those with False. What is set on a container holds for the layers in it, until theirs is set."""
+    """Freeze those with False.
+
+    What is set on a container holds for the layers in it, until theirs is set.
+    """
     for layer, flag in zip(layers, flags, strict=True):
         if layer is not None:
             layer.trainable = flag
 
 
 class Freezing:
-    """Which layers are frozen, in a model and in its copy: what changes in one of them changes in the other, as if they were one."""
+    """Which layers are frozen, in a model and in its copy: what changes in one of them changes
+    in the other, as if they were one.
+    """
 
     def __init__(self, model: Any, copy: Any):
         self.copy, self.seen = copy, trainable(model)
-        self.layers = [weakref.ref(layer) for layer in layers_within(model)]  # None when nobody else holds the model any more
+        # None when nobody else holds the model any more
+        self.layers = [weakref.ref(layer) for layer in layers_within(model)]
 
     def follow(self) -> None:
         mine, theirs = layers_within(self.copy), [ref() for ref in self.layers]
         flags = [
-            copy.trainable if layer is None or layer.trainable == old else not old for copy, layer, old in zip(mine, theirs, self.seen)
+            copy.trainable if layer is None or layer.trainable == old else not old
+            for copy, layer, old in zip(mine, theirs, self.seen)
         ]
         if flags != self.seen:
             set_trainable(mine, flags)
@@ -144,7 +209,9 @@ class Freezing:
 
 
 def auto_plan(model: Any, users: Mapping[Any, list[Any]], ranks: int) -> dict[str, str]:
-    """Two Dense layers with only elementwise functions between them are column and row. Others are column_gather.
+    """Two Dense layers with only elementwise functions between them are column and row.
+
+    Others are column_gather.
 
     A layer with fewer outputs than ranks is cut by rows.
     """
@@ -157,44 +224,70 @@ def auto_plan(model: Any, users: Mapping[Any, list[Any]], ranks: int) -> dict[st
             else:
                 styles[layer.name] = "column_gather" if layer.units >= ranks else "row"
     if not styles:
-        raise ValueError('plan="auto" found no Dense layer to cut: pass plan=None, or zero_stage=1 to 3, to cut over a data axis')
+        raise ValueError(
+            'plan="auto" found no Dense layer to cut: pass plan=None, or zero_stage=1 to 3, to '
+            "cut over a data axis"
+        )
     return styles
 
 
 def match(plan: Mapping[str, str] | str, model: Any) -> dict[str, str]:
-    """Name of a Dense layer → style. An exact name counts for more than a pattern with `*`. Raises ValueError."""
+    """Name of a Dense layer → style.
+
+    An exact name counts for more than a pattern with `*`. Raises ValueError.
+    """
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(
-            f'plan={plan!r}: expected "auto", None or names of layers and their styles, such as {{"dense": "column", "dense_1": "row"}}'
+            f'plan={plan!r}: expected "auto", None or names of layers and their styles, such '
+            f'as {{"dense": "column", "dense_1": "row"}}'
         )
     styles: dict[str, str] = {}
     for pattern in sorted(plan, key=lambda name: "*" not in name):
         if plan[pattern] not in STYLES:
-            raise ValueError(f"plan: {pattern!r} has the style {plan[pattern]!r}: expected one of {', '.join(map(repr, STYLES))}")
+            raise ValueError(
+                f"plan: {pattern!r} has the style {plan[pattern]!r}: expected one of "
+                f"{', '.join(map(repr, STYLES))}"
+            )
         found = [layer for layer in model.layers if re.fullmatch(expression(pattern), layer.name)]
         dense = [layer for layer in found if isinstance(layer, keras.layers.Dense)]
         if not found:
-            raise ValueError(f"plan: {pattern!r} matches no layer. The model's layers are {listed([layer.name for layer in model.layers])}")
+            raise ValueError(
+                f"plan: {pattern!r} matches no layer. The model's layers are "
+                f"{listed([layer.name for layer in model.layers])}"
+            )
         if not dense or (len(dense) < len(found) and "*" not in pattern):
-            raise ValueError(f"plan: {pattern!r} is a {type(found[0]).__name__}: only Dense layers can be cut")
+            raise ValueError(
+                f"plan: {pattern!r} is a {type(found[0]).__name__}: only Dense layers can be cut"
+            )
         styles |= {layer.name: plan[pattern] for layer in dense}
     return styles
 
 
 def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, str]) -> set[Any]:
-    """The row layers whose inputs come cut from a column layer. Raises ValueError if a cut output goes elsewhere."""
+    """The row layers whose inputs come cut from a column layer.
+
+    Raises ValueError if a cut output goes elsewhere.
+    """
     cut = set()
     for layer in model.layers:
         if layer.name not in styles:
             continue
         if layer.quantization_mode is not None or layer.lora_enabled:
-            raise ValueError(f"{layer.name!r} is quantized or has LoRA weights: only plain Dense layers can be cut")
+            raise ValueError(
+                f"{layer.name!r} is quantized or has LoRA weights: only plain Dense layers can "
+                "be cut"
+            )
         if styles[layer.name] == "column":
             partner = next_dense(layer, users)
             if partner is None or styles.get(partner.name) != "row":
-                problem = f'{partner.name!r}, which reads them, is not "row"' if partner else f"{reader(layer, users)} needs whole ones"
+                problem = (
+                    f'{partner.name!r}, which reads them, is not "row"'
+                    if partner
+                    else f"{reader(layer, users)} needs whole ones"
+                )
                 raise ValueError(
-                    f'plan: the outputs of {layer.name!r} stay cut ("column"), but {problem}. Make the next Dense layer "row", '
+                    f'plan: the outputs of {layer.name!r} stay cut ("column"), but {problem}. '
+                    'Make the next Dense layer "row", '
                     'with only elementwise functions between them, or this one "column_gather"'
                 )
             cut.add(partner)
@@ -202,14 +295,19 @@ def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, 
 
 
 def next_dense(layer: Any, users: Mapping[Any, list[Any]]) -> Any:
-    """The only Dense that reads this one's outputs, through elementwise functions. None if there is no such."""
+    """The only Dense that reads this one's outputs, through elementwise functions.
+
+    None if there is no such.
+    """
     if not elementwise(layer.activation) or len(layer._inbound_nodes) != 1:
         return None
     while len(users[layer]) == 1:
         (layer,) = users[layer]
         if isinstance(layer, keras.layers.Dense):
             return layer if len(layer._inbound_nodes) == 1 else None
-        if not isinstance(layer, ELEMENTWISE_LAYERS) and not (isinstance(layer, keras.layers.Activation) and elementwise(layer.activation)):
+        if not isinstance(layer, ELEMENTWISE_LAYERS) and not (
+            isinstance(layer, keras.layers.Activation) and elementwise(layer.activation)
+        ):
             return None
     return None
 
@@ -227,7 +325,9 @@ def reader(layer: Any, users: Mapping[Any, list[Any]]) -> str:
 
 
 def users_of(model: Any) -> dict[Any, list[Any]]:
-    """Layer → the layers that read its outputs, once for each time; None stands for the model's own outputs."""
+    """Layer → the layers that read its outputs, once for each time; None stands for the model's
+    own outputs.
+    """
     graph = graph_of(model)
     nodes = [node for depth in graph._nodes_by_depth.values() for node in depth]
     users: dict[Any, list[Any]] = {node.operation: [] for node in nodes}

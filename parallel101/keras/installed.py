@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 
-SET_BACKEND = 'Set the environment variable KERAS_BACKEND=torch before keras is imported: os.environ["KERAS_BACKEND"] = "torch"'
+SET_BACKEND = (
+    "Set the environment variable KERAS_BACKEND=torch before keras is imported: "
+    'os.environ["KERAS_BACKEND"] = "torch"'
+)
 
 try:
     import keras
 except ModuleNotFoundError as error:
     if error.name == "keras":
-        raise ModuleNotFoundError("p101.keras needs Keras 3: pip install 'parallel101[keras]'", name="keras") from error
+        raise ModuleNotFoundError(
+            "p101.keras needs Keras 3: pip install 'parallel101[keras]'", name="keras"
+        ) from error
     raise ImportError(
-        f"keras cannot import its backend {os.environ.get('KERAS_BACKEND', 'tensorflow')!r}: {error}. {SET_BACKEND}"
+        f"keras cannot import its backend {os.environ.get('KERAS_BACKEND', 'tensorflow')!r}: "
+        f"{error}. {SET_BACKEND}"
     ) from error
 if keras.config.backend() != "torch":
-    raise ImportError(f"keras uses the backend {keras.config.backend()!r}, and p101.keras needs torch's. {SET_BACKEND}")
+    raise ImportError(
+        f"keras uses the backend {keras.config.backend()!r}, and p101.keras needs torch's. "
+        f"{SET_BACKEND}"
+    )

@@ -1,12 +1,14 @@
-"""Keras 3 models on several ranks: `ParallelKeras` is a keras.Model whose forward, and whose step, use all ranks of a group or mesh.
+"""Keras 3 models on several ranks: `ParallelKeras` is a keras.Model whose forward, and whose step,
+use all ranks of a group or mesh.
 
     tp    x ─▶ Dense, columns ─▶ relu ─▶ Dense, rows ─▶ Σ ─▶ y         each rank holds 1/n of every kernel (dense.py)
     dp    x ─▶ this rank's samples ─▶ model ─▶ gather ─▶ y             each rank holds 1/n of what its optimizer updates (trainers/zero/)
 
-Either way every rank gets the outputs of the whole batch. So Keras computes the loss and the metrics as it does in one process, and
-compile, fit, evaluate, predict and callbacks are Keras's own.
-sharded_model.py says what each rank holds of the weights, and saves and loads the whole model.
-Source: Rajbhandari et al., "ZeRO" (2020); Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
+Either way every rank gets the outputs of the whole batch. So Keras computes the loss and the
+metrics as it does in one process, and compile, fit, evaluate, predict and callbacks are Keras's
+own. sharded_model.py says what each rank holds of the weights, and saves and loads the whole model.
+Source: Rajbhandari et al., "ZeRO" (2020); Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section
+3.
 """
 
 from __future__ import annotations
@@ -34,35 +36,47 @@ from parallel101.trainers.agreement import Agreement
 
 ALIKE = "call keras.utils.set_random_seed(0) on every rank before you build the model"
 SAME_DATA = (
-    "every rank passes the whole x and y, and freezes the same layers; batch_size is that of the whole batch, and ParallelKeras cuts it"
+    "every rank passes the whole x and y, and freezes the same layers; batch_size is that of "
+    "the whole batch, and ParallelKeras cuts it"
 )
 
 
 class ParallelKeras(ShardedModel):
-    """A Keras model that is trained by all ranks of a group or mesh, and equals the model in one process.
+    """A Keras model that is trained by all ranks of a group or mesh, and equals the model in one
+    process.
 
-    Args:
-        model: a keras.Sequential or functional model that has its weights; the same on every rank. With zero_stage=3, its own weights are
+    Args: model: a keras.Sequential or functional model that has its weights; the same on every
+        rank. With zero_stage=3, its own weights are
             empty from now on, except in its forward and backward.
-        group: the ranks; see `group_of`. They are a tensor axis if zero_stage is 0, and a data axis if it is 1 to 3 or if plan is None.
+        group: the ranks; see `group_of`. They are a tensor axis if zero_stage is 0, and a data axis
+            if it is 1 to 3 or if plan is None.
         mesh: instead of a group a DeviceMesh with axes named "dp", "tp" or both.
-        plan: how Dense layers are cut over the tensor axis: name of a layer → "column", "row" or "column_gather"; `*` is allowed.
-            Layers that no name matches are replicated. "auto": see `auto_plan`; `describe()` shows it. None: nothing is cut.
-        zero_stage: what is cut over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
+        plan: how Dense layers are cut over the tensor axis: name of a layer → "column", "row" or
+            "column_gather"; `*` is allowed.
+            Layers that no name matches are replicated. "auto": see `auto_plan`; `describe()` shows
+            it. None: nothing is cut.
+        zero_stage: what is cut over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
+            weights too.
 
-    Every rank passes the whole x and y. batch_size is that of the whole batch. Samples come in the order that position 0 shuffles.
-    Dropout draws the masks of one process over a tensor axis. Over a data axis each rank draws its own.
+    Every rank passes the whole x and y. batch_size is that of the whole batch. Samples come in the
+    order that position 0 shuffles. Dropout draws the masks of one process over a tensor axis. Over
+    a data axis each rank draws its own.
 
-    A model that was compiled stays compiled, and its optimizer goes on where it is, also after `keras.saving.load_model`. With
-    zero_stage 1 to 3 the optimizer is taken from the model. Layers that are frozen later, here or in the model itself, are not updated.
-    Layers that are frozen now can't be trained later.
+    A model that was compiled stays compiled, and its optimizer goes on where it is, also after
+    `keras.saving.load_model`. With zero_stage 1 to 3 the optimizer is taken from the model. Layers
+    that are frozen later, here or in the model itself, are not updated. Layers that are frozen now
+    can't be trained later.
 
-    Raises ValueError, on every rank, for what cannot equal one process: the text names the layer and says what to do. Refused are
+    Raises ValueError, on every rank, for what cannot equal one process: the text names the layer
+    and says what to do. Refused are
 
-    - a model class with its own train_step, test_step, compute_loss, fit or the like; over a tensor axis, with its own call
-    - activity regularizers, weight constraints, and regularizers or optimizers that look at whole matrices of which ranks have shards
-    - over a data axis, before the first batch: layers that mix samples (the mean of a batch in a Lambda), keep statistics of batches
-      (BatchNormalization, unless it is frozen), have metrics, or call add_loss
+    - a model class with its own train_step, test_step, compute_loss, fit or the like; over a tensor
+      axis, with its own call
+    - activity regularizers, weight constraints, and regularizers or optimizers that look at whole
+      matrices of which ranks have shards
+    - over a data axis, before the first batch: layers that mix samples (the mean of a batch in a
+      Lambda), keep statistics of batches (BatchNormalization, unless it is frozen), have metrics,
+      or call add_loss
     """
 
     def __init__(
@@ -75,7 +89,8 @@ class ParallelKeras(ShardedModel):
     ):
         if not isinstance(model, keras.Model) or getattr(model, "outputs", None) is None:
             raise TypeError(
-                f"model is {type(model).__name__}: expected a keras.Sequential or functional model with its weights. "
+                f"model is {type(model).__name__}: expected a keras.Sequential or functional "
+                "model with its weights. "
                 "A Sequential has them once it begins with keras.Input(shape)"
             )
         check_methods(model)
@@ -85,16 +100,25 @@ class ParallelKeras(ShardedModel):
         self.dp_group, self.zero_stage = lines["dp"], zero_stage
         self.recipe = type(model), model.get_config()
         self.agree = Agreement(self.axes.group, model.variables[0].value.device)
-        self.agree.check_same(((v.path, v.value) for v in model.variables), "the models differ at the start", ALIKE)
+        self.agree.check_same(
+            ((v.path, v.value) for v in model.variables), "the models differ at the start", ALIKE
+        )
         if len(self.agree.ranks) > 1:
             check_model(model, samples_are_cut=self.dp.size > 1)
-        self.inner, self.plan = (model, {}) if self.tp.size == 1 or plan is None else self.cut(model, plan, lines["tp"])
+        self.inner, self.plan = (
+            (model, {}) if self.tp.size == 1 or plan is None else self.cut(model, plan, lines["tp"])
+        )
         self.freezing = Freezing(model, self.inner)
         self.shards = Shards(self.inner, lines, zero_stage)
         self.draws = Draws(self.inner, self.dp.position or 0, self.agree.device)
         pairs = [(layer, self.inner.get_layer(layer.name)) for layer in model.layers]
-        self.names = {whole.path: mine.path for theirs, ours in pairs for whole, mine in zip(theirs.variables, ours.variables)}
-        self.output_names = getattr(self.inner, "output_names", None)  # compile(loss={"name of an output": …})
+        self.names = {
+            whole.path: mine.path
+            for theirs, ours in pairs
+            for whole, mine in zip(theirs.variables, ours.variables)
+        }
+        # compile(loss={"name of an output": …})
+        self.output_names = getattr(self.inner, "output_names", None)
         self.reached: list[str] = []
         self.trains: list[bool] = []  # which layers and weights the last step trained
         self.samples_checked = False
@@ -102,9 +126,12 @@ class ParallelKeras(ShardedModel):
         if model.compiled:
             self.compile(**{**model._compile_config.config, "optimizer": model.optimizer})
             if self.optimizer is not model.optimizer and self.inner is model:
-                model.compiled, model.optimizer = False, None  # its state would take the memory that ZeRO saves
+                # its state would take the memory that ZeRO saves
+                model.compiled, model.optimizer = False, None
 
-    def cut(self, model: Any, plan: str | Mapping[str, str], tp: GroupLike) -> tuple[Any, dict[str, str]]:
+    def cut(
+        self, model: Any, plan: str | Mapping[str, str], tp: GroupLike
+    ) -> tuple[Any, dict[str, str]]:
         check_methods(model, ["call"])
         with nothing_drawn():
             return cut_model(model, plan, tp)
@@ -118,10 +145,17 @@ class ParallelKeras(ShardedModel):
         """The outputs for the whole batch, on every rank."""
         total = len(keras.tree.flatten(x)[0])
         if keras.tree.flatten(x)[0].device.type == "meta":  # Keras asks for shapes only
-            return keras.tree.map_structure(lambda y: keras.ops.zeros((total, *y.shape[1:]), y.dtype), graph_of(self.inner).output)
+            return keras.tree.map_structure(
+                lambda y: keras.ops.zeros((total, *y.shape[1:]), y.dtype),
+                graph_of(self.inner).output,
+            )
         sizes = split_sizes(total, self.dp.size)
         mine = keras.tree.map_structure(lambda t: t.split(sizes)[self.dp.position], x)
-        with self.draws.own() if training and self.draws.seeds and self.dp.size > 1 else nullcontext():
+        with (
+            self.draws.own()
+            if training and self.draws.seeds and self.dp.size > 1
+            else nullcontext()
+        ):
             outputs = self.run(mine, training)
         if self.dp.size == 1:
             return outputs
@@ -129,7 +163,8 @@ class ParallelKeras(ShardedModel):
         def whole(y: Any) -> Any:
             gathered: Any = gather_from_group(y, 0, group=self.dp_group, sizes=sizes)
             if (mask := getattr(y, "_keras_mask", None)) is not None:
-                gathered._keras_mask = all_gather(mask, group=self.dp_group, sizes=sizes)  # losses and metrics weigh by it
+                # losses and metrics weigh by it
+                gathered._keras_mask = all_gather(mask, group=self.dp_group, sizes=sizes)
             return gathered
 
         return keras.tree.map_structure(whole, outputs)
@@ -140,9 +175,14 @@ class ParallelKeras(ShardedModel):
             return self.inner(x, training=training)
 
     def train_step(self, data: Any) -> Any:
-        """One step on a batch, as Keras's own. Before the optimizer updates this rank's shards, gradients are summed over the data axis."""
+        """One step on a batch, as Keras's own.
+
+        Before the optimizer updates this rank's shards, gradients are summed over the data axis.
+        """
         self.freezing.follow()
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.checked(data, self.trains_now()))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
+            self.checked(data, self.trains_now())
+        )
         self.prepare()
         self.check_once(x)
         sync, optimizer = self.shards.sync, self.optimizer
@@ -168,8 +208,12 @@ class ParallelKeras(ShardedModel):
         return self.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _get_regularization_losses(self) -> list[Any]:
-        """What Keras adds to the loss: the penalties of the whole weights. Collective. Their gradients are added in the step."""
-        in_symbols = self.inner.variables[0].value.device.type == "meta"  # Keras asks for shapes only
+        """What Keras adds to the loss: the penalties of the whole weights.
+
+        Collective. Their gradients are added in the step.
+        """
+        # Keras asks for shapes only
+        in_symbols = self.inner.variables[0].value.device.type == "meta"
         return [] if in_symbols else self.shards.penalty()
 
     def prepare(self) -> None:
@@ -181,7 +225,9 @@ class ParallelKeras(ShardedModel):
             draw_alike(self.agree)
 
     def check_once(self, x: Any) -> None:
-        """Raises ValueError, on every rank, if the first batch of two samples or more shows that samples depend on each other."""
+        """Raises ValueError, on every rank, if the first batch of two samples or more shows
+        that samples depend on each other.
+        """
         if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
             problem = check_samples(self.inner, x, self.run)
             self.agree.check_on_all(lambda: refuse(problem))
@@ -191,10 +237,15 @@ class ParallelKeras(ShardedModel):
         return [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
 
     def check_trained(self) -> None:
-        """Raises ValueError for layers that were frozen when the model was wrapped, and are not any more."""
-        if thawed := [v.path for v in self.inner.trainable_variables if v.path not in self.shards.trained]:
+        """Raises ValueError for layers that were frozen when the model was wrapped, and are not
+        any more.
+        """
+        if thawed := [
+            v.path for v in self.inner.trainable_variables if v.path not in self.shards.trained
+        ]:
             raise ValueError(
-                f"{thawed[0]!r} was frozen when ParallelKeras wrapped the model, and stays so: wrap the model before you freeze layers, "
+                f"{thawed[0]!r} was frozen when ParallelKeras wrapped the model, and stays so: "
+                "wrap the model before you freeze layers, "
                 "then they can be trained again"
             )
         if len(self.agree.ranks) > 1:
@@ -209,8 +260,14 @@ class ParallelKeras(ShardedModel):
         return super().predict_step(data)
 
     def checked(self, data: Any, trains: Sequence[bool] = ()) -> Any:
-        """The batch. Raises ValueError, on every rank, unless all of them have the same, and train the same: 8 bytes a rank."""
-        tensors = {f"tensor {i} of the batch": torch.as_tensor(t) for i, t in enumerate(keras.tree.flatten(data)) if t is not None}
+        """The batch. Raises ValueError, on every rank, unless all of them have the same, and
+        train the same: 8 bytes a rank.
+        """
+        tensors = {
+            f"tensor {i} of the batch": torch.as_tensor(t)
+            for i, t in enumerate(keras.tree.flatten(data))
+            if t is not None
+        }
         tensors["what is trained"] = torch.tensor(trains, dtype=torch.bool)
         self.agree.check_same(tensors.items(), "the batches differ", SAME_DATA)
         return data
@@ -224,14 +281,18 @@ class ParallelKeras(ShardedModel):
         """
         super().compile(*args, **kwargs)
         if self.jit_compile:
-            raise ValueError("jit_compile=True: torch.compile cannot trace the messages between ranks; leave it out")
+            raise ValueError(
+                "jit_compile=True: torch.compile cannot trace the messages between ranks; "
+                "leave it out"
+            )
         self.freezing.follow()
         self.check_trained()
         if self.optimizer is not None:
             self.optimizer = self.shards.for_my_shards(self.optimizer, self.names)
         if len(self.agree.ranks) > 1 and self.optimizer is not None:
             check_optimizer(self.optimizer)
-            self.optimizer._clip_gradients = self.clip  # Keras's own would take the norm of this rank's shards
+            # Keras's own would take the norm of this rank's shards
+            self.optimizer._clip_gradients = self.clip
 
     def clip(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """As Keras clips, with norms over the shards of all ranks."""
@@ -244,7 +305,17 @@ class ParallelKeras(ShardedModel):
         most = optimizer.global_clipnorm
         return [g * (most / max(math.hypot(*norms.values()), most)) for g in gradients]
 
-    def fit(self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args: Any, **kwargs: Any) -> Any:
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        epochs=1,
+        verbose="auto",
+        callbacks=None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """See keras.Model.fit."""
         same_order = SameOrder(self.agree)
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -252,17 +323,25 @@ class ParallelKeras(ShardedModel):
             used = callbacks.callbacks
         else:
             callbacks = used = [*keras.tree.flatten(callbacks or []), same_order]
-        backups = [i for i, callback in enumerate(used) if isinstance(callback, keras.callbacks.BackupAndRestore)]
+        backups = [
+            i
+            for i, callback in enumerate(used)
+            if isinstance(callback, keras.callbacks.BackupAndRestore)
+        ]
         for i in backups if self.axes.position else []:
             used[i] = BackupElsewhere(used[i])
-        history = super().fit(x, y, batch_size, epochs, self.shown(verbose), callbacks, *args, **kwargs)
+        history = super().fit(
+            x, y, batch_size, epochs, self.shown(verbose), callbacks, *args, **kwargs
+        )
         if backups:
             barrier(group=self.agree.group)  # position 0 has deleted its files
         if self.optimizer.use_ema:
             self.shards.sync.publish()
         return history
 
-    def evaluate(self, x=None, y=None, batch_size=None, verbose="auto", *args: Any, **kwargs: Any) -> Any:
+    def evaluate(
+        self, x=None, y=None, batch_size=None, verbose="auto", *args: Any, **kwargs: Any
+    ) -> Any:
         """See keras.Model.evaluate."""
         return super().evaluate(x, y, batch_size, self.shown(verbose), *args, **kwargs)
 

@@ -1,9 +1,11 @@
-"""Random numbers of a Keras model on several ranks: dropout draws one mask for each sample, as in one process.
+"""Random numbers of a Keras model on several ranks: dropout draws one mask for each sample, as in
+one process.
 
     along tp    ranks compute the same samples      the same masks: position 0's random numbers
     along dp    ranks compute different samples     other masks on each rank
 
-Keras draws from torch's generator and, in layers with a seed, from a seed that each layer keeps and counts up.
+Keras draws from torch's generator and, in layers with a seed, from a seed that each layer keeps and
+counts up.
 """
 
 from __future__ import annotations
@@ -18,25 +20,33 @@ import torch
 from parallel101.collectives import broadcast
 from parallel101.trainers.agreement import Agreement
 
-FAR_APART = 0x9E3779B1  # between the seeds of two ranks: a layer counts its seed up by 1 for each mask
+# between the seeds of two ranks: a layer counts its seed up by 1 for each mask
+FAR_APART = 0x9E3779B1
 
 
 class Draws:
     """Where the layers of a model get their random numbers from.
 
-    Attributes:
-        seeds: the variables in which layers keep their seeds. Without any, the model draws no random numbers.
+    Attributes: seeds: the variables in which layers keep their seeds. Without any, the model draws
+        no random numbers.
     """
 
     def __init__(self, model: Any, position: int, device: torch.device):
         weights = {id(v) for v in model.weights}
         self.seeds = [v for v in model.variables if id(v) not in weights]
         offset = (position * FAR_APART + 2**31) % 2**32 - 2**31  # an int32, as the seeds are
-        self.position, self.device, self.offset = position, device, torch.tensor([offset, 0], device=device)
+        self.position, self.device, self.offset = (
+            position,
+            device,
+            torch.tensor([offset, 0], device=device),
+        )
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Inside, this rank draws other numbers than the other ranks. Afterwards all of them go on alike."""
+        """Inside, this rank draws other numbers than the other ranks.
+
+        Afterwards all of them go on alike.
+        """
         seed = int(torch.randint(2**31, ()))
         for v in self.seeds:
             v.assign(v.value + self.offset.to(v.value.dtype))
@@ -50,17 +60,25 @@ class Draws:
 
 
 def draw_alike(agree: Agreement) -> None:
-    """Give every rank the state of position 0's random numbers. Keras shuffles by those of the CPU. Collective."""
+    """Give every rank the state of position 0's random numbers.
+
+    Keras shuffles by those of the CPU. Collective.
+    """
     state = broadcast(torch.get_rng_state().to(agree.device), 0, group=agree.group)
     torch.set_rng_state(state.cpu())
     if agree.device.type == "cuda":
-        state = broadcast(torch.cuda.get_rng_state(agree.device).to(agree.device), 0, group=agree.group)
+        state = broadcast(
+            torch.cuda.get_rng_state(agree.device).to(agree.device), 0, group=agree.group
+        )
         torch.cuda.set_rng_state(state.cpu(), agree.device)
 
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Building a Keras model draws seeds from Python's generator. Afterwards the generator is as it was before."""
+    """Building a Keras model draws seeds from Python's generator.
+
+    Afterwards the generator is as it was before.
+    """
     state = random.getstate()
     try:
         yield

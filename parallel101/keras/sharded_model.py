@@ -1,4 +1,5 @@
-"""The weights of a Keras model on several ranks: `ShardedModel` says who holds what, and saves and loads the whole model.
+"""The weights of a Keras model on several ranks: `ShardedModel` says who holds what, and saves and
+loads the whole model.
 
     save    rank 0  w[0:2] ─┐
             rank 1  w[2:4] ─┴▶ get_weights ─▶ w[0:4] ─▶ position 0 builds the model of one process ─▶ file
@@ -6,8 +7,9 @@
     load    file ─▶ each rank builds the model of one process ─▶ w[0:4] ─▶ set_weights ─┬▶ rank 0  w[0:2]
                                                                                         └▶ rank 1  w[2:4]
 
-So a file does not depend on the number of ranks, and Keras reads and writes the same files in one process. If the model is compiled,
-they hold its optimizer's state too. The step, and fit, are in model.py.
+So a file does not depend on the number of ranks, and Keras reads and writes the same files in one
+process. If the model is compiled, they hold its optimizer's state too. The step, and fit, are in
+model.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from parallel101.trainers.layout import Axes
 
 
 class ShardedModel(keras.Model):
-    """A keras.Model of which each rank holds shards. `ParallelKeras` sets the attributes, and trains it.
+    """A keras.Model of which each rank holds shards.
+
+    `ParallelKeras` sets the attributes, and trains it.
 
     Attributes:
         inner: the model that this rank computes with.
@@ -73,7 +77,11 @@ class ShardedModel(keras.Model):
 
     def mine(self, kind: str) -> list[Any]:
         shards = self.__dict__.get("shards")  # Keras asks before it is there
-        return [] if shards is None else [shards.trained.get(v.path, v) for v in getattr(shards.inner, kind)]
+        return (
+            []
+            if shards is None
+            else [shards.trained.get(v.path, v) for v in getattr(shards.inner, kind)]
+        )
 
     # ── the whole model, collective ──
 
@@ -92,11 +100,16 @@ class ShardedModel(keras.Model):
         with torch.no_grad():
             for name, whole in zip(names, weights):
                 if name in parts:
-                    parts[name].copy_(self.shards.cut(name, torch.as_tensor(whole, device=parts[name].device)))
+                    parts[name].copy_(
+                        self.shards.cut(name, torch.as_tensor(whole, device=parts[name].device))
+                    )
         self.shards.sync.publish()
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Write the whole model to a file that `keras.saving.load_model` reads in one process. Collective; position 0 writes."""
+        """Write the whole model to a file that `keras.saving.load_model` reads in one process.
+
+        Collective; position 0 writes.
+        """
         self.write(lambda whole: whole.save(filepath, overwrite=overwrite, **kwargs))
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
@@ -104,7 +117,10 @@ class ShardedModel(keras.Model):
         self.write(lambda whole: whole.save_weights(filepath, overwrite=overwrite, **kwargs))
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """See keras.Model.load_weights; the whole model's, and its optimizer's. Collective; every rank reads, and keeps its shards."""
+        """See keras.Model.load_weights; the whole model's, and its optimizer's.
+
+        Collective; every rank reads, and keeps its shards.
+        """
         weights, state = self.get_weights(), self.optimizer_state()
 
         def load() -> Any:
@@ -115,10 +131,15 @@ class ShardedModel(keras.Model):
         whole = self.agree.all_or_none(f"load {os.fspath(filepath)!r}", load)
         self.set_weights(whole.get_weights())
         if state:
-            self.shards.set_optimizer_state(self.optimizer, [v.value.detach() for v in whole.optimizer.variables])
+            self.shards.set_optimizer_state(
+                self.optimizer, [v.value.detach() for v in whole.optimizer.variables]
+            )
 
     def export(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("ParallelKeras has no export: save() the whole model, load it in one process and export it there")
+        raise NotImplementedError(
+            "ParallelKeras has no export: save() the whole model, load it in one process and "
+            "export it there"
+        )
 
     def write(self, save: Any) -> None:
         """Give position 0 the whole model, with its optimizer, to write."""
@@ -132,20 +153,30 @@ class ShardedModel(keras.Model):
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Whole; empty before the first step. Collective."""
-        return self.shards.optimizer_state(self.optimizer) if self.compiled and self.optimizer and self.optimizer.built else []
+        return (
+            self.shards.optimizer_state(self.optimizer)
+            if self.compiled and self.optimizer and self.optimizer.built
+            else []
+        )
 
     def rebuilt(self, weights: list[Any], state: list[torch.Tensor]) -> Any:
-        """The model in one process: with these weights, and compiled as this one is, with this state of the optimizer."""
+        """The model in one process: with these weights, and compiled as this one is, with this
+        state of the optimizer.
+        """
         kind, config = self.recipe
         with nothing_drawn():
             whole = kind.from_config(config)
         set_trainable(layers_within(whole), trainable(self.inner))
         whole.set_weights(weights)
         if self.compiled:
-            optimizer = self.optimizer and type(self.optimizer).from_config(self.optimizer.get_config())
+            optimizer = self.optimizer and type(self.optimizer).from_config(
+                self.optimizer.get_config()
+            )
             whole.compile(**{**self._compile_config.config, "optimizer": optimizer})
         if state:
-            same = {mine.path: variable for mine, variable in zip(self.inner.weights, whole.weights)}
+            same = {
+                mine.path: variable for mine, variable in zip(self.inner.weights, whole.weights)
+            }
             optimizer.build([same[v.path] for v in self.optimizer._trainable_variables])
             for variable, value in zip(optimizer.variables, state, strict=True):
                 variable.assign(value)
@@ -154,17 +185,31 @@ class ShardedModel(keras.Model):
     # ── who holds what ──
 
     def get_parallelism_info(self) -> dict[str, Any]:
-        """The number of ranks, the size of each axis, and the plan: name of a Dense layer → how it is cut."""
-        return {"world_size": len(self.agree.ranks), "axes": dict(self.axes.sizes), "plan": dict(self.plan)}
+        """The number of ranks, the size of each axis, and the plan: name of a Dense layer → how
+        it is cut.
+        """
+        return {
+            "world_size": len(self.agree.ranks),
+            "axes": dict(self.axes.sizes),
+            "plan": dict(self.plan),
+        }
 
     def get_gradient_sharding_info(self) -> dict[str, Any]:
-        """Whether the optimizer of each rank gets shards of the gradients, and of how many of the trained weights it has a shard."""
+        """Whether the optimizer of each rank gets shards of the gradients, and of how many of
+        the trained weights it has a shard.
+        """
         layouts = self.shards.over_dp, self.shards.over_tp
-        names = [name for name in self.shards.trained if any(layout.entries[name].placements for layout in layouts)]
+        names = [
+            name
+            for name in self.shards.trained
+            if any(layout.entries[name].placements for layout in layouts)
+        ]
         enabled = len(self.agree.ranks) > 1 and bool(names)
         return {"enabled": enabled, "parameter_shards": len(names), "zero_stage": self.zero_stage}
 
     def describe(self) -> str:
         """The plan, and how each weight lies on the ranks."""
         plan = [f"{name}: {style}" for name, style in self.plan.items()]
-        return "\n".join([f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()])
+        return "\n".join(
+            [f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()]
+        )

@@ -1,4 +1,5 @@
-"""What each rank holds of a Keras model's weights: the layout and the gradient synchronisation of our trainers, on Keras variables.
+"""What each rank holds of a Keras model's weights: the layout and the gradient synchronisation of
+our trainers, on Keras variables.
 
 zero_stage 0    the model's own variables; gradients are summed over dp
 zero_stage 1-3  a Keras variable for this rank's piece of each weight, in the same memory: what the Keras optimizer updates
@@ -17,19 +18,26 @@ from parallel101.keras.checks import check_regularizer
 from parallel101.keras.dense import CutDense
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.gradients import Alone, GradientSync, Overlapped, Parameters, default_bucket_bytes
+from parallel101.trainers.gradients import (
+    Alone,
+    GradientSync,
+    Overlapped,
+    Parameters,
+    default_bucket_bytes,
+)
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.zero.stage3 import ZeRO3
 from parallel101.trainers.zero.stage12 import ZeRO12
 
 
 class Shards:
-    """What this rank holds of every weight, and how gradients get there: the layout and the gradient synchronisation of our trainers.
+    """What this rank holds of every weight, and how gradients get there: the layout and the
+    gradient synchronisation of our trainers.
 
-    Attributes:
-        sync: see `GradientSync`.
-        over_dp, over_tp: where each weight lies, by path: pieces over dp of this rank's shard over tp, whose sizes may differ along tp.
-        trained: path → the Keras variable that the optimizer updates: the model's own or, under ZeRO, this rank's piece of it.
+    Attributes: sync: see `GradientSync`. over_dp, over_tp: where each weight lies, by path: pieces
+        over dp of this rank's shard over tp, whose sizes may differ along tp. trained: path → the
+        Keras variable that the optimizer updates: the model's own or, under ZeRO, this rank's piece
+        of it.
     """
 
     def __init__(self, inner: Any, lines: Mapping[str, GroupLike], zero_stage: int):
@@ -37,18 +45,29 @@ class Shards:
         if not own:
             raise ValueError(f"{inner.name!r} has no trainable weight: there is nothing to train")
         if len({v.path for v in inner.variables}) < len(inner.variables):
-            raise ValueError("two weights of the model have the same path: give the layers different names")
-        cut = {path: shard for layer in inner.layers if isinstance(layer, CutDense) for path, shard in layer.shards.items()}
+            raise ValueError(
+                "two weights of the model have the same path: give the layers different names"
+            )
+        cut = {
+            path: shard
+            for layer in inner.layers
+            if isinstance(layer, CutDense)
+            for path, shard in layer.shards.items()
+        }
         on_line, on_all = {}, {}
         for v in inner.variables:
             shape, shard = list(v.shape), cut.get(v.path)
             on_line[v.path] = Entry(torch.Size(shape), v.value.dtype)
             if shard is not None:
                 shape[shard.dim] = sum(shard.sizes)
-            on_all[v.path] = Entry(torch.Size(shape), v.value.dtype, {} if shard is None else {"tp": shard})
+            on_all[v.path] = Entry(
+                torch.Size(shape), v.value.dtype, {} if shard is None else {"tp": shard}
+            )
         device = inner.variables[0].value.device
         self.inner, self.lines = inner, lines
-        self.sync = gradient_sync(inner, {path: v.value for path, v in own.items()}, lines["dp"], zero_stage)
+        self.sync = gradient_sync(
+            inner, {path: v.value for path, v in own.items()}, lines["dp"], zero_stage
+        )
         for path, pieces in self.sync.placements.items():
             on_line[path] = on_line[path]._replace(placements={"dp": pieces})
         dp, tp = (Axes(lines[name], {name: group_of(lines[name]).size}) for name in ("dp", "tp"))
@@ -60,7 +79,9 @@ class Shards:
 
     # ── the whole model, collective ──
 
-    def gather(self, parts: Mapping[str, torch.Tensor], paths: Sequence[str]) -> dict[str, torch.Tensor]:
+    def gather(
+        self, parts: Mapping[str, torch.Tensor], paths: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
         """Path → the whole, from each rank's part."""
         return self.over_tp.gather(self.over_dp.gather(parts, paths), paths)
 
@@ -78,28 +99,42 @@ class Shards:
         return dict(zip(parts, squares.sqrt().tolist()))
 
     def totals(self, of_parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """For each path a number of the whole, from those of each rank's parts, which add up to it."""
+        """For each path a number of the whole, from those of each rank's parts, which add up to
+        it.
+        """
         numbers = torch.stack(list(of_parts.values()))
         for axis, layout in (("dp", self.over_dp), ("tp", self.over_tp)):
             if layout.cut_axes:
-                mine = torch.tensor([layout.counts(path) for path in of_parts], device=numbers.device)
+                mine = torch.tensor(
+                    [layout.counts(path) for path in of_parts], device=numbers.device
+                )
                 numbers = all_reduce(numbers * mine, group=self.lines[axis])
         return numbers
 
     # ── regularizers ──
 
     def regularized(self) -> list[Any]:
-        """The model's variables whose penalties count now: Keras leaves out those of frozen weights."""
+        """The model's variables whose penalties count now: Keras leaves out those of frozen
+        weights.
+        """
         return [v for v in self.inner.trainable_variables if v.regularizer is not None]
 
     def penalty(self) -> list[torch.Tensor]:
-        """The sum of the penalties of all whole weights, no part of the graph; empty if there are none. Collective."""
+        """The sum of the penalties of all whole weights, no part of the graph; empty if there
+        are none. Collective.
+        """
         with torch.no_grad():
-            of_parts = {v.path: v.regularizer(self.trained[v.path].value) for v in self.regularized()}
+            of_parts = {
+                v.path: v.regularizer(self.trained[v.path].value) for v in self.regularized()
+            }
         return [self.totals(of_parts).sum()] if of_parts else []
 
-    def add_penalty_gradients(self, gradients: dict[str, torch.Tensor | None], scale: float) -> None:
-        """To the gradients of the batch, those of the penalties, times `scale`: each rank knows them for what it holds."""
+    def add_penalty_gradients(
+        self, gradients: dict[str, torch.Tensor | None], scale: float
+    ) -> None:
+        """To the gradients of the batch, those of the penalties, times `scale`: each rank knows
+        them for what it holds.
+        """
         for v in self.regularized():
             part = self.trained[v.path].value.detach().requires_grad_()
             (more,) = torch.autograd.grad(v.regularizer(part) * scale, part)
@@ -110,8 +145,12 @@ class Shards:
 
     def piece(self, variable: Any) -> Any:
         """A Keras variable in the memory of this rank's piece, without elements if it has none."""
-        empty = torch.nn.Parameter(torch.empty(0, dtype=variable.value.dtype, device=variable.value.device))
-        piece = keras.Variable(self.sync.owned.get(variable.path, empty), dtype=variable.dtype, name=variable.name)
+        empty = torch.nn.Parameter(
+            torch.empty(0, dtype=variable.value.dtype, device=variable.value.device)
+        )
+        piece = keras.Variable(
+            self.sync.owned.get(variable.path, empty), dtype=variable.dtype, name=variable.name
+        )
         piece._path = variable.path
         return piece
 
@@ -120,10 +159,14 @@ class Shards:
         return {v.path: self.trained.get(v.path, v).value for v in self.inner.variables}
 
     def gradients(self, unused: list[str]) -> dict[str, torch.Tensor | None]:
-        """Path → the gradient of the whole batch for what `trained` has; None for weights that the loss does not depend on."""
+        """Path → the gradient of the whole batch for what `trained` has; None for weights that
+        the loss does not depend on.
+        """
         found: dict[str, torch.Tensor | None] = {}
         for path, v in self.trained.items():
-            gradient = self.sync.owned[path].grad if path in self.sync.owned else torch.empty_like(v.value)
+            gradient = (
+                self.sync.owned[path].grad if path in self.sync.owned else torch.empty_like(v.value)
+            )
             found[path] = None if path in unused else gradient
         return found
 
@@ -132,8 +175,14 @@ class Shards:
     def optimizer_state(self, optimizer: Any) -> list[torch.Tensor]:
         """The whole of each of the optimizer's variables. Collective."""
         parts = self.parts()
-        values = [(variable.value.detach(), self.owner(variable, parts)) for variable in optimizer.variables]
-        return [value if path is None else self.gather({path: value}, [path])[path] for value, path in values]
+        values = [
+            (variable.value.detach(), self.owner(variable, parts))
+            for variable in optimizer.variables
+        ]
+        return [
+            value if path is None else self.gather({path: value}, [path])[path]
+            for value, path in values
+        ]
 
     def set_optimizer_state(self, optimizer: Any, whole: Sequence[torch.Tensor]) -> None:
         """Of an optimizer that was built for what this rank holds."""
@@ -143,15 +192,20 @@ class Shards:
             variable.assign(value if path is None else self.cut(path, value))
 
     def owner(self, variable: Any, parts: Mapping[str, torch.Tensor]) -> str | None:
-        """The weight to which a variable of the optimizer belongs: Keras names it after that. None for the step count, for example."""
+        """The weight to which a variable of the optimizer belongs: Keras names it after that.
+
+        None for the step count, for example.
+        """
         paths = [path for path in parts if variable.name.startswith(path.replace("/", "_") + "_")]
         path = max(paths, key=len, default=None)
         return path if path is not None and variable.value.shape == parts[path].shape else None
 
     def for_my_shards(self, optimizer: Any, names: Mapping[str, str]) -> Any:
-        """The optimizer or, if it was built for the whole model's weights, one that goes on where it is, for what this rank holds.
+        """The optimizer or, if it was built for the whole model's weights, one that goes on where
+        it is, for what this rank holds.
 
-        `names`: path of a variable of the model that was wrapped → its path here. Raises ValueError if it is another model's.
+        `names`: path of a variable of the model that was wrapped → its path here. Raises ValueError
+        if it is another model's.
         """
         if not optimizer.built:
             return optimizer
@@ -160,9 +214,12 @@ class Shards:
         if all(any(v is own for own in mine.values()) for v in theirs):
             return optimizer
         paths = [names.get(v.path) for v in theirs]
-        if any(path is None or self.shape(path) != tuple(v.shape) for path, v in zip(paths, theirs)):
+        if any(
+            path is None or self.shape(path) != tuple(v.shape) for path, v in zip(paths, theirs)
+        ):
             raise ValueError(
-                "the optimizer was built for other weights than this model's: compile with a new one, or with that of the model you wrapped"
+                "the optimizer was built for other weights than this model's: compile with a "
+                "new one, or with that of the model you wrapped"
             )
         copy = type(optimizer).from_config(optimizer.get_config())
         copy.build([mine[path] for path in paths])
@@ -176,7 +233,9 @@ class Shards:
             yield from self.over_dp.describe()
 
 
-def gradient_sync(inner: Any, parameters: Parameters, dp: GroupLike, zero_stage: int) -> GradientSync:
+def gradient_sync(
+    inner: Any, parameters: Parameters, dp: GroupLike, zero_stage: int
+) -> GradientSync:
     """How the data axis sums gradients."""
     if zero_stage == 3:
         return ZeRO3(inner, parameters, dp)
@@ -186,10 +245,14 @@ def gradient_sync(inner: Any, parameters: Parameters, dp: GroupLike, zero_stage:
     return Alone(parameters, dp) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 
-def axes_of(group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int) -> tuple[Axes, dict[str, GroupLike]]:
+def axes_of(
+    group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int
+) -> tuple[Axes, dict[str, GroupLike]]:
     """The axes "dp" and "tp" of the ranks, and this rank's line along each. Raises ValueError."""
     if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage={zero_stage!r}: expected 0 (nothing is cut over the data axis), 1, 2 or 3")
+        raise ValueError(
+            f"zero_stage={zero_stage!r}: expected 0 (nothing is cut over the data axis), 1, 2 or 3"
+        )
     if mesh is None:
         size = group_of(group).size
         data = zero_stage > 0 or plan is None
@@ -199,8 +262,18 @@ def axes_of(group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: in
     if group is not None:
         raise ValueError("both group= and mesh=: expected one of them")
     if not names or not set(names) <= {"dp", "tp"}:
-        raise ValueError(f'mesh has the axes {names}: expected "dp", "tp" or both; ParallelKeras has no pipeline ("pp")')
-    axes = Axes(mesh, {name: 1 for name in ("dp", "tp") if name not in names} | dict(zip(names, mesh.shape)))
+        raise ValueError(
+            f'mesh has the axes {names}: expected "dp", "tp" or both; ParallelKeras has no '
+            'pipeline ("pp")'
+        )
+    axes = Axes(
+        mesh, {name: 1 for name in ("dp", "tp") if name not in names} | dict(zip(names, mesh.shape))
+    )
     if axes.sizes["dp"] == 1 and zero_stage and "dp" not in names:
-        raise ValueError(f'zero_stage={zero_stage} cuts over the data axis, and the mesh has none: name an axis "dp"')
-    return axes, {name: mesh[name] if name in names else axes.along([name]) for name in ("dp", "tp")}
+        raise ValueError(
+            f"zero_stage={zero_stage} cuts over the data axis, and the mesh has none: name an "
+            'axis "dp"'
+        )
+    return axes, {
+        name: mesh[name] if name in names else axes.along([name]) for name in ("dp", "tp")
+    }

@@ -1,4 +1,5 @@
-"""Layers over the axes of a mesh, after DistDL: what moves data between ranks is a module, and its backward is its adjoint.
+"""Layers over the axes of a mesh, after DistDL: what moves data between ranks is a module, and its
+backward is its adjoint.
 
 all_gather.py        AllGather ↔ ReduceScatter       blocks to whole tensors and back
 all_sum_reduce.py    AllSumReduce ↔ itself           the sum over the axes, on every rank
@@ -9,9 +10,9 @@ halo_spatial.py      SpatialParallel                 a convolution or pooling ov
 batch_norm.py        BatchNorm                       an example: the statistics of a batch that is cut over ranks
 axes.py              which axes, and how they cut a tensor: mesh axis i cuts dim i
 
-A rank that holds no part of a tensor has a zero-volume tensor in its place, and makes the same calls as the others.
-Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108), and DistDL,
-https://github.com/distdl/distdl.
+A rank that holds no part of a tensor has a zero-volume tensor in its place, and makes the same
+calls as the others. Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in
+Deep Learning" (arXiv 2006.03108), and DistDL, https://github.com/distdl/distdl.
 """
 
 from parallel101.layers.all_gather import AllGather, ReduceScatter
@@ -23,5 +24,14 @@ from parallel101.layers.halo_sizes import halos
 from parallel101.layers.halo_spatial import SpatialParallel
 from parallel101.layers.repartition import Repartition
 
-__all__ = ["AllGather", "AllSumReduce", "BatchNorm", "Broadcast", "HaloExchange", "ReduceScatter", "Repartition", "SpatialParallel"]
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "BatchNorm",
+    "Broadcast",
+    "HaloExchange",
+    "ReduceScatter",
+    "Repartition",
+    "SpatialParallel",
+]
 __all__ += ["SumReduce", "halos"]

@@ -39,16 +39,22 @@ class MeshAxes(NamedTuple):
     def block(self, whole: Sequence[int], cut: Sequence[int]) -> tuple[int, ...]:
         """The shape of this rank's block of a tensor that the axes in `cut` cut."""
         assert self.coordinate is not None
-        sizes = {axis: split_sizes(whole[axis], self.shape[axis])[self.coordinate[axis]] for axis in cut}
+        sizes = {
+            axis: split_sizes(whole[axis], self.shape[axis])[self.coordinate[axis]] for axis in cut
+        }
         return tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
 
     def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
-        """Raises ValueError if x can't be this rank's block of a tensor (of shape `whole`, if given) that the axes in `cut` cut."""
+        """Raises ValueError if x can't be this rank's block of a tensor (of shape `whole`, if
+        given) that the axes in `cut` cut.
+        """
         check_tensor(x)
         if whole is not None and tuple(x.shape) != self.block(whole, cut):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor of shape {tuple(whole)} has the block "
-                f"{self.block(whole, cut)} at coordinate {self.coordinate}: check shape=, which is that of the whole tensor"
+                f"x has shape {tuple(x.shape)}, but on a mesh of shape {self.shape} a tensor "
+                f"of shape {tuple(whole)} has the block "
+                f"{self.block(whole, cut)} at coordinate {self.coordinate}: check shape=, "
+                "which is that of the whole tensor"
             )
         check_dims(x.shape, self.shape, "x")
 
@@ -59,18 +65,30 @@ class MeshAxes(NamedTuple):
 def mesh_axes(mesh: DeviceMesh, axes: Axes) -> MeshAxes:
     """The mesh and its axes, given by number (negative counts from the end) or by name.
 
-    Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that is named twice.
+    Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that
+    is named twice.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh={mesh!r}: expected a DeviceMesh, such as torch.distributed.init_device_mesh('cpu', (2, 3)) returns")
+        raise TypeError(
+            f"mesh={mesh!r}: expected a DeviceMesh, such as "
+            "torch.distributed.init_device_mesh('cpu', (2, 3)) returns"
+        )
     several: object = (axes,) if isinstance(axes, int | str) else axes
     if not isinstance(several, Sequence):
-        raise TypeError(f"axes={axes!r}: expected axes of the mesh by number or name, such as (0, 2); () for none")
+        raise TypeError(
+            f"axes={axes!r}: expected axes of the mesh by number or name, such as (0, 2); () "
+            "for none"
+        )
     chosen = [axis_of(mesh, axis) for axis in several]
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"axes={axes!r} names an axis twice: expected each axis at most once")
     where = mesh.get_coordinate()
-    return MeshAxes(group_of(mesh), tuple(mesh.shape), tuple(sorted(chosen)), None if where is None else tuple(where))
+    return MeshAxes(
+        group_of(mesh),
+        tuple(mesh.shape),
+        tuple(sorted(chosen)),
+        None if where is None else tuple(where),
+    )
 
 
 def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
@@ -78,13 +96,17 @@ def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
     names = mesh.mesh_dim_names or ()
     if isinstance(axis, str):
         if axis not in names:
-            raise ValueError(f"axes: the mesh has no axis {axis!r}; " + (f"its axes are {names}" if names else "its axes have no names"))
+            raise ValueError(
+                f"axes: the mesh has no axis {axis!r}; "
+                + (f"its axes are {names}" if names else "its axes have no names")
+            )
         return names.index(axis)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise TypeError(f"axes: {axis!r} is no axis: expected its number or its name")
     if not -mesh.ndim <= axis < mesh.ndim:
         raise ValueError(
-            f"axes: the mesh has no axis {axis}: it has shape {tuple(mesh.shape)}, so expected {-mesh.ndim} to {mesh.ndim - 1}"
+            f"axes: the mesh has no axis {axis}: it has shape {tuple(mesh.shape)}, so expected "
+            f"{-mesh.ndim} to {mesh.ndim - 1}"
         )
     return axis % mesh.ndim
 
@@ -94,7 +116,10 @@ def whole_shape(shape: Sequence[int] | None, mesh_shape: Sequence[int]) -> tuple
     if shape is None:
         return None
     if not isinstance(shape, Sequence) or not all(type(n) is int and n >= 0 for n in shape):
-        raise TypeError(f"shape={shape!r}: expected the shape of the whole tensor, such as (6, 14, 12), or None for equal blocks")
+        raise TypeError(
+            f"shape={shape!r}: expected the shape of the whole tensor, such as (6, 14, 12), or "
+            "None for equal blocks"
+        )
     check_dims(shape, mesh_shape, "shape")
     return tuple(shape)
 
@@ -103,8 +128,10 @@ def check_dims(shape: Sequence[int], mesh_shape: Sequence[int], name: str) -> No
     """Raises ValueError if the mesh has more axes than the tensor has dims."""
     if len(shape) < len(mesh_shape):
         raise ValueError(
-            f"{name} has {len(shape)} dims ({tuple(shape)}), and the mesh {len(mesh_shape)} axes {tuple(mesh_shape)}: axis i of the mesh "
-            "cuts dim i. Expected at least as many dims; use a mesh of fewer axes, such as mesh['name'], or add dims of size 1."
+            f"{name} has {len(shape)} dims ({tuple(shape)}), and the mesh {len(mesh_shape)} "
+            f"axes {tuple(mesh_shape)}: axis i of the mesh "
+            "cuts dim i. Expected at least as many dims; use a mesh of fewer axes, such as "
+            "mesh['name'], or add dims of size 1."
         )
 
 
@@ -118,6 +145,7 @@ def outside(x: Tensor) -> Tensor:
     check_tensor(x)
     if x.numel():
         raise ValueError(
-            f"x has shape {tuple(x.shape)} on a rank outside the layer's mesh: expected a zero-volume tensor there, such as torch.empty(0)"
+            f"x has shape {tuple(x.shape)} on a rank outside the layer's mesh: expected a "
+            "zero-volume tensor there, such as torch.empty(0)"
         )
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,10 +1,13 @@
-"""BatchNorm: what the layers are for. The batch is cut over the ranks of a mesh, but its mean and variance are those of the whole batch.
+"""BatchNorm: what the layers are for.
+
+The batch is cut over the ranks of a mesh, but its mean and variance are those of the whole batch.
 
     rank 0  x₀ ── Σx₀ ─┐
                        ├─ AllSumReduce ─▶ mean of x on both ranks ─▶ (x − mean) / √(variance + ε)
     rank 1  x₁ ── Σx₁ ─┘
 
-The code is that of one process, with one AllSumReduce in each sum. Its adjoint gives the right gradients without a further line.
+The code is that of one process, with one AllSumReduce in each sum. Its adjoint gives the right
+gradients without a further line.
 """
 
 from __future__ import annotations
@@ -20,20 +23,25 @@ from parallel101.mesh import split_sizes
 
 
 class BatchNorm(nn.Module):
-    """torch's BatchNorm1d, 2d or 3d for a batch that is cut over a mesh, of any number of samples on each rank.
+    """torch's BatchNorm1d, 2d or 3d for a batch that is cut over a mesh, of any number of samples
+    on each rank.
 
-    Args:
-        mesh: a DeviceMesh. Axis 0 cuts the samples and axis 1 the channels (by `split_sizes`), further axes cut the further dims. A mesh of
-            one axis cuts the samples. A rank outside it gives and gets a zero-volume tensor, and sends nothing.
-        num_features: the number of channels of the whole tensor. This rank has the parameters and statistics of its own.
+    Args: mesh: a DeviceMesh. Axis 0 cuts the samples and axis 1 the channels (by `split_sizes`),
+        further axes cut the further dims. A mesh of
+            one axis cuts the samples. A rank outside it gives and gets a zero-volume tensor, and
+            sends nothing.
+        num_features: the number of channels of the whole tensor. This rank has the parameters and
+            statistics of its own.
         eps, momentum, affine, track_running_stats: see torch.nn.BatchNorm2d.
         device, dtype: of the parameters and statistics.
 
-    Forward takes (samples, channels, …) and returns a new tensor of that shape and dtype; it computes in float32 at least. In training it
-    makes two all-reduces of one number for each channel, in evaluation none. The gradients of weight and bias are summed over the ranks
-    that share them, as if the whole batch were on one rank. So they are the same on these ranks: don't average them again.
-    Raises ValueError or TypeError for wrong arguments; ValueError for other shapes, and in training for only one value per channel.
-    Source: Ioffe and Szegedy (arXiv 1502.03167); DistDL's DistributedBatchNorm.
+    Forward takes (samples, channels, …) and returns a new tensor of that shape and dtype; it
+    computes in float32 at least. In training it makes two all-reduces of one number for each
+    channel, in evaluation none. The gradients of weight and bias are summed over the ranks that
+    share them, as if the whole batch were on one rank. So they are the same on these ranks: don't
+    average them again. Raises ValueError or TypeError for wrong arguments; ValueError for other
+    shapes, and in training for only one value per channel. Source: Ioffe and Szegedy (arXiv
+    1502.03167); DistDL's DistributedBatchNorm.
     """
 
     weight: nn.Parameter | None
@@ -67,9 +75,13 @@ class BatchNorm(nn.Module):
         ones = torch.ones(self.channels, device=device, dtype=dtype)
         self.weight = nn.Parameter(ones.clone()) if affine else None
         self.bias = nn.Parameter(torch.zeros_like(ones)) if affine else None
-        self.register_buffer("running_mean", torch.zeros_like(ones) if track_running_stats else None)
+        self.register_buffer(
+            "running_mean", torch.zeros_like(ones) if track_running_stats else None
+        )
         self.register_buffer("running_var", ones.clone() if track_running_stats else None)
-        self.register_buffer("num_batches_tracked", torch.tensor(0, device=device) if track_running_stats else None)
+        self.register_buffer(
+            "num_batches_tracked", torch.tensor(0, device=device) if track_running_stats else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh.coordinate is None:
@@ -77,8 +89,12 @@ class BatchNorm(nn.Module):
         check_tensor(x)
         check_dims(x.shape, self.mesh.shape, "x")
         if x.dim() < 2 or x.shape[1] != self.channels:
-            raise ValueError(f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, …) on this rank")
-        given, x = x, x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 can't count to 257
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}: expected (samples, {self.channels} channels, "
+                "…) on this rank"
+            )
+        # bfloat16 can't count to 257
+        given, x = x, x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training or self.running_mean is None or self.running_var is None:
             mean, variance, n = self.statistics(x)
             if self.training:
@@ -87,7 +103,9 @@ class BatchNorm(nn.Module):
             mean, variance = self.running_mean, self.running_var
         y = (x - along_dim_1(mean, x)) / along_dim_1((variance + self.eps).sqrt(), x)
         if self.weight is not None and self.bias is not None:
-            affine = copy_to_group(torch.stack([self.weight, self.bias]), group=self.mesh.line(*self.mesh.axes))
+            affine = copy_to_group(
+                torch.stack([self.weight, self.bias]), group=self.mesh.line(*self.mesh.axes)
+            )
             y = y * along_dim_1(affine[0], x) + along_dim_1(affine[1], x)
         return y.to(given.dtype)
 
@@ -98,14 +116,21 @@ class BatchNorm(nn.Module):
         *_, total = sums = self.sum(torch.cat([x.sum(others), count]))
         n, mean = int(total), sums[:-1] / total
         if n < 2:
-            raise ValueError(f"the batch has {n} values per channel on all ranks together: expected at least 2 in training")
+            raise ValueError(
+                f"the batch has {n} values per channel on all ranks together: expected at "
+                "least 2 in training"
+            )
         variance = self.sum((x - along_dim_1(mean, x)).square().sum(others)) / n
         return mean, variance, n
 
     @torch.no_grad()
     def track(self, mean: Tensor, variance: Tensor) -> None:
         """Move the running statistics towards those of this batch."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if (
+            self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
             return
         self.num_batches_tracked += 1
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum

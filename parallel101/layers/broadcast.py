@@ -1,4 +1,6 @@
-"""Broadcast copies tensors along axes of a mesh. Its adjoint, SumReduce, sums along them. A dot is a rank that holds no tensor.
+"""Broadcast copies tensors along axes of a mesh.
+
+Its adjoint, SumReduce, sums along them. A dot is a rank that holds no tensor.
 
     axes=(1,) of a mesh 2 × 3:     a · ·      a a a        Broadcast ─▶
                                    d · ·      d d d
@@ -6,8 +8,9 @@
                                    a b c      s · ·        SumReduce ─▶        s = a + b + c
                                    d e f      t · ·                            t = d + e + f
 
-A rank that holds no tensor of shape [3, 7] has a zero-volume one of shape [0, 3, 7]. So it still knows the shape that it will receive, and
-nobody sends a message to ask: SumReduce followed by Broadcast is AllSumReduce.
+A rank that holds no tensor of shape [3, 7] has a zero-volume one of shape [0, 3, 7]. So it still
+knows the shape that it will receive, and nobody sends a message to ask: SumReduce followed by
+Broadcast is AllSumReduce.
 """
 
 from __future__ import annotations
@@ -29,30 +32,47 @@ from parallel101.mesh import Group, split_sizes
 class Broadcast(nn.Module):
     """Copies each source's tensor to all ranks of its line along some axes of the mesh.
 
-    On a mesh of shape (2, 3), `Broadcast(mesh, axes=(1,))` copies from the two ranks with coordinate 0 along axis 1 to six.
+    On a mesh of shape (2, 3), `Broadcast(mesh, axes=(1,))` copies from the two ranks with
+    coordinate 0 along axis 1 to six.
 
-    Args:
-        mesh: a DeviceMesh, of the ranks that get a tensor. Any other rank gives and gets a zero-volume tensor, and sends nothing.
-        axes: its axes by number or name. Without any, the result is a clone.
-        source: a DeviceMesh of the ranks that have a tensor, of the mesh's shape but 1 along `axes` (ones on the left may be left out).
+    Args: mesh: a DeviceMesh, of the ranks that get a tensor. Any other rank gives and gets a
+        zero-volume tensor, and sends nothing. axes: its axes by number or name. Without any, the
+        result is a clone. source: a DeviceMesh of the ranks that have a tensor, of the mesh's shape
+        but 1 along `axes` (ones on the left may be left out).
             Its ranks may lie anywhere. Default: the ranks with coordinate 0 along `axes`.
-        shape: of the whole tensor, if the mesh's other axes cut it into blocks by `split_sizes`. Default: not needed if each rank's x says
-            which shape it will receive.
+        shape: of the whole tensor, if the mesh's other axes cut it into blocks by `split_sizes`.
+            Default: not needed if each rank's x says which shape it will receive.
 
-    Forward takes a source's tensor. On the other ranks x only says which shape and dtype they receive. It is a zero-volume tensor of shape
-    (0, *shape), which SumReduce returns (with `shape=` any zero-volume one), or a tensor of that shape, whose values are ignored.
-    Returns a new tensor; on a source outside the mesh a zero-volume one.
-    Adjoint: SumReduce. Raises ValueError or TypeError for wrong arguments and tensors.
-    Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108).
+    Forward takes a source's tensor. On the other ranks x only says which shape and dtype they
+    receive. It is a zero-volume tensor of shape (0, *shape), which SumReduce returns (with `shape=`
+    any zero-volume one), or a tensor of that shape, whose values are ignored. Returns a new tensor;
+    on a source outside the mesh a zero-volume one. Adjoint: SumReduce. Raises ValueError or
+    TypeError for wrong arguments and tensors. Source: Hewett and Grady, "A Linear Algebraic
+    Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108).
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: Axes, *, source: DeviceMesh | None = None, shape: Sequence[int] | None = None):
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        axes: Axes,
+        *,
+        source: DeviceMesh | None = None,
+        shape: Sequence[int] | None = None,
+    ):
         super().__init__()
         self.mesh = mesh_axes(mesh, axes)
-        self.lines = lines_of(mesh, self.mesh, source, "source", whole_shape(shape, self.mesh.shape))
+        self.lines = lines_of(
+            mesh, self.mesh, source, "source", whole_shape(shape, self.mesh.shape)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return along_lines(broadcast, x, self.lines, gives=lambda line: line.is_root, gets=lambda line: line.in_mesh)
+        return along_lines(
+            broadcast,
+            x,
+            self.lines,
+            gives=lambda line: line.is_root,
+            gets=lambda line: line.in_mesh,
+        )
 
     def extra_repr(self) -> str:
         return str(self.mesh)
@@ -61,32 +81,47 @@ class Broadcast(nn.Module):
 class SumReduce(nn.Module):
     """Sums tensors along some axes of the mesh. One rank of each line, its target, gets the sum.
 
-    On a mesh of shape (2, 3), `SumReduce(mesh, axes=(1,))` sums over three ranks, twice. The sums are on the ranks with coordinate 0.
+    On a mesh of shape (2, 3), `SumReduce(mesh, axes=(1,))` sums over three ranks, twice. The sums
+    are on the ranks with coordinate 0.
 
-    Args:
-        mesh: a DeviceMesh, of the ranks that have a tensor. Any other rank gives and gets a zero-volume tensor, and sends nothing.
-        axes: its axes by number or name. Without any, the result is a clone.
-        target: a DeviceMesh of the ranks that get a sum; see `source` of Broadcast. Default: the ranks with coordinate 0 along `axes`.
-        shape: see Broadcast. Only a target outside the mesh needs it, or an x that says which shape it will receive.
+    Args: mesh: a DeviceMesh, of the ranks that have a tensor. Any other rank gives and gets a
+        zero-volume tensor, and sends nothing. axes: its axes by number or name. Without any, the
+        result is a clone. target: a DeviceMesh of the ranks that get a sum; see `source` of
+        Broadcast. Default: the ranks with coordinate 0 along `axes`. shape: see Broadcast. Only a
+        target outside the mesh needs it, or an x that says which shape it will receive.
 
-    Forward takes tensors of one shape on all ranks of a line. Returns a new tensor on the targets, and elsewhere a zero-volume one of shape
-    (0, *shape of x), which Broadcast takes. Adjoint: Broadcast. Errors and source are those of Broadcast.
+    Forward takes tensors of one shape on all ranks of a line. Returns a new tensor on the targets,
+    and elsewhere a zero-volume one of shape (0, *shape of x), which Broadcast takes. Adjoint:
+    Broadcast. Errors and source are those of Broadcast.
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: Axes, *, target: DeviceMesh | None = None, shape: Sequence[int] | None = None):
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        axes: Axes,
+        *,
+        target: DeviceMesh | None = None,
+        shape: Sequence[int] | None = None,
+    ):
         super().__init__()
         self.mesh = mesh_axes(mesh, axes)
-        self.lines = lines_of(mesh, self.mesh, target, "target", whole_shape(shape, self.mesh.shape))
+        self.lines = lines_of(
+            mesh, self.mesh, target, "target", whole_shape(shape, self.mesh.shape)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return along_lines(reduce, x, self.lines, gives=lambda line: line.in_mesh, gets=lambda line: line.is_root)
+        return along_lines(
+            reduce, x, self.lines, gives=lambda line: line.in_mesh, gets=lambda line: line.is_root
+        )
 
     def extra_repr(self) -> str:
         return str(self.mesh)
 
 
 class Line(NamedTuple):
-    """The ranks of one broadcast or reduction: a line (plane, …) of the mesh, and its root, which may lie elsewhere."""
+    """The ranks of one broadcast or reduction: a line (plane, …) of the mesh, and its root,
+    which may lie elsewhere.
+    """
 
     group: Group
     root: int  # its position in the group
@@ -98,8 +133,15 @@ class Line(NamedTuple):
         return self.group.position == self.root
 
 
-def lines_of(mesh: DeviceMesh, chosen: MeshAxes, roots: DeviceMesh | None, name: str, whole: Sequence[int] | None) -> list[Line]:
-    """The lines in which this rank takes part: none, one, or two if it is the root of another line than its own.
+def lines_of(
+    mesh: DeviceMesh,
+    chosen: MeshAxes,
+    roots: DeviceMesh | None,
+    name: str,
+    whole: Sequence[int] | None,
+) -> list[Line]:
+    """The lines in which this rank takes part: none, one, or two if it is the root of another line
+    than its own.
 
     All ranks have them in the same order, so that no two ranks wait for each other.
     """
@@ -116,7 +158,10 @@ def lines_of(mesh: DeviceMesh, chosen: MeshAxes, roots: DeviceMesh | None, name:
         group = Group(ranks, ranks.index(me), (len(ranks),), None, names)
         block = None
         if whole is not None:
-            sizes = {axis: split_sizes(whole[axis], mesh.shape[axis])[c] for axis, c in zip(kept, coordinates[i])}
+            sizes = {
+                axis: split_sizes(whole[axis], mesh.shape[axis])[c]
+                for axis, c in zip(kept, coordinates[i])
+            }
             block = tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
         found.append(Line(group, ranks.index(root), me in members, block))
     return found
@@ -124,16 +169,29 @@ def lines_of(mesh: DeviceMesh, chosen: MeshAxes, roots: DeviceMesh | None, name:
 
 def _ranks_of(roots: DeviceMesh, expected: tuple[int, ...], name: str) -> Tensor:
     if not isinstance(roots, DeviceMesh):
-        raise TypeError(f"{name}={roots!r}: expected a DeviceMesh of shape {expected}, or None for the ranks with coordinate 0")
+        raise TypeError(
+            f"{name}={roots!r}: expected a DeviceMesh of shape {expected}, or None for the "
+            "ranks with coordinate 0"
+        )
     if (1,) * (len(expected) - roots.ndim) + tuple(roots.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(roots.shape)}: expected {expected}, the shape of the mesh with 1 along the layer's axes")
+        raise ValueError(
+            f"{name} has shape {tuple(roots.shape)}: expected {expected}, the shape of the "
+            "mesh with 1 along the layer's axes"
+        )
     return roots.mesh.flatten()
 
 
 def along_lines(
-    operation: Callable[..., Tensor], x: Tensor, lines: list[Line], *, gives: Callable[[Line], bool], gets: Callable[[Line], bool]
+    operation: Callable[..., Tensor],
+    x: Tensor,
+    lines: list[Line],
+    *,
+    gives: Callable[[Line], bool],
+    gets: Callable[[Line], bool],
 ) -> Tensor:
-    """Broadcast or reduce in each of this rank's lines. x is given in one of them at most, and the result got from one at most."""
+    """Broadcast or reduce in each of this rank's lines. x is given in one of them at most, and
+    the result got from one at most.
+    """
     if not lines:
         return outside(x)
     check_tensor(x)
@@ -155,21 +213,31 @@ def along_lines(
 
 
 def shape_in(line: Line, x: Tensor, gives: bool, has_x: bool) -> tuple[int, ...]:
-    """The shape of the tensors in this line. Raises ValueError if x contradicts it or doesn't tell it."""
+    """The shape of the tensors in this line.
+
+    Raises ValueError if x contradicts it or doesn't tell it.
+    """
     if line.block is not None:
         if tuple(x.shape) != line.block and (gives or (x.numel() and not has_x)):
-            raise ValueError(f"x has shape {tuple(x.shape)}, but here the whole tensor has a block of shape {line.block}: check shape=")
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but here the whole tensor has a block of shape "
+                f"{line.block}: check shape="
+            )
         return line.block
     if has_x or x.numel():
         return tuple(x.shape)
     if x.dim() < 2 or x.shape[0]:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, which doesn't say what this rank will receive: expected a zero-volume tensor such as "
-            "torch.empty(0, 3, 7) for a tensor of shape (3, 7); or give the layer shape=, the shape of the whole tensor"
+            f"x has shape {tuple(x.shape)}, which doesn't say what this rank will receive: "
+            "expected a zero-volume tensor such as "
+            "torch.empty(0, 3, 7) for a tensor of shape (3, 7); or give the layer shape=, the "
+            "shape of the whole tensor"
         )
     return tuple(x.shape[1:])
 
 
 def zeros(x: Tensor) -> Tensor:
-    """A zero of shape () that depends on x, so that a rank which only receives belongs to the graph as the others do."""
+    """A zero of shape () that depends on x, so that a rank which only receives belongs to the
+    graph as the others do.
+    """
     return x.reshape(-1)[:0].sum(dtype=x.dtype)

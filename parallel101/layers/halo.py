@@ -1,10 +1,12 @@
-"""Halo exchange: every rank gets the entries around its block that a kernel needs, from the ranks that hold them.
+"""Halo exchange: every rank gets the entries around its block that a kernel needs, from the ranks
+that hold them.
 
 forward    rank 0  a b c d          →  a b c d e            backward    rank 0  ∂ of a b c d e  →  sends ∂e back
            rank 1          e f g h  →        d e f g h                  rank 1  adds ∂e to its own
 
-Dims are exchanged one after the other. The messages of the second dim include what arrived along the first, so corners need no messages
-to diagonal neighbours. How large the halos are is in halo_sizes.py. Convolutions and pooling that use this are in halo_spatial.py.
+Dims are exchanged one after the other. The messages of the second dim include what arrived along
+the first, so corners need no messages to diagonal neighbours. How large the halos are is in
+halo_sizes.py. Convolutions and pooling that use this are in halo_spatial.py.
 """
 
 from __future__ import annotations
@@ -25,23 +27,26 @@ from parallel101.mesh import Group
 
 
 class HaloExchange(nn.Module):
-    """Turns this rank's block of a tensor into the block that a kernel needs, with halos and padding.
+    """Turns this rank's block of a tensor into the block that a kernel needs, with halos and
+    padding.
 
-    A convolution or pooling with the same kernel, stride and dilation, and without padding, then computes this rank's block of the output.
-    Inputs and outputs are both cut by `split_sizes`, and mesh axis i cuts tensor dim i.
+    A convolution or pooling with the same kernel, stride and dilation, and without padding, then
+    computes this rank's block of the output. Inputs and outputs are both cut by `split_sizes`, and
+    mesh axis i cuts tensor dim i.
 
-    Args:
-        mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends nothing.
-        shape: of the whole tensor.
-        kernel_size: one size for each of the last dims, such as (3, 3) for images; an int is for the last dim. The others have 1.
-        stride, padding, dilation: one for each size in `kernel_size`, or one int for all. A padding may be a pair, before and after.
-        fill: the value of the padding. Use -inf for max pooling.
+    Args: mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
+        nothing. shape: of the whole tensor. kernel_size: one size for each of the last dims, such
+        as (3, 3) for images; an int is for the last dim. The others have 1. stride, padding,
+        dilation: one for each size in `kernel_size`, or one int for all. A padding may be a pair,
+        before and after. fill: the value of the padding. Use -inf for max pooling.
 
-    Forward takes this rank's block and returns a new tensor. It leaves out entries that no kernel of this rank covers. A dim that needs no
-    halos costs no messages. Adjoint: the halos go back to where they came from, and are added there.
+    Forward takes this rank's block and returns a new tensor. It leaves out entries that no kernel
+    of this rank covers. A dim that needs no halos costs no messages. Adjoint: the halos go back to
+    where they came from, and are added there.
 
-    Raises ValueError or TypeError for wrong arguments; ValueError, before any message, for an x that isn't this rank's block.
-    Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108), halo exchange.
+    Raises ValueError or TypeError for wrong arguments; ValueError, before any message, for an x
+    that isn't this rank's block. Source: Hewett and Grady, "A Linear Algebraic Approach to Model
+    Parallelism in Deep Learning" (arXiv 2006.03108), halo exchange.
     """
 
     def __init__(
@@ -59,8 +64,10 @@ class HaloExchange(nn.Module):
         self.mesh = mesh_axes(mesh, ())
         self.shape = whole_shape(shape, self.mesh.shape) or ()
         self.fill = fill
-        self.lines = _lines(self.shape, self.mesh.shape, kernel_size, stride, padding, dilation)  # for each dim, the halos along it
-        self.output_shape = tuple(line[-1].computes.stop for line in self.lines)  # of the whole output
+        # for each dim, the halos along it
+        self.lines = _lines(self.shape, self.mesh.shape, kernel_size, stride, padding, dilation)
+        # of the whole output
+        self.output_shape = tuple(line[-1].computes.stop for line in self.lines)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh.coordinate is None:
@@ -70,23 +77,33 @@ class HaloExchange(nn.Module):
         y = x
         for dim, line in enumerate(self.lines):
             if any(halo.needs != halo.holds or halo.padding != (0, 0) for halo in line):
-                y = exchange_halos(y, dim, line, group=self.mesh.line(dim) if dim in axes else self.mesh.line(), fill=self.fill)
+                y = exchange_halos(
+                    y,
+                    dim,
+                    line,
+                    group=self.mesh.line(dim) if dim in axes else self.mesh.line(),
+                    fill=self.fill,
+                )
         return x.clone() if y is x else y
 
     def extra_repr(self) -> str:
         return f"mesh {'×'.join(map(str, self.mesh.shape))}, {self.shape} → {self.output_shape}"
 
 
-def exchange_halos(x: Tensor, dim: int, line: list[Halo], *, group: Group, fill: float = 0.0) -> Tensor:
+def exchange_halos(
+    x: Tensor, dim: int, line: list[Halo], *, group: Group, fill: float = 0.0
+) -> Tensor:
     """The exchange along one dim, among the ranks of one line of the mesh. Backward: `add_halos`.
 
-    Each rank sends the entries of x that others need, each entry straight from the rank that holds it.
+    Each rank sends the entries of x that others need, each entry straight from the rank that holds
+    it.
 
     Args:
         x: what this rank holds.
         line: of each rank in `group`, as `halos` returns it.
 
-    Returns what this rank needs: padding, entries from the left, own entries, entries from the right, padding.
+    Returns what this rank needs: padding, entries from the left, own entries, entries from the
+    right, padding.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -94,8 +111,14 @@ def exchange_halos(x: Tensor, dim: int, line: list[Halo], *, group: Group, fill:
         comm = begin("halo_exchange", group, x, uneven=dim)
         mine, (outgoing, incoming) = line[comm.rank], _messages_of(comm.rank, line)
         first = mine.holds.start  # the entry that x begins with
-        sent = [comm.isend(_entries(x, dim, first, block).contiguous(), to) for to, block in outgoing.items()]
-        pieces = {source: x.new_empty(_resized(x.shape, dim, len(block))) for source, block in incoming.items()}
+        sent = [
+            comm.isend(_entries(x, dim, first, block).contiguous(), to)
+            for to, block in outgoing.items()
+        ]
+        pieces = {
+            source: x.new_empty(_resized(x.shape, dim, len(block)))
+            for source, block in incoming.items()
+        }
         received = [comm.irecv(piece, source) for source, piece in pieces.items()]
         pieces[comm.rank] = _entries(x, dim, first, overlap(mine.holds, mine.needs))
         wait_all(sent + received)
@@ -109,9 +132,11 @@ def exchange_halos(x: Tensor, dim: int, line: list[Halo], *, group: Group, fill:
 
 
 def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
-    """The transpose of `exchange_halos`: every rank sends its halos back to the ranks that hold these entries, and they add them up.
+    """The transpose of `exchange_halos`: every rank sends its halos back to the ranks that hold
+    these entries, and they add them up.
 
-    Takes what `exchange_halos` returns and returns what it takes. Backward: `exchange_halos`, with zeros as padding.
+    Takes what `exchange_halos` returns and returns what it takes. Backward: `exchange_halos`, with
+    zeros as padding.
     """
 
     def forward(g: Tensor) -> Tensor:
@@ -119,10 +144,19 @@ def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
         comm = begin("halo_sum", group, g, uneven=dim)
         mine, (outgoing, incoming) = line[comm.rank], _messages_of(comm.rank, line)
         first = mine.needs.start - mine.padding[0]  # the entry that g begins with
-        sent = [comm.isend(_entries(g, dim, first, block).contiguous(), source) for source, block in incoming.items()]  # arrows reversed
-        pieces = {to: g.new_empty(_resized(g.shape, dim, len(block))) for to, block in outgoing.items()}
+        # arrows reversed
+        sent = [
+            comm.isend(_entries(g, dim, first, block).contiguous(), source)
+            for source, block in incoming.items()
+        ]
+        pieces = {
+            to: g.new_empty(_resized(g.shape, dim, len(block))) for to, block in outgoing.items()
+        }
         received = [comm.irecv(piece, to) for to, piece in pieces.items()]
-        result, own = g.new_zeros(_resized(g.shape, dim, len(mine.holds))), overlap(mine.holds, mine.needs)
+        result, own = (
+            g.new_zeros(_resized(g.shape, dim, len(mine.holds))),
+            overlap(mine.holds, mine.needs),
+        )
         _entries(result, dim, mine.holds.start, own).copy_(_entries(g, dim, first, own))
         wait_all(sent + received)
         for to, piece in pieces.items():
@@ -136,9 +170,13 @@ def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
 
 
 def _messages_of(me: int, line: list[Halo]) -> tuple[dict[int, range], dict[int, range]]:
-    """The entries that I send in the exchange, by destination, and those that I receive, by source."""
+    """The entries that I send in the exchange, by destination, and those that I receive, by
+    source.
+    """
     blocks = messages(line).items()
-    return {to: block for (source, to), block in blocks if source == me}, {source: block for (source, to), block in blocks if to == me}
+    return {to: block for (source, to), block in blocks if source == me}, {
+        source: block for (source, to), block in blocks if to == me
+    }
 
 
 def _entries(x: Tensor, dim: int, first: int, entries: range) -> Tensor:
@@ -150,20 +188,46 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-def _lines(shape: Sequence[int], axes: Sequence[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> list[list[Halo]]:
+def _lines(
+    shape: Sequence[int],
+    axes: Sequence[int],
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> list[list[Halo]]:
     """For each dim of the tensor: what each rank of a line along it holds, computes and needs."""
-    for name, given in (("kernel_size", kernel_size), ("stride", stride), ("padding", padding), ("dilation", dilation)):
+    for name, given in (
+        ("kernel_size", kernel_size),
+        ("stride", stride),
+        ("padding", padding),
+        ("dilation", dilation),
+    ):
         if not isinstance(given, int | Sequence):
-            raise TypeError(f"{name}={given!r}: expected an int, or one for each dim of the kernel, such as (3, 3)")
+            raise TypeError(
+                f"{name}={given!r}: expected an int, or one for each dim of the kernel, such "
+                "as (3, 3)"
+            )
     kernel = [kernel_size] if isinstance(kernel_size, int) else list(kernel_size)
     others = len(shape) - len(kernel)  # the first dims: their kernel is 1
     if others < 0:
-        raise ValueError(f"kernel_size={kernel_size} has {len(kernel)} sizes: expected at most {len(shape)} for a tensor of shape {shape}")
+        raise ValueError(
+            f"kernel_size={kernel_size} has {len(kernel)} sizes: expected at most {len(shape)} "
+            f"for a tensor of shape {shape}"
+        )
     window = []
-    for name, neutral, given in (("kernel_size", 1, kernel), ("stride", 1, stride), ("padding", 0, padding), ("dilation", 1, dilation)):
+    for name, neutral, given in (
+        ("kernel_size", 1, kernel),
+        ("stride", 1, stride),
+        ("padding", 0, padding),
+        ("dilation", 1, dilation),
+    ):
         values = [given] * len(kernel) if isinstance(given, int) else list(given)
         if len(values) != len(kernel):
-            raise ValueError(f"{name}={given}: expected an int, or one for each dim of the kernel, whose size is {tuple(kernel)}")
+            raise ValueError(
+                f"{name}={given}: expected an int, or one for each dim of the kernel, whose "
+                f"size is {tuple(kernel)}"
+            )
         window.append([neutral] * others + values)
     lines = []
     for dim, (n, *of_dim) in enumerate(zip(shape, *window, strict=True)):

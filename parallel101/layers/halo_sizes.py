@@ -1,13 +1,16 @@
-"""Halos: which entries of a cut tensor a rank must get from other ranks before it can slide a kernel over its own.
+"""Halos: which entries of a cut tensor a rank must get from other ranks before it can slide a
+kernel over its own.
 
-n = 11 entries, a kernel of 5, 3 ranks, no padding: 7 outputs, cut into 3, 2 and 2 (the publication's unbalanced convolution)
+n = 11 entries, a kernel of 5, 3 ranks, no padding: 7 outputs, cut into 3, 2 and 2 (the
+publication's unbalanced convolution)
 
 rank 0   [0  1  2  3] 4  5  6                       computes outputs 0 1 2     gets nothing from the left, 3 from the right
 rank 1             3 [4  5  6  7] 8                 computes outputs 3 4       gets 1 and 1
 rank 2                   5  6  7 [8  9  10]         computes outputs 5 6       gets 3 and 0
 
-This file computes with sizes only and sends nothing. Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in Deep
-Learning" (arXiv 2006.03108), halo exchange; DistDL's HaloMixin.
+This file computes with sizes only and sends nothing. Source: Hewett and Grady, "A Linear Algebraic
+Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108), halo exchange; DistDL's
+HaloMixin.
 """
 
 from __future__ import annotations
@@ -18,29 +21,46 @@ from parallel101.mesh import split_ranges
 
 
 class Halo(NamedTuple):
-    """One rank along one dim. Entries are counted in the whole tensor: range(4, 8) means the entries 4, 5, 6 and 7."""
+    """One rank along one dim.
+
+    Entries are counted in the whole tensor: range(4, 8) means the entries 4, 5, 6 and 7.
+    """
 
     holds: range  # of the input
     computes: range  # of the output
     needs: range  # of the input, to compute these outputs
-    padding: tuple[int, int]  # entries that it adds before and after, because a kernel reaches over an end of the tensor
+    # entries that it adds before and after, because a kernel reaches over an end of the tensor
+    padding: tuple[int, int]
 
     @property
     def left(self) -> int:
-        """How many entries the rank gets from its left. If negative: how many of its own first entries it does not need."""
+        """How many entries the rank gets from its left.
+
+        If negative: how many of its own first entries it does not need.
+        """
         return self.holds.start - self.needs.start
 
     @property
     def right(self) -> int:
-        """How many entries the rank gets from its right. If negative: how many of its own last entries it does not need."""
+        """How many entries the rank gets from its right.
+
+        If negative: how many of its own last entries it does not need.
+        """
         return self.needs.stop - self.holds.stop
 
 
-def halos(n: int, p: int, kernel_size: int, stride: int = 1, padding: int | tuple[int, int] = 0, dilation: int = 1) -> list[Halo]:
+def halos(
+    n: int,
+    p: int,
+    kernel_size: int,
+    stride: int = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int = 1,
+) -> list[Halo]:
     """What each rank holds, computes and needs, along one dim of n entries that p ranks share.
 
-    Inputs and outputs are both cut by `split_sizes`. A rank can get halos on both sides, on one or on none, of different sizes, and from
-    ranks beyond its neighbours if the shards are small.
+    Inputs and outputs are both cut by `split_sizes`. A rank can get halos on both sides, on one or
+    on none, of different sizes, and from ranks beyond its neighbours if the shards are small.
 
     Args:
         n: entries of the whole input along this dim.
@@ -48,7 +68,8 @@ def halos(n: int, p: int, kernel_size: int, stride: int = 1, padding: int | tupl
         kernel_size, stride, dilation: of the convolution or pooling, as in torch.
         padding: entries added at both ends of the whole input; or a pair, before and after.
 
-    Returns one Halo per rank. Raises ValueError for sizes that make no sense, and for a kernel larger than the padded input.
+    Returns one Halo per rank. Raises ValueError for sizes that make no sense, and for a kernel
+    larger than the padded input.
     """
     before, after = padding if isinstance(padding, tuple) else (padding, padding)
     for name, value, least in (
@@ -62,17 +83,27 @@ def halos(n: int, p: int, kernel_size: int, stride: int = 1, padding: int | tupl
     extent = dilation * (kernel_size - 1) + 1  # from the first entry under the kernel to the last
     if n + before + after < extent:
         raise ValueError(
-            f"the kernel covers {extent} entries (kernel_size={kernel_size}, dilation={dilation}), but the input has only "
+            f"the kernel covers {extent} entries (kernel_size={kernel_size}, "
+            f"dilation={dilation}), but the input has only "
             f"{n}, and {before + after} of padding: make the kernel smaller or the padding larger"
         )
     outputs = (n + before + after - extent) // stride + 1
-    return [_halo(held, computed, n, extent, stride, before) for held, computed in zip(split_ranges(n, p), split_ranges(outputs, p))]
+    return [
+        _halo(held, computed, n, extent, stride, before)
+        for held, computed in zip(split_ranges(n, p), split_ranges(outputs, p))
+    ]
 
 
 def messages(line: list[Halo]) -> dict[tuple[int, int], range]:
-    """Who sends which entries to whom: (source, destination) → entries. Ranks that need nothing of each other are left out."""
+    """Who sends which entries to whom: (source, destination) → entries.
+
+    Ranks that need nothing of each other are left out.
+    """
     blocks = {
-        (source, to): overlap(line[source].holds, line[to].needs) for source in range(len(line)) for to in range(len(line)) if source != to
+        (source, to): overlap(line[source].holds, line[to].needs)
+        for source in range(len(line))
+        for to in range(len(line))
+        if source != to
     }
     return {pair: block for pair, block in blocks.items() if block}
 
@@ -86,7 +117,10 @@ def overlap(a: range, b: range) -> range:
 def _halo(holds: range, computes: range, n: int, extent: int, stride: int, before: int) -> Halo:
     if not computes:  # more ranks than outputs: the last ranks compute nothing
         return Halo(holds, computes, range(holds.start, holds.start), (0, 0))
-    start = computes.start * stride - before  # counted in the input: the padding before it has negative numbers
+    # counted in the input: the padding before it has negative numbers
+    start = computes.start * stride - before
     stop = (computes.stop - 1) * stride - before + extent
     needs = range(min(max(start, 0), n), min(max(stop, 0), n))
-    return Halo(holds, computes, needs, (max(0, min(stop, 0) - start), max(0, stop - max(start, n))))
+    return Halo(
+        holds, computes, needs, (max(0, min(stop, 0) - start), max(0, stop - max(start, n)))
+    )

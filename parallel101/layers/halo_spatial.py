@@ -1,10 +1,11 @@
-"""Spatial parallelism: a convolution or pooling over a tensor that is cut across ranks, with the values and gradients of one process.
+"""Spatial parallelism: a convolution or pooling over a tensor that is cut across ranks, with the
+values and gradients of one process.
 
     layer = SpatialParallel(nn.Conv2d(3, 8, kernel_size=3, padding=1), mesh, shape=(32, 3, 224, 224))      a mesh of shape (1, 1, 2, 2)
     y = layer(x)      x: this rank's (32, 3, 112, 112);  y: its block of the output, here (32, 8, 112, 112)
 
-Each rank gets the halo of its block, and then calls torch's own layer. Every rank has the whole kernel, and the gradients of the kernel are
-summed over the mesh. The halo exchange is in halo.py.
+Each rank gets the halo of its block, and then calls torch's own layer. Every rank has the whole
+kernel, and the gradients of the kernel are summed over the mesh. The halo exchange is in halo.py.
 """
 
 from __future__ import annotations
@@ -31,30 +32,42 @@ SLIDING = {  # how many dims the kernel slides over
 
 
 class SpatialParallel(nn.Module):
-    """A convolution or pooling on a tensor that is cut across a mesh. Values and gradients are those of one process.
+    """A convolution or pooling on a tensor that is cut across a mesh.
 
-    Args:
-        module: an nn.Conv, nn.MaxPool or nn.AvgPool of 1, 2 or 3 dims. It is copied, and every rank gets the weights of position 0.
-        mesh: a DeviceMesh. Axis i cuts dim i of input and output. A convolution needs all channels, so axis 1 has one rank there.
+    Values and gradients are those of one process.
+
+    Args: module: an nn.Conv, nn.MaxPool or nn.AvgPool of 1, 2 or 3 dims. It is copied, and every
+        rank gets the weights of position 0. mesh: a DeviceMesh. Axis i cuts dim i of input and
+        output. A convolution needs all channels, so axis 1 has one rank there.
             A rank outside the mesh gives and gets a zero-volume tensor, and sends nothing.
         shape: of the whole input: samples, channels, and then the dims that the kernel slides over.
 
-    Forward takes this rank's block of the input and returns its block of the output, both cut by `split_sizes`. The whole output has the
-    shape `output_shape`, which is the next layer's `shape`. All ranks of the mesh construct the layer together. Backward sums the gradients
-    of weight and bias over the mesh. They are then the same on all its ranks, so don't sum or average them again.
+    Forward takes this rank's block of the input and returns its block of the output, both cut by
+    `split_sizes`. The whole output has the shape `output_shape`, which is the next layer's `shape`.
+    All ranks of the mesh construct the layer together. Backward sums the gradients of weight and
+    bias over the mesh. They are then the same on all its ranks, so don't sum or average them again.
 
-    Raises TypeError for another module; ValueError for an option that has no distributed form, and for shapes that don't fit together.
+    Raises TypeError for another module; ValueError for an option that has no distributed form, and
+    for shapes that don't fit together.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, *, shape: Sequence[int]):
         super().__init__()
         kind, dims = type(module).__name__, SLIDING.get(type(module))
         if dims is None:
-            raise TypeError(f"module is a {kind}: expected a convolution or pooling, {', '.join(sliding.__name__ for sliding in SLIDING)}")
+            raise TypeError(
+                f"module is a {kind}: expected a convolution or pooling, "
+                f"{', '.join(sliding.__name__ for sliding in SLIDING)}"
+            )
         if len(shape) != dims + 2:
-            raise ValueError(f"shape={tuple(shape)}: expected {dims + 2} dims for a {kind}, samples and channels first")
+            raise ValueError(
+                f"shape={tuple(shape)}: expected {dims + 2} dims for a {kind}, samples and "
+                "channels first"
+            )
         self.window = window_of(module, dims)
-        self.exchange = HaloExchange(mesh, shape=shape, **self.window, fill=-math.inf if "MaxPool" in kind else 0.0)
+        self.exchange = HaloExchange(
+            mesh, shape=shape, **self.window, fill=-math.inf if "MaxPool" in kind else 0.0
+        )
         self.group = self.exchange.mesh.mesh
         self.output_shape = self.exchange.output_shape
         local: Any = copy.deepcopy(module)
@@ -63,10 +76,14 @@ class SpatialParallel(nn.Module):
         if "Conv" in kind:
             if self.exchange.mesh.shape[1:2] not in ((), (1,)):
                 raise ValueError(
-                    f"the mesh has shape {self.exchange.mesh.shape}: expected one rank on axis 1, since a {kind} needs all channels"
+                    f"the mesh has shape {self.exchange.mesh.shape}: expected one rank on axis "
+                    f"1, since a {kind} needs all channels"
                 )
             if shape[1] != local.in_channels:
-                raise ValueError(f"shape={tuple(shape)} has {shape[1]} channels, but the {kind} expects {local.in_channels}")
+                raise ValueError(
+                    f"shape={tuple(shape)} has {shape[1]} channels, but the {kind} expects "
+                    f"{local.in_channels}"
+                )
             self.output_shape = (self.output_shape[0], local.out_channels, *self.output_shape[2:])
         if self.group.position is not None:
             for parameter in self.module.parameters():
@@ -76,11 +93,25 @@ class SpatialParallel(nn.Module):
         block = self.exchange(x)
         if self.group.position is None:
             return block
-        sizes, kernel, dilation = list(block.shape), self.window["kernel_size"], self.window["dilation"]
-        for dim, extent in enumerate([1, 1, *(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))]):
-            if not sizes[dim]:  # more ranks than outputs. This rank computes one output from zeros and drops it, to take part in backward
-                block = torch.cat([block, block.new_zeros([*block.shape[:dim], extent, *block.shape[dim + 1 :]])], dim)
-        weights = {name: copy_to_group(parameter, group=self.group) for name, parameter in self.module.named_parameters()}
+        sizes, kernel, dilation = (
+            list(block.shape),
+            self.window["kernel_size"],
+            self.window["dilation"],
+        )
+        for dim, extent in enumerate(
+            [1, 1, *(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))]
+        ):
+            # more ranks than outputs. This rank computes one output from zeros and drops it, to
+            # take part in backward
+            if not sizes[dim]:
+                block = torch.cat(
+                    [block, block.new_zeros([*block.shape[:dim], extent, *block.shape[dim + 1 :]])],
+                    dim,
+                )
+        weights = {
+            name: copy_to_group(parameter, group=self.group)
+            for name, parameter in self.module.named_parameters()
+        }
         y = functional_call(self.module, weights, block)
         for dim, size in enumerate(sizes):
             y = y if size else y.narrow(dim, 0, 0)
@@ -88,17 +119,34 @@ class SpatialParallel(nn.Module):
 
 
 def window_of(module: Any, dims: int) -> dict[str, Any]:
-    """The module's kernel_size, stride, padding and dilation, each with one entry per dim. Raises ValueError for unsupported options."""
-    for option, supported in (("padding_mode", "zeros"), ("ceil_mode", False), ("return_indices", False)):
+    """The module's kernel_size, stride, padding and dilation, each with one entry per dim.
+
+    Raises ValueError for unsupported options.
+    """
+    for option, supported in (
+        ("padding_mode", "zeros"),
+        ("ceil_mode", False),
+        ("return_indices", False),
+    ):
         if getattr(module, option, supported) != supported:
-            raise ValueError(f"{option}={getattr(module, option)!r} has no distributed form here: use {option}={supported!r}")
+            raise ValueError(
+                f"{option}={getattr(module, option)!r} has no distributed form here: use "
+                f"{option}={supported!r}"
+            )
     if module.padding not in (0, (0,) * dims) and not getattr(module, "count_include_pad", True):
-        raise ValueError("count_include_pad=False has no distributed form here: use count_include_pad=True or padding=0")
+        raise ValueError(
+            "count_include_pad=False has no distributed form here: use count_include_pad=True "
+            "or padding=0"
+        )
 
     def each(value: Any) -> tuple[Any, ...]:
         return (value,) * dims if isinstance(value, int) else tuple(value)
 
-    kernel_size, dilation, padding = each(module.kernel_size), each(getattr(module, "dilation", 1)), module.padding
+    kernel_size, dilation, padding = (
+        each(module.kernel_size),
+        each(getattr(module, "dilation", 1)),
+        module.padding,
+    )
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernel_size, dilation, strict=True)]
         padding = [(total // 2, total - total // 2) for total in totals]

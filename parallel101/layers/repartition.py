@@ -1,11 +1,14 @@
-"""Repartition: from one layout of a tensor to another. Each rank sends to each other rank what both of their blocks have in common.
+"""Repartition: from one layout of a tensor to another.
+
+Each rank sends to each other rank what both of their blocks have in common.
 
     source: mesh 3 × 1        target: mesh 1 × 2        rank 1 sends the left half of its rows to rank 0,
         0 0 0 0                   0 0 1 1               and keeps the right half
         1 1 1 1         ─▶        0 0 1 1
         2 2 2 2                   0 0 1 1
 
-It is one all-to-all of unequal pieces, of which many are empty. Its adjoint is the Repartition back.
+It is one all-to-all of unequal pieces, of which many are empty. Its adjoint is the Repartition
+back.
 """
 
 from __future__ import annotations
@@ -29,27 +32,36 @@ Region = tuple[range, ...]  # along each dim of the whole tensor
 
 
 class Repartition(nn.Module):
-    """Moves a tensor from the blocks into which one mesh cuts it to those of another mesh. Mesh axis i cuts dim i, by `split_sizes`.
+    """Moves a tensor from the blocks into which one mesh cuts it to those of another mesh.
 
-    Args:
-        source, target: DeviceMeshes of any ranks and shapes. A rank outside the source gives a zero-volume tensor, and one outside the
+    Mesh axis i cuts dim i, by `split_sizes`.
+
+    Args: source, target: DeviceMeshes of any ranks and shapes. A rank outside the source gives a
+        zero-volume tensor, and one outside the
             target gets one. A rank outside both sends nothing.
-        shape: of the whole tensor. Default: all blocks of the source are as large as mine; then every rank of the target must be in the
-            source, because no message is spent on asking.
+        shape: of the whole tensor. Default: all blocks of the source are as large as mine; then
+            every rank of the target must be in the source, because no message is spent on asking.
 
-    Forward takes this rank's block and returns its new one, a new tensor. A rank sends to each other rank the part of its block that lies
-    in the other's new block, in one message. What it has already is copied. Adjoint: Repartition(target, source).
-    Raises ValueError or TypeError for wrong arguments; ValueError, before any message, for a block that contradicts `shape`.
-    Source: DistDL's Repartition; Hewett and Grady (arXiv 2006.03108), which calls it a generalized all-to-all.
+    Forward takes this rank's block and returns its new one, a new tensor. A rank sends to each
+    other rank the part of its block that lies in the other's new block, in one message. What it has
+    already is copied. Adjoint: Repartition(target, source). Raises ValueError or TypeError for
+    wrong arguments; ValueError, before any message, for a block that contradicts `shape`. Source:
+    DistDL's Repartition; Hewett and Grady (arXiv 2006.03108), which calls it a generalized
+    all-to-all.
     """
 
-    def __init__(self, source: DeviceMesh, target: DeviceMesh, *, shape: Sequence[int] | None = None):
+    def __init__(
+        self, source: DeviceMesh, target: DeviceMesh, *, shape: Sequence[int] | None = None
+    ):
         super().__init__()
         self.source, self.target = layout_of(source), layout_of(target)
         self.shape = whole_shape(whole_shape(shape, source.shape), target.shape)
         strangers = sorted(set(self.target.ranks) - set(self.source.ranks))
         if shape is None and strangers:
-            raise ValueError(f"the ranks {strangers} of the target are not in the source, so they can't know the shape: expected shape=")
+            raise ValueError(
+                f"the ranks {strangers} of the target are not in the source, so they can't "
+                "know the shape: expected shape="
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if dist.get_rank() not in self.source.ranks + self.target.ranks:
@@ -60,7 +72,9 @@ class Repartition(nn.Module):
         return repartition(x, self.source, self.target, whole)
 
     def elements_sent(self, shape: Sequence[int]) -> dict[tuple[int, int], int]:
-        """Predicted: how many elements of a tensor of this whole shape each rank sends to each other one, {(from, to): elements}."""
+        """Predicted: how many elements of a tensor of this whole shape each rank sends to each
+        other one, {(from, to): elements}.
+        """
         sent = {}
         for rank in self.source.ranks:
             for other, region in self.target.overlaps(shape, self.source.block(shape, rank)):
@@ -69,7 +83,9 @@ class Repartition(nn.Module):
         return sent
 
     def extra_repr(self) -> str:
-        return " → ".join("mesh " + "×".join(map(str, layout.shape)) for layout in (self.source, self.target))
+        return " → ".join(
+            "mesh " + "×".join(map(str, layout.shape)) for layout in (self.source, self.target)
+        )
 
 
 class Layout(NamedTuple):
@@ -80,7 +96,9 @@ class Layout(NamedTuple):
 
     def cuts(self, whole: Sequence[int]) -> list[list[range]]:
         """The parts into which each dim is cut; a dim without a mesh axis is whole."""
-        return [split_ranges(n, p) for n, p in zip(whole, self.shape)] + [[range(n)] for n in whole[len(self.shape) :]]
+        return [split_ranges(n, p) for n, p in zip(whole, self.shape)] + [
+            [range(n)] for n in whole[len(self.shape) :]
+        ]
 
     def block(self, whole: Sequence[int], rank: int) -> Region:
         """The block of this rank."""
@@ -93,7 +111,11 @@ class Layout(NamedTuple):
     def overlaps(self, whole: Sequence[int], region: Region) -> Iterator[tuple[int, Region]]:
         """The ranks whose blocks have elements of this region, and which."""
         touching = [
-            [(i, common) for i, part in enumerate(parts) if (common := range(max(part.start, own.start), min(part.stop, own.stop)))]
+            [
+                (i, common)
+                for i, part in enumerate(parts)
+                if (common := range(max(part.start, own.start), min(part.stop, own.stop)))
+            ]
             for parts, own in zip(self.cuts(whole), region)
         ]
         for found in product(*touching):
@@ -114,7 +136,10 @@ def layout_of(mesh: DeviceMesh) -> Layout:
 
 
 def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int]) -> Tensor:
-    """x is this rank's block in `source`, or a zero-volume tensor. Returns its block in `target`, or a zero-volume one."""
+    """x is this rank's block in `source`, or a zero-volume tensor.
+
+    Returns its block in `target`, or a zero-volume one.
+    """
     me = dist.get_rank()
     ranks = tuple(sorted({*source.ranks, *target.ranks}))
     group = Group(ranks, ranks.index(me), (len(ranks),), None)
@@ -123,7 +148,10 @@ def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int])
     if not old:
         outside(x)
     elif tuple(x.shape) != extent(old):
-        raise ValueError(f"x has shape {tuple(x.shape)}, but this rank's block of a tensor of shape {tuple(whole)} has shape {extent(old)}")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, but this rank's block of a tensor of shape "
+            f"{tuple(whole)} has shape {extent(old)}"
+        )
 
     def forward(x: Tensor) -> Tensor:
         x, comm = tensor_of(x), comm_of(group, x.device, "repartition")
@@ -158,4 +186,6 @@ def extent(region: Region) -> tuple[int, ...]:
 
 def within(block: Region, region: Region) -> tuple[slice, ...]:
     """Where this region of the whole tensor lies in the block."""
-    return tuple(slice(part.start - own.start, part.stop - own.start) for own, part in zip(block, region))
+    return tuple(
+        slice(part.start - own.start, part.stop - own.start) for own, part in zip(block, region)
+    )

@@ -1,4 +1,5 @@
-"""A small GPT: embeddings, blocks of attention and MLP with their norms, and a head that names the next token.
+"""A small GPT: embeddings, blocks of attention and MLP with their norms, and a head that names the
+next token.
 
     tokens ─▶ embedding + position ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers ─▶ norm ─▶ head ─▶ logits
 
@@ -32,7 +33,10 @@ class GPTConfig:
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"GPTConfig({name}={value!r}): expected a whole number, 1 or more")
         if self.width % self.heads:
-            raise ValueError(f"width={self.width} is no multiple of heads={self.heads}: expected as many features for every head")
+            raise ValueError(
+                f"width={self.width} is no multiple of heads={self.heads}: expected as many "
+                "features for every head"
+            )
 
 
 class Attention(nn.Module):
@@ -48,8 +52,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for linear in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, head_width)
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        # (batch, heads, time, head_width)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -87,7 +95,9 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(config.context, config.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.token(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
 
 
 class GPT(nn.Module):
@@ -99,7 +109,14 @@ class GPT(nn.Module):
         dtype, device: of the weights, torch's defaults unless said.
     """
 
-    def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: torch.dtype | None = None, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
@@ -114,7 +131,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2 or tokens.shape[1] > self.config.context:
             raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)}: expected (batch, time), of time at most context={self.config.context}"
+                f"tokens of shape {tuple(tokens.shape)}: expected (batch, time), of time at "
+                f"most context={self.config.context}"
             )
         x = tokens
         for module in self.sequence():
@@ -122,10 +140,14 @@ class GPT(nn.Module):
         return x
 
     def sequence(self) -> list[nn.Module]:
-        """The modules whose composition is the forward, in order: the embedding, every block, the norm, the head."""
+        """The modules whose composition is the forward, in order: the embedding, every block,
+        the norm, the head.
+        """
         return [self.embedding, *self.blocks, self.norm, self.head]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token: logits (batch, time, vocabulary), targets (batch, time)."""
+    """Mean cross-entropy, in nats a token: logits (batch, time, vocabulary), targets (batch,
+    time).
+    """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

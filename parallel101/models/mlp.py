@@ -16,11 +16,9 @@ from parallel101.models.seeding import seed_weights
 class MLP(nn.Module):
     """(batch, sizes[0]) → (batch, sizes[-1]), a GELU after each layer but the last.
 
-    Args:
-        sizes: features between the layers: of the input, after the first layer, …, of the output; two or more.
-        bias: whether the layers have one.
-        seed: of the weights; see seeding.py.
-        dtype, device: of the weights, torch's defaults unless said.
+    Args: sizes: features between the layers: of the input, after the first layer, …, of the output;
+        two or more. bias: whether the layers have one. seed: of the weights; see seeding.py. dtype,
+        device: of the weights, torch's defaults unless said.
     """
 
     def __init__(
@@ -34,8 +32,13 @@ class MLP(nn.Module):
     ):
         super().__init__()
         if len(sizes) < 2:
-            raise ValueError(f"MLP({list(sizes)}): expected the features of the input, …, of the output, two sizes or more")
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias, dtype=dtype, device=device) for a, b in zip(sizes, sizes[1:]))
+            raise ValueError(
+                f"MLP({list(sizes)}): expected the features of the input, …, of the output, "
+                "two sizes or more"
+            )
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b, bias=bias, dtype=dtype, device=device) for a, b in zip(sizes, sizes[1:])
+        )
         seed_weights(self, seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,6 +47,8 @@ class MLP(nn.Module):
         return x
 
     def sequence(self) -> list[nn.Module]:
-        """The modules whose composition is the forward, in order: a linear layer, a GELU, a linear layer, …, a linear layer."""
+        """The modules whose composition is the forward, in order: a linear layer, a GELU, a
+        linear layer, …, a linear layer.
+        """
         first, *others = self.layers
         return [first, *(module for layer in others for module in (nn.GELU(), layer))]

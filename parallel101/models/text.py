@@ -1,4 +1,5 @@
-"""Text to learn from that every machine has: what Python's own `help("…")` says, cut into batches by the number of the step.
+"""Text to learn from that every machine has: what Python's own `help("…")` says, cut into batches
+by the number of the step.
 
 text = read_text(); tokenizer = CharTokenizer(text)
 batches = TextBatches(tokenizer.encode(text), batch=32, context=64)
@@ -16,7 +17,9 @@ from parallel101.models.seeding import generator_of
 
 
 def read_text() -> str:
-    """About 460 thousand characters of English about Python; they differ a little between versions of Python."""
+    """About 460 thousand characters of English about Python; they differ a little between
+    versions of Python.
+    """
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
@@ -29,11 +32,18 @@ class CharTokenizer:
         self.vocabulary = len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """(length,) int64. Raises ValueError for a character that the tokenizer's text did not have."""
+        """(length,) int64. Raises ValueError for a character that the tokenizer's text did not
+        have.
+        """
         unknown = sorted(set(text) - self.numbers.keys())
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is not among the {self.vocabulary} characters of the text that this tokenizer was made for")
-        return torch.tensor([self.numbers[character] for character in text], dtype=torch.int64, device="cpu")
+            raise ValueError(
+                f"{unknown[0]!r} is not among the {self.vocabulary} characters of the text "
+                "that this tokenizer was made for"
+            )
+        return torch.tensor(
+            [self.numbers[character] for character in text], dtype=torch.int64, device="cpu"
+        )
 
     def decode(self, numbers: Tensor) -> str:
         return "".join(self.characters[number] for number in numbers.tolist())
@@ -54,7 +64,8 @@ class ByteTokenizer:
 
 
 class TextBatches:
-    """A function of the step: (inputs, targets), both (batch, context); targets are the inputs moved on by one token.
+    """A function of the step: (inputs, targets), both (batch, context); targets are the inputs
+    moved on by one token.
 
     Args:
         tokens: (length,) of the whole text, more than `context` of them.
@@ -65,13 +76,21 @@ class TextBatches:
 
     def __init__(self, tokens: Tensor, batch: int, context: int, seed: int = 0):
         if batch < 1 or context < 1:
-            raise ValueError(f"TextBatches(batch={batch}, context={context}): expected samples and tokens, 1 or more of each")
+            raise ValueError(
+                f"TextBatches(batch={batch}, context={context}): expected samples and tokens, "
+                "1 or more of each"
+            )
         if len(tokens) <= context:
-            raise ValueError(f"{len(tokens)} tokens are too few for samples of context={context} and the token after them")
+            raise ValueError(
+                f"{len(tokens)} tokens are too few for samples of context={context} and the "
+                "token after them"
+            )
         self.tokens, self.batch, self.context, self.seed = tokens, batch, context, seed
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         generator = generator_of(self.seed, step)
-        starts = torch.randint(len(self.tokens) - self.context, (self.batch, 1), generator=generator, device="cpu")
+        starts = torch.randint(
+            len(self.tokens) - self.context, (self.batch, 1), generator=generator, device="cpu"
+        )
         places = starts + torch.arange(self.context, device="cpu")
         return self.tokens[places], self.tokens[places + 1]

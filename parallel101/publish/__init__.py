@@ -18,13 +18,30 @@ from typing import NamedTuple
 
 from parallel101.publish.execute import LessonFailed, read_notebook, run_notebook
 from parallel101.publish.glossary import read_terms
-from parallel101.publish.page import Lesson, cover_of, glossary_page, homework_page, index_page, lesson_body, lesson_page
+from parallel101.publish.page import (
+    Lesson,
+    cover_of,
+    glossary_page,
+    homework_page,
+    index_page,
+    lesson_body,
+    lesson_page,
+)
 
-__all__ = ["LessonFailed", "Published", "find_lessons", "make_output_folder", "publish", "select_lessons"]
+__all__ = [
+    "LessonFailed",
+    "Published",
+    "find_lessons",
+    "make_output_folder",
+    "publish",
+    "select_lessons",
+]
 
 
 class Published(NamedTuple):
-    """What `publish` did: the pages it wrote, with the index as the last, and the lessons that failed."""
+    """What `publish` did: the pages it wrote, with the index as the last, and the lessons that
+    failed.
+    """
 
     written: list[Path]
     failed: list[LessonFailed]
@@ -33,7 +50,8 @@ class Published(NamedTuple):
 def find_lessons(folder: Path | str | None = None) -> Path:
     """Return the folder with the lessons.
 
-    That is `folder` if given. Otherwise it is the nearest lessons/ in the working directory or above it, or the one of an editable install.
+    That is `folder` if given. Otherwise it is the nearest lessons/ in the working directory or
+    above it, or the one of an editable install.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -41,16 +59,22 @@ def find_lessons(folder: Path | str | None = None) -> Path:
     if folder is not None:
         if Path(folder).is_dir():
             return Path(folder).resolve()
-        raise FileNotFoundError(f"{folder} is not a folder; give a folder with notebooks, e.g. --lessons lessons")
+        raise FileNotFoundError(
+            f"{folder} is not a folder; give a folder with notebooks, e.g. --lessons lessons"
+        )
     here = Path.cwd()
     for place in (here, *here.parents, Path(__file__).parents[2]):
         if (place / "lessons").is_dir() and (place / "parallel101").is_dir():
             return place / "lessons"
-    raise FileNotFoundError(f"there is no lessons/ in {here} or above it; run this in a clone of parallel101, or give --lessons FOLDER")
+    raise FileNotFoundError(
+        f"there is no lessons/ in {here} or above it; run this in a clone of parallel101, or "
+        "give --lessons FOLDER"
+    )
 
 
 def select_lessons(folder: Path, names: Sequence[str] = ()) -> list[Path]:
-    """Return the notebooks of `folder` in order: all, or those in `names`, each given as 01, 01_collectives or 01_collectives.ipynb.
+    """Return the notebooks of `folder` in order: all, or those in `names`, each given as 01,
+    01_collectives or 01_collectives.ipynb.
 
     Raises:
         ValueError: the folder has no notebooks, or a name matches no notebook or more than one.
@@ -61,16 +85,22 @@ def select_lessons(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     chosen = []
     for name in names:
         stem = Path(name).name.removesuffix(".ipynb")
-        matches = [n for n in notebooks if n.stem == stem] or [n for n in notebooks if n.stem.startswith(stem)]
+        matches = [n for n in notebooks if n.stem == stem] or [
+            n for n in notebooks if n.stem.startswith(stem)
+        ]
         if len(matches) != 1:
             problem = "matches more than one lesson" if matches else "is not a lesson"
-            raise ValueError(f"{name!r} {problem}; the lessons are: {', '.join(n.stem for n in notebooks)}")
+            raise ValueError(
+                f"{name!r} {problem}; the lessons are: {', '.join(n.stem for n in notebooks)}"
+            )
         chosen += matches
     return sorted(set(chosen)) or notebooks
 
 
 def make_output_folder(out: Path) -> None:
-    """Create the folder `out` if it is missing, and check that it is writable. This takes place before any lesson runs.
+    """Create the folder `out` if it is missing, and check that it is writable.
+
+    This takes place before any lesson runs.
 
     Raises:
         ValueError: `out` cannot be created or is not writable.
@@ -79,24 +109,34 @@ def make_output_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ValueError(f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. --out site") from error
+        raise ValueError(
+            f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. "
+            "--out site"
+        ) from error
 
 
 def publish(
-    notebooks: Sequence[Path], out: Path, *, only: bool = False, timeout: float = 600.0, report: Callable[[str], None] = print
+    notebooks: Sequence[Path],
+    out: Path,
+    *,
+    only: bool = False,
+    timeout: float = 600.0,
+    report: Callable[[str], None] = print,
 ) -> Published:
-    """Run each notebook from top to bottom and write it as a page. If a lesson fails, the others still run.
+    """Run each notebook from top to bottom and write it as a page.
 
-    Args:
-        notebooks: the lessons to run, all from one folder.
-        out: the folder for the pages and index.html; it is created if it is missing. The old page of a lesson that fails is deleted.
-        only: whether these lessons are the whole course. If not, the index also lists the folder's lessons that have a page in `out`.
-        timeout: time limit for each cell, in seconds.
-        report: called with one line of progress per lesson. Progress bars go to standard error if that is a terminal.
+    If a lesson fails, the others still run.
 
-    Raises:
-        ValueError: `out` cannot be created or is not writable.
-        OSError: a page could not be written, for example because the disk is full. `.filename` is that page; its old content is kept.
+    Args: notebooks: the lessons to run, all from one folder. out: the folder for the pages and
+        index.html; it is created if it is missing. The old page of a lesson that fails is deleted.
+        only: whether these lessons are the whole course. If not, the index also lists the folder's
+        lessons that have a page in `out`. timeout: time limit for each cell, in seconds. report:
+        called with one line of progress per lesson. Progress bars go to standard error if that is a
+        terminal.
+
+    Raises: ValueError: `out` cannot be created or is not writable. OSError: a page could not be
+        written, for example because the disk is full. `.filename` is that page; its old content is
+        kept.
     """
     make_output_folder(out)
     folder = notebooks[0].parent
@@ -115,7 +155,11 @@ def publish(
                 seconds = time.perf_counter() - began
                 ran[path] = lesson_body(notebook, path.parent, homework), seconds
             except (LessonFailed, ValueError) as error:
-                failed.append(error if isinstance(error, LessonFailed) else LessonFailed(path.stem, str(error)))
+                failed.append(
+                    error
+                    if isinstance(error, LessonFailed)
+                    else LessonFailed(path.stem, str(error))
+                )
                 (out / f"{path.stem}.html").unlink(missing_ok=True)
                 report(f"✗ {path.stem} failed after {time.perf_counter() - began:.1f} s")
             else:
@@ -127,30 +171,48 @@ def publish(
 
 
 def _write_pages(
-    course: Sequence[Path], out: Path, ran: Mapping[Path, tuple[str, float]], homework: Mapping[int, Lesson], glossary: bool
+    course: Sequence[Path],
+    out: Path,
+    ran: Mapping[Path, tuple[str, float]],
+    homework: Mapping[int, Lesson],
+    glossary: bool,
 ) -> list[Path]:
-    """Write the pages of the lessons that ran, and the index of all lessons of the course that have a page. Returns the paths."""
+    """Write the pages of the lessons that ran, and the index of all lessons of the course that
+    have a page. Returns the paths.
+    """
     lessons = {}
     for path in course:
         if path in ran or (out / f"{path.stem}.html").exists():
-            with suppress(LessonFailed):  # a notebook that did not run now and that has become unreadable
+            # a notebook that did not run now and that has become unreadable
+            with suppress(LessonFailed):
                 lessons[path] = Lesson.of(path.stem, read_notebook(path))
-    pages = {out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()]) for path in ran}
+    pages = {
+        out / f"{path.stem}.html": lesson_page(lessons[path], *ran[path], [*lessons.values()])
+        for path in ran
+    }
     for page, html in pages.items():
         _write(page, html)
-    covers = {path.stem: cover_of((out / f"{path.stem}.html").read_text(encoding="utf-8")) for path in lessons}
+    covers = {
+        path.stem: cover_of((out / f"{path.stem}.html").read_text(encoding="utf-8"))
+        for path in lessons
+    }
     _write(out / "index.html", index_page([*lessons.values()], covers, homework, glossary))
     return [*pages, out / "index.html"]
 
 
 def _write_homework(folder: Path, out: Path) -> dict[int, Lesson]:
-    """Write a page for each homework in the folder homework/ beside the lessons. Returns them by number."""
+    """Write a page for each homework in the folder homework/ beside the lessons.
+
+    Returns them by number.
+    """
     written = {}
     for path in sorted((folder.parent / "homework").glob("hw*_*/hw*.ipynb")):
         notebook, name = read_notebook(path), path.parent.name
         if number := re.match(r"hw(\d+)_", name):
             homework = written[int(number[1])] = Lesson.of(name, notebook)
-            _write(out / f"{name}.html", homework_page(homework, lesson_body(notebook, path.parent)))
+            _write(
+                out / f"{name}.html", homework_page(homework, lesson_body(notebook, path.parent))
+            )
     return written
 
 
@@ -161,6 +223,7 @@ def _write(page: Path, html: str) -> None:
         partial.write_text(html, encoding="utf-8")
         os.replace(partial, page)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(page)) from error  # an error of write() itself does not name the file
+        # an error of write() itself does not name the file
+        raise OSError(error.errno, error.strerror, str(page)) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""Arranges the cells of a lesson's page for readers and lecturers: sections, folded code, folded answers, shortened output.
+"""Arranges the cells of a lesson's page for readers and lecturers: sections, folded code, folded
+answers, shortened output.
 
     ## Waiting           <section>                                  the presenter's view shows one section at a time
     > Predict. …           the question stays visible
@@ -6,7 +7,8 @@
     output, text, …        <details> Show what happened             folded until the reader opens it; always open on paper
     80,000 lines           20 lines, <details> the rest, 20 lines
 
-This file moves elements of the page. How they look is in page.css, and the presenter's view is in presenter.js.
+This file moves elements of the page. How they look is in page.css, and the presenter's view is in
+presenter.js.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def arrange(body: BeautifulSoup) -> None:
 
 
 def fold_answers(body: BeautifulSoup, cells: list[Tag]) -> None:
-    """Fold what follows a prediction: from the first output on, up to the next heading, prediction or homework."""
+    """Fold what follows a prediction: from the first output on, up to the next heading,
+    prediction or homework.
+    """
     asked, answer = False, list[Tag]()
     for cell in [*cells, None]:
         if cell is None or begins_anew(cell):
@@ -82,11 +86,15 @@ def is_text(cell: Tag) -> bool:
 
 
 def is_prediction(cell: Tag) -> bool:
-    return is_text(cell) and any(strong.get_text().startswith("Predict") for strong in cell.select("blockquote strong"))
+    return is_text(cell) and any(
+        strong.get_text().startswith("Predict") for strong in cell.select("blockquote strong")
+    )
 
 
 def begins_anew(cell: Tag) -> bool:
-    """Whether an answer before this cell ends: it begins a section, asks something, sets homework, or sums up in a table."""
+    """Whether an answer before this cell ends: it begins a section, asks something, sets
+    homework, or sums up in a table.
+    """
     marks = "h1, h2, h3, h4, blockquote > p > strong, .text_cell_render > table:first-child"
     return is_text(cell) and cell.select_one(marks) is not None
 

@@ -1,7 +1,8 @@
 """Runs a notebook from top to bottom in a fresh kernel.
 
-The kernel uses the same Python and packages as `parallel101 lessons`, whatever other kernels the user has installed. If a cell fails, the
-error names the lesson and the cell, and shows the traceback.
+The kernel uses the same Python and packages as `parallel101 lessons`, whatever other kernels the
+user has installed. If a cell fails, the error names the lesson and the cell, and shows the
+traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellControlSignal, CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import (
+    CellControlSignal,
+    CellExecutionError,
+    CellTimeoutError,
+    DeadKernelError,
+)
 from nbformat import NotebookNode
 from tqdm import tqdm
 from traitlets import default
@@ -24,7 +30,10 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LessonFailed(Exception):
-    """A lesson failed, so it has no page. `.lesson` is its name; the message says where it failed and why."""
+    """A lesson failed, so it has no page.
+
+    `.lesson` is its name; the message says where it failed and why.
+    """
 
     def __init__(self, lesson: str, why: str):
         self.lesson = lesson
@@ -32,7 +41,9 @@ class LessonFailed(Exception):
 
 
 class _KernelOfThisPython(AsyncKernelManager):
-    """Starts `sys.executable -m ipykernel_launcher`, and ignores installed kernels that are also named python3."""
+    """Starts `sys.executable -m ipykernel_launcher`, and ignores installed kernels that are
+    also named python3.
+    """
 
     @default("kernel_spec_manager")
     def _native_kernel_only(self) -> KernelSpecManager:
@@ -40,20 +51,27 @@ class _KernelOfThisPython(AsyncKernelManager):
 
     @default("transport_encryption")
     def _encrypt_if_possible(self) -> str:
-        return "auto"  # without encryption a new ipykernel warns at each start; an old one does not support it
+        # without encryption a new ipykernel warns at each start; an old one does not support it
+        return "auto"
 
 
 class _InterruptibleClient(NotebookClient):
-    """Raises KeyboardInterrupt after Ctrl-C or SIGTERM. NotebookClient only ends the kernel, and its methods then fail in various ways."""
+    """Raises KeyboardInterrupt after Ctrl-C or SIGTERM.
+
+    NotebookClient only ends the kernel, and its methods then fail in various ways.
+    """
 
     _cleanup_lock: asyncio.Lock
 
     @property
     def stopped(self) -> bool:
-        return hasattr(self, "_async_cleanup_kernel_future")  # NotebookClient's signal handler sets it
+        # NotebookClient's signal handler sets it
+        return hasattr(self, "_async_cleanup_kernel_future")
 
     def run(self) -> None:
-        """Run the notebook. Raises KeyboardInterrupt if it was stopped, whichever exception followed from that."""
+        """Run the notebook. Raises KeyboardInterrupt if it was stopped, whichever exception
+        followed from that.
+        """
         try:
             self.execute()
         except (Exception, asyncio.CancelledError):
@@ -69,11 +87,16 @@ class _InterruptibleClient(NotebookClient):
             raise KeyboardInterrupt
 
     async def _async_cleanup_kernel(self) -> None:
-        """End the kernel once. Both the signal handler and `execute` call this; the second call waits until the kernel has ended."""
+        """End the kernel once.
+
+        Both the signal handler and `execute` call this; the second call waits until the kernel has
+        ended.
+        """
         if not hasattr(self, "_cleanup_lock"):
             self._cleanup_lock = asyncio.Lock()
         if self.stopped:
-            self.shutdown_kernel = "immediate"  # a graceful shutdown would interrupt the cell and show a traceback
+            # a graceful shutdown would interrupt the cell and show a traceback
+            self.shutdown_kernel = "immediate"
         async with self._cleanup_lock:
             if self.km is not None:
                 await super()._async_cleanup_kernel()
@@ -83,20 +106,27 @@ def read_notebook(path: Path) -> NotebookNode:
     """Read the notebook at `path`. Raises LessonFailed if the file is not a notebook."""
     try:
         return nbformat.read(path, as_version=4)
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, KeyError) as error:
+    except (
+        nbformat.reader.NotJSONError,
+        nbformat.ValidationError,
+        UnicodeDecodeError,
+        AttributeError,
+        KeyError,
+    ) as error:
         raise LessonFailed(path.stem, f"{path} cannot be read as a notebook: {error!r}") from error
 
 
 def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
-    """Run the notebook at `path` in the folder where it lies, and return it with its outputs. The file itself does not change.
+    """Run the notebook at `path` in the folder where it lies, and return it with its outputs.
 
-    Args:
-        path: an .ipynb file. A cell with the tag `raises-exception` may fail; its error is shown as part of the lesson.
-        timeout: time limit for each cell, in seconds.
+    The file itself does not change.
 
-    Raises:
-        LessonFailed: the file is not a notebook, or a cell raised an exception, took too long or ended the kernel.
-        KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM. The kernel has ended.
+    Args: path: an .ipynb file. A cell with the tag `raises-exception` may fail; its error is shown
+        as part of the lesson. timeout: time limit for each cell, in seconds.
+
+    Raises: LessonFailed: the file is not a notebook, or a cell raised an exception, took too long
+        or ended the kernel. KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM. The kernel
+        has ended.
     """
     notebook = read_notebook(path)
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
@@ -124,17 +154,32 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
         except (CellControlSignal, DeadKernelError, RuntimeError) as error:
             if running is None:
                 raise LessonFailed(path.stem, f"the kernel did not start: {error}") from error
-            code = "\n".join(f"    {line}" for line in notebook.cells[running].source.strip().splitlines())
+            code = "\n".join(
+                f"    {line}" for line in notebook.cells[running].source.strip().splitlines()
+            )
             where = f"code cell {code_cells.index(running) + 1} of {len(code_cells)} failed"
-            raise LessonFailed(path.stem, f"{where}:\n\n{code}\n\n{_explain(error, notebook.cells[running], timeout)}") from error
+            raise LessonFailed(
+                path.stem,
+                f"{where}:\n\n{code}\n\n{_explain(error, notebook.cells[running], timeout)}",
+            ) from error
     return notebook
 
 
 def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:
     """The cell's own traceback, or what happened to the kernel."""
     if isinstance(error, CellTimeoutError):
-        return f"The cell did not finish within {timeout:g} s. Does a rank wait for a message that no rank sends?"
+        return (
+            f"The cell did not finish within {timeout:g} s. Does a rank wait for a message "
+            "that no rank sends?"
+        )
     if isinstance(error, CellExecutionError):
         raised = [output for output in cell.outputs if output.output_type == "error"]
-        return ANSI.sub("", "\n".join(raised[-1].traceback)) if raised else f"{error.ename}: {error.evalue}"
-    return f"The kernel died ({error}). The machine may have run out of memory, or compiled code may have crashed."
+        return (
+            ANSI.sub("", "\n".join(raised[-1].traceback))
+            if raised
+            else f"{error.ename}: {error.evalue}"
+        )
+    return (
+        f"The kernel died ({error}). The machine may have run out of memory, or compiled code "
+        "may have crashed."
+    )

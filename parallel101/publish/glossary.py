@@ -1,4 +1,5 @@
-"""The glossary: the terms of lessons/glossary.md as a page, and a link to it from the first use of each term in a lesson.
+"""The glossary: the terms of lessons/glossary.md as a page, and a link to it from the first use of
+each term in a lesson.
 
 ## all-reduce, all-reduced           a term, and other forms in which it is used (a plural needs none)
 The sum of all ranks' arrays, …     its definition, as Markdown; the first sentence is also shown when the reader points at the link
@@ -15,7 +16,22 @@ from bs4 import BeautifulSoup, NavigableString
 from bs4.element import PageElement
 
 FILE, PAGE = "glossary.md", "glossary.html"
-NOT_LINKED = ("a", "code", "pre", "math", "summary", "button", "h1", "h2", "h3", "h4", "th", "em", "script", "style")
+NOT_LINKED = (
+    "a",
+    "code",
+    "pre",
+    "math",
+    "summary",
+    "button",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "th",
+    "em",
+    "script",
+    "style",
+)
 
 
 class Term(NamedTuple):
@@ -49,7 +65,10 @@ def read_terms(folder: Path) -> list[Term]:
         heading, _, definition = entry.partition("\n")
         forms = tuple(form.strip() for form in heading.split(","))
         if not definition.strip():
-            raise ValueError(f"{folder / FILE}: {heading.strip()!r} has no definition; write one under its heading")
+            raise ValueError(
+                f"{folder / FILE}: {heading.strip()!r} has no definition; write one under its "
+                "heading"
+            )
         terms.append(Term(forms[0], forms, definition.strip()))
     names = [form.lower() for term in terms for form in term.forms]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -58,13 +77,22 @@ def read_terms(folder: Path) -> list[Term]:
 
 
 def link_first_uses(body: BeautifulSoup, terms: Sequence[Term]) -> None:
-    """Link the first use of each term in the lesson's prose to the glossary, in place. Code, headings and formulas stay as they are."""
+    """Link the first use of each term in the lesson's prose to the glossary, in place.
+
+    Code, headings and formulas stay as they are.
+    """
     by_form = {form.lower(): term for term in terms for form in term.forms}
     if not by_form:
         return
     # a sentence may begin with a term, but a name is a name only as it is written: ZeRO is not zero
-    written = [(form, re.escape(form) if form != form.lower() else f"(?i:{re.escape(form)})") for term in terms for form in term.forms]
-    longest_first = "|".join(pattern for _, pattern in sorted(written, key=lambda pair: len(pair[0]), reverse=True))
+    written = [
+        (form, re.escape(form) if form != form.lower() else f"(?i:{re.escape(form)})")
+        for term in terms
+        for form in term.forms
+    ]
+    longest_first = "|".join(
+        pattern for _, pattern in sorted(written, key=lambda pair: len(pair[0]), reverse=True)
+    )
     use = re.compile(rf"(?<![\w-])({longest_first})(?=(s|es)?(?![\w-]))")
     linked: set[str] = set()
     for text in body.select(".text_cell_render"):
@@ -73,7 +101,13 @@ def link_first_uses(body: BeautifulSoup, terms: Sequence[Term]) -> None:
                 _link(body, node, use, by_form, linked)
 
 
-def _link(body: BeautifulSoup, node: NavigableString, use: re.Pattern[str], by_form: dict[str, Term], linked: set[str]) -> None:
+def _link(
+    body: BeautifulSoup,
+    node: NavigableString,
+    use: re.Pattern[str],
+    by_form: dict[str, Term],
+    linked: set[str],
+) -> None:
     parts: list[PageElement] = []
     done = 0
     for match in use.finditer(str(node)):
@@ -81,7 +115,9 @@ def _link(body: BeautifulSoup, node: NavigableString, use: re.Pattern[str], by_f
         if term.name in linked:
             continue
         linked.add(term.name)
-        link = body.new_tag("a", attrs={"class": "term", "href": f"{PAGE}#{term.anchor}", "title": term.short})
+        link = body.new_tag(
+            "a", attrs={"class": "term", "href": f"{PAGE}#{term.anchor}", "title": term.short}
+        )
         link.string = match[0]
         parts += [NavigableString(node[done : match.start()]), link]
         done = match.end()

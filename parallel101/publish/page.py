@@ -1,7 +1,9 @@
-"""Converts a notebook that has run into one HTML file that needs no network, no kernel and no other file.
+"""Converts a notebook that has run into one HTML file that needs no network, no kernel and no other
+file.
 
-nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas become MathML, which browsers draw
-themselves. An explorer, which needs a kernel, says how to get one. A page that would still load something is refused.
+nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas
+become MathML, which browsers draw themselves. An explorer, which needs a kernel, says how to get
+one. A page that would still load something is refused.
 
     cells ── nbconvert ──▶ HTML ── arrange.py: sections, folded answers ── glossary.py: links to terms ──▶ the page's body
 """
@@ -35,13 +37,20 @@ from parallel101.publish.arrange import arrange
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HOMEWORK = re.compile(r"Homework (\d+), exercises?")
 MINUTES = re.compile(r"takes about (\d+) minutes")
-NEEDS_KERNEL = "This explorer runs again after each change, so it needs a kernel. Open the lesson with <code>make lab</code>."
+NEEDS_KERNEL = (
+    "This explorer runs again after each change, so it needs a kernel. Open the lesson with "
+    "<code>make lab</code>."
+)
 
 PRESENTER = files("parallel101.publish").joinpath("presenter.js").read_text(encoding="utf-8")
 NONE: Mapping = MappingProxyType({})
 
-# With this policy the browser loads nothing from outside the page. `external_addresses` tells the lesson's author earlier.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; media-src data:"
+# With this policy the browser loads nothing from outside the page. `external_addresses` tells the
+# lesson's author earlier.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; font-src data:; media-src data:"
+)
 
 
 class Lesson(NamedTuple):
@@ -61,7 +70,10 @@ class Lesson(NamedTuple):
     @classmethod
     def of(cls, name: str, notebook: NotebookNode) -> Lesson:
         """Take the first heading as the title and the first paragraph as the summary."""
-        prose = BeautifulSoup("\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"), "html.parser")
+        prose = BeautifulSoup(
+            "\n".join(_markdown(c.source) for c in notebook.cells if c.cell_type == "markdown"),
+            "html.parser",
+        )
         heading, paragraph = prose.find(["h1", "h2"]), prose.find("p")
         numbers = sorted({int(number) for number in HOMEWORK.findall(prose.get_text())})
         minutes = MINUTES.search(prose.get_text())
@@ -78,7 +90,9 @@ class _OfflineRenderer(IPythonRenderer):
     """Markdown as JupyterLab shows it, with formulas as MathML."""
 
     def block_html(self, html: str) -> str:
-        """Keep HTML without images as it is: nbconvert parses each block alone, and closes a <details> that spans several blocks."""
+        """Keep HTML without images as it is: nbconvert parses each block alone, and closes a
+        <details> that spans several blocks.
+        """
         return super().block_html(html) if "<img" in html else html + "\n"
 
     def inline_math(self, body: str) -> str:
@@ -101,7 +115,13 @@ class _OfflineExporter(HTMLExporter):
 
 
 def _markdown(source: str, attachments: dict | None = None, path: str = "") -> str:
-    renderer = _OfflineRenderer(escape=False, embed_images=True, exclude_anchor_links=True, attachments=attachments or {}, path=path)
+    renderer = _OfflineRenderer(
+        escape=False,
+        embed_images=True,
+        exclude_anchor_links=True,
+        attachments=attachments or {},
+        path=path,
+    )
     return MarkdownWithMath(renderer=renderer).render(source)
 
 
@@ -109,7 +129,8 @@ def _formula(tex: str, display: str) -> str:
     mathml = to_mathml(tex, display=display)
     if unknown := re.search(r"\\[A-Za-z]+", mathml):
         raise ValueError(
-            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to MathML; write it with simpler commands"
+            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to "
+            "MathML; write it with simpler commands"
         )
     return mathml
 
@@ -117,18 +138,25 @@ def _formula(tex: str, display: str) -> str:
 def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Lesson] = NONE) -> str:
     """Return the cells and outputs of a notebook that has run, as HTML that loads nothing.
 
-    Args:
-        folder: the notebook's folder. Images from this folder are embedded in the page, and terms of its glossary.md become links.
-        homework: those that have a page, by number. Where the text names one, it becomes a link.
+    Args: folder: the notebook's folder. Images from this folder are embedded in the page, and terms
+        of its glossary.md become links. homework: those that have a page, by number. Where the text
+        names one, it becomes a link.
 
-    Raises:
-        ValueError: the page would load something, such as an image from the web, or a formula cannot be converted.
+    Raises: ValueError: the page would load something, such as an image from the web, or a formula
+        cannot be converted.
     """
-    exporter = _OfflineExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
-    body, _ = exporter.from_notebook_node(_without_kernel(notebook), {"metadata": {"path": str(folder)}})
+    exporter = _OfflineExporter(
+        template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
+    )
+    body, _ = exporter.from_notebook_node(
+        _without_kernel(notebook), {"metadata": {"path": str(folder)}}
+    )
     soup = BeautifulSoup(body, "html.parser")
     if addresses := sorted(set(external_addresses(soup))):
-        raise ValueError(f"the page would load {', '.join(addresses)}, but pages must work offline; put the file in the notebook's folder")
+        raise ValueError(
+            f"the page would load {', '.join(addresses)}, but pages must work offline; put the "
+            "file in the notebook's folder"
+        )
     if figure := _cover(soup):  # before `arrange` moves pictures out of their cells
         figure["class"] = "p101 cover"
     arrange(soup)
@@ -141,43 +169,84 @@ def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Les
 
 def _cover(soup: BeautifulSoup) -> Tag | None:
     """The picture for the index: that of the cell with the tag `cover`, or the first that plays."""
-    return soup.select_one(".celltag_cover figure.p101") or soup.select_one("figure.p101:has(source)") or soup.select_one("figure.p101")
+    return (
+        soup.select_one(".celltag_cover figure.p101")
+        or soup.select_one("figure.p101:has(source)")
+        or soup.select_one("figure.p101")
+    )
 
 
 def cover_of(page: str) -> str:
     """The picture of a lesson's page for the index, as an <img>; "" if the page has none."""
-    found = re.search(r'<figure [^>]*class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"', page, re.DOTALL)
+    found = re.search(
+        r'<figure [^>]*class="p101 cover"[^>]*>.*?(?:srcset|src)="(data:image/svg[^"]+)"',
+        page,
+        re.DOTALL,
+    )
     return f'<img src="{found[1]}" alt="" loading="lazy">' if found else ""
 
 
 def lesson_page(lesson: Lesson, body: str, seconds: float, lessons: Sequence[Lesson]) -> str:
-    """Return the whole page of a lesson: its body, how long it ran, and links to the lessons before and after it."""
+    """Return the whole page of a lesson: its body, how long it ran, and links to the lessons
+    before and after it.
+    """
     at = lessons.index(lesson)
     before = [f'<a rel="prev" href="{_page(e)}">← {escape(e.title)}</a>' for e in lessons[:at][-1:]]
-    after = [f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]]
-    present = '<button class="present" title="One section at a time, in large type (p)" hidden>Present</button>'
-    links = '<nav aria-label="Lessons"><a href="index.html">All lessons</a>' + "".join(before + after) + "</nav>"
+    after = [
+        f'<a rel="next" href="{_page(e)}">{escape(e.title)} →</a>' for e in lessons[at + 1 : at + 2]
+    ]
+    present = (
+        '<button class="present" title="One section at a time, in large type (p)" '
+        "hidden>Present</button>"
+    )
+    links = (
+        '<nav aria-label="Lessons"><a href="index.html">All lessons</a>'
+        + "".join(before + after)
+        + "</nav>"
+    )
     top = links.replace("</nav>", f"{present}</nav>")
-    ran = f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with {_machine()}.</footer>"
-    return offline_html(lesson.title, f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n<script>{PRESENTER}</script>")
+    ran = (
+        f"<footer>All outputs on this page come from one run of {seconds:.1f} s, with "
+        f"{_machine()}.</footer>"
+    )
+    return offline_html(
+        lesson.title,
+        f"{top}\n<main>\n{body}\n</main>\n{ran}\n{links}\n<script>{PRESENTER}</script>",
+    )
 
 
 def homework_page(homework: Lesson, body: str) -> str:
     """Return the page of a homework as it is handed out: what is to be written."""
-    how = "<p class='needs-kernel'>To write and check it, open it with <code>make homework</code>.</p>"
-    return offline_html(homework.title, f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>')
+    how = (
+        "<p class='needs-kernel'>To write and check it, open it with <code>make "
+        "homework</code>.</p>"
+    )
+    return offline_html(
+        homework.title,
+        f'<nav><a href="index.html">All lessons</a></nav>\n<main>\n{how}{body}\n</main>',
+    )
 
 
 def glossary_page(terms: Sequence[glossary.Term]) -> str:
     """Return the page of the glossary."""
-    rows = "".join(f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{_markdown(term.definition)}</dd>' for term in terms)
+    rows = "".join(
+        f'<dt id="{term.anchor}">{escape(term.name)}</dt><dd>{_markdown(term.definition)}</dd>'
+        for term in terms
+    )
     return offline_html(
-        "Glossary", f'<nav><a href="index.html">All lessons</a></nav><main><h1>Glossary</h1><dl class="glossary">{rows}</dl></main>'
+        "Glossary",
+        (
+            '<nav><a href="index.html">All lessons</a></nav><main><h1>Glossary</h1><dl '
+            f'class="glossary">{rows}</dl></main>'
+        ),
     )
 
 
 def index_page(
-    lessons: Sequence[Lesson], covers: Mapping[str, str] = NONE, homework: Mapping[int, Lesson] = NONE, glossary: bool = False
+    lessons: Sequence[Lesson],
+    covers: Mapping[str, str] = NONE,
+    homework: Mapping[int, Lesson] = NONE,
+    glossary: bool = False,
 ) -> str:
     """Return the page that lists the lessons in order.
 
@@ -191,7 +260,9 @@ def index_page(
         tasks = [homework[number] for number in lesson.homework if number in homework]
         facts = [f"{lesson.minutes} minutes"] if lesson.minutes else []
         facts += [f'<a href="{_page(task)}">{escape(task.title)}</a>' for task in tasks]
-        picture = f'<span class="cover">{covers[lesson.name]}</span>' if covers.get(lesson.name) else ""
+        picture = (
+            f'<span class="cover">{covers[lesson.name]}</span>' if covers.get(lesson.name) else ""
+        )
         number = re.match(r"\d+(?=_)", lesson.name)
         title = f"{number[0]} {lesson.title}" if number else lesson.title
         rows.append(
@@ -199,39 +270,62 @@ def index_page(
             f"<p>{escape(lesson.sentence)}</p><small>{' · '.join(facts)}</small></li>"
         )
     intro = (
-        "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from programs that ran in the lessons.</p>"
+        "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn "
+        "from programs that ran in the lessons.</p>"
     )
-    listing = f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
+    listing = (
+        f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
+    )
     terms = '<p><a href="glossary.html">Glossary</a></p>' if glossary else ""
     return offline_html("parallel101", f"<main><h1>parallel101</h1>{intro}{listing}{terms}</main>")
 
 
 def external_addresses(html: str | BeautifulSoup) -> Iterator[str]:
-    """Yield every address that a browser would load when it opens the page. Links that a reader can click are not loaded."""
+    """Yield every address that a browser would load when it opens the page.
+
+    Links that a reader can click are not loaded.
+    """
     soup = BeautifulSoup(html, "html.parser") if isinstance(html, str) else html
     for tag in soup.find_all(True):
-        names = ["src", "srcset", "poster", "data"] + ([] if tag.name in ("a", "area") else ["href", "xlink:href"])
+        names = ["src", "srcset", "poster", "data"] + (
+            [] if tag.name in ("a", "area") else ["href", "xlink:href"]
+        )
         addresses = [str(tag[name]) for name in names if tag.get(name)]
         css = str(tag.get("style", "")) + (tag.get_text() if tag.name == "style" else "")
-        addresses += [a for pair in re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", css) for a in pair if a]
+        addresses += [
+            a
+            for pair in re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", css)
+            for a in pair
+            if a
+        ]
         yield from (a for a in addresses if not a.startswith(("data:", "#")))
 
 
 def _without_kernel(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy for pages: each widget is replaced by its last picture, if it has one, and a note that it needs a kernel."""
+    """Return a copy for pages: each widget is replaced by its last picture, if it has one, and
+    a note that it needs a kernel.
+    """
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             data.pop("application/javascript", None)
-            if data.pop(WIDGET, None):  # an explorer has its last picture as HTML beside it; a slider has none
-                data["text/html"] = data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
+            # an explorer has its last picture as HTML beside it; a slider has none
+            if data.pop(WIDGET, None):
+                data["text/html"] = (
+                    data.get("text/html", "") + f'<p class="needs-kernel">{NEEDS_KERNEL}</p>'
+                )
     return notebook
 
 
 def offline_html(title: str, body: str) -> str:
-    """Return a whole page that needs no other file and no network. It is light or dark, as the reader's system is."""
-    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("xcode", "github-dark"))
+    """Return a whole page that needs no other file and no network.
+
+    It is light or dark, as the reader's system is.
+    """
+    light, dark = (
+        HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("xcode", "github-dark")
+    )
     css = files("parallel101.publish").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -259,4 +353,7 @@ def _page(lesson: Lesson) -> str:
 
 
 def _machine() -> str:
-    return f"Python {platform.python_version()} and torch {version('torch')} on {platform.system()} with {os.cpu_count()} cores"
+    return (
+        f"Python {platform.python_version()} and torch {version('torch')} on "
+        f"{platform.system()} with {os.cpu_count()} cores"
+    )

@@ -1,4 +1,5 @@
-"""The page of a run: its timeline, who waited for whom, its traffic and its tables, in one HTML file that works offline.
+"""The page of a run: its timeline, who waited for whom, its traffic and its tables, in one HTML
+file that works offline.
 
 parallel101 run --page trace.html train.py          parallel101 merge DIR --page trace.html
 """
@@ -7,7 +8,15 @@ from __future__ import annotations
 
 from html import escape
 
-from parallel101.analysis.waiting import Wait, late_for, rank_times, traffic, waits, window, with_compute
+from parallel101.analysis.waiting import (
+    Wait,
+    late_for,
+    rank_times,
+    traffic,
+    waits,
+    window,
+    with_compute,
+)
 from parallel101.publish.page import offline_html
 from parallel101.record.errors import DeadlockError
 from parallel101.record.trace import Trace
@@ -45,11 +54,18 @@ def run_page(trace: Trace, name: str, error: BaseException | None = None) -> str
 
 
 def _timelines(trace: Trace, waited: list[Wait]) -> list[Scene]:
-    """The whole run, and the time around its longest wait, unless that can be seen there already. (Not one while the script starts.)"""
+    """The whole run, and the time around its longest wait, unless that can be seen there already.
+
+    (Not one while the script starts.)
+    """
     if trace.world_size > timeline.MOST_RANKS or not trace.events:
         return []
     drawn = with_compute(trace)
-    whole = timeline_scene(drawn) if len(drawn.events) <= MOST_EVENTS else waiting_overview_scene(trace, waited)
+    whole = (
+        timeline_scene(drawn)
+        if len(drawn.events) <= MOST_EVENTS
+        else waiting_overview_scene(trace, waited)
+    )
     longest = max(waited[len(waited) // 2 :], key=lambda wait: wait.end - wait.start, default=None)
     if longest is None:
         return [whole]
@@ -61,7 +77,10 @@ def _timelines(trace: Trace, waited: list[Wait]) -> list[Scene]:
     if times * took > drawn.makespan / 2 or len(part.events) > MOST_EVENTS:
         return [whole]
     begin = max(0.0, middle - times * took / 2)
-    title = f"The longest wait of the later half: {human_seconds(times * took)} from {human_seconds(begin)} on"
+    title = (
+        f"The longest wait of the later half: {human_seconds(times * took)} from "
+        f"{human_seconds(begin)} on"
+    )
     return [whole, timeline_scene(part, title=title)]
 
 
@@ -77,7 +96,11 @@ def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
 def _html(table: Table) -> str:
     def row(cells: list[str], tag: str) -> str:
         kinds = [' class="number"' if k < table.numbers else "" for k in range(len(cells))]
-        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds))
+            + "</tr>"
+        )
 
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
     body = "".join(row(cells, "td") for cells in table.rows)

@@ -1,4 +1,5 @@
-"""The errors for ranks that raised, died or ran out of time, and the detection of ranks that all wait and do nothing.
+"""The errors for ranks that raised, died or ran out of time, and the detection of ranks that all
+wait and do nothing.
 
     exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
     exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
@@ -24,12 +25,22 @@ from parallel101.record.errors import LaunchTimeout, RankFailed, dropped_lines
 from parallel101.record.units import ranks_text
 from parallel101.record.where import is_inside, shown
 
-TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  # gloo's words: bytes that arrived, bytes expected
-LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# gloo's words: bytes that arrived, bytes expected
+TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+LIBRARIES = tuple(
+    {
+        path
+        for name, path in sysconfig.get_paths().items()
+        if name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
 
 
 def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
-    """The error for a rank whose program raised. The exception is its cause. `unwaited`: messages that it posted and did not wait for."""
+    """The error for a rank whose program raised.
+
+    The exception is its cause. `unwaited`: messages that it posted and did not wait for.
+    """
     message = f"rank {failure.rank} raised {failure.headline}\n\n{failure.traceback}".rstrip()
     if receives := [call for call in unwaited if call.kind == "recv" and call.rank == failure.rank]:
         before = "Before that, it received without a wait(), so the data may not have arrived:"
@@ -39,29 +50,48 @@ def rank_raised(failure: Failure, unwaited: Sequence[Call] = ()) -> RankFailed:
     return error
 
 
-def rank_died(rank: int, code: int | None, crash_dump: str = "", stderr: str = "", checked: bool = False) -> RankFailed:
-    """The error for a rank that ended before its function returned. `crash_dump` is what faulthandler wrote, if anything."""
+def rank_died(
+    rank: int, code: int | None, crash_dump: str = "", stderr: str = "", checked: bool = False
+) -> RankFailed:
+    """The error for a rank that ended before its function returned.
+
+    `crash_dump` is what faulthandler wrote, if anything.
+    """
     if code is None:
         how = "was lost: its fork server ended"
     elif code < 0:
         how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
     else:
         how = f"exited with code {code} before its function returned"
-    message = [f"rank {rank} {how}" + (f", at {shown(place)}" if (place := crash_place(crash_dump)) else "")]
+    message = [
+        f"rank {rank} {how}"
+        + (f", at {shown(place)}" if (place := crash_place(crash_dump)) else "")
+    ]
     last_lines = [line for line in stderr.splitlines() if line.strip()]
     if sizes := TOO_LONG.search(stderr):
         message += [
-            f"gloo aborts a rank that receives more than it expects: {sizes[1]} bytes arrived, and {sizes[2]} were expected.",
-            "Either the receive is smaller than the message sent to it, or the ranks of a collective disagree on its size.",
+            (
+                f"gloo aborts a rank that receives more than it expects: {sizes[1]} bytes arrived, "
+                f"and {sizes[2]} were expected."
+            ),
+            (
+                "Either the receive is smaller than the message sent to it, or the ranks of a "
+                "collective disagree on its size."
+            ),
         ]
         if not checked:
-            message.append("Run it again with trace=True: a checked run names the two calls that disagree.")
+            message.append(
+                "Run it again with trace=True: a checked run names the two calls that disagree."
+            )
         last_lines = [line for line in last_lines if not GLOO_ABORT.match(line)]
     return RankFailed("\n  ".join([*message, *last_lines[-3:]]), rank, code)
 
 
 def crash_place(dump: str) -> str:
-    """The caller's "file:line" in a dump of faulthandler's, or "". It prefers the program's own files to a library's."""
+    """The caller's "file:line" in a dump of faulthandler's, or "".
+
+    It prefers the program's own files to a library's.
+    """
     found = re.findall(r'^  File "([^"]+)", line (\d+) in ', dump, re.MULTILINE)
     outside = [(name, line) for name, line in found if not is_inside(name)]
     own = [(name, line) for name, line in outside if not name.startswith(LIBRARIES)]
@@ -69,9 +99,15 @@ def crash_place(dump: str) -> str:
 
 
 def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ()) -> LaunchTimeout:
-    """The error for a run that took too long. `ranks` says where each one was, `dropped` which messages nobody waited for."""
+    """The error for a run that took too long.
+
+    `ranks` says where each one was, `dropped` which messages nobody waited for.
+    """
     how = "launch(..., timeout=seconds), or parallel101 run --timeout seconds"
-    summary = f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: {how}."
+    summary = (
+        f"the ranks were still running after {seconds:g} s. If they need longer, raise the "
+        f"limit: {how}."
+    )
     return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
 
 
@@ -82,9 +118,13 @@ def waited(rank: int, call: Call) -> str:
 
 
 SAMPLE = 0.25  # seconds between two looks at the CPU times
-IDLE_FOR = 1.0  # seconds without work after which the ranks count as stuck; longer on a machine that has far more work than cores
-IDLE_CPU = 0.03  # seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
-BUSY_FOR = 3.0  # the same, whatever they spend, if a rank has dropped a receive: then a thread of gloo may spin
+# seconds without work after which the ranks count as stuck; longer on a machine that has far more
+# work than cores
+IDLE_FOR = 1.0
+# seconds of CPU time in these that an idle rank spends: its watcher looks about ten times a second
+IDLE_CPU = 0.03
+# the same, whatever they spend, if a rank has dropped a receive: then a thread of gloo may spin
+BUSY_FOR = 3.0
 
 
 def work_per_core() -> float:
@@ -95,7 +135,8 @@ def work_per_core() -> float:
 class IdleDetector:
     """Tells ranks that are stuck from ranks that still work, by the CPU time of their processes.
 
-    gloo waits for ever, without an error, when the sizes of a collective do not fit, although every rank has posted its part.
+    gloo waits for ever, without an error, when the sizes of a collective do not fit, although every
+    rank has posted its part.
     """
 
     def __init__(self, pids: Sequence[int]):
@@ -106,11 +147,15 @@ class IdleDetector:
         self.due = 0.0
 
     def stuck(self, now: float, all_wait: bool, dropped_receive: bool = False) -> bool:
-        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds. It is to be called again at `due`.
+        """Whether all ranks have waited, and none has worked, for IDLE_FOR seconds.
 
-        On a machine with k times as much work as cores, and k > 2, it takes k / 2 times as long: there a rank that works waits for a core.
+        It is to be called again at `due`.
 
-        If a rank has dropped a receive that it did not wait for, it is enough that all have waited for BUSY_FOR seconds.
+        On a machine with k times as much work as cores, and k > 2, it takes k / 2 times as long:
+        there a rank that works waits for a core.
+
+        If a rank has dropped a receive that it did not wait for, it is enough that all have waited
+        for BUSY_FOR seconds.
         """
         if not all_wait:
             self.idle_since = self.waiting_since = None
@@ -122,7 +167,11 @@ class IdleDetector:
         if self.idle_since is not None and now < self.due:
             return False
         cpu = self._cpu_seconds()
-        if self.idle_since is None or cpu is None or any(after - before > IDLE_CPU for before, after in zip(self.cpu_then, cpu)):
+        if (
+            self.idle_since is None
+            or cpu is None
+            or any(after - before > IDLE_CPU for before, after in zip(self.cpu_then, cpu))
+        ):
             self.idle_since, self.cpu_then = now, cpu or []
         self.due = now + SAMPLE
         return cpu is not None and now - self.idle_since >= IDLE_FOR * max(1.0, work_per_core() / 2)

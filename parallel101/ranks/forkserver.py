@@ -1,4 +1,5 @@
-"""The fork server: a process that has imported torch, has run nothing, and forks a rank for each request.
+"""The fork server: a process that has imported torch, has run nothing, and forks a rank for each
+request.
 
     request (the rank's ends of its channels) ──▶ fork ──▶ worker.main      its exit code ──▶ the rank's status pipe
                                                            grade.rank.main
@@ -25,8 +26,11 @@ PIECE = 8 << 20  # bytes put into large pages at a time: 10 ms, for which a requ
 
 
 def serve(fd: int) -> None:
-    """Fork a rank for each request, report each rank's exit code, and end with the launching process."""
-    importlib.import_module("parallel101.ranks.worker")  # with everything that a rank needs, so that each fork has it at once
+    """Fork a rank for each request, report each rank's exit code, and end with the launching
+    process.
+    """
+    # with everything that a rank needs, so that each fork has it at once
+    importlib.import_module("parallel101.ranks.worker")
     importlib.import_module("parallel101.autograd")  # and the collectives, which most programs call
 
     server = socket.socket(fileno=fd)
@@ -37,7 +41,9 @@ def serve(fd: int) -> None:
     statuses: dict[int, int] = {}  # the pid of each living rank -> the pipe for its exit code
     pieces = written_memory()  # to be put into large pages while there is nothing else to do
     while True:
-        ready, _, _ = select.select([server.fileno(), child_ended], [], [], 0 if pieces and not statuses else None)
+        ready, _, _ = select.select(
+            [server.fileno(), child_ended], [], [], 0 if pieces and not statuses else None
+        )
         if not ready:
             use_large_pages(*pieces.pop())
         if child_ended in ready:
@@ -52,7 +58,8 @@ def serve(fd: int) -> None:
                 break
             what, number, *names = request.decode().split()
             if what == "import":
-                _answer(server, number, 0)  # at once: the launching process need not wait for the imports
+                # at once: the launching process need not wait for the imports
+                _answer(server, number, 0)
                 for name in names:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
@@ -71,7 +78,9 @@ def serve(fd: int) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 module.main(**_take_channels(*fds))
             with contextlib.suppress(OSError):  # it has ended already
-                os.setpgid(pid, pid)  # a group of its own, which the launching process can kill as soon as it knows the pid
+                # a group of its own, which the launching process can kill as soon as it knows the
+                # pid
+                os.setpgid(pid, pid)
             *theirs, statuses[pid] = fds
             for end in theirs:
                 os.close(end)
@@ -86,16 +95,22 @@ def serve(fd: int) -> None:
 
 def _answer(server: socket.socket, number: str, answer: int) -> None:
     """Answer a request: a rank's pid, or an errno below zero; 0 where no rank was asked for."""
-    with contextlib.suppress(OSError):  # the launching process is gone: the next request will be empty
+    # the launching process is gone: the next request will be empty
+    with contextlib.suppress(OSError):
         server.send(f"{number} {answer}\n".encode())
 
 
 def _take_channels(control: int, out: int, err: int, calls: int, status: int) -> dict[str, Any]:
-    """In a new rank: make its pipes the standard streams, and close every other file descriptor of the fork server's."""
+    """In a new rank: make its pipes the standard streams, and close every other file descriptor
+    of the fork server's.
+    """
     import fcntl  # not on Windows, where there is no fork either
 
     null = os.open(os.devnull, os.O_RDONLY)
-    moved = [fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, calls, status)]  # out of the way of 0 to 5
+    # out of the way of 0 to 5
+    moved = [
+        fcntl.fcntl(end, fcntl.F_DUPFD, 16) for end in (null, out, err, control, calls, status)
+    ]
     for wanted, end in enumerate(moved):
         os.dup2(end, wanted)
     os.closerange(6, max(int(name) for name in os.listdir("/dev/fd")) + 1)
@@ -124,7 +139,9 @@ def _reap(statuses: dict[int, int]) -> None:
 
 
 def written_memory() -> list[tuple[int, int]]:
-    """The memory that this process has written to, in pieces of at most PIECE bytes: the start and stop of each. (Linux only.)"""
+    """The memory that this process has written to, in pieces of at most PIECE bytes: the start
+    and stop of each. (Linux only.)
+    """
     try:
         with open("/proc/self/maps") as maps:
             areas = [line.split() for line in maps]
@@ -134,14 +151,17 @@ def written_memory() -> list[tuple[int, int]]:
     for span, access, _, _, inode, *name in areas:
         if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, stop = (int(end, 16) for end in span.split("-"))
-            cuts = [start, *range(start - start % PIECE + PIECE, stop, PIECE), stop]  # a large page lies within one piece
+            # a large page lies within one piece
+            cuts = [start, *range(start - start % PIECE + PIECE, stop, PIECE), stop]
             pieces += list(itertools.pairwise(cuts))
     return pieces
 
 
 def use_large_pages(start: int, stop: int) -> None:
-    """Ask the system to keep memory in pages of 2 MiB instead of 4 KiB (Linux 6.1 and later; elsewhere nothing happens).
+    """Ask the system to keep memory in pages of 2 MiB instead of 4 KiB (Linux 6.1 and later;
+    elsewhere nothing happens).
 
-    A fork copies the table of all pages, and the rank's exit frees it: 6 and 8 ms with small pages, 1.5 and 3 ms with large ones.
+    A fork copies the table of all pages, and the rank's exit frees it: 6 and 8 ms with small pages,
+    1.5 and 3 ms with large ones.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_COLLAPSE)

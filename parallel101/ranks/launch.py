@@ -1,4 +1,5 @@
-"""`launch(fn, world_size=4)`: run a function on every rank, real or virtual, and return what it returned there.
+"""`launch(fn, world_size=4)`: run a function on every rank, real or virtual, and return what it
+returned there.
 
 launch ──▶ processes ──▶ each: join the process group, run fn ──▶ Run: results and record
                under torchrun this process already is a rank: see torchrun.py
@@ -32,7 +33,8 @@ from parallel101.sim.network import Network
 
 BACKENDS = ("gloo", "nccl", "sim")
 RULES = ("gloo", "nccl")
-PAYLOAD_BYTES = 4096  # with trace="payload", messages up to this size are recorded with their values
+# with trace="payload", messages up to this size are recorded with their values
+PAYLOAD_BYTES = 4096
 DEFAULT_WORLD_SIZE = 4
 TO_SEND_A_RECORD = 5.0  # seconds for a rank of a failed run; a record may have millions of events
 MAX_TIMEOUT = 1e9  # seconds: the most that C++ and select() take
@@ -52,42 +54,56 @@ class Run:
     trace: Trace | None
     backend: str
     world_size: int
-    watched: Any = field(default=None, repr=False)  # what `watch` knows beyond the record: an analysis.unwritten.Watched
+    # what `watch` knows beyond the record: an analysis.unwritten.Watched
+    watched: Any = field(default=None, repr=False)
 
     def animate(self, title: str | None = None):
-        """The messages of the run as an animation. A notebook shows it; elsewhere call `.save("ring.html")`.
+        """The messages of the run as an animation.
+
+        A notebook shows it; elsewhere call `.save("ring.html")`.
 
         Raises ValueError when the run was not recorded.
         """
         from parallel101.viz.collective import collective_scene
 
-        return collective_scene(self._recorded("animate"), self.results, title=title, watched=self.watched)
+        return collective_scene(
+            self._recorded("animate"), self.results, title=title, watched=self.watched
+        )
 
     def timeline(self, title: str = "Timeline", *, critical_path: bool = False):
         """Every rank's sends, receives, collectives and spans over time, as a picture.
 
-        With `critical_path`, it shows the chain of messages and compute that ends last, and says what lies on it.
-        Raises ValueError when the run was not recorded.
+        With `critical_path`, it shows the chain of messages and compute that ends last, and says
+        what lies on it. Raises ValueError when the run was not recorded.
         """
         from parallel101.viz.timeline import timeline_scene
 
         return timeline_scene(self._recorded("timeline"), title=title, critical_path=critical_path)
 
     def traffic(self, title: str = "Who sends to whom"):
-        """Who sent how much to whom, as squares of ranks × ranks. Raises ValueError when the run was not recorded."""
+        """Who sent how much to whom, as squares of ranks × ranks.
+
+        Raises ValueError when the run was not recorded.
+        """
         from parallel101.viz.between_ranks import traffic_scene
 
         return traffic_scene(self._recorded("traffic"), title)
 
     def before_after(self, title: str | None = None):
-        """What each rank was given and what it returned, as two matrices of blocks. For a run of `p101.watch`; others raise ValueError."""
+        """What each rank was given and what it returned, as two matrices of blocks.
+
+        For a run of `p101.watch`; others raise ValueError.
+        """
         from parallel101.viz.before_after import before_after_scene
 
         return before_after_scene(self._recorded("before_after"), self.results, self.watched, title)
 
     def _recorded(self, method: str) -> Trace:
         if self.trace is None:
-            raise ValueError(f"run.{method}() needs a recorded run, and this run was not recorded: launch it with trace=True")
+            raise ValueError(
+                f"run.{method}() needs a recorded run, and this run was not recorded: launch "
+                "it with trace=True"
+            )
         return self.trace
 
 
@@ -102,32 +118,40 @@ def launch(
     rules: str = "gloo",
     **kwargs: Any,
 ) -> Run:
-    """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until all have returned.
+    """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until
+    all have returned.
 
-    Args:
-        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank gets its own copy. It imports modules
+    Args: fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
+        gets its own copy. It imports modules
             anew, so it does not see what this process has assigned to a module's variables.
-        world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out, or pass the same number.
-        backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks on a virtual clock).
-        trace: record every message, and check the calls against each other. "payload" also records the values of messages up to 4 KiB.
+        world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out,
+            or pass the same number.
+        backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks
+            on a virtual clock).
+        trace: record every message, and check the calls against each other. "payload" also records
+            the values of messages up to 4 KiB.
             A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
         network: on sim, the links between the ranks.
-        rules: on sim, what the program may rely on. "nccl": only what NCCL guarantees, as one would need a GPU per rank to find out. Each
-            communicator has one queue per rank, messages in a batch start together, there are no tags (sim/queues.py has the list).
+        rules: on sim, what the program may rely on. "nccl": only what NCCL guarantees, as one would
+            need a GPU per rank to find out. Each
+            communicator has one queue per rank, messages in a batch start together, there are no
+            tags (sim/queues.py has the list).
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
 
-    Raises:
-        RankFailed: a rank raised an exception, which is the cause, or its process died.
-        DeadlockError: ranks wait for each other, or for a rank that has returned. (While another thread of the program runs on one of
-            them, it may still post what the others wait for. Then only the time limit stops the run.)
+    Raises: RankFailed: a rank raised an exception, which is the cause, or its process died.
+        DeadlockError: ranks wait for each other, or for a rank that has returned. (While another
+        thread of the program runs on one of
+            them, it may still post what the others wait for. Then only the time limit stops the
+            run.)
         MisuseError: a checked run found calls that do not match.
         LaunchTimeout: the ranks were still running after `timeout` seconds.
         TypeError, ValueError, RuntimeError: the arguments do not work here; no rank was started.
 
-    The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished` are the calls that had not ended.
+    The errors of a recorded run have `.trace`, with what was recorded until then. Its `.unfinished`
+    are the calls that had not ended.
     """
     _check_arguments(fn, backend, trace, timeout, network, rules)
     timeout = min(timeout, MAX_TIMEOUT)
@@ -135,14 +159,27 @@ def launch(
     payload_bytes = PAYLOAD_BYTES if trace == "payload" else 0
     if in_a_job() and backend != "sim":  # on sim each process of the job runs the whole simulation
         results, records = join_job(
-            fn, args, kwargs, world_size=world_size, backend=backend, recording=recording, timeout=timeout, payload_bytes=payload_bytes
+            fn,
+            args,
+            kwargs,
+            world_size=world_size,
+            backend=backend,
+            recording=recording,
+            timeout=timeout,
+            payload_bytes=payload_bytes,
         )
-        run = Run(results, _trace(records, len(results), backend) if recording else None, backend, len(results))
+        run = Run(
+            results,
+            _trace(records, len(results), backend) if recording else None,
+            backend,
+            len(results),
+        )
         _check_waits(records)
         return run
     if "PARALLEL101_RANK" in os.environ:
         raise RuntimeError(
-            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch. A rank can't launch ranks: "
+            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another "
+            "launch. A rank can't launch ranks: "
             "call launch() outside the function that runs on the ranks"
         )
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
@@ -172,7 +209,11 @@ def launch(
                 path=sys.path,
                 directory=directory,
                 environ=dict(os.environ),
-                sources={name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
+                sources={
+                    name: entry
+                    for name, entry in linecache.cache.items()
+                    if len(entry) == 4 and entry[1] is None
+                },
             )
             try:
                 rank.wire.send(JOB, job)
@@ -190,7 +231,8 @@ def launch(
         if recording:
             monitor.ask_records(TO_SEND_A_RECORD)
         error.trace = _trace(monitor.records(), size, backend)  # type: ignore[union-attr]
-        explained = __tracebackhide__ = True  # IPython and pytest then leave out this frame, which explains nothing
+        # IPython and pytest then leave out this frame, which explains nothing
+        explained = __tracebackhide__ = True
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as interrupt:
         monitor.ask_places(0.3)
@@ -205,11 +247,15 @@ def launch(
         monitor.close(explained)
         if rendezvous is not None:
             rendezvous.close()
-    return Run(results, _trace(monitor.records(), size, backend) if recording else None, backend, size)
+    return Run(
+        results, _trace(monitor.records(), size, backend) if recording else None, backend, size
+    )
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:
-    """Of a checked run that has returned: raise MisuseError for receives for which it never waited, and warn of such sends."""
+    """Of a checked run that has returned: raise MisuseError for receives for which it never
+    waited, and warn of such sends.
+    """
     calls = [call for record in records for call in record.unwaited]
     if receives := [call for call in calls if call.kind == "recv"]:
         raise never_waited(receives)
@@ -224,7 +270,10 @@ def _trace(records: Sequence[RankRecord], size: int, backend: str) -> Trace:
 
 
 def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]:
-    """Pickle the function and its arguments. Raises TypeError that names the one that can't be pickled."""
+    """Pickle the function and its arguments.
+
+    Raises TypeError that names the one that can't be pickled.
+    """
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
@@ -236,30 +285,47 @@ def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]
                 pack(part)
             except Exception as reason:
                 raise TypeError(
-                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't be sent to the ranks: {reason}. "
+                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't be sent "
+                    f"to the ranks: {reason}. "
                     "Create it inside the function, or pass what it is made from."
                 ) from error
         raise
 
 
-def _check_arguments(fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any) -> None:
+def _check_arguments(
+    fn: Any, backend: Any, trace: Any, timeout: Any, network: Any, rules: Any
+) -> None:
     if not callable(fn):
-        raise TypeError(f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}")
+        raise TypeError(
+            f"launch() takes a function to run on each rank; got a {type(fn).__name__}: {fn!r}"
+        )
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(
+            f"backend is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
+        )
     if trace not in (True, False, "payload"):
-        raise ValueError(f"trace is {trace!r}; it must be True, False or 'payload' (which also records the values of small messages)")
+        raise ValueError(
+            f"trace is {trace!r}; it must be True, False or 'payload' (which also records the "
+            "values of small messages)"
+        )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above zero")
     if network is not None and not isinstance(network, Network):
-        raise TypeError(f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, bandwidth=…)")
+        raise TypeError(
+            f"network is a {type(network).__name__}; it must be a "
+            "parallel101.Network(latency=…, bandwidth=…)"
+        )
     if network is not None and backend != "sim":
-        raise ValueError(f"network works with backend='sim' only, and backend is {backend!r}: leave network out, or use backend='sim'")
+        raise ValueError(
+            f"network works with backend='sim' only, and backend is {backend!r}: leave network "
+            "out, or use backend='sim'"
+        )
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(map(repr, RULES))}")
     if rules != "gloo" and backend != "sim":
         raise ValueError(
-            f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real ranks follow their own backend's rules. "
+            f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real "
+            "ranks follow their own backend's rules. "
             "Leave rules out, or use backend='sim'"
         )
 
@@ -278,12 +344,17 @@ def _world_size(value: Any) -> int:
 
 def _check_gpus(size: int) -> None:
     if not dist.is_nccl_available():
-        raise RuntimeError("backend 'nccl' needs a torch built with NCCL, and this one is a CPU build. Use backend='gloo' or 'sim'")
+        raise RuntimeError(
+            "backend 'nccl' needs a torch built with NCCL, and this one is a CPU build. Use "
+            "backend='gloo' or 'sim'"
+        )
     found = torch.cuda.device_count()
     if found < size:
         raise RuntimeError(
-            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine has {found} GPU{'s' * (found != 1)}. "
-            "Use fewer ranks, or backend='gloo' or 'sim'. `parallel101 doctor` shows what one GPU can do"
+            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this "
+            f"machine has {found} GPU{'s' * (found != 1)}. "
+            "Use fewer ranks, or backend='gloo' or 'sim'. `parallel101 doctor` shows what one "
+            "GPU can do"
         )
 
 
@@ -292,5 +363,6 @@ def _working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise RuntimeError(
-            "the working directory of this process was deleted, and the ranks would run there. Change to another one first (os.chdir)"
+            "the working directory of this process was deleted, and the ranks would run there. "
+            "Change to another one first (os.chdir)"
         ) from None

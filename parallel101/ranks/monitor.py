@@ -1,4 +1,5 @@
-"""The launching process while its ranks run: it reads what they report, shows what they print, and finds out what went wrong.
+"""The launching process while its ranks run: it reads what they report, shows what they print, and
+finds out what went wrong.
 
 rank r ──▶ printed lines ──────────────▶ this process's output
        ──▶ calls, blocked, unblocked ──▶ call checker, wait-for graph ──▶ MisuseError, DeadlockError
@@ -43,9 +44,11 @@ from parallel101.record.errors import DeadlockError, LaunchTimeout, MisuseError
 from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown
 
-WAIT_FOR_CAUSE = 0.05  # seconds after a failure in which another rank's failure may turn out to be its cause
+# seconds after a failure in which another rank's failure may turn out to be its cause
+WAIT_FOR_CAUSE = 0.05
 WAIT_FOR_OTHERS = 1.0  # the same, after an error that only says that another rank has failed
-READ_CALLS = 0.05  # seconds between two readings of the calls that the ranks of a checked run have posted
+# seconds between two readings of the calls that the ranks of a checked run have posted
+READ_CALLS = 0.05
 
 
 @dataclass
@@ -60,7 +63,8 @@ class MonitoredRank:
     result: tuple[bytes, list] | None = None
     failure: Failure | None = None
     record: RankRecord | None = None
-    places: list[tuple[int, str]] | None = None  # where it was when it was asked (each virtual rank, on sim)
+    # where it was when it was asked (each virtual rank, on sim)
+    places: list[tuple[int, str]] | None = None
     exit_report: bytes = b""  # faulthandler's dump, if it crashed, and its exit code
     exitcode: int | None = None
     ended: bool = False
@@ -73,10 +77,19 @@ class MonitoredRank:
 
 
 class Monitor:
-    """Watches the ranks of a launch. `watch` returns when every rank has returned, and raises what went wrong."""
+    """Watches the ranks of a launch.
+
+    `watch` returns when every rank has returned, and raises what went wrong.
+    """
 
     def __init__(
-        self, processes: Sequence[RankProcess], timeout: float, prefixes: Sequence[str], *, checked: bool = False, on_gloo: bool = False
+        self,
+        processes: Sequence[RankProcess],
+        timeout: float,
+        prefixes: Sequence[str],
+        *,
+        checked: bool = False,
+        on_gloo: bool = False,
     ):
         self.wait_for = WaitForGraph(len(processes))
         self.screen = Screen()
@@ -85,7 +98,10 @@ class Monitor:
                 rank,
                 process,
                 Wire(process.control),
-                (RankOutput(prefixes[rank], "stdout", self.screen), RankOutput(prefixes[rank], "stderr", self.screen)),
+                (
+                    RankOutput(prefixes[rank], "stdout", self.screen),
+                    RankOutput(prefixes[rank], "stderr", self.screen),
+                ),
                 self.wait_for.ranks[rank],
             )
             for rank, process in enumerate(processes)
@@ -93,15 +109,21 @@ class Monitor:
         self.timeout = timeout
         self.checked = checked and all(process.calls is not None for process in processes)
         self.call_checker = CallChecker()
-        self.idle_detector = IdleDetector([process.pid for process in processes]) if on_gloo else None
+        self.idle_detector = (
+            IdleDetector([process.pid for process in processes]) if on_gloo else None
+        )
         self.fail_at: float | None = None  # the moment when the cause of a failure is chosen
         self.imported: set[str] = set()  # slow modules that ranks had to import
         self.selector = selectors.DefaultSelector()
         for rank in self.ranks:
             self.selector.register(rank.wire, selectors.EVENT_READ, (self._on_frame, rank))
-            for channel, output in zip((rank.process.out, rank.process.err), rank.outputs, strict=True):
+            for channel, output in zip(
+                (rank.process.out, rank.process.err), rank.outputs, strict=True
+            ):
                 self.selector.register(channel, selectors.EVENT_READ, (self._on_output, output))
-            self.selector.register(rank.process.status, selectors.EVENT_READ, (self._on_status, rank))
+            self.selector.register(
+                rank.process.status, selectors.EVENT_READ, (self._on_status, rank)
+            )
 
     # ---- the loop ----
 
@@ -114,7 +136,9 @@ class Monitor:
                 raise self._root_cause()
             if (deadlock := self.wait_for.confirmed_deadlock(now)) is not None:
                 raise self.call_checker.error() or deadlock
-            all_wait = all(status.blocked is not None or status.returned for status in self.wait_for.ranks)
+            all_wait = all(
+                status.blocked is not None or status.returned for status in self.wait_for.ranks
+            )
             if idle is not None and idle.stuck(now, all_wait, self.wait_for.receive_dropped):
                 raise self.call_checker.error() or self.wait_for.stall_error(self.checked)
             if now >= deadline:
@@ -136,7 +160,8 @@ class Monitor:
 
     def _listen(self, seconds: float) -> None:
         for key, _ in self.selector.select(min(max(0.0, seconds), 3600.0)):
-            if key.fileobj in self.selector.get_map():  # an earlier event of this round may have removed it
+            # an earlier event of this round may have removed it
+            if key.fileobj in self.selector.get_map():
                 handle, about = key.data
                 handle(key.fileobj, about)
 
@@ -209,7 +234,9 @@ class Monitor:
             assert rank.process.calls is not None
             while data := read_available(rank.process.calls):
                 data, start = rank.partial_call + data, 0
-                while len(data) - start >= 4 and len(data) - start >= 4 + (size := int.from_bytes(data[start : start + 4], "little")):
+                while len(data) - start >= 4 and len(data) - start >= 4 + (
+                    size := int.from_bytes(data[start : start + 4], "little")
+                ):
                     self._check_call(Call(*marshal.loads(data[start + 4 : start + 4 + size])))
                     start += 4 + size
                 rank.partial_call = data[start:]
@@ -227,7 +254,8 @@ class Monitor:
     def _root_cause(self) -> BaseException:
         """The error to raise for all the failures that are known.
 
-        It is the first of: a misuse, a rank's own exception, a death, an error that only says that another rank has failed.
+        It is the first of: a misuse, a rank's own exception, a death, an error that only says that
+        another rank has failed.
         """
         self._read_calls()
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
@@ -241,7 +269,9 @@ class Monitor:
             for rank in self.ranks:
                 if rank.ended and rank.result is None and rank.failure is None:
                     crash_dump = rank.exit_report.decode(errors="replace")
-                    return rank_died(rank.rank, rank.exitcode, crash_dump, rank.outputs[1].tail, self.checked)
+                    return rank_died(
+                        rank.rank, rank.exitcode, crash_dump, rank.outputs[1].tail, self.checked
+                    )
         failure = failures[0]
         if isinstance(failure.error, DeadlockError):
             return failure.error
@@ -258,21 +288,39 @@ class Monitor:
             elif (call := rank.status.blocked) is not None:
                 lines.append(waited(rank.rank, call))
             else:
-                lines += [f"rank {number} was at {shown(place)}" for number, place in rank.places or [(rank.rank, "an unknown place")]]
+                lines += [
+                    f"rank {number} was at {shown(place)}"
+                    for number, place in rank.places or [(rank.rank, "an unknown place")]
+                ]
         self.ask_records()
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
     # ---- the end ----
 
     def ask_places(self, seconds: float = 0.5) -> None:
-        """Ask each rank that still runs where it is. One that does not answer in time keeps `places` None."""
-        asked = [rank for rank in self.ranks if not rank.ended and rank.result is None and _send(rank, ASK_PLACES)]
-        self._listen_until(lambda: all(rank.places is not None or rank.ended for rank in asked), seconds)
+        """Ask each rank that still runs where it is.
+
+        One that does not answer in time keeps `places` None.
+        """
+        asked = [
+            rank
+            for rank in self.ranks
+            if not rank.ended and rank.result is None and _send(rank, ASK_PLACES)
+        ]
+        self._listen_until(
+            lambda: all(rank.places is not None or rank.ended for rank in asked), seconds
+        )
 
     def ask_records(self, seconds: float = 0.5) -> None:
         """Ask the ranks that have not sent their record for what they have recorded so far."""
-        asked = [rank for rank in self.ranks if not rank.ended and rank.record is None and _send(rank, ASK_RECORD)]
-        self._listen_until(lambda: all(rank.record is not None or rank.ended for rank in asked), seconds)
+        asked = [
+            rank
+            for rank in self.ranks
+            if not rank.ended and rank.record is None and _send(rank, ASK_RECORD)
+        ]
+        self._listen_until(
+            lambda: all(rank.record is not None or rank.ended for rank in asked), seconds
+        )
 
     def records(self) -> list[RankRecord]:
         """What the ranks have recorded, as far as they have sent it."""
@@ -285,7 +333,10 @@ class Monitor:
         self._listen_until(lambda: all(rank.ended for rank in self.ranks), 5.0)
 
     def close(self, explained: bool = False) -> None:
-        """Leave no process, socket or unread line behind. `explained`: an error is about to say why the run failed."""
+        """Leave no process, socket or unread line behind.
+
+        `explained`: an error is about to say why the run failed.
+        """
         with contextlib.ExitStack() as at_last:
             for close in (self.selector.close, *(rank.process.close for rank in self.ranks)):
                 at_last.callback(close)

@@ -23,10 +23,14 @@ GLOO_ABORT = re.compile(
 
 
 class Screen:
-    """The line to which a launch writes next. It is empty, or holds a progress bar, which is redrawn in place."""
+    """The line to which a launch writes next.
+
+    It is empty, or holds a progress bar, which is redrawn in place.
+    """
 
     def __init__(self) -> None:
-        self.widths: dict[str, int] = {}  # of the bar on the terminal, or on each stream that is no terminal
+        # of the bar on the terminal, or on each stream that is no terminal
+        self.widths: dict[str, int] = {}
         self.closed = False  # nobody reads the output any more (`| head`): this raises once
         self.room = LongOutput.AFTER  # lines that a notebook's cell still shows as they come
         self.long: LongOutput | None = None
@@ -40,7 +44,11 @@ class Screen:
         if lines:
             out, place, width = self._at(stream)
             self.widths[place] = 0
-            self._write(out, ("\r" if width else "") + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]))
+            self._write(
+                out,
+                ("\r" if width else "")
+                + "".join(f"{line}\n" for line in [lines[0].ljust(width), *lines[1:]]),
+            )
         if rest:
             self.long = self.long or LongOutput()
             self.long.add(rest)
@@ -72,7 +80,8 @@ class Screen:
 
 
 class LongOutput:
-    """The lines of a launch after the first 400, in a notebook: the last 20 are shown, and the reader can open the rest.
+    """The lines of a launch after the first 400, in a notebook: the last 20 are shown, and the
+    reader can open the rest.
 
     A cell with 80,000 lines would make JupyterLab and the lesson's page slow.
     """
@@ -105,10 +114,15 @@ class LongOutput:
     def _html(self, folded: list[str] | tuple[()]) -> str:
         older, last = self.count - len(self.last), escape("\n".join(self.last))
         if not folded:
-            return f"<p>… {older:,} more lines</p><pre>{last}</pre>" if older else f"<pre>{last}</pre>"
+            return (
+                f"<p>… {older:,} more lines</p><pre>{last}</pre>" if older else f"<pre>{last}</pre>"
+            )
         left_out = f" (the first {len(folded):,} of them)" if len(folded) < older else ""
         text = escape("\n".join(folded))
-        return f"<details><summary>{older:,} more lines{left_out}</summary><pre>{text}</pre></details><pre>{last}</pre>"
+        return (
+            f"<details><summary>{older:,} more "
+            f"lines{left_out}</summary><pre>{text}</pre></details><pre>{last}</pre>"
+        )
 
     def _update(self, html: str) -> None:
         from IPython.display import HTML, display  # there is IPython, since this is a notebook
@@ -126,7 +140,9 @@ def writes_to_a_cell() -> bool:
 
 
 class RankOutput:
-    """Takes the raw bytes of a rank's stdout or stderr, and writes their whole lines to this process's own."""
+    """Takes the raw bytes of a rank's stdout or stderr, and writes their whole lines to this
+    process's own.
+    """
 
     KEPT = 8192  # characters at the end, for the error about a rank that died
 
@@ -148,7 +164,10 @@ class RankOutput:
             self.screen.bar(self.stream, self.prefix + self.rest)
 
     def close(self, explained: bool = False) -> None:
-        """Write the last line, which may lack its end. Write gloo's abort messages too, unless an error is about to explain them."""
+        """Write the last line, which may lack its end.
+
+        Write gloo's abort messages too, unless an error is about to explain them.
+        """
         self.feed(b"", final=True)
         self._write([self.rest] if self.rest else [])
         self.rest = ""
@@ -163,7 +182,8 @@ class RankOutput:
 
 
 def _write(out, text: str) -> None:
-    if out is None:  # this process has no such stream (a daemon, pythonw): print() writes nothing there either
+    # this process has no such stream (a daemon, pythonw): print() writes nothing there either
+    if out is None:
         return
     try:
         out.write(text)
@@ -175,6 +195,8 @@ def _write(out, text: str) -> None:
 def read_available(channel: io.FileIO | socket.socket) -> bytes:
     """What can be read now; nothing when the other end is closed."""
     try:
-        return (channel.recv(1 << 16) if isinstance(channel, socket.socket) else channel.read(1 << 16)) or b""
+        return (
+            channel.recv(1 << 16) if isinstance(channel, socket.socket) else channel.read(1 << 16)
+        ) or b""
     except OSError:
         return b""

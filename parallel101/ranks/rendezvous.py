@@ -2,8 +2,9 @@
 
     launching process: Rendezvous(size).address ──▶ each rank: connect(address, size) ──▶ a store for init_process_group
 
-On Linux it is a file in memory that has no name and disappears with the launching process. Elsewhere it is a port on loopback. (A client of
-torch's TCPStore asks the name server for the name of ::ffff:127.0.0.1, which takes 5 s where the network answers slowly.)
+On Linux it is a file in memory that has no name and disappears with the launching process.
+Elsewhere it is a port on loopback. (A client of torch's TCPStore asks the name server for the name
+of ::ffff:127.0.0.1, which takes 5 s where the network answers slowly.)
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ class Rendezvous:
             listener.bind(("127.0.0.1", 0))  # the system chooses the port
             listener.listen(min(size * 2, 4096))
             host, port = self.address = listener.getsockname()
-            self.store = dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            self.store = dist.TCPStore(
+                host,
+                port,
+                size,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
 
     def close(self) -> None:
         self.store = None
@@ -43,4 +51,8 @@ class Rendezvous:
 
 def connect(address: Address, size: int) -> dist.Store:
     """The store, as a rank reaches it."""
-    return dist.FileStore(address) if isinstance(address, str) else dist.TCPStore(*address, size, is_master=False)
+    return (
+        dist.FileStore(address)
+        if isinstance(address, str)
+        else dist.TCPStore(*address, size, is_master=False)
+    )

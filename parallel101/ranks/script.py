@@ -1,10 +1,12 @@
-"""One rank of `parallel101 run`: an unmodified script, started as torchrun starts it: as `__main__`, with torchrun's environment.
+"""One rank of `parallel101 run`: an unmodified script, started as torchrun starts it: as
+`__main__`, with torchrun's environment.
 
     parallel101 run train.py --lr 0.1 ──▶ launch(run_script, script) ──▶ each rank: sys.argv, sys.path, __main__, then train.py's code
     torchrun … -m parallel101 run --record DIR train.py ──▶ record_script: the same in a rank of torchrun's job
 
-The process group exists before the script starts. Its own init_process_group only says so if it names another backend (program.py).
-On sim, functions that the script registers with `atexit` are not called, because all ranks are one process.
+The process group exists before the script starts. Its own init_process_group only says so if it
+names another backend (program.py). On sim, functions that the script registers with `atexit` are
+not called, because all ranks are one process.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Script:
     @property
     def name(self) -> str:
         """The script and its arguments, as they are typed."""
-        return shlex.join([self.target if self.as_module else os.path.basename(self.target), *self.arguments])
+        return shlex.join(
+            [self.target if self.as_module else os.path.basename(self.target), *self.arguments]
+        )
 
     @property
     def directory(self) -> str:
@@ -57,19 +61,29 @@ class Script:
         return os.getcwd() if self.as_module else os.path.dirname(os.path.abspath(self.target))
 
     def load(self) -> tuple[CodeType, ModuleType]:
-        """Its code, and a new `__main__` to run it in. Raises OSError, ImportError or SyntaxError if it can't be run."""
+        """Its code, and a new `__main__` to run it in.
+
+        Raises OSError, ImportError or SyntaxError if it can't be run.
+        """
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
         if not self.as_module:
             main.__file__, main.__package__ = self.target, None
-            return compile(Path(self.target).read_bytes(), self.target, "exec", dont_inherit=True), main
+            return compile(
+                Path(self.target).read_bytes(), self.target, "exec", dont_inherit=True
+            ), main
         spec = importlib.util.find_spec(self.target)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{self.target}.__main__")
         code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
         if spec is None or code is None:
             raise ImportError(f"there is no module {self.target!r} that can be run")
-        main.__spec__, main.__loader__, main.__file__, main.__package__ = spec, spec.loader, spec.origin or self.target, spec.parent
+        main.__spec__, main.__loader__, main.__file__, main.__package__ = (
+            spec,
+            spec.loader,
+            spec.origin or self.target,
+            spec.parent,
+        )
         return code, main
 
 
@@ -81,10 +95,14 @@ def free_port() -> int:
 
 
 def run_script(script: Script) -> None:
-    """Run a script on this rank, inside a launch. Each time in which it is blocked in a call of torch.distributed is recorded as a wait."""
+    """Run a script on this rank, inside a launch.
+
+    Each time in which it is blocked in a call of torch.distributed is recorded as a wait.
+    """
     if (target := recorder()) is not None:
         target.record_waits = True  # type: ignore[attr-defined]
-    torch.set_default_device(None)  # launch's default on NCCL is the rank's GPU; a script for torchrun does not expect that
+    # launch's default on NCCL is the rank's GPU; a script for torchrun does not expect that
+    torch.set_default_device(None)
     code, main = script.load()
     sys.modules["__main__"] = main
     sys.argv = [main.__file__ or script.target, *script.arguments]
@@ -98,17 +116,33 @@ def run_script(script: Script) -> None:
         _mark("end", script)
 
 
-def record_script(script: Script, *, backend: str, world_size: int | None, timeout: float, keep: Callable[[RankRecord], None]) -> None:
-    """Run a script as this process's rank of torchrun's job. `keep` gets what the rank recorded, also if the script fails.
+def record_script(
+    script: Script,
+    *,
+    backend: str,
+    world_size: int | None,
+    timeout: float,
+    keep: Callable[[RankRecord], None],
+) -> None:
+    """Run a script as this process's rank of torchrun's job.
+
+    `keep` gets what the rank recorded, also if the script fails.
 
     Raises what `launch` raises.
     """
-    options: dict[str, Any] = {"world_size": world_size, "backend": backend, "timeout": timeout, "keep_record": keep}
+    options: dict[str, Any] = {
+        "world_size": world_size,
+        "backend": backend,
+        "timeout": timeout,
+        "keep_record": keep,
+    }
     join_job(run_script, (script,), {}, recording=True, **options)
 
 
 def _mark(moment: str, script: Script) -> None:
-    """Record when the script starts and ends on this rank: before its first call, and after its last one."""
+    """Record when the script starts and ends on this rank: before its first call, and after its
+    last one.
+    """
     with span(f"{moment} of the script", script=script.name, host=socket.gethostname()):
         pass
 
@@ -125,15 +159,18 @@ def _success_accepted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_of_process() -> Iterator[None]:
-    """Do after the script what Python does before a process ends: wait for threads, and call what was registered with atexit.
+    """Do after the script what Python does before a process ends: wait for threads, and call what
+    was registered with atexit.
 
-    In torchrun's job Python does this itself. On sim, nobody does: the process is that of all ranks.
+    In torchrun's job Python does this itself. On sim, nobody does: the process is that of all
+    ranks.
     """
     if in_a_job() or dist.get_backend().startswith("sim"):
         yield
         return
     before = set(threading.enumerate())
-    atexit._clear()  # what was registered before is the launch's, and a rank's process ends without it
+    # what was registered before is the launch's, and a rank's process ends without it
+    atexit._clear()
     yield
     for thread in set(threading.enumerate()) - before:
         if not thread.daemon:

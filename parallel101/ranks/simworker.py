@@ -1,9 +1,11 @@
-"""The process of a sim launch: all virtual ranks live in it, each as a thread, and it ends after the run.
+"""The process of a sim launch: all virtual ranks live in it, each as a thread, and it ends after
+the run.
 
     control ◀── job, program        ──▶ simulate(): a thread a rank ──▶ record, results or failure
 
-Each virtual rank unpickles its own copy of the program, imports its own copies of the program's modules, and pickles what it returns, as a
-process would. What ranks share is listed in sim/process_state.py.
+Each virtual rank unpickles its own copy of the program, imports its own copies of the program's
+modules, and pickles what it returns, as a process would. What ranks share is listed in
+sim/process_state.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ from parallel101.ranks.program import (
     unpack_program,
 )
 from parallel101.ranks.watcher import ControlThread
-from parallel101.ranks.wire import FAILURE, IMPORTED, RECORD, RESULT, Job, RankRecord, VirtualExit, Wire, pack
+from parallel101.ranks.wire import (
+    FAILURE,
+    IMPORTED,
+    RECORD,
+    RESULT,
+    Job,
+    RankRecord,
+    VirtualExit,
+    Wire,
+    pack,
+)
 from parallel101.record.events import Row
 from parallel101.record.recorder import StatusReport
 from parallel101.record.where import where
@@ -55,17 +67,27 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
         os.environ.update(torchrun_environment(rank, job.world_size))
         try:
             with own_classes():
-                function, args, kwargs = unpack_program(body, [bytearray(buffer) for buffer in buffers])
+                function, args, kwargs = unpack_program(
+                    body, [bytearray(buffer) for buffer in buffers]
+                )
             return pack_result(function(*args, **kwargs), rank)
         except Exception as error:
-            failures[rank] = pack_failure(failure_of(rank, error))  # now, while the rank's modules are loaded
+            # now, while the rank's modules are loaded
+            failures[rank] = pack_failure(failure_of(rank, error))
             raise
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.end_line()  # type: ignore[union-attr]
 
     with own_init_accepted():
-        run = simulate(rank_main, job.world_size, job.network, rules=job.rules, payload_bytes=job.payload_bytes, on_start=watcher.watch)
+        run = simulate(
+            rank_main,
+            job.world_size,
+            job.network,
+            rules=job.rules,
+            payload_bytes=job.payload_bytes,
+            on_start=watcher.watch,
+        )
     _this_thread.rank = None
     wire.send(IMPORTED, slow_imports(loaded))
     wire.send(RECORD, (RankRecord(run.events, run.unfinished, run.unwaited), NO_REPORT))
@@ -80,7 +102,10 @@ def run_virtual_ranks(job: Job, wire: Wire, loaded: set[str]) -> None:
 
 @contextlib.contextmanager
 def own_classes() -> Iterator[None]:
-    """Inside, a class that was pickled by value is made anew. (cloudpickle makes it once per process, and all ranks would share it.)"""
+    """Inside, a class that was pickled by value is made anew.
+
+    (cloudpickle makes it once per process, and all ranks would share it.)
+    """
     made, cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID = (
         cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID,
         weakref.WeakValueDictionary(),
@@ -92,7 +117,9 @@ def own_classes() -> Iterator[None]:
 
 
 class SimWatcher(ControlThread):
-    """Tells the launching process where every virtual rank is, and what was recorded so far, when it asks."""
+    """Tells the launching process where every virtual rank is, and what was recorded so far,
+    when it asks.
+    """
 
     def __init__(self, threads: dict[int, int], wire: Wire):
         super().__init__(wire)
@@ -105,13 +132,18 @@ class SimWatcher(ControlThread):
     def send_record(self) -> None:
         if (shared := self.shared) is not None:
             unfinished: list[Row] = []
-            with contextlib.suppress(RuntimeError):  # the ranks go on meanwhile, and may change what is being read
+            # the ranks go on meanwhile, and may change what is being read
+            with contextlib.suppress(RuntimeError):
                 unfinished = shared.unfinished()
             self.wire.send(RECORD, (RankRecord(list(shared.world.events), unfinished), NO_REPORT))
 
     def places(self) -> list[tuple[int, str]]:
         frames = sys._current_frames()
-        return [(rank, where(frames.get(thread))) for rank, thread in sorted(self.threads.items()) if thread in frames]
+        return [
+            (rank, where(frames.get(thread)))
+            for rank, thread in sorted(self.threads.items())
+            if thread in frames
+        ]
 
 
 _this_thread = threading.local()
@@ -155,7 +187,9 @@ class _PrefixedStream(io.TextIOBase):
 
 
 def _make_exits_virtual() -> None:
-    """Let os._exit, os.abort, and a signal to oneself end the virtual rank that calls them, and not the process."""
+    """Let os._exit, os.abort, and a signal to oneself end the virtual rank that calls them, and
+    not the process.
+    """
     kill = os.kill
 
     def exit_rank(code: int = 0) -> NoReturn:
@@ -172,4 +206,5 @@ def _make_exits_virtual() -> None:
         os._exit, os.kill, os.abort = real
 
     os._exit, os.kill, os.abort = exit_rank, kill_rank, lambda: exit_rank(-6)  # type: ignore[assignment]
-    os.register_at_fork(after_in_child=restore)  # a child that a rank has forked, such as a DataLoader's worker, is a process of its own
+    # a child that a rank has forked, such as a DataLoader's worker, is a process of its own
+    os.register_at_fork(after_in_child=restore)

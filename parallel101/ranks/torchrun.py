@@ -1,9 +1,10 @@
-"""launch() under torchrun: this process is a rank of a job already, so `launch` joins that job, and every rank gets all results.
+"""launch() under torchrun: this process is a rank of a job already, so `launch` joins that job, and
+every rank gets all results.
 
     torchrun --nproc-per-node 4 script.py      four processes run script.py; each launch() in it is one program on all of them
 
-No process stands above the ranks to see what goes wrong. So each rank has a JobWatcher, and these report to each other in the job's store.
-torchrun itself shows what the ranks print.
+No process stands above the ranks to see what goes wrong. So each rank has a JobWatcher, and these
+report to each other in the job's store. torchrun itself shows what the ranks print.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel101.ranks.diagnosis import rank_raised, timed_out, waited
-from parallel101.ranks.program import failure_of, forked_children_exit, own_init_accepted, pack_result
+from parallel101.ranks.program import (
+    failure_of,
+    forked_children_exit,
+    own_init_accepted,
+    pack_result,
+)
 from parallel101.ranks.watcher import TICK, BlockedDetector
 from parallel101.ranks.wire import RankRecord, unpack
 from parallel101.record import process_groups
@@ -34,14 +40,17 @@ from parallel101.record.spans import record_into
 from parallel101.record.wait_for import RankStatus, WaitForGraph
 from parallel101.record.where import shown, where
 
-GRACE = 1.0  # seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
+# seconds for a rank to raise by itself, or to hear of another's failure, once the run has failed
+GRACE = 1.0
 _job_stores: list[dist.Store] = []  # the store of this process's job, once it is known
 _launches = 0
 
 
 def in_a_job() -> bool:
     """Whether this process is a rank of a job, as torchrun makes it."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PARALLEL101_RANK" not in os.environ
+    return (
+        "RANK" in os.environ and "WORLD_SIZE" in os.environ and "PARALLEL101_RANK" not in os.environ
+    )
 
 
 def join_job(
@@ -56,9 +65,12 @@ def join_job(
     payload_bytes: int = 0,
     keep_record: Callable[[RankRecord], None] | None = None,
 ) -> tuple[list[Any], list[RankRecord]]:
-    """Run fn as this process's rank of the job; see `launch`. Returns what every rank returned, and what every rank recorded.
+    """Run fn as this process's rank of the job; see `launch`.
 
-    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program has ended, also if it has failed.
+    Returns what every rank returned, and what every rank recorded.
+
+    With `keep_record`, records are not exchanged. Each rank calls it with its own when its program
+    has ended, also if it has failed.
 
     Raises ValueError when world_size is not the job's, or when the job's variables make no sense.
     """
@@ -70,14 +82,20 @@ def join_job(
         )
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is already initialised, and launch() initialises it itself. Call launch() first, "
+            "torch.distributed is already initialised, and launch() initialises it itself. "
+            "Call launch() first, "
             "or use your own process group without launch()"
         )
     global _launches
     _launches += 1
     store = dist.PrefixStore(f"parallel101/{_launches}", _job_store(timeout))
     calls: list[Call] = []
-    recorder = RankRecorder(rank, recording=recording, payload_bytes=payload_bytes, on_call=calls.append if recording else None)
+    recorder = RankRecorder(
+        rank,
+        recording=recording,
+        payload_bytes=payload_bytes,
+        on_call=calls.append if recording else None,
+    )
     watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # a call blocks its connection, so the watcher needs its own
     watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, keep_record)
     watcher.start()
@@ -88,7 +106,8 @@ def join_job(
         hook = sys.excepthook
         process_groups.init(backend, recorder, store, rank, size)
         if _launches > 1:
-            sys.excepthook = hook  # each init adds one that puts "[rank0]:" before every line of a traceback
+            # each init adds one that puts "[rank0]:" before every line of a traceback
+            sys.excepthook = hook
         try:
             with own_init_accepted(), forked_children_exit(), _crashes_reported():
                 process_groups.start_together()
@@ -109,8 +128,13 @@ def join_job(
         watcher.returned()
         gathered: list[Any] = [None] * size
         watcher.keep_record()
-        record = RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
-        dist.all_gather_object(gathered, (body, [bytes(buffer.raw()) for buffer in buffers], pickle.dumps((calls, record))))
+        record = (
+            RankRecord([], [], recorder.unwaited) if keep_record is not None else watcher.record()
+        )
+        dist.all_gather_object(
+            gathered,
+            (body, [bytes(buffer.raw()) for buffer in buffers], pickle.dumps((calls, record))),
+        )
     finally:
         record_into(None)
         watcher.stop()
@@ -118,7 +142,9 @@ def join_job(
             dist.destroy_process_group()
     all_calls, records = zip(*(pickle.loads(recorded) for _, _, recorded in gathered))
     _check_calls([call for calls in all_calls for call in calls])
-    return [unpack(body, [bytearray(buffer) for buffer in buffers]) for body, buffers, _ in gathered], list(records)
+    return [
+        unpack(body, [bytearray(buffer) for buffer in buffers]) for body, buffers, _ in gathered
+    ], list(records)
 
 
 def _check_calls(calls: list[Call]) -> None:
@@ -131,7 +157,9 @@ def _check_calls(calls: list[Call]) -> None:
 
 def _rank_and_size() -> tuple[int, int]:
     """This process's rank and the job's size, from the variables that torchrun sets."""
-    rank, size, port = (_whole_number(os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, size, port = (
+        _whole_number(os.environ.get(name, "")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
     if rank is None or size is None or not 0 <= rank < size:
         wrong = "RANK must be a whole number from 0 to WORLD_SIZE - 1"
     elif not os.environ.get("MASTER_ADDR"):
@@ -141,7 +169,10 @@ def _rank_and_size() -> tuple[int, int]:
     else:
         return rank, size
     job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
-    raise ValueError(f"{job} are set, as torchrun sets them, but {wrong}. Start this script with torchrun, or unset RANK and WORLD_SIZE")
+    raise ValueError(
+        f"{job} are set, as torchrun sets them, but {wrong}. Start this script with torchrun, "
+        "or unset RANK and WORLD_SIZE"
+    )
 
 
 def _whole_number(text: str) -> int | None:
@@ -173,15 +204,14 @@ def _crashes_reported() -> Iterator[None]:
 
 
 class JobWatcher(threading.Thread):
-    """Publishes the status of this rank. On rank 0, reads the status of all ranks. Stops a rank that can't go on.
+    """Publishes the status of this rank.
 
-    Args:
-        recorder: of the rank that it watches.
-        store: a connection of its own to the store of this launch.
-        size: ranks of the job.
-        timeout: seconds the launch may take.
-        calls: the list to which a checked run appends what this rank posts.
-        on_record: takes this rank's record, once, when its program has ended or is about to be stopped.
+    On rank 0, reads the status of all ranks. Stops a rank that can't go on.
+
+    Args: recorder: of the rank that it watches. store: a connection of its own to the store of this
+        launch. size: ranks of the job. timeout: seconds the launch may take. calls: the list to
+        which a checked run appends what this rank posts. on_record: takes this rank's record, once,
+        when its program has ended or is about to be stopped.
     """
 
     def __init__(
@@ -194,7 +224,13 @@ class JobWatcher(threading.Thread):
         on_record: Callable[[RankRecord], None] | None = None,
     ):
         super().__init__(daemon=True, name="parallel101 job watcher")
-        self.recorder, self.store, self.size, self.timeout, self.calls = recorder, store, size, timeout, calls
+        self.recorder, self.store, self.size, self.timeout, self.calls = (
+            recorder,
+            store,
+            size,
+            timeout,
+            calls,
+        )
         self.on_record = on_record
         self.termination = None if on_record is None else TerminationSignal()
         self.detector = BlockedDetector(recorder)
@@ -215,7 +251,11 @@ class JobWatcher(threading.Thread):
         while not self.over.wait(TICK):
             try:
                 blocked = self.detector.blocked_in()
-                if not self.done.is_set() and blocked is not published and (blocked is None or blocked is seen):
+                if (
+                    not self.done.is_set()
+                    and blocked is not published
+                    and (blocked is None or blocked is seen)
+                ):
                     call = None if blocked is None else blocked.call(self._place())
                     self._publish(RankStatus(call, False, *self.recorder.report()))
                     published = blocked
@@ -234,7 +274,9 @@ class JobWatcher(threading.Thread):
                 return  # the store is gone, and the job with it
 
     def stop(self) -> None:
-        """The launch is over. (If Python ended while the thread is in the store, it would crash.)"""
+        """The launch is over. (If Python ended while the thread is in the store, it would
+        crash.)
+        """
         self.over.set()
         self.join(GRACE)
 
@@ -263,7 +305,10 @@ class JobWatcher(threading.Thread):
         return pickle.loads(bytes.fromhex(self.store.get("failure").decode()))
 
     def returned(self) -> None:
-        """This rank's function has returned. Wait until all have, or raise what went wrong on another rank."""
+        """This rank's function has returned.
+
+        Wait until all have, or raise what went wrong on another rank.
+        """
         self.done.set()
         self._publish(RankStatus(None, True, *self.recorder.report()))
         self.store.add("returned", 1)
@@ -276,7 +321,8 @@ class JobWatcher(threading.Thread):
 
     def _publish_calls(self) -> None:
         if new := self.calls[self.calls_published :]:
-            self.store.set(f"calls/{self.recorder.rank}/{self.batches_published}", pickle.dumps(new))  # type: ignore[arg-type]
+            place = f"calls/{self.recorder.rank}/{self.batches_published}"
+            self.store.set(place, pickle.dumps(new))  # type: ignore[arg-type]
             self.calls_published += len(new)
             self.batches_published += 1
 
@@ -297,7 +343,10 @@ class JobWatcher(threading.Thread):
         keys = [f"status/{rank}" for rank in range(self.size)]
         if self.store.check(keys):
             return [pickle.loads(data) for data in self.store.multi_get(keys)]
-        return [pickle.loads(self.store.get(key)) if self.store.check([key]) else RankStatus() for key in keys]
+        return [
+            pickle.loads(self.store.get(key)) if self.store.check([key]) else RankStatus()
+            for key in keys
+        ]
 
     def _timed_out(self) -> LaunchTimeout:
         lines = []
@@ -308,11 +357,16 @@ class JobWatcher(threading.Thread):
             elif status.blocked is not None:
                 lines.append(waited(rank, status.blocked))
             elif not self.store.check([f"status/{rank}"]):
-                lines.append(f"rank {rank} had not reached this launch: every process of the job must make the same launches")
+                lines.append(
+                    f"rank {rank} had not reached this launch: every process of the job must "
+                    "make the same launches"
+                )
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
     def _stop_rank(self, error: BaseException) -> None:
-        """The run has failed. If this rank's own thread does not raise within GRACE, because it is blocked, the process exits."""
+        """The run has failed. If this rank's own thread does not raise within GRACE, because it
+        is blocked, the process exits.
+        """
         if self.over.wait(GRACE):
             return
         self.keep_record()
@@ -329,9 +383,11 @@ class JobWatcher(threading.Thread):
 
 
 class TerminationSignal:
-    """Whether this process has got SIGTERM, by which torchrun stops the other ranks when one has failed.
+    """Whether this process has got SIGTERM, by which torchrun stops the other ranks when one has
+    failed.
 
-    Python calls a handler on the program's thread only, and that may be blocked in C++. So the watcher's thread learns it from a pipe.
+    Python calls a handler on the program's thread only, and that may be blocked in C++. So the
+    watcher's thread learns it from a pipe.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,11 @@
-"""The thread in each rank that reports while the program's thread is blocked: in which call, at which line, and what was posted so far.
+"""The thread in each rank that reports while the program's thread is blocked: in which call, at
+which line, and what was posted so far.
 
     program's thread   … compute … ──wait()───────────────────────────▶ …
     watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "unblocked"
 
-It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing. So the newest reports of all ranks
-together tell a deadlock for certain (see record/wait_for.py).
+It looks ten times a second. Counts of what was posted only grow, and a blocked rank posts nothing.
+So the newest reports of all ranks together tell a deadlock for certain (see record/wait_for.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from types import FrameType
 
 import torch
 
-from parallel101.ranks.wire import ASK_PLACES, ASK_RECORD, BLOCKED, EXIT, PLACES, RECORD, UNBLOCKED, RankRecord, Wire
+from parallel101.ranks.wire import (
+    ASK_PLACES,
+    ASK_RECORD,
+    BLOCKED,
+    EXIT,
+    PLACES,
+    RECORD,
+    UNBLOCKED,
+    RankRecord,
+    Wire,
+)
 from parallel101.record.recorder import PostedCall, RankRecorder
 from parallel101.record.where import is_inside, where
 
@@ -30,7 +41,11 @@ exit_process = os._exit  # on sim os._exit ends one virtual rank only
 
 
 class ControlThread(threading.Thread):
-    """Answers the launching process. `may_exit` is set when the rank may exit. If the launching process is gone, the rank exits at once."""
+    """Answers the launching process.
+
+    `may_exit` is set when the rank may exit. If the launching process is gone, the rank exits at
+    once.
+    """
 
     def __init__(self, wire: Wire):
         super().__init__(daemon=True, name="parallel101 watcher")
@@ -74,7 +89,8 @@ class Watcher(ControlThread):
         super().__init__(wire)
         self.recorder = recorder
         self.detector = BlockedDetector(recorder)
-        self.outside = "its start, before the program"  # where the rank is, if not in the program; else ""
+        # where the rank is, if not in the program; else ""
+        self.outside = "its start, before the program"
         self.seen: PostedCall | None = None
         self.reported: PostedCall | None = None
 
@@ -84,14 +100,23 @@ class Watcher(ControlThread):
             self.wire.send(UNBLOCKED)
             self.reported = None
         if blocked is not None and blocked is self.seen and self.reported is None:
-            with contextlib.suppress(RuntimeError):  # another thread posted while the counts were copied: report at the next look
-                self.wire.send(BLOCKED, (tuple(blocked.call(self._place())), self.recorder.report()))
+            # another thread posted while the counts were copied: report at the next look
+            with contextlib.suppress(RuntimeError):
+                self.wire.send(
+                    BLOCKED, (tuple(blocked.call(self._place())), self.recorder.report())
+                )
                 self.reported = blocked
         self.seen = blocked
 
     def send_record(self) -> None:
         recorder = self.recorder
-        self.wire.send(RECORD, (RankRecord(recorder.events, recorder.unfinished, recorder.unwaited), recorder.report()))
+        self.wire.send(
+            RECORD,
+            (
+                RankRecord(recorder.events, recorder.unfinished, recorder.unwaited),
+                recorder.report(),
+            ),
+        )
 
     def places(self) -> list[tuple[int, str]]:
         return [(self.recorder.rank, self.outside or self._place())]
@@ -104,35 +129,56 @@ class Watcher(ControlThread):
 
 
 _WAITING = (*torch.autograd.__path__, *torch.futures.__path__)  # where torch waits for futures
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 class BlockedDetector:
-    """Tells in which call the program is blocked. To be asked again and again, from the watcher's thread."""
+    """Tells in which call the program is blocked.
+
+    To be asked again and again, from the watcher's thread.
+    """
 
     def __init__(self, recorder: RankRecorder):
         self.recorder = recorder
-        self.position: tuple[int, int, float] | None = None  # of the thread in C++: frame, instruction, CPU time used
+        # of the thread in C++: frame, instruction, CPU time used
+        self.position: tuple[int, int, float] | None = None
         self.since = 0.0
 
     def blocked_in(self) -> PostedCall | None:
         """The call in which the program is blocked.
 
-        None while it runs, while another of its threads may still post, and if the call ends by a time limit of the program's own.
+        None while it runs, while another of its threads may still post, and if the call ends by a
+        time limit of the program's own.
         """
         waiting = self.recorder.waiting or self._in_backward()
-        return None if waiting is None or waiting.times_out or _others_at_work(self.recorder.thread) else waiting
+        return (
+            None
+            if waiting is None or waiting.times_out or _others_at_work(self.recorder.thread)
+            else waiting
+        )
 
     def _in_backward(self) -> PostedCall | None:
-        """The call whose future torch's C++ waits for, as DDP's backward does: its wait() is not seen in Python."""
+        """The call whose future torch's C++ waits for, as DDP's backward does: its wait() is
+        not seen in Python.
+        """
         futures = self.recorder.futures
         while futures and futures[0][0].is_completed():
             futures.popleft()
         frame = sys._current_frames().get(self.recorder.thread) if futures else None
-        if frame is None or not frame.f_code.co_filename.startswith(_WAITING) or not hasattr(time, "pthread_getcpuclockid"):
+        if (
+            frame is None
+            or not frame.f_code.co_filename.startswith(_WAITING)
+            or not hasattr(time, "pthread_getcpuclockid")
+        ):
             self.position = None
             return None
-        position = id(frame), frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(self.recorder.thread))
+        position = (
+            id(frame),
+            frame.f_lasti,
+            time.clock_gettime(time.pthread_getcpuclockid(self.recorder.thread)),
+        )
         now = time.monotonic()
         if position != self.position:
             self.position, self.since = position, now
@@ -140,11 +186,17 @@ class BlockedDetector:
 
 
 def _others_at_work(program: int) -> bool:
-    """Whether the program has another thread that may post something. A thread that runs a library's code only does not count."""
+    """Whether the program has another thread that may post something.
+
+    A thread that runs a library's code only does not count.
+    """
     mine = {program, threading.get_ident()}
     frames = sys._current_frames() if threading.active_count() > len(mine) else {}
     others = [thread for thread in threading.enumerate() if thread.ident not in mine]
-    return any(isinstance(thread, threading.Timer) or _in_program(frames.get(thread.ident or 0)) for thread in others)
+    return any(
+        isinstance(thread, threading.Timer) or _in_program(frames.get(thread.ident or 0))
+        for thread in others
+    )
 
 
 def _in_program(frame: FrameType | None) -> bool:

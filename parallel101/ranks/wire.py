@@ -1,10 +1,12 @@
-"""What the launching process and its ranks send each other: frames on a socket, with tensors beside them.
+"""What the launching process and its ranks send each other: frames on a socket, with tensors beside
+them.
 
     | kind | length of body | number of buffers | their lengths | body (pickle) | buffers, raw |
 
-Functions are pickled by cloudpickle, so a lambda or a notebook cell's function works. A tensor's memory is written to the socket from where
-it lies, and read into where it will stay. On Linux the sender releases its pages as they are sent: to hand over a gigabyte takes one
-gigabyte of memory, not two. (The messages of the program itself do not come here: torch.distributed sends them.)
+Functions are pickled by cloudpickle, so a lambda or a notebook cell's function works. A tensor's
+memory is written to the socket from where it lies, and read into where it will stay. On Linux the
+sender releases its pages as they are sent: to hand over a gigabyte takes one gigabyte of memory,
+not two. (The messages of the program itself do not come here: torch.distributed sends them.)
 """
 
 from __future__ import annotations
@@ -32,23 +34,38 @@ from parallel101.record.calls import Call
 from parallel101.record.events import Row
 from parallel101.record.trace import collector_paused
 
-# Kinds of frames to a rank: its Job; the packed program; "where are you?"; "what have you recorded?"; "you may exit".
+# Kinds of frames to a rank: its Job; the packed program; "where are you?"; "what have you
+# recorded?"; "you may exit".
 JOB, PROGRAM, ASK_PLACES, ASK_RECORD, EXIT = b"j", b"f", b"w", b"t", b"q"
-# And from a rank: a Call as it is posted; the call it is blocked in; it is no longer blocked; its RankRecord and report; the slow modules
-# that it imported; where it is; what its function returned; its Failure.
-CALL, BLOCKED, UNBLOCKED, RECORD, IMPORTED, PLACES, RESULT, FAILURE = b"c", b"b", b"f", b"e", b"p", b"w", b"r", b"x"
+# And from a rank: a Call as it is posted; the call it is blocked in; it is no longer blocked; its
+# RankRecord and report; the slow modules that it imported; where it is; what its function returned;
+# its Failure.
+CALL, BLOCKED, UNBLOCKED, RECORD, IMPORTED, PLACES, RESULT, FAILURE = (
+    b"c",
+    b"b",
+    b"f",
+    b"e",
+    b"p",
+    b"w",
+    b"r",
+    b"x",
+)
 
 HEAD = struct.Struct("!cQI")
 LENGTH = struct.Struct("!Q")
 CHUNK = 4 << 20  # bytes written, and then released, at a time
 SMALL = 1 << 16  # bytes of a storage that is sent whole, so that views of it stay views of it
-RELEASE_FROM = 32 << 20  # bytes of the smallest buffer whose pages are released: one system call a chunk
+# bytes of the smallest buffer whose pages are released: one system call a chunk
+RELEASE_FROM = 32 << 20
 MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
 
 
 @dataclass
 class Job:
-    """What a rank must know before its program. On sim one process is all the ranks, and `rank` is 0."""
+    """What a rank must know before its program.
+
+    On sim one process is all the ranks, and `rank` is 0.
+    """
 
     rank: int
     world_size: int
@@ -65,11 +82,14 @@ class Job:
 
 
 class RankRecord(NamedTuple):
-    """What one process has recorded (on sim: what all virtual ranks have), as Trace.from_rows takes it."""
+    """What one process has recorded (on sim: what all virtual ranks have), as Trace.from_rows
+    takes it.
+    """
 
     events: list[Row]
     unfinished: list[Row]  # posted, and not ended
-    unwaited: Sequence[Call] = ()  # of a checked run: sends and receives that the program never waited for
+    # of a checked run: sends and receives that the program never waited for
+    unwaited: Sequence[Call] = ()
 
 
 class Failure(NamedTuple):
@@ -83,7 +103,10 @@ class Failure(NamedTuple):
 
 
 class VirtualExit(BaseException):
-    """A virtual rank called os._exit or sent itself a signal. Its process holds the other virtual ranks too, so it must go on."""
+    """A virtual rank called os._exit or sent itself a signal.
+
+    Its process holds the other virtual ranks too, so it must go on.
+    """
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -91,12 +114,16 @@ class VirtualExit(BaseException):
 
 
 class Wire:
-    """One end of the socket between the launching process and a rank. Several threads may send; one reads."""
+    """One end of the socket between the launching process and a rank.
+
+    Several threads may send; one reads.
+    """
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self._sending = threading.Lock()
-        self._in_a_frame = False  # Ctrl-C may leave a frame half read; what follows is then no frame's beginning
+        # Ctrl-C may leave a frame half read; what follows is then no frame's beginning
+        self._in_a_frame = False
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -105,10 +132,18 @@ class Wire:
         """Pickle a value and send it as one frame."""
         self.send_packed(kind, *pack(value))
 
-    def send_packed(self, kind: bytes, body: bytes, buffers: list[pickle.PickleBuffer], *, release: bool = False) -> None:
-        """Send what `pack` returned. With `release`, large buffers lose their content as they are sent: the sender needs them no more."""
+    def send_packed(
+        self, kind: bytes, body: bytes, buffers: list[pickle.PickleBuffer], *, release: bool = False
+    ) -> None:
+        """Send what `pack` returned.
+
+        With `release`, large buffers lose their content as they are sent: the sender needs them no
+        more.
+        """
         views = [memoryview(buffer.raw()).cast("B") for buffer in buffers]
-        head = HEAD.pack(kind, len(body), len(views)) + b"".join(LENGTH.pack(len(view)) for view in views)
+        head = HEAD.pack(kind, len(body), len(views)) + b"".join(
+            LENGTH.pack(len(view)) for view in views
+        )
         with self._sending:
             self.sock.sendall(head + body)
             for view in views:
@@ -140,7 +175,8 @@ class Wire:
         return bytes(data)
 
     def _buffer(self, count: int) -> Any:
-        storage = torch.UntypedStorage(count)  # its pages are not touched, so they take memory only as the bytes arrive
+        # its pages are not touched, so they take memory only as the bytes arrive
+        storage = torch.UntypedStorage(count)
         window = _bytes_of(storage)
         self._fill(memoryview(window).cast("B"))
         return window
@@ -155,14 +191,19 @@ class Wire:
 
 
 def _release_pages(view: memoryview, start: int, stop: int) -> None:
-    """Return the whole pages of view[start:stop] to the system. Linux only: elsewhere they stay until the process ends."""
+    """Return the whole pages of view[start:stop] to the system.
+
+    Linux only: elsewhere they stay until the process ends.
+    """
     if not sys.platform.startswith("linux"):
         return
     base = ctypes.addressof(ctypes.c_char.from_buffer(view))
     first = -(-(base + start) // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (base + stop) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED
+        )
 
 
 # ---- pickling ----
@@ -188,16 +229,33 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj):
         dense = type(obj) is torch.Tensor and obj.layout is torch.strided
-        if dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg()):  # the memory of these is not their values
+        # the memory of these is not their values
+        if dense and not (obj.is_meta or obj.is_quantized or obj.is_conj() or obj.is_neg()):
             wants_grad = obj.requires_grad and obj.is_leaf
-            tensor = obj.detach().cpu()  # a GPU tensor comes back on the CPU: the launching process may have no GPU
+            # a GPU tensor comes back on the CPU: the launching process may have no GPU
+            tensor = obj.detach().cpu()
             if tensor.untyped_storage().nbytes() > max(2 * tensor.nbytes, SMALL):
-                tensor = tensor.clone(memory_format=torch.contiguous_format)  # a slice is sent without the rest of its storage
+                # a slice is sent without the rest of its storage
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
             storage = tensor.untyped_storage()
-            pickled = self.storages.setdefault(storage.data_ptr() if storage.nbytes() else id(storage), _PickledStorage(storage))
-            return _tensor, (pickled, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), wants_grad)
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)  # torch's config modules: cloudpickle knows modules of the plain type only
+            pickled = self.storages.setdefault(
+                storage.data_ptr() if storage.nbytes() else id(storage), _PickledStorage(storage)
+            )
+            return _tensor, (
+                pickled,
+                tensor.dtype,
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                wants_grad,
+            )
+        if (
+            isinstance(obj, ModuleType)
+            and type(obj) is not ModuleType
+            and sys.modules.get(obj.__name__) is obj
+        ):
+            # torch's config modules: cloudpickle knows modules of the plain type only
+            return importlib.import_module, (obj.__name__,)
         if found := _global_generator(obj):
             return getattr, found
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
@@ -206,7 +264,9 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class _PickledStorage:
-    """A tensor's storage, pickled as one out-of-band buffer, so that views of one storage stay views of one storage."""
+    """A tensor's storage, pickled as one out-of-band buffer, so that views of one storage stay
+    views of one storage.
+    """
 
     def __init__(self, storage: torch.UntypedStorage):
         self.storage = storage
@@ -216,7 +276,11 @@ class _PickledStorage:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Any:
-    window = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()) if storage.nbytes() else (ctypes.c_char * 0)()
+    window = (
+        (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        if storage.nbytes()
+        else (ctypes.c_char * 0)()
+    )
     window.keep = storage  # type: ignore[attr-defined]
     return window
 
@@ -228,11 +292,19 @@ def _storage(buffer) -> torch.UntypedStorage:
 
 
 def _tensor(storage, dtype, offset, shape, stride, requires_grad) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).requires_grad_(requires_grad)
+    return (
+        torch.empty(0, dtype=dtype)
+        .set_(storage, offset, shape, stride)
+        .requires_grad_(requires_grad)
+    )
 
 
 def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseException:
-    """An exception as it was. Its __init__ may take other arguments than it hands to Exception, and then pickle's own way fails."""
+    """An exception as it was.
+
+    Its __init__ may take other arguments than it hands to Exception, and then pickle's own way
+    fails.
+    """
     try:
         error = cls(*args)
     except Exception:
@@ -243,7 +315,8 @@ def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseExcept
 
 
 def _global_generator(obj: Any) -> tuple[Any, str] | None:
-    """Where a process finds its own global random generator, or a method of it such as `random.shuffle`: a module and a name.
+    """Where a process finds its own global random generator, or a method of it such as
+    `random.shuffle`: a module and a name.
 
     None for any other object. A generator pickled by value would give every rank the same numbers.
     """
@@ -253,5 +326,12 @@ def _global_generator(obj: Any) -> tuple[Any, str] | None:
         if obj is numpy.mtrand._rand:
             return numpy.mtrand, "_rand"
     if isinstance(obj, MethodType | BuiltinMethodType):
-        return next(((m, obj.__name__) for m, generator in generators if obj.__self__ is generator and hasattr(m, obj.__name__)), None)
+        return next(
+            (
+                (m, obj.__name__)
+                for m, generator in generators
+                if obj.__self__ is generator and hasattr(m, obj.__name__)
+            ),
+            None,
+        )
     return (torch, "default_generator") if obj is torch.default_generator else None

@@ -1,4 +1,5 @@
-"""A rank's process: take the job, join the process group, run the program, send back its result or its failure.
+"""A rank's process: take the job, join the process group, run the program, send back its result or
+its failure.
 
 control ◀── job, program           the launching process (see monitor.py)
         ──▶ calls as they are posted (a checked run), blocked, unblocked, record, result or failure
@@ -47,15 +48,21 @@ from parallel101.record.spans import record_into
 
 
 def main(channels: str = "", *, control: int = -1, calls: int = -1, status: int = -1) -> NoReturn:
-    """Serve one job, and exit. A forked rank is given its file descriptors, a spawned one a text that says where they are."""
+    """Serve one job, and exit.
+
+    A forked rank is given its file descriptors, a spawned one a text that says where they are.
+    """
     if channels:
         control, calls, status = inherited(channels)
     wire = Wire(socket.socket(fileno=control))
     if status >= 0:
-        faulthandler.enable(status)  # if C code kills this process, it writes there where the program was
+        # if C code kills this process, it writes there where the program was
+        faulthandler.enable(status)
     open_streams()
     _keep_freed_memory()
-    gc.freeze()  # what torch's import left is no garbage, and to scan it again and again takes longer than a message
+    # what torch's import left is no garbage, and to scan it again and again takes longer than a
+    # message
+    gc.freeze()
     code = 0
     try:
         loaded = set(sys.modules)
@@ -126,13 +133,16 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
 
 
 def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
-    """How a checked run sends its calls: at once, since the call may kill this process, but without waking the launching process."""
+    """How a checked run sends its calls: at once, since the call may kill this process, but
+    without waking the launching process.
+    """
     if calls < 0:
         return lambda call: wire.send(CALL, tuple(call))
 
     def send(call: Call) -> None:
         data = marshal.dumps(tuple(call))
-        os.write(calls, len(data).to_bytes(4, "little") + data)  # the pipe blocks, and this is below PIPE_BUF: it is written whole
+        # the pipe blocks, and this is below PIPE_BUF: it is written whole
+        os.write(calls, len(data).to_bytes(4, "little") + data)
 
     return send
 
@@ -141,7 +151,10 @@ def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
 
 
 def inherited(channels: str) -> tuple[int, int, int]:
-    """A spawned rank's control, calls and status. On Windows there is only a socket, which comes by stdin."""
+    """A spawned rank's control, calls and status.
+
+    On Windows there is only a socket, which comes by stdin.
+    """
     if channels != "stdin":
         control, calls, status = (int(fd) for fd in channels.split(","))
         return control, calls, status
@@ -156,30 +169,40 @@ def open_streams() -> None:
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
     for name, fd in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(fd, "wb", closefd=False)
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        stream = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", write_through=True
+        )
         stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory. A fresh 64 MiB tensor costs as much as sending it, for its page faults. Elsewhere nothing happens."""
+    """Let glibc keep freed memory.
+
+    A fresh 64 MiB tensor costs as much as sending it, for its page faults. Elsewhere nothing
+    happens.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, and so return to it
-        libc.mallopt(-8, 1)  # M_ARENA_MAX: there is one heap, also for the thread of a backward or of a virtual rank
+        # M_ARENA_MAX: there is one heap, also for the thread of a backward or of a virtual rank
+        libc.mallopt(-8, 1)
         libc.mallopt(-1, 0x7FFFFFFF)  # M_TRIM_THRESHOLD: the heap keeps what is freed
 
 
 def _prepare(job: Job) -> None:
-    """Give this process the caller's path, directory and environment, random numbers of its own, and one thread."""
+    """Give this process the caller's path, directory and environment, random numbers of its
+    own, and one thread.
+    """
     sys.path[:] = job.path
     linecache.cache.update(job.sources)
     with contextlib.suppress(OSError):
         os.chdir(job.directory)
     os.environ.clear()
     os.environ.update(job.environ)
-    # Forked ranks inherit the fork server's generators. Each is seeded anew, as in a new process. (torch's own seed is the same for all.)
+    # Forked ranks inherit the fork server's generators. Each is seeded anew, as in a new process.
+    # (torch's own seed is the same for all.)
     random.seed()
     if "numpy.random" in sys.modules:  # to import it would take longer than everything else here
         sys.modules["numpy.random"].seed()
@@ -192,10 +215,13 @@ def _prepare(job: Job) -> None:
 
 
 def _use_batch_scheduling() -> None:
-    """Make this process batch work, which does not preempt others when it wakes. Linux only; every user may do this.
+    """Make this process batch work, which does not preempt others when it wakes.
 
-    There are more ranks and gloo threads than cores. Otherwise a gloo thread that wakes takes the core from the thread that holds what it
-    needs, and spins until it gets it. A 4 KiB all-to-all on 4 ranks and 2 cores took 3.1 ms that way, and takes 0.3 ms as batch work.
+    Linux only; every user may do this.
+
+    There are more ranks and gloo threads than cores. Otherwise a gloo thread that wakes takes the
+    core from the thread that holds what it needs, and spins until it gets it. A 4 KiB all-to-all on
+    4 ranks and 2 cores took 3.1 ms that way, and takes 0.3 ms as batch work.
     """
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # type: ignore[attr-defined,unused-ignore]

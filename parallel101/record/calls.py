@@ -1,4 +1,5 @@
-"""What a rank called: one side of a message, or its part in a collective; and whether calls that belong together agree.
+"""What a rank called: one side of a message, or its part in a collective; and whether calls that
+belong together agree.
 
     rank 0: send(shape (4,), float32)  ──┐  `disagreement`: operation, size, dtype, shape, root, reduction
     rank 1: recv(shape (3,), float32)  ──┘  `CallChecker`: does this for every call of a checked run
@@ -18,7 +19,8 @@ from parallel101.record.spans import COLLECTIVE_TAG, Collective
 from parallel101.record.units import ranks_text
 from parallel101.record.where import caller, shown
 
-Key = tuple[str, "int | None", int, str]  # kind, peer, tag, group: the calls of a rank with the same key are numbered
+# kind, peer, tag, group: the calls of a rank with the same key are numbered
+Key = tuple[str, "int | None", int, str]
 CollectiveTerms = tuple[str, tuple[int, ...]]  # operation and ranks
 
 
@@ -27,21 +29,29 @@ class Call(NamedTuple):
 
     rank: int
     kind: str  # "send", "recv", or a collective's name
-    peers: tuple[int, ...]  # the ranks it needs: the other side (empty: a receive from any rank), or the group's other members
+    # the ranks it needs: the other side (empty: a receive from any rank), or the group's other
+    # members
+    peers: tuple[int, ...]
     tag: int
     group: str
-    seq: int  # sequence number: of a message, among those with the same key; of a collective, among those of its group
+    # sequence number: of a message, among those with the same key; of a collective, among those of
+    # its group
+    seq: int
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
     op: str | None  # the reduction ("sum", …) of a reducing collective
     root: int | None
     where: str
-    alike: tuple[tuple[str, str], ...] = ()  # of parallel101's collectives: other arguments that must be the same on all ranks
+    # of parallel101's collectives: other arguments that must be the same on all ranks
+    alike: tuple[tuple[str, str], ...] = ()
     gives: dict[int, int] | None = None  # of an all-to-all: the bytes for each rank of the group …
-    takes: dict[int, int] | None = None  # … and those expected from each rank; here the shapes need not agree
-    within: CollectiveTerms | None = None  # of a message of parallel101's collectives: the collective it belongs to
-    layout: str = ""  # how a collective's tensor lies in memory, if it isn't contiguous (see signatures.py)
+    # … and those expected from each rank; here the shapes need not agree
+    takes: dict[int, int] | None = None
+    # of a message of parallel101's collectives: the collective it belongs to
+    within: CollectiveTerms | None = None
+    # how a collective's tensor lies in memory, if it isn't contiguous (see signatures.py)
+    layout: str = ""
 
     @property
     def operation(self) -> str:
@@ -51,7 +61,15 @@ class Call(NamedTuple):
     @property
     def terms(self) -> tuple:
         """What all ranks of a collective must agree on."""
-        return self.kind, self.root, self.op, self.dtype, () if self.gives else long_dims(self.shape), self.layout, self.alike
+        return (
+            self.kind,
+            self.root,
+            self.op,
+            self.dtype,
+            () if self.gives else long_dims(self.shape),
+            self.layout,
+            self.alike,
+        )
 
     @property
     def brief(self) -> str:
@@ -59,7 +77,12 @@ class Call(NamedTuple):
         what = f"{self.kind}(" + ", ".join(
             part
             for part in (
-                self.dtype and (f"shape {tuple(self.shape)}, {self.dtype}" if self.shape or not self.gives else self.dtype),
+                self.dtype
+                and (
+                    f"shape {tuple(self.shape)}, {self.dtype}"
+                    if self.shape or not self.gives
+                    else self.dtype
+                ),
                 self.layout,
                 ", ".join(f"{name} {value}" for name, value in self.alike if name != "group"),
                 self.op and f"op {self.op}",
@@ -72,12 +95,23 @@ class Call(NamedTuple):
 
     @property
     def wait_labels(self) -> dict[str, Any]:
-        """The labels of a span in which the rank was blocked in this call. The peer of a collective is None."""
+        """The labels of a span in which the rank was blocked in this call.
+
+        The peer of a collective is None.
+        """
         peer = self.peers[0] if len(self.peers) == 1 and self.kind in P2P else None
         return {"peer": peer, "group": self.group}
 
     def event(
-        self, group: EventGroup, *, peer: int | None, posted: Any, start: Any, end: Any, seq: int | None = None, payload: list | None = None
+        self,
+        group: EventGroup,
+        *,
+        peer: int | None,
+        posted: Any,
+        start: Any,
+        end: Any,
+        seq: int | None = None,
+        payload: list | None = None,
     ) -> Event:
         """The event of this call. On NCCL its times are moments of the GPU's clock.
 
@@ -93,36 +127,69 @@ class Call(NamedTuple):
 
 
 def operation_name(kind: str, members: Sequence[int]) -> str:
-    """A collective by the name that all ranks must agree on; of new_group, this includes the members."""
+    """A collective by the name that all ranks must agree on; of new_group, this includes the
+    members.
+    """
     return f"new_group({sorted(members)})" if kind == "new_group" else kind
 
 
 def collective_terms(collective: Collective | None) -> CollectiveTerms | None:
-    """What both sides of a message must agree on about its collective. None for p101.send and receive, which also pair with torch's."""
-    return None if collective is None or collective.operation in ("send", "receive") else (collective.operation, collective.ranks)
+    """What both sides of a message must agree on about its collective.
+
+    None for p101.send and receive, which also pair with torch's.
+    """
+    return (
+        None
+        if collective is None or collective.operation in ("send", "receive")
+        else (collective.operation, collective.ranks)
+    )
 
 
 def rank_at(rank: int, kind: str, position: int, ranks: Sequence[int]) -> int:
-    """The rank at a position of the group, which a rank's call names. Raises ValueError if there is none, or if it is the rank itself."""
+    """The rank at a position of the group, which a rank's call names.
+
+    Raises ValueError if there is none, or if it is the rank itself.
+    """
     what = {"send": "sends to", "recv": "receives from"}.get(kind, f"calls {kind} with root")
     if not 0 <= position < len(ranks):
-        ring = " On a ring, rank r's neighbours are (r + 1) % size and (r - 1) % size." if kind in ("send", "recv") else ""
-        raise ValueError(f"rank {rank} {what} {position}, and its group of {len(ranks)} has ranks 0 to {len(ranks) - 1}.{ring}")
+        ring = (
+            " On a ring, rank r's neighbours are (r + 1) % size and (r - 1) % size."
+            if kind in ("send", "recv")
+            else ""
+        )
+        raise ValueError(
+            f"rank {rank} {what} {position}, and its group of {len(ranks)} has ranks 0 to "
+            f"{len(ranks) - 1}.{ring}"
+        )
     if ranks[position] == rank and kind in ("send", "recv"):
-        raise ValueError(f"rank {rank} {what} itself: it has its own data already, so leave that message out")
+        raise ValueError(
+            f"rank {rank} {what} itself: it has its own data already, so leave that message out"
+        )
     return ranks[position]
 
 
 def long_dims(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape without dims of size 1: they don't change where a value lies. So what is sent as () may be received as (1,)."""
+    """A shape without dims of size 1: they don't change where a value lies.
+
+    So what is sent as () may be received as (1,).
+    """
     return tuple(n for n in shape if n != 1)
 
 
-def call_to_compare(rank: int, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any], counts: dict[str, int]) -> Call:
-    """A rank's call of one of parallel101's collectives, which it posts before the messages, to be compared with the other ranks' calls.
+def call_to_compare(
+    rank: int,
+    kind: str,
+    ranks: Sequence[int],
+    within: str,
+    alike: Mapping[str, Any],
+    counts: dict[str, int],
+) -> Call:
+    """A rank's call of one of parallel101's collectives, which it posts before the messages, to be
+    compared with the other ranks' calls.
 
-    Nobody waits for it. `counts` numbers such calls for each list of ranks and each process group `within` which the messages are sent,
-    because each thread of a rank may use a process group of its own.
+    Nobody waits for it. `counts` numbers such calls for each list of ranks and each process group
+    `within` which the messages are sent, because each thread of a rank may use a process group of
+    its own.
     """
     others, label = tuple(r for r in ranks if r != rank), f"collectives on {sorted(ranks)} {within}"
     seq = counts[label] = counts.get(label, 0) + 1
@@ -134,17 +201,25 @@ def call_to_compare(rank: int, kind: str, ranks: Sequence[int], within: str, ali
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
-    """How two calls that belong together differ: one sentence, then the two calls. None if they agree.
+    """How two calls that belong together differ: one sentence, then the two calls.
 
-    Args:
-        ours, theirs: the two sides of a message, in either order; or the calls of any two ranks with the same group and seq.
+    None if they agree.
+
+    Args: ours, theirs: the two sides of a message, in either order; or the calls of any two ranks
+        with the same group and seq.
     """
     sentence = _difference(ours, theirs)
-    return sentence and f"{sentence}\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
+    return (
+        sentence
+        and f"{sentence}\n  rank {ours.rank}: {ours.brief}\n  rank {theirs.rank}: {theirs.brief}"
+    )
 
 
 UNEVEN = {  # what to do about a size that a rank took from its own shard
-    "sizes": ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole tensor's shape as shape= to a layer",
+    "sizes": (
+        ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole "
+        "tensor's shape as shape= to a layer"
+    ),
     "whole_shape": ". If the blocks are uneven, pass the whole tensor's shape as shape= to the layer",
 }
 
@@ -158,11 +233,20 @@ def _difference(ours: Call, theirs: Call) -> str | None:
             return f"a message of {sender} is received in {receiver}. {rule}"
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
-            return f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} expected"
+            return (
+                f"the message is {word} than the receive: {send.nbytes} bytes sent, "
+                f"{recv.nbytes} expected"
+            )
         if send.dtype != recv.dtype:
-            return f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} expected"
+            return (
+                f"sender and receiver have different dtypes: {send.dtype} sent, {recv.dtype} "
+                "expected"
+            )
         if long_dims(send.shape) != long_dims(recv.shape):
-            return f"sender and receiver have different shapes: {tuple(send.shape)} sent, {tuple(recv.shape)} expected"
+            return (
+                f"sender and receiver have different shapes: {tuple(send.shape)} sent, "
+                f"{tuple(recv.shape)} expected"
+            )
         return None
     if ours.kind != theirs.kind:
         return f"the ranks call different operations: {ours.kind} and {theirs.kind}"
@@ -176,29 +260,50 @@ def _difference(ours: Call, theirs: Call) -> str | None:
         for giver, taker in ((ours, theirs), (theirs, ours)):
             sent, expected = (giver.gives or {})[taker.rank], (taker.takes or {})[giver.rank]
             if sent != expected:
-                return f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank {taker.rank} expects {expected}"
+                return (
+                    f"rank {giver.rank} gives rank {taker.rank} {sent} bytes, and rank "
+                    f"{taker.rank} expects {expected}"
+                )
     elif long_dims(ours.shape) != long_dims(theirs.shape):
         return f"the ranks have different shapes: {tuple(ours.shape)} and {tuple(theirs.shape)}"
     if ours.layout != theirs.layout:
         layouts = f"{ours.layout or 'contiguous'} and {theirs.layout or 'contiguous'}"
-        return f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same way on all ranks"
+        return (
+            f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same "
+            "way on all ranks"
+        )
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:
-            return f"{name} is not the same on all ranks: {our_value} and {their_value}{UNEVEN.get(name, '')}"
+            return (
+                f"{name} is not the same on all ranks: {our_value} and "
+                f"{their_value}{UNEVEN.get(name, '')}"
+            )
     return None
 
 
 def tensor_changed(call: Call) -> MisuseError:
     """The error for a tensor that the program changed while it was being sent."""
-    what = f"that was still being sent to rank {call.peers[0]}" if call.kind == "send" else f"that it passed to {call.kind}"
-    advice = "Call wait() on the send first, or send a clone." if call.kind == "send" else "Call wait() first, or pass a clone."
-    return MisuseError(f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}", call.rank)
+    what = (
+        f"that was still being sent to rank {call.peers[0]}"
+        if call.kind == "send"
+        else f"that it passed to {call.kind}"
+    )
+    advice = (
+        "Call wait() on the send first, or send a clone."
+        if call.kind == "send"
+        else "Call wait() first, or pass a clone."
+    )
+    return MisuseError(
+        f"rank {call.rank} changed a tensor {what}, before its wait(): {call.brief}. {advice}",
+        call.rank,
+    )
 
 
 def waited_twice(rank: int, kind: str) -> MisuseError:
     """The error for a second wait() for one message."""
     return MisuseError(
-        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the second wait() would wait forever, for another "
+        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the "
+        "second wait() would wait forever, for another "
         "message. Call wait() once on each message.",
         rank,
     )
@@ -206,14 +311,20 @@ def waited_twice(rank: int, kind: str) -> MisuseError:
 
 def never_waited(calls: Sequence[Call]) -> MisuseError:
     """The error for receives for which the program never waited."""
-    advice = "Before wait() returns, the data may not have arrived. Keep the work that irecv returns, and wait() for it."
-    return MisuseError("\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice]), calls[0].rank)
+    advice = (
+        "Before wait() returns, the data may not have arrived. Keep the work that irecv "
+        "returns, and wait() for it."
+    )
+    return MisuseError(
+        "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice]), calls[0].rank
+    )
 
 
 def sends_never_waited(calls: Sequence[Call]) -> str:
     """The warning for sends for which the program never waited."""
     advice = (
-        "A tensor must not change before wait() returns, and gloo may cancel a send whose work is dropped. Keep the work that isend "
+        "A tensor must not change before wait() returns, and gloo may cancel a send whose work "
+        "is dropped. Keep the work that isend "
         "returns, and wait() for it."
     )
     return "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice])
@@ -226,11 +337,19 @@ def _who_does_not_wait(calls: Sequence[Call]) -> str:
 
 
 def places_of(calls: Sequence[Call], most: int = 8) -> list[str]:
-    """A line for each message, with rank and place. Of more than eight different ones, the first eight."""
+    """A line for each message, with rank and place.
+
+    Of more than eight different ones, the first eight.
+    """
     lines: dict[str, None] = {}  # in order, each once
     for call in sorted(calls, key=lambda call: call.rank):
         peer = f"rank {call.peers[0]}" if len(call.peers) == 1 else "any rank"
-        lines[f"rank {call.rank}: {call.kind} {'from' if call.kind == 'recv' else 'to'} {peer}, at {shown(call.where)}"] = None
+        lines[
+            (
+                f"rank {call.rank}: {call.kind} {'from' if call.kind == 'recv' else 'to'} {peer}, "
+                f"at {shown(call.where)}"
+            )
+        ] = None
     return [*list(lines)[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
@@ -244,21 +363,28 @@ def tag_text(tag: int) -> str:
 
 
 class CallChecker:
-    """Compares the calls of a checked run: each send with its receive, and the ranks' calls of each collective, paired by their numbers.
+    """Compares the calls of a checked run: each send with its receive, and the ranks' calls of each
+    collective, paired by their numbers.
 
-    Give each call to `check` when it is posted. `differing` are the calls of the first message or collective that does not agree.
+    Give each call to `check` when it is posted. `differing` are the calls of the first message or
+    collective that does not agree.
     """
 
     def __init__(self) -> None:
         self.differing: list[Call] = []
         self._messages: dict[tuple, Call] = {}  # whose other side has not been posted
-        self._collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)  # that not all ranks have called
-        self._from_anyone: set[tuple[int, int, str]] = set()  # (rank, tag, group) with a receive from any rank
+        # that not all ranks have called
+        self._collectives: dict[tuple[str, int], list[Call]] = defaultdict(list)
+        # (rank, tag, group) with a receive from any rank
+        self._from_anyone: set[tuple[int, int, str]] = set()
 
     def check(self, call: Call) -> bool:
         """Compare a call with those it belongs to. True if it is the first that does not agree."""
-        if self.differing:  # another rank of the same collective may show which of the calls is the exception
-            if call.kind not in ("send", "recv") and self.differing is self._collectives.get((call.group, call.seq)):
+        # another rank of the same collective may show which of the calls is the exception
+        if self.differing:
+            if call.kind not in ("send", "recv") and self.differing is self._collectives.get(
+                (call.group, call.seq)
+            ):
                 self.differing.append(call)
             return False
         if call.kind in ("send", "recv"):
@@ -268,7 +394,8 @@ class CallChecker:
         return bool(self.differing)
 
     def _check_message(self, call: Call) -> None:
-        if len(call.peers) != 1:  # from now on it is not known which of this rank's receives gets which message
+        # from now on it is not known which of this rank's receives gets which message
+        if len(call.peers) != 1:
             self._from_anyone.add((call.rank, call.tag, call.group))
             return
         src, dst = (call.rank, call.peers[0]) if call.kind == "send" else (call.peers[0], call.rank)
@@ -284,13 +411,17 @@ class CallChecker:
     def _check_collective(self, call: Call) -> None:
         calls = self._collectives[call.group, call.seq]
         calls.append(call)
-        if any(disagreement(earlier, call) for earlier in (calls[:-1] if call.gives else calls[:1])):
+        if any(
+            disagreement(earlier, call) for earlier in (calls[:-1] if call.gives else calls[:1])
+        ):
             self.differing = calls  # not a copy: the calls of more ranks may follow
         elif len(calls) == len(call.peers) + 1:
             del self._collectives[call.group, call.seq]
 
     def error(self) -> MisuseError | None:
-        """The error for the calls that differ, or None. It names the rank that differs from most ranks.
+        """The error for the calls that differ, or None.
+
+        It names the rank that differs from most ranks.
 
         Of a message that is the receiver, and of two ranks the higher one.
         """
@@ -302,7 +433,11 @@ class CallChecker:
             return MisuseError(f"{disagreement(send, recv)}", recv.rank)
         same = Counter(call.terms for call in calls)
         usual = max(calls, key=lambda call: (same[call.terms], -call.rank))
-        if not any(disagreement(usual, call) for call in calls):  # in an all-to-all, it may be two other ranks that disagree
+        # in an all-to-all, it may be two other ranks that disagree
+        if not any(disagreement(usual, call) for call in calls):
             usual = next(a for a in calls if any(disagreement(a, b) for b in calls))
-        odd = max((call for call in calls if disagreement(usual, call)), key=lambda call: (-same[call.terms], call.rank))
+        odd = max(
+            (call for call in calls if disagreement(usual, call)),
+            key=lambda call: (-same[call.terms], call.rank),
+        )
         return MisuseError(f"{disagreement(usual, odd)}", odd.rank)

@@ -1,12 +1,14 @@
-"""The export for ui.perfetto.dev and chrome://tracing: a process for each rank, a slice for each event, an arrow for each message.
+"""The export for ui.perfetto.dev and chrome://tracing: a process for each rank, a slice for each
+event, an arrow for each message.
 
     rank 0   compute  ▇▇▇▇ forward ▇▇▇▇
              send           ▇▇▇▇▇─┐
     rank 1   receive       ▇▇▇▇▇▇▼▇▇
 
-Slices of one thread must not overlap, unless one contains the other. Sends do overlap, so each row gets as many threads as it needs.
-An arrow belongs to the slice that is open at its time. It ends inside the receive, because at its end the next one may have begun.
-(Format: "Trace Event Format", Google, 2016.)
+Slices of one thread must not overlap, unless one contains the other. Sends do overlap, so each row
+gets as many threads as it needs. An arrow belongs to the slice that is open at its time. It ends
+inside the receive, because at its end the next one may have begun. (Format: "Trace Event Format",
+Google, 2016.)
 """
 
 from __future__ import annotations
@@ -18,23 +20,52 @@ from parallel101.record.events import Event, Message
 
 ROWS = ("compute", "send", "receive", "collective")
 MICRO = 1e6  # the format's unit of time is the microsecond
-SHORTEST = 1e-9  # seconds, its resolution: an event that takes no time gets this length, so that an arrow can end inside it
+# seconds, its resolution: an event that takes no time gets this length, so that an arrow can end
+# inside it
+SHORTEST = 1e-9
 
 
 def chrome_events(
-    world_size: int, events: Sequence[Event], unfinished: Sequence[Event], messages: Sequence[Message]
+    world_size: int,
+    events: Sequence[Event],
+    unfinished: Sequence[Event],
+    messages: Sequence[Message],
 ) -> list[dict[str, Any]]:
     """The entries of the file's list "traceEvents"."""
     out: list[dict[str, Any]] = []
     everything = [*events, *unfinished]
     lane = _lanes(everything)
     for rank in range(world_size):
-        out.append({"ph": "M", "pid": _process(rank), "name": "process_name", "args": {"name": f"rank {rank}"}})
-        out.append({"ph": "M", "pid": _process(rank), "name": "process_sort_index", "args": {"sort_index": rank}})
+        out.append(
+            {
+                "ph": "M",
+                "pid": _process(rank),
+                "name": "process_name",
+                "args": {"name": f"rank {rank}"},
+            }
+        )
+        out.append(
+            {
+                "ph": "M",
+                "pid": _process(rank),
+                "name": "process_sort_index",
+                "args": {"sort_index": rank},
+            }
+        )
     for rank, thread in sorted({(event.rank, lane[id(event)]) for event in everything}):
-        out.append({"ph": "M", "pid": _process(rank), "tid": thread, "name": "thread_name", "args": {"name": ROWS[thread // 1000]}})
+        out.append(
+            {
+                "ph": "M",
+                "pid": _process(rank),
+                "tid": thread,
+                "name": "thread_name",
+                "args": {"name": ROWS[thread // 1000]},
+            }
+        )
     for number, event in enumerate(everything):
-        label = (event.name or event.kind if event.kind == "span" else event.kind) + " (never ended)" * (number >= len(events))
+        label = (
+            event.name or event.kind if event.kind == "span" else event.kind
+        ) + " (never ended)" * (number >= len(events))
         about = {
             "where": event.where,
             "bytes": event.nbytes,
@@ -47,10 +78,22 @@ def chrome_events(
         }
         place = {"pid": _process(event.rank), "tid": lane[id(event)]}
         time = {"ts": event.start * MICRO, "dur": (_end(event) - event.start) * MICRO}
-        out.append({"ph": "X", **place, **time, "name": label, "cat": event.kind, "args": event.args or about})
+        out.append(
+            {
+                "ph": "X",
+                **place,
+                **time,
+                "name": label,
+                "cat": event.kind,
+                "args": event.args or about,
+            }
+        )
     for number, message in enumerate(messages):
         arrow = {"name": "message", "cat": "message", "id": number}
-        send, recv = ({"pid": _process(event.rank), "tid": lane[id(event)]} for event in (message.send, message.recv))
+        send, recv = (
+            {"pid": _process(event.rank), "tid": lane[id(event)]}
+            for event in (message.send, message.recv)
+        )
         out.append({**arrow, "ph": "s", **send, "ts": message.send.start * MICRO})
         out.append({**arrow, "ph": "f", "bp": "e", **recv, "ts": _arrival(message) * MICRO})
     return out
@@ -67,14 +110,19 @@ def _end(event: Event) -> float:
 
 
 def _arrival(message: Message) -> float:
-    """A time strictly inside the receive's slice: the middle of the message's flight, or of the receive if two clocks disagree."""
+    """A time strictly inside the receive's slice: the middle of the message's flight, or of the
+    receive if two clocks disagree.
+    """
     recv = message.recv
     begin = message.start if message.start < _end(recv) else recv.start
     return (begin + _end(recv)) / 2
 
 
 def _lanes(events: Sequence[Event]) -> dict[int, int]:
-    """For each event, its thread: the first of its row that is free when it starts. Spans nest, so they all have the same one."""
+    """For each event, its thread: the first of its row that is free when it starts.
+
+    Spans nest, so they all have the same one.
+    """
     free: dict[tuple[int, int], list[float]] = {}
     lanes = {}
     for event in events:

@@ -1,9 +1,13 @@
-"""The clocks of real ranks. On a CPU a moment is a number. On a GPU it is a CUDA event, because the program runs ahead of the GPU.
+"""The clocks of real ranks.
+
+On a CPU a moment is a number. On a GPU it is a CUDA event, because the program runs ahead of the
+GPU.
 
     CPU   post  wait  post  wait                    what perf_counter measures: calls that only queue work
     GPU         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░▓▓▓▓▓▓        what a CUDA event in the same stream measures: the work itself
 
-A CUDA event has a time once the GPU has reached it. Virtual ranks have no such clock: see parallel101/sim/clock.py.
+A CUDA event has a time once the GPU has reached it. Virtual ranks have no such clock: see
+parallel101/sim/clock.py.
 """
 
 from __future__ import annotations
@@ -57,10 +61,16 @@ class GpuClock:
     def in_seconds(self, events: list[Event]) -> list[Event]:
         """Events whose times are moments, with their times in seconds."""
         seconds: Any = self.seconds
-        return [e._replace(start=seconds(e.start), end=seconds(e.end), posted=seconds(e.posted)) for e in events]
+        return [
+            e._replace(start=seconds(e.start), end=seconds(e.end), posted=seconds(e.posted))
+            for e in events
+        ]
 
     def seconds(self, moment: Moment) -> float:
-        """When the GPU reached it. If it has not, because it hangs in a message that nobody sends: when the program did."""
+        """When the GPU reached it.
+
+        If it has not, because it hangs in a message that nobody sends: when the program did.
+        """
         if not moment.event.query():
             return moment.queued
         return self.began + self.zero.elapsed_time(moment.event) / 1000

@@ -1,10 +1,12 @@
-"""What a record consists of: an `Event` for each side of a message, for each rank's part in a collective, and for each named span.
+"""What a record consists of: an `Event` for each side of a message, for each rank's part in a
+collective, and for each named span.
 
     rank 0  ──send──▶ ........ ──span "forward"──
     rank 1  ........ ◀──recv── ..................
 
-Ranks send their record to the launching process as rows: plain tuples, which are pickled ten times as fast as NamedTuples. A row has
-the fields of an `Event`, or of a `MessageRow`, which is both sides of a message. Only this file knows their order.
+Ranks send their record to the launching process as rows: plain tuples, which are pickled ten times
+as fast as NamedTuples. A row has the fields of an `Event`, or of a `MessageRow`, which is both
+sides of a message. Only this file knows their order.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ Row = tuple
 class EventGroup(NamedTuple):
     """The ranks among which a message was sent, or a collective ran.
 
-    A message of one of parallel101's collectives has the ranks and axis of that collective; any other event, those of its process group.
-    For an axis that is the whole world, DeviceMesh uses the default group: torch's own collectives over it have axis None.
+    A message of one of parallel101's collectives has the ranks and axis of that collective; any
+    other event, those of its process group. For an axis that is the whole world, DeviceMesh uses
+    the default group: torch's own collectives over it have axis None.
     """
 
-    name: str  # of the process group, in the record: the k-th send from one rank to another in it pairs with the k-th receive
+    # of the process group, in the record: the k-th send from one rank to another in it pairs with
+    # the k-th receive
+    name: str
     ranks: tuple[int, ...]  # in order
     axis: str | None  # the mesh axis along which they lie, several joined by "_", or None
 
@@ -34,17 +39,22 @@ NO_GROUP = EventGroup("", (), None)  # a span's
 
 
 class EventGroups:
-    """The groups of a run's events. Equal groups are one object, so that a record of a million events stores and sends each only once."""
+    """The groups of a run's events.
+
+    Equal groups are one object, so that a record of a million events stores and sends each only
+    once.
+    """
 
     def __init__(self) -> None:
         self._known: dict[EventGroup, EventGroup] = {}
 
-    def of(self, name: str, ranks: Sequence[int], axis: str | None, collective: Collective | None) -> EventGroup:
+    def of(
+        self, name: str, ranks: Sequence[int], axis: str | None, collective: Collective | None
+    ) -> EventGroup:
         """The group of a call in a process group.
 
-        Args:
-            name, ranks, axis: of the process group.
-            collective: the collective of parallel101 to which a message belongs; None for every other call.
+        Args: name, ranks, axis: of the process group. collective: the collective of parallel101 to
+            which a message belongs; None for every other call.
         """
         if collective is None:
             group = EventGroup(name, tuple(ranks), axis)
@@ -54,22 +64,34 @@ class EventGroups:
 
 
 class Event(NamedTuple):
-    """One thing that one rank did. Times are in seconds on the run's clock (wall time on gloo and NCCL, virtual time on sim)."""
+    """One thing that one rank did.
+
+    Times are in seconds on the run's clock (wall time on gloo and NCCL, virtual time on sim).
+    """
 
     rank: int
     kind: str  # "send", "recv", a collective's name ("all_reduce", …), or "span"
-    peer: int | None  # the other rank of a message, or the root of a rooted collective; numbered in the world, not in the group
+    # the other rank of a message, or the root of a rooted collective; numbered in the world, not in
+    # the group
+    peer: int | None
     tag: int
-    nbytes: int  # of the message; of a collective: its payload on this rank (the larger of its input and its output)
-    start: float  # when it began: on sim when its links were free, on gloo when it was called, on NCCL when the GPU reached it
+    # of the message; of a collective: its payload on this rank (the larger of its input and its
+    # output)
+    nbytes: int
+    # when it began: on sim when its links were free, on gloo when it was called, on NCCL when the
+    # GPU reached it
+    start: float
     end: float  # when it was complete, as far as this rank could see
     where: str  # "file:line" of the first caller outside torch and parallel101
     posted: float  # when the program called it (equal to start on gloo and NCCL)
     group: EventGroup
-    seq: int  # sequence number, which pairs the k-th send with the k-th receive of the same ranks, tag and group name
+    # sequence number, which pairs the k-th send with the k-th receive of the same ranks, tag and
+    # group name
+    seq: int
     shape: tuple[int, ...]
     dtype: str
-    payload: list | None = None  # the values, flattened, if the run was asked to keep them and they are few
+    # the values, flattened, if the run was asked to keep them and they are few
+    payload: list | None = None
     name: str | None = None  # of a span: its name; of a reducing collective: its operation
     args: dict[str, Any] | None = None  # of a span: its labels, such as microbatch=3
     waiting: bool = False  # of a span: the rank waits in it and computes nothing
@@ -89,7 +111,10 @@ class Message(NamedTuple):
 
 
 class MessageRow(NamedTuple):
-    """A message as the simulator records it. It writes a plain tuple of these fields in one step, because a run has millions of them."""
+    """A message as the simulator records it.
+
+    It writes a plain tuple of these fields in one step, because a run has millions of them.
+    """
 
     src: int
     dst: int
@@ -108,7 +133,17 @@ class MessageRow(NamedTuple):
     recv_posted: float
 
 
-def span_event(*, rank: int, name: str, start: Any, end: Any, seq: int, where: str, labels: dict[str, Any], waiting: bool = False) -> Event:
+def span_event(
+    *,
+    rank: int,
+    name: str,
+    start: Any,
+    end: Any,
+    seq: int,
+    where: str,
+    labels: dict[str, Any],
+    waiting: bool = False,
+) -> Event:
     """The event of a named span. On NCCL its times are moments of the GPU's clock."""
     return Event(
         rank=rank, kind="span", peer=None, tag=0, nbytes=0, start=start, end=end, where=where, posted=start, group=NO_GROUP,
@@ -119,13 +154,34 @@ def span_event(*, rank: int, name: str, start: Any, end: Any, seq: int, where: s
 def events_of(rows: Iterable[Row]) -> list[Event]:
     """The events that rows hold, unsorted."""
     events: list[Event] = []
-    add, new, one_side = events.append, tuple.__new__, len(Event._fields)  # new: what Event._make does, less its check
+    # new: what Event._make does, less its check
+    add, new, one_side = events.append, tuple.__new__, len(Event._fields)
     for row in rows:
         if len(row) == one_side:
             add(new(Event, row))
             continue
-        src, dst, tag, nbytes, start, end, group, seq, shape, dtype, payload, send_where, send_posted, recv_where, recv_posted = row
+        (
+            src,
+            dst,
+            tag,
+            nbytes,
+            start,
+            end,
+            group,
+            seq,
+            shape,
+            dtype,
+            payload,
+            send_where,
+            send_posted,
+            recv_where,
+            recv_posted,
+        ) = row
         about = (group, seq, shape, dtype, payload, None, None, False)
-        add(new(Event, (src, "send", dst, tag, nbytes, start, end, send_where, send_posted, *about)))
-        add(new(Event, (dst, "recv", src, tag, nbytes, start, end, recv_where, recv_posted, *about)))
+        add(
+            new(Event, (src, "send", dst, tag, nbytes, start, end, send_where, send_posted, *about))
+        )
+        add(
+            new(Event, (dst, "recv", src, tag, nbytes, start, end, recv_where, recv_posted, *about))
+        )
     return events

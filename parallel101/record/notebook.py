@@ -1,4 +1,7 @@
-"""Whether the program runs in a notebook. Imports nothing: `import parallel101` asks here, also where torch is missing."""
+"""Whether the program runs in a notebook.
+
+Imports nothing: `import parallel101` asks here, also where torch is missing.
+"""
 
 from __future__ import annotations
 

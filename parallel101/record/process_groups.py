@@ -1,9 +1,11 @@
-"""Process groups on gloo and NCCL that are recorded: torch's own backend, made as torch makes it, inside a RecordedGroup.
+"""Process groups on gloo and NCCL that are recorded: torch's own backend, made as torch makes it,
+inside a RecordedGroup.
 
     dist.init_process_group("parallel101_gloo") ──▶ _create ──▶ RecordedGroup(ProcessGroupGloo)
     dist.new_group([0, 2])                      ──▶ the same, while the ranks wait for the members
 
-Only the ranks of `launch` need this file. What it needs of torch's private parts is in torch_private.py.
+Only the ranks of `launch` need this file. What it needs of torch's private parts is in
+torch_private.py.
 """
 
 from __future__ import annotations
@@ -24,20 +26,30 @@ from parallel101.record.overloads import own_limit
 from parallel101.record.recorded_group import RecordedGroup
 from parallel101.record.recorder import PostedCall, RankRecorder
 
-FOREVER = timedelta(days=7)  # the time limits of gloo and NCCL would make the group unusable: launch has its own limit
+# the time limits of gloo and NCCL would make the group unusable: launch has its own limit
+FOREVER = timedelta(days=7)
 
-_recorder: list[RankRecorder] = []  # of this process. torch keeps `_create` forever, but under torchrun a process may launch again
+# of this process. torch keeps `_create` forever, but under torchrun a process may launch again
+_recorder: list[RankRecorder] = []
 
 
-def init(backend: str, recorder: RankRecorder, store: dist.Store, rank: int, world_size: int) -> None:
-    """Make torch's default group on "gloo" or "nccl", with every call recorded. `dist.get_backend()` still returns that name."""
+def init(
+    backend: str, recorder: RankRecorder, store: dist.Store, rank: int, world_size: int
+) -> None:
+    """Make torch's default group on "gloo" or "nccl", with every call recorded.
+
+    `dist.get_backend()` still returns that name.
+    """
     _recorder[:] = [recorder]
     if backend == "nccl" and recorder.recording:
         recorder.clock = GpuClock()
     name = f"parallel101_{backend}"
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(
-            name, partial(_create, backend), extended_api=True, devices=["cuda"] if backend == "nccl" else ["cpu"]
+            name,
+            partial(_create, backend),
+            extended_api=True,
+            devices=["cuda"] if backend == "nccl" else ["cpu"],
         )
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
     torch_private.name_backend(backend)
@@ -50,22 +62,33 @@ def _create(backend: str, options, _unused=None) -> dist.ProcessGroup:
     members = list(options.global_ranks_in_group)
     label = str(options.group_id) if members else "world"
     inner, whole = _torch_groups(backend, options)
-    group = RecordedGroup(inner, whole, label, members or range(options.group_size), recorder, backend)
+    group = RecordedGroup(
+        inner, whole, label, members or range(options.group_size), recorder, backend
+    )
     group.limit = own_limit(options.timeout) if members else None
     return group
 
 
 @contextmanager
 def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]:
-    """new_group waits for the members. If one of them never calls it, or makes another group, that is a deadlock like any other."""
+    """new_group waits for the members.
+
+    If one of them never calls it, or makes another group, that is a deadlock like any other.
+    """
     (recorder,) = _recorder
     world = dist.group.WORLD
     assert isinstance(world, RecordedGroup)
     members = sorted(world.ranks if ranks is None else ranks)
     operation = operation_name("new_group", members)
-    label = operation if members_only else "new_group"  # torch numbers the groups that all ranks make, and names others by their members
+    # torch numbers the groups that all ranks make, and names others by their members
+    label = operation if members_only else "new_group"
     others = tuple(rank for rank in members if rank != recorder.rank)
-    posted = PostedCall(world, ("new_group", None, 0, label), recorder.count_collective(label, operation), others=others)
+    posted = PostedCall(
+        world,
+        ("new_group", None, 0, label),
+        recorder.count_collective(label, operation),
+        others=others,
+    )
     began = recorder.now()
     with recorder.blocked_in(posted):
         yield
@@ -74,11 +97,15 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
 
 
 def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
-    """torch's own backend, which is faster to call, and a process group of torch's around it, which offers more methods."""
+    """torch's own backend, which is faster to call, and a process group of torch's around it,
+    which offers more methods.
+    """
     inner: Any
     if backend == "gloo":
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
-        inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+        inner = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout
+        )
     else:
         kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
         nccl = dist.ProcessGroupNCCL.Options()
@@ -94,7 +121,10 @@ def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
 
 @contextmanager
 def batches_on_nccl() -> Iterator[None]:
-    """Inside, torch's batch_isend_irecv makes real batches on our NCCL groups. By itself it does so only on torch's own groups."""
+    """Inside, torch's batch_isend_irecv makes real batches on our NCCL groups.
+
+    By itself it does so only on torch's own groups.
+    """
     if not isinstance(dist.group.WORLD, RecordedGroup):  # on sim
         yield
         return
@@ -102,7 +132,11 @@ def batches_on_nccl() -> Iterator[None]:
     def in_batches(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-            groups = {getattr(op, "group", None) for op in p2p_op_list} if isinstance(p2p_op_list, list) else set()
+            groups = (
+                {getattr(op, "group", None) for op in p2p_op_list}
+                if isinstance(p2p_op_list, list)
+                else set()
+            )
             group = groups.pop() if len(groups) == 1 else None
             if not isinstance(group, RecordedGroup) or group.backend != "nccl":
                 return original(p2p_op_list)  # which also says what is wrong with the list
@@ -123,8 +157,8 @@ def batches_on_nccl() -> Iterator[None]:
 def start_together() -> None:
     """An unrecorded barrier before the program starts.
 
-    Without it, one rank may start 20 ms before another, and the record of a short run would show little else. NCCL has none, because its
-    first barrier takes a second.
+    Without it, one rank may start 20 ms before another, and the record of a short run would show
+    little else. NCCL has none, because its first barrier takes a second.
     """
     world = dist.group.WORLD
     assert isinstance(world, RecordedGroup)
@@ -133,7 +167,11 @@ def start_together() -> None:
 
 
 def own_device(backend: str, local_rank: int) -> None:
-    """Set up a rank's device. On NCCL: the GPU of its number, also as torch's default device. On gloo: one thread, to share the cores."""
+    """Set up a rank's device.
+
+    On NCCL: the GPU of its number, also as torch's default device. On gloo: one thread, to share
+    the cores.
+    """
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
         torch.set_default_device(torch.device("cuda", local_rank))

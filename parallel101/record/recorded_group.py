@@ -1,11 +1,12 @@
-"""Records one real rank (gloo, NCCL): a process group around torch's own sees what the rank posts and waits for.
+"""Records one real rank (gloo, NCCL): a process group around torch's own sees what the rank posts
+and waits for.
 
     program ──▶ RecordedGroup ──▶ ProcessGroupGloo
                      │ always: counts of what was posted, and the call in which the program waits
                      └ in a recorded run: an event for each call, and its arguments for the checks
 
-RecordedGroup is registered as a c10d backend (see process_groups.py), so it sees every message and collective of the program, also those
-of DistributedDataParallel and of sub-groups.
+RecordedGroup is registered as a c10d backend (see process_groups.py), so it sees every message and
+collective of the program, also those of DistributedDataParallel and of sub-groups.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from parallel101.record.calls import Call, collective_terms, rank_at
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup
 from parallel101.record.overloads import as_torch_calls_it, own_limit
-from parallel101.record.recorder import Inputs, PostedCall, RankRecorder, RecordedWork, WatchedWork, values
+from parallel101.record.recorder import (
+    Inputs,
+    PostedCall,
+    RankRecorder,
+    RecordedWork,
+    WatchedWork,
+    values,
+)
 from parallel101.record.signatures import COLLECTIVES, bytes_by_rank, flat, size, unfit
 from parallel101.record.spans import Collective, current_collective
 from parallel101.record.where import caller
@@ -32,15 +40,20 @@ from parallel101.record.where import caller
 class RecordedGroup(torch_private.PythonGroup):
     """A process group that passes every call on to torch's own backend, and tells the recorder.
 
-    Args:
-        inner: torch's backend.
-        whole: a process group of torch's own around `inner`, for calls that the backend does not offer to Python.
-        label: the group's name in the record.
-        ranks: of the world, in order.
-        backend: "gloo" or "nccl".
+    Args: inner: torch's backend. whole: a process group of torch's own around `inner`, for calls
+        that the backend does not offer to Python. label: the group's name in the record. ranks: of
+        the world, in order. backend: "gloo" or "nccl".
     """
 
-    def __init__(self, inner: Any, whole: Any, label: str, ranks: Sequence[int], recorder: RankRecorder, backend: str):
+    def __init__(
+        self,
+        inner: Any,
+        whole: Any,
+        label: str,
+        ranks: Sequence[int],
+        recorder: RankRecorder,
+        backend: str,
+    ):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form, which is made for Python
         self.inner = inner
         self.whole = whole
@@ -58,11 +71,14 @@ class RecordedGroup(torch_private.PythonGroup):
 
     @property
     def label(self) -> str:
-        """The group's name in the record, or in unrecorded() another, under which its calls are numbered."""
+        """The group's name in the record, or in unrecorded() another, under which its calls are
+        numbered.
+        """
         return self.name_in_record + self.recorder.counted_apart
 
     def getBackendName(self) -> str:
-        return f"parallel101_{self.backend}"  # C++ code asks for it, and would look inside a group called "gloo"
+        # C++ code asks for it, and would look inside a group called "gloo"
+        return f"parallel101_{self.backend}"
 
     # DDP, FSDP2 and the functional collectives look a group up by its name
     @property
@@ -94,10 +110,20 @@ class RecordedGroup(torch_private.PythonGroup):
         return self._message("recv", tensors, src, tag, lambda: self.inner.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None  # of two ranks, any rank is the other
-        return self._message("recv", tensors, position, tag, lambda: self.inner.recv_anysource(tensors, tag))
+        # of two ranks, any rank is the other
+        position = self.ranks.index(self.others[0]) if len(self.others) == 1 else None
+        return self._message(
+            "recv", tensors, position, tag, lambda: self.inner.recv_anysource(tensors, tag)
+        )
 
-    def _message(self, kind: str, tensors: list[torch.Tensor], position: int | None, tag: int, start: Callable[[], dist.Work]) -> dist.Work:
+    def _message(
+        self,
+        kind: str,
+        tensors: list[torch.Tensor],
+        position: int | None,
+        tag: int,
+        start: Callable[[], dist.Work],
+    ) -> dist.Work:
         peer = None if position is None else rank_at(self.recorder.rank, kind, position, self.ranks)
         key = (kind, peer, tag, self.label)
         where = self.recorder.places[key] = caller()
@@ -114,14 +140,20 @@ class RecordedGroup(torch_private.PythonGroup):
         )  # fmt: skip
         self._check(call, unfit(tensor, call.brief))
         small = tensor.nbytes <= self.recorder.payload_bytes
-        inputs = Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
+        inputs = (
+            Inputs([tensor], values([tensor]) if small else None) if kind == "send" else Inputs([])
+        )
         began = self.recorder.now()
         received = tensor if kind == "recv" and small else None
-        return RecordedWork(start(), posted, call, self._event_group(collective), began, inputs, received)
+        return RecordedWork(
+            start(), posted, call, self._event_group(collective), began, inputs, received
+        )
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
-        """Messages posted inside start as one batch, as NCCL requires of messages between two ranks. The batch's work becomes theirs."""
+        """Messages posted inside start as one batch, as NCCL requires of messages between two
+        ranks. The batch's work becomes theirs.
+        """
         self.inner._start_coalescing()
         try:
             yield
@@ -134,24 +166,34 @@ class RecordedGroup(torch_private.PythonGroup):
 
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> dist.Work:
         spec = COLLECTIVES[method]
-        run = next((getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None) or getattr(self.whole, method)
+        run = next(
+            (getattr(self.inner, name) for name in spec.names if hasattr(self.inner, name)), None
+        ) or getattr(self.whole, method)
         seq = self.recorder.count_collective(self.label, spec.kind)
         options = args[-1] if args else None
-        limit = own_limit(options if isinstance(options, timedelta) else getattr(options, "timeout", None))
+        limit = own_limit(
+            options if isinstance(options, timedelta) else getattr(options, "timeout", None)
+        )
         posted = PostedCall(self, (spec.kind, None, 0, self.label), seq, limit=limit or self.limit)
         if not self.recorder.recording:
             with self.recorder.blocked_in(posted):  # some of them block here already
                 return WatchedWork(run(*args, **kwargs), posted)
         arguments = spec.arguments(args)
         tensors = flat(args)
-        root = None if arguments.root is None else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
+        root = (
+            None
+            if arguments.root is None
+            else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
+        )
         call = Call(
             rank=self.recorder.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=arguments.nbytes,
             shape=arguments.shape, dtype=arguments.dtype, op=arguments.op, root=root, where=caller(), layout=arguments.layout,
         )  # fmt: skip
         if spec.kind == "all_to_all":
             gives, takes = bytes_by_rank(args, self.ranks)
-            call = call._replace(shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes)
+            call = call._replace(
+                shape=tuple(tensors[1].shape) if len(tensors) == 2 else (), gives=gives, takes=takes
+            )
         self._check(call, spec.unfit(args, call.brief))
         small = arguments.nbytes <= self.recorder.payload_bytes and arguments.layout != "sparse"
         payload = values(arguments.tensors) if small else None
@@ -162,7 +204,9 @@ class RecordedGroup(torch_private.PythonGroup):
         return RecordedWork(inner, posted, call, self._event_group(None), began, inputs)
 
     def _event_group(self, collective: Collective | None) -> EventGroup:
-        return self.recorder.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
+        return self.recorder.event_groups.of(
+            self.label, self.ranks, torch_private.mesh_axis(self), collective
+        )
 
     def _check(self, call: Call, problem: str | None) -> None:
         """`problem`: why its tensors must not be passed, if they must not."""
@@ -171,9 +215,12 @@ class RecordedGroup(torch_private.PythonGroup):
         if problem is not None:
             raise MisuseError(f"rank {call.rank} passes {problem}.", call.rank)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         work = self._collective("monitored_barrier", timeout, wait_all_ranks=wait_all_ranks)
-        if isinstance(work, RecordedWork):  # it has no work of torch's own: when it returns, it is over
+        # it has no work of torch's own: when it returns, it is over
+        if isinstance(work, RecordedWork):
             if self.recorder.record_waits:
                 self.recorder.add_wait(work.posted, work.start)
             work.ended()

@@ -1,11 +1,13 @@
-"""What is known of one real rank (gloo, NCCL): what it has posted, the call in which its program is blocked, and its events.
+"""What is known of one real rank (gloo, NCCL): what it has posted, the call in which its program is
+blocked, and its events.
 
     RankRecorder     counts what was posted, and knows the call in which the program waits; in a recorded run it keeps the events
     PostedCall       a call that may block, and the ranks that it needs
     WatchedWork      torch's own work of such a call: notes when the program waits in it, and whether it is dropped
     RecordedWork     the same in a recorded run: writes an event when the call ends
 
-The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the simulator writes their record itself.
+The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the
+simulator writes their record itself.
 """
 
 from __future__ import annotations
@@ -29,43 +31,61 @@ from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import snapshot, unchanged
 from parallel101.record.where import caller
 
-StatusReport = tuple[dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]]
+StatusReport = tuple[
+    dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]
+]
 SHORTEST_WAIT = 50e-6  # seconds
-LONGEST_LIMIT = 60.0  # seconds: a program's own time limit that is longer is not awaited, and a deadlock is reported at once
+# seconds: a program's own time limit that is longer is not awaited, and a deadlock is reported at
+# once
+LONGEST_LIMIT = 60.0
 RECENT = 256  # collectives of a group that are remembered by name
 
 
 class RankRecorder:
-    """What is known of one rank. Its watcher, in a thread of its own, reads `waiting` and `report()` while the program runs.
+    """What is known of one rank.
 
-    Args:
-        rank: of the world.
-        recording: whether to write events and check calls. Counts of what was posted are kept in any case.
-        payload_bytes: events of up to so many bytes keep their values.
+    Its watcher, in a thread of its own, reads `waiting` and `report()` while the program runs.
+
+    Args: rank: of the world. recording: whether to write events and check calls. Counts of what was
+        posted are kept in any case. payload_bytes: events of up to so many bytes keep their values.
         on_call: in a checked run, called with every call when it is posted, before torch gets it.
     """
 
-    def __init__(self, rank: int, *, recording: bool, payload_bytes: int = 0, on_call: Callable[[Call], None] | None = None):
+    def __init__(
+        self,
+        rank: int,
+        *,
+        recording: bool,
+        payload_bytes: int = 0,
+        on_call: Callable[[Call], None] | None = None,
+    ):
         self.rank = rank
         self.recording = recording
-        self.record_waits = False  # whether each time in which the program is blocked in a call becomes a span
-        self.counted_apart = ""  # in unrecorded(), the name under which its calls are numbered, so that later ones keep their numbers
+        # whether each time in which the program is blocked in a call becomes a span
+        self.record_waits = False
+        # in unrecorded(), the name under which its calls are numbered, so that later ones keep
+        # their numbers
+        self.counted_apart = ""
         self.payload_bytes = payload_bytes
         self.on_call = on_call
         self.thread = threading.get_ident()  # the program's own
         self.clock: Any = CpuClock()
         # who waits for whom
-        self.waiting: PostedCall | None = None  # the call in which the program's own thread is blocked
+        # the call in which the program's own thread is blocked
+        self.waiting: PostedCall | None = None
         self.posted: dict[Key, int] = {}  # how many messages
         self.places: dict[Key, str] = {}  # where the newest of them was posted
-        self.dropped: dict[tuple[Key, int], str] = {}  # messages whose work was dropped without a wait, and where: gloo cancels them
+        # messages whose work was dropped without a wait, and where: gloo cancels them
+        self.dropped: dict[tuple[Key, int], str] = {}
         self.collectives: dict[str, int] = {}  # how many, by group
         self.recent: dict[str, collections.deque[str]] = {}  # by group, the names of the last ones
-        self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()  # works whose future torch or the program has
+        # works whose future torch or the program has
+        self.futures: collections.deque[tuple[dist.Work, PostedCall]] = collections.deque()
         # the record; in place of seconds, events have moments of the clock
         self.recorded: list[Event] = []
         self.unfinished_works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
-        self.dropped_works: list[tuple[dist.Work | None, Event]] = []  # torch's own work, if it is a collective, and the event
+        # torch's own work, if it is a collective, and the event
+        self.dropped_works: list[tuple[dist.Work | None, Event]] = []
         self.unwaited: list[Call] = []  # sends and receives for which the program never waited
         self.event_groups = EventGroups()
 
@@ -74,16 +94,30 @@ class RankRecorder:
     def now(self) -> Any:
         return self.clock.now()
 
-    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None:
+    def add_span(
+        self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False
+    ) -> None:
         if self.counted_apart:
             return
         seq = len(self.recorded)
         self.recorded.append(
-            span_event(rank=self.rank, name=name, start=start, end=end, seq=seq, where=caller(), labels=args, waiting=waiting)
+            span_event(
+                rank=self.rank,
+                name=name,
+                start=start,
+                end=end,
+                seq=seq,
+                where=caller(),
+                labels=args,
+                waiting=waiting,
+            )
         )
 
     def add_wait(self, posted: PostedCall, began: Any) -> None:
-        """The program was blocked in a call until now. That is recorded if it took longer than to call torch does."""
+        """The program was blocked in a call until now.
+
+        That is recorded if it took longer than to call torch does.
+        """
         end = self.now()
         if isinstance(end, float) and end - began < SHORTEST_WAIT:
             return
@@ -104,7 +138,9 @@ class RankRecorder:
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
         if self.on_call is None:
             return 0
-        call = call_to_compare(self.rank, kind, ranks, within + self.counted_apart, alike, self.collectives)
+        call = call_to_compare(
+            self.rank, kind, ranks, within + self.counted_apart, alike, self.collectives
+        )
         self.on_call(call)
         return call.seq
 
@@ -116,7 +152,9 @@ class RankRecorder:
         return count
 
     def count_collective(self, group: str, operation: str) -> int:
-        """Count a collective of a group; `operation` is what all its ranks must call (see Call.operation)."""
+        """Count a collective of a group; `operation` is what all its ranks must call (see
+        Call.operation).
+        """
         if group not in self.recent:
             self.recent[group] = collections.deque(maxlen=RECENT)
         self.recent[group].append(operation)
@@ -135,7 +173,13 @@ class RankRecorder:
     def report(self) -> StatusReport:
         """What has been posted so far: the last five fields of a RankStatus (see wait_for.py)."""
         recent = {group: list(operations) for group, operations in dict(self.recent).items()}
-        return dict(self.posted), dict(self.collectives), dict(self.dropped), recent, dict(self.places)
+        return (
+            dict(self.posted),
+            dict(self.collectives),
+            dict(self.dropped),
+            recent,
+            dict(self.places),
+        )
 
     # ---- the record ----
 
@@ -151,7 +195,9 @@ class RankRecorder:
         now = self.now()
         self._end_dropped(run_is_over=False)
         dropped = [event._replace(end=now) for _, event in self.dropped_works]
-        works = [work for work in list(self.unfinished_works) if not work.done and not work.unrecorded]
+        works = [
+            work for work in list(self.unfinished_works) if not work.done and not work.unrecorded
+        ]
         return self._rows([work.event(now) for work in works] + dropped)
 
     def close(self) -> None:
@@ -164,10 +210,18 @@ class RankRecorder:
             self.clock.catch_up()
 
     def _end_dropped(self, run_is_over: bool) -> None:
-        """Write the events of collectives whose work was dropped and that have ended since. When the run is over, all of them have."""
+        """Write the events of collectives whose work was dropped and that have ended since.
+
+        When the run is over, all of them have.
+        """
         now, dropped = self.now(), self.dropped_works
-        ended = [work is not None and (run_is_over or (work.is_completed() and work.is_success())) for work, _ in dropped]
-        self.recorded += [event._replace(end=now) for (_, event), done in zip(dropped, ended) if done]
+        ended = [
+            work is not None and (run_is_over or (work.is_completed() and work.is_success()))
+            for work, _ in dropped
+        ]
+        self.recorded += [
+            event._replace(end=now) for (_, event), done in zip(dropped, ended) if done
+        ]
         self.dropped_works = [entry for entry, done in zip(dropped, ended) if not done]
 
     def _rows(self, events: list[Event]) -> list[Row]:
@@ -175,7 +229,9 @@ class RankRecorder:
 
 
 class Group(Protocol):
-    """What a call needs to know of its group, a RecordedGroup: its ranks in order, those besides this one, and "gloo" or "nccl"."""
+    """What a call needs to know of its group, a RecordedGroup: its ranks in order, those
+    besides this one, and "gloo" or "nccl".
+    """
 
     recorder: RankRecorder
     ranks: list[int]
@@ -198,17 +254,22 @@ class PostedCall:
         limit: float | None = None,
     ):
         self.group, self.key, self.seq, self.where = group, key, seq, where
-        self.others = group.others if others is None else others  # the ranks it needs, if it is no message
+        # the ranks it needs, if it is no message
+        self.others = group.others if others is None else others
         self.limit = limit  # seconds after which the program itself wants an error
 
     @property
     def times_out(self) -> bool:
-        """Whether the program has set a time limit that it will see: then it may catch the error, and go on."""
+        """Whether the program has set a time limit that it will see: then it may catch the
+        error, and go on.
+        """
         return self.limit is not None and self.limit <= LONGEST_LIMIT
 
     @property
     def once(self) -> bool:
-        """Whether wait() may be called only once: on gloo, a second wait() for a message waits for another message."""
+        """Whether wait() may be called only once: on gloo, a second wait() for a message waits
+        for another message.
+        """
         return self.key[0] in P2P and self.group.backend == "gloo"
 
     def call(self, where: str) -> Call:
@@ -227,9 +288,11 @@ class WatchedWork(dist.Work):
         super().__init__()
         self.inner = inner
         self.posted = posted
-        self.kept = posted.key[0] not in P2P  # gloo cancels a message whose work is dropped; a collective goes on
+        # gloo cancels a message whose work is dropped; a collective goes on
+        self.kept = posted.key[0] not in P2P
         self.waited = False
-        self.batch: Sequence[WatchedWork] = ()  # on NCCL, the works of its batch: whoever waits for one has waited for all
+        # on NCCL, the works of its batch: whoever waits for one has waited for all
+        self.batch: Sequence[WatchedWork] = ()
 
     def __del__(self) -> None:
         if not self.kept:
@@ -246,7 +309,9 @@ class WatchedWork(dist.Work):
             return self.inner.wait(*timeout)
         if timeout:
             self.posted.limit = own_limit(*timeout)
-        elif self.posted.limit is not None and self.posted.key[0] in P2P:  # gloo's messages keep the limit that their group began with
+        elif (
+            self.posted.limit is not None and self.posted.key[0] in P2P
+        ):  # gloo's messages keep the limit that their group began with
             timeout = (timedelta(seconds=self.posted.limit),)
         recorder.waiting = self.posted
         began = recorder.now() if recorder.record_waits else None
@@ -288,7 +353,9 @@ class WatchedWork(dist.Work):
 
 
 class Inputs:
-    """What a rank passed to a call, before torch got it: the payload of the event, and tensors that must not change until the wait()."""
+    """What a rank passed to a call, before torch got it: the payload of the event, and tensors
+    that must not change until the wait().
+    """
 
     __slots__ = ("payload", "tensors")
 
@@ -297,12 +364,19 @@ class Inputs:
         self.tensors = [(tensor, _version(tensor), snapshot(tensor)) for tensor in tensors]
 
     def changed(self) -> bool:
-        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to is compared
-        return any((t.is_cpu or _version(t) != version) and not unchanged(t, before) for t, version, before in self.tensors)
+        # comparing a GPU tensor would wait for the GPU, so there only a tensor that torch wrote to
+        # is compared
+        return any(
+            (t.is_cpu or _version(t) != version) and not unchanged(t, before)
+            for t, version, before in self.tensors
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often torch wrote to the tensor or another view of its memory. Writes through x.data and NumPy are not counted."""
+    """How often torch wrote to the tensor or another view of its memory.
+
+    Writes through x.data and NumPy are not counted.
+    """
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -311,7 +385,10 @@ def values(tensors: list[torch.Tensor]) -> list:
 
 
 class RecordedWork(WatchedWork):
-    """The work of a recorded call: it writes an event when it ends. `received`: the tensor of a receive, if the event keeps its values."""
+    """The work of a recorded call: it writes an event when it ends.
+
+    `received`: the tensor of a receive, if the event keeps its values.
+    """
 
     done = True  # until __init__ has run
 
@@ -340,17 +417,25 @@ class RecordedWork(WatchedWork):
         super().__del__()
 
     def note_unwaited(self) -> None:
-        """Its rank has dropped it, or returned. A message that the program has not waited for may not have arrived."""
+        """Its rank has dropped it, or returned.
+
+        A message that the program has not waited for may not have arrived.
+        """
         if self.call.kind in P2P and not self.kept:
             self.posted.group.recorder.unwaited.append(self.call)
 
     def _note_dropped(self) -> None:
-        """Nobody will see this work end. A collective ends all the same; of a message it is not known."""
+        """Nobody will see this work end.
+
+        A collective ends all the same; of a message it is not known.
+        """
         if self.unrecorded:
             return
         payload = None if self.inputs is None else self.inputs.payload
         event = self.event(self.start, payload=payload)
-        self.posted.group.recorder.dropped_works.append((None if self.call.kind in P2P else self.inner, event))
+        self.posted.group.recorder.dropped_works.append(
+            (None if self.call.kind in P2P else self.inner, event)
+        )
 
     def wait(self, *timeout: Any) -> bool:
         answer = super().wait(*timeout)
@@ -366,7 +451,8 @@ class RecordedWork(WatchedWork):
 
     def get_future(self) -> Any:
         if self.posted.group.recorder.record_waits:
-            torch_private.after_backward(self.wait)  # where DDP's C++ waits for this future, which Python would not see
+            # where DDP's C++ waits for this future, which Python would not see
+            torch_private.after_backward(self.wait)
         return super().get_future().then(self._passed_on)
 
     def _passed_on(self, future: Any) -> Any:
@@ -374,24 +460,45 @@ class RecordedWork(WatchedWork):
         return future.value()
 
     def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
-        """Its event. `source`: who sent what a receive from any rank got. Such receives are numbered apart, and so have a negative seq."""
+        """Its event. `source`: who sent what a receive from any rank got. Such receives are
+        numbered apart, and so have a negative seq.
+        """
         call = self.call
         seq = call.seq if source is None else -call.seq
-        peer = (call.peers[0] if len(call.peers) == 1 else source) if call.kind in P2P else call.root
-        return call.event(self.event_group, peer=peer, posted=self.start, start=self.start, end=end, seq=seq, payload=payload)
+        peer = (
+            (call.peers[0] if len(call.peers) == 1 else source) if call.kind in P2P else call.root
+        )
+        return call.event(
+            self.event_group,
+            peer=peer,
+            posted=self.start,
+            start=self.start,
+            end=end,
+            seq=seq,
+            payload=payload,
+        )
 
     def ended(self, checked: bool = False) -> None:
-        """Write the event, once. With `checked`, raise MisuseError if a tensor that the rank passed has changed."""
+        """Write the event, once.
+
+        With `checked`, raise MisuseError if a tensor that the rank passed has changed.
+        """
         if self.done:
             return
         self.done = True
         call, recorder = self.call, self.posted.group.recorder
         end = recorder.now()
         recorder.unfinished_works.discard(self)
-        source = self.posted.group.ranks[self.inner._source_rank()] if call.kind == "recv" and len(call.peers) != 1 else None
+        source = (
+            self.posted.group.ranks[self.inner._source_rank()]
+            if call.kind == "recv" and len(call.peers) != 1
+            else None
+        )
         inputs, received, self.inputs, self.received = self.inputs, self.received, None, None
         assert inputs is not None
         if not self.unrecorded:
-            recorder.recorded.append(self.event(end, source, inputs.payload if received is None else values([received])))
+            recorder.recorded.append(
+                self.event(end, source, inputs.payload if received is None else values([received]))
+            )
         if checked and inputs.changed():
             raise tensor_changed(call)

@@ -5,8 +5,9 @@
     compute(0.5)                                 half a second on the clock of a virtual rank
     with unrecorded(): …                         leaves nothing of all this, and no message, in the record
 
-Outside a recorded run all of these do nothing, so library code can keep them. This file imports nothing of parallel101: copy it along
-with the collectives. It records nothing itself: whoever records a run sets a `Recorder`.
+Outside a recorded run all of these do nothing, so library code can keep them. This file imports
+nothing of parallel101: copy it along with the collectives. It records nothing itself: whoever
+records a run sets a `Recorder`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-COLLECTIVE_TAG = 101_101  # of the messages of our collectives, so that they never match a message that the program sends itself
+# of the messages of our collectives, so that they never match a message that the program sends
+# itself
+COLLECTIVE_TAG = 101_101
 
 
 class Collective(NamedTuple):
@@ -25,21 +28,30 @@ class Collective(NamedTuple):
 
     operation: str  # "all_reduce", …
     ranks: tuple[int, ...]  # ranks of the world, in the order of the group
-    axis: str | None  # the axis of the mesh along which they lie; None if the group is not from a mesh, or its axes have no names
+    # the axis of the mesh along which they lie; None if the group is not from a mesh, or its axes
+    # have no names
+    axis: str | None
 
 
 class Recorder(Protocol):
-    """Records one rank: one a process on gloo and NCCL, one a thread on sim. Only the recorder itself reads what `now` returns."""
+    """Records one rank: one a process on gloo and NCCL, one a thread on sim.
+
+    Only the recorder itself reads what `now` returns.
+    """
 
     def now(self) -> Any: ...
-    def add_span(self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False) -> None: ...
+    def add_span(
+        self, name: str, start: Any, end: Any, args: dict[str, Any], waiting: bool = False
+    ) -> None: ...
     def compute(self, seconds: float) -> None: ...
     def unrecorded(self) -> contextlib.AbstractContextManager[None]: ...
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
-        """Compare `kind` and the arguments `alike` with what the other ranks pass in their call with the same number; a checked run raises.
+        """Compare `kind` and the arguments `alike` with what the other ranks pass in their call
+        with the same number; a checked run raises.
 
-        Calls are numbered for each list of ranks and `within`. Returns the number, or 0 in a run that checks nothing.
+        Calls are numbered for each list of ranks and `within`. Returns the number, or 0 in a run
+        that checks nothing.
         """
         ...
 
@@ -49,12 +61,17 @@ _process: list[Recorder | None] = [None]
 
 
 def recorder() -> Recorder | None:
-    """The recorder of this thread's rank (sim) or of this process's rank (gloo, NCCL). None outside a recorded run."""
+    """The recorder of this thread's rank (sim) or of this process's rank (gloo, NCCL).
+
+    None outside a recorded run.
+    """
     return getattr(_thread, "recorder", None) or _process[0]
 
 
 def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> None:
-    """Make `target` the recorder of this process, or of this thread, as on sim, where each rank is a thread. None ends it."""
+    """Make `target` the recorder of this process, or of this thread, as on sim, where each rank
+    is a thread. None ends it.
+    """
     if this_thread_only:
         _thread.recorder = target
     else:
@@ -62,14 +79,23 @@ def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> N
 
 
 def current_collective() -> Collective | None:
-    """The collective of parallel101 whose message this thread is posting. None: the program posts a message of its own."""
+    """The collective of parallel101 whose message this thread is posting.
+
+    None: the program posts a message of its own.
+    """
     return getattr(_thread, "collective", None)
 
 
 def axis_described(description: str) -> str | None:
-    """The mesh axis whose process group has this description: "mesh_tp" for the axis "tp", "mesh_dim_0" for one without a name."""
+    """The mesh axis whose process group has this description: "mesh_tp" for the axis "tp",
+    "mesh_dim_0" for one without a name.
+    """
     made_by, _, name = description.partition("_")
-    return name if made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit() else None
+    return (
+        name
+        if made_by == "mesh" and name != "default" and not name.removeprefix("dim_").isdigit()
+        else None
+    )
 
 
 def set_current_collective(collective: Collective | None) -> None:
@@ -78,7 +104,9 @@ def set_current_collective(collective: Collective | None) -> None:
 
 
 def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
-    """Record what happens inside under `name`, with labels such as `microbatch=3`. `plain` turns their values into JSON at once.
+    """Record what happens inside under `name`, with labels such as `microbatch=3`.
+
+    `plain` turns their values into JSON at once.
 
     A label may have any name, even `name`: the span's own name comes first, without a keyword.
     """
@@ -86,7 +114,9 @@ def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]
 
 
 def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
-    """The same for a time in which the rank waits for other ranks, so that pictures and sums do not count it as compute."""
+    """The same for a time in which the rank waits for other ranks, so that pictures and sums do
+    not count it as compute.
+    """
     return _span(name, labels, waiting=True)
 
 
@@ -105,9 +135,12 @@ def _span(name: str, labels: dict[str, Any], waiting: bool) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """A label in the types that JSON has. Numbers, strings, None, and lists and dicts of them stay as they are.
+    """A label in the types that JSON has.
 
-    A tuple becomes a list, and a tensor or NumPy array of 0 dims its number. NaN, infinity and everything else become text.
+    Numbers, strings, None, and lists and dicts of them stay as they are.
+
+    A tuple becomes a list, and a tensor or NumPy array of 0 dims its number. NaN, infinity and
+    everything else become text.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -126,27 +159,36 @@ def plain(value: Any) -> Any:
 
 
 def compute(seconds: float) -> None:
-    """Let a rank of the sim backend compute for `seconds` of virtual time. On real ranks it does nothing: their time is real."""
+    """Let a rank of the sim backend compute for `seconds` of virtual time.
+
+    On real ranks it does nothing: their time is real.
+    """
     try:
         valid = seconds >= 0
     except TypeError:  # not a number
         valid = False
     if not valid:
-        raise ValueError(f"compute() takes the seconds to pass on a virtual rank's clock, zero or more; got {seconds!r}")
+        raise ValueError(
+            "compute() takes the seconds to pass on a virtual rank's clock, zero or more; got "
+            f"{seconds!r}"
+        )
     target = recorder()
     if target is not None:
         target.compute(seconds)
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """Leave what happens inside out of the run: messages, collectives, spans, compute(), and on sim the time that they take.
+    """Leave what happens inside out of the run: messages, collectives, spans, compute(), and on sim
+    the time that they take.
 
-    All ranks of a group enter and leave it together: make a collective of the group the first and the last thing inside. Wait inside for
-    what was begun inside, and before it for what was begun before. Make process groups outside.
+    All ranks of a group enter and leave it together: make a collective of the group the first and
+    the last thing inside. Wait inside for what was begun inside, and before it for what was begun
+    before. Make process groups outside.
 
-    Inside, deadlocks and calls that do not agree are found as elsewhere. On sim each rank goes on at the time at which it entered, as if
-    the block had not been there (second_world.py names the one exception). On real ranks the time that passes inside is real: it lies
-    between the events before and after the block, and counts as computing.
+    Inside, deadlocks and calls that do not agree are found as elsewhere. On sim each rank goes on
+    at the time at which it entered, as if the block had not been there (second_world.py names the
+    one exception). On real ranks the time that passes inside is real: it lies between the events
+    before and after the block, and counts as computing.
     """
     target = recorder()
     return contextlib.nullcontext() if target is None else target.unrecorded()

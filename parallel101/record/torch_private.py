@@ -1,6 +1,7 @@
 """Everything in this project that uses a private part of torch, and nothing else.
 
-Each function says what it relies on. If torch changes that, tests/record/test_torch_private.py fails and says which function is affected.
+Each function says what it relies on. If torch changes that, tests/record/test_torch_private.py
+fails and says which function is affected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from parallel101.record.spans import axis_described
 
 
 def name_backend(name: str) -> None:
-    """Make `dist.get_backend()` return `name` for every group. Programs choose their device by it, and know "gloo", not our wrapper.
+    """Make `dist.get_backend()` return `name` for every group.
+
+    Programs choose their device by it, and know "gloo", not our wrapper.
 
     Relies on `_world.pg_map`: group -> (backend's name, store).
     """
@@ -39,27 +42,37 @@ def name_backend(name: str) -> None:
 def mesh_axis(group: dist.ProcessGroup) -> str | None:
     """The name of the mesh axis for which DeviceMesh made this group, or None.
 
-    Relies on DeviceMesh describing the group of axis "tp" as "mesh_tp". (For an axis that is the whole world it uses the default group.)
+    Relies on DeviceMesh describing the group of axis "tp" as "mesh_tp". (For an axis that is the
+    whole world it uses the default group.)
     """
     return axis_described(group.group_desc)
 
 
 def describe_group(group: dist.ProcessGroup, description: str | None) -> None:
-    """Give a group the description that `new_group` was called with. Relies on `_set_group_desc`."""
+    """Give a group the description that `new_group` was called with.
+
+    Relies on `_set_group_desc`.
+    """
     if description is not None:
         group._set_group_desc(description)
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Give torch's own backend another time limit. Relies on `_set_default_timeout`, as torch's `_set_pg_timeout` does."""
+    """Give torch's own backend another time limit.
+
+    Relies on `_set_default_timeout`, as torch's `_set_pg_timeout` does.
+    """
     backend._set_default_timeout(timeout)
 
 
 class PythonGroup(dist.ProcessGroup):
-    """A process group written in Python. It tells torch its one device, and is that device's backend itself.
+    """A process group written in Python.
 
-    So everything goes through its own methods, also what torch sends by the backend of a device. Relies on torch asking for `_device_types`
-    (monitored_barrier, async_save) and `_get_backend(device)` (batch_isend_irecv; torch 2.14's `get_backend`) in Python.
+    It tells torch its one device, and is that device's backend itself.
+
+    So everything goes through its own methods, also what torch sends by the backend of a device.
+    Relies on torch asking for `_device_types` (monitored_barrier, async_save) and
+    `_get_backend(device)` (batch_isend_irecv; torch 2.14's `get_backend`) in Python.
     """
 
     device_type = "cpu"
@@ -71,7 +84,10 @@ class PythonGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type != self.device_type:
-            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")  # as torch says it
+            # as torch says it
+            raise RuntimeError(
+                f"No backend type associated with device type {torch.device(device).type}"
+            )
         return self
 
     get_backend = _get_backend
@@ -84,20 +100,27 @@ class PythonGroup(dist.ProcessGroup):
 
 
 def fill_new_tensors() -> None:
-    """From now on, torch.empty returns NaN, or the largest integer, so that memory which was never written can be recognised.
+    """From now on, torch.empty returns NaN, or the largest integer, so that memory which was never
+    written can be recognised.
 
-    Relies on `_set_deterministic_algorithms`. (The public function imports torch's compiler as well, which takes 2 seconds.)
+    Relies on `_set_deterministic_algorithms`. (The public function imports torch's compiler as
+    well, which takes 2 seconds.)
     """
-    torch._C._set_deterministic_algorithms(True, warn_only=True)  # an operation without a deterministic version only warns
+    # an operation without a deterministic version only warns
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def called_instead(function: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, whoever calls torch's `function` calls `make(original)`, also if it was imported by name, before or inside.
+def called_instead(
+    function: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, whoever calls torch's `function` calls `make(original)`, also if it was imported by
+    name, before or inside.
 
-    So the function itself is changed, not the attributes of modules that refer to it. Relies on its being a Python function, decorated by
-    a closure over the function alone (as `_exception_logger` does) or not at all.
+    So the function itself is changed, not the attributes of modules that refer to it. Relies on its
+    being a Python function, decorated by a closure over the function alone (as `_exception_logger`
+    does) or not at all.
     """
     if function.__closure__ is not None:
         (cell,) = function.__closure__
@@ -108,7 +131,9 @@ def called_instead(function: Any, make: Callable[[Callable[..., Any]], Callable[
             cell.cell_contents = original
         return
     code, instead = function.__code__, f"_instead_of_{function.__name__}"
-    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
     function.__globals__[instead] = make(functools.update_wrapper(original, function))
     defined: dict[str, Any] = {}
     exec(f"def {function.__name__}(*args, **kwargs): return {instead}(*args, **kwargs)", defined)
@@ -128,10 +153,12 @@ class RunningBatch(NamedTuple):
 
 
 def running_batch(frame: FrameType | None) -> RunningBatch | None:
-    """The call of `batch_isend_irecv` to which `frame`, the caller of a group's send or recv, belongs. None: it is not in a batch.
+    """The call of `batch_isend_irecv` to which `frame`, the caller of a group's send or recv,
+    belongs. None: it is not in a batch.
 
-    For a process group written in Python, torch posts the messages of a batch one by one, and does not say where it begins. Relies on
-    isend and irecv being called by `batch_isend_irecv` (with at most a few frames between) and on its argument `p2p_op_list`.
+    For a process group written in Python, torch posts the messages of a batch one by one, and does
+    not say where it begins. Relies on isend and irecv being called by `batch_isend_irecv` (with at
+    most a few frames between) and on its argument `p2p_op_list`.
     """
     code = inspect.unwrap(c10d.batch_isend_irecv).__code__
     for _ in range(6):
@@ -144,9 +171,11 @@ def running_batch(frame: FrameType | None) -> RunningBatch | None:
 
 
 class RankWorld:
-    """What torch keeps once per process: the default group, and all groups with their names and ranks. On sim, each rank has its own.
+    """What torch keeps once per process: the default group, and all groups with their names and
+    ranks. On sim, each rank has its own.
 
-    Relies on torch reading `c10d._world` at each use, and on these being all its attributes (`c10d._World`).
+    Relies on torch reading `c10d._world` at each use, and on these being all its attributes
+    (`c10d._World`).
     """
 
     def __init__(self) -> None:
@@ -163,10 +192,15 @@ class RankWorld:
 
     pg_config_info = c10d._World.pg_config_info
 
-    def add_default(self, group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, size: int) -> None:
-        """Make `group` the default group, as init_process_group does. Call it on the rank's own thread, which has its own C++ registry.
+    def add_default(
+        self, group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, size: int
+    ) -> None:
+        """Make `group` the default group, as init_process_group does.
 
-        Relies on `_register_process_group(name, group)`, through which C++ (functional collectives) finds a group.
+        Call it on the rank's own thread, which has its own C++ registry.
+
+        Relies on `_register_process_group(name, group)`, through which C++ (functional collectives)
+        finds a group.
         """
         self.default_pg = group
         self.pg_map[group] = (backend, store)
@@ -186,7 +220,9 @@ def use_world(world: object) -> object:
 
 
 def name_groups_by_thread(on: bool) -> None:
-    """Give every thread its own table of group names in C++. Each virtual rank is a thread, and all of them have a group "0".
+    """Give every thread its own table of group names in C++.
+
+    Each virtual rank is a thread, and all of them have a group "0".
 
     Relies on `_set_thread_isolation_mode`.
     """
@@ -199,12 +235,15 @@ def forget_groups() -> None:
 
 
 def after_backward(callback: Callable[[], Any]) -> bool:
-    """Call `callback` at the end of the backward that runs on this thread. Callbacks run in the order of these calls.
+    """Call `callback` at the end of the backward that runs on this thread.
 
-    It is called at once if the backward is already at its end: DDP with a static graph communicates in such a callback. Returns False if
-    no backward runs.
+    Callbacks run in the order of these calls.
 
-    Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do, and on `_current_autograd_node`.
+    It is called at once if the backward is already at its end: DDP with a static graph communicates
+    in such a callback. Returns False if no backward runs.
+
+    Relies on `Variable._execution_engine.queue_callback`, as torch's own DDP and FSDP2 do, and on
+    `_current_autograd_node`.
     """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -216,10 +255,14 @@ def after_backward(callback: Callable[[], Any]) -> bool:
 
 
 @contextlib.contextmanager
-def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]) -> Iterator[None]:
-    """Inside, `waits(done)` is called before Python waits for an unfinished torch future, and `asks()` before done() returns False.
+def ahead_of_futures(
+    waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]
+) -> Iterator[None]:
+    """Inside, `waits(done)` is called before Python waits for an unfinished torch future, and
+    `asks()` before done() returns False.
 
-    Relies on all waiting in Python, including torch.futures.wait_all and collect_all, being a call of `torch._C.Future.wait`.
+    Relies on all waiting in Python, including torch.futures.wait_all and collect_all, being a call
+    of `torch._C.Future.wait`.
     """
     future: Any = torch._C.Future
     wait, done = future.wait, future.done
@@ -243,7 +286,8 @@ def ahead_of_futures(waits: Callable[[Callable[[], bool]], None], asks: Callable
 
 @contextlib.contextmanager
 def around_profiler(uses: Callable[[], None], stops: Callable[[], None]) -> Iterator[None]:
-    """Inside, `uses()` is called before torch's profiler starts or stops, and `stops()` after it has stopped.
+    """Inside, `uses()` is called before torch's profiler starts or stops, and `stops()` after it
+    has stopped.
 
     Relies on torch.autograd.profiler, which torch.profiler uses, calling these three of its names.
     """
@@ -271,11 +315,17 @@ def around_profiler(uses: Callable[[], None], stops: Callable[[], None]) -> Iter
             setattr(profiler, name, originals[name])
 
 
-def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None, bool], AbstractContextManager[object]]) -> None:
-    """From now on, make every sub-group on backend `name` with the registered backend `wrapped`, inside `context(ranks, members_only)`.
+def wrap_new_groups(
+    name: str,
+    wrapped: str,
+    context: Callable[[list[int] | None, bool], AbstractContextManager[object]],
+) -> None:
+    """From now on, make every sub-group on backend `name` with the registered backend `wrapped`,
+    inside `context(ranks, members_only)`.
 
-    In that context torch waits for the members of the group. Unless `members_only`, all ranks of the world make the same groups in the
-    same order. Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its parameters.
+    In that context torch waits for the members of the group. Unless `members_only`, all ranks of
+    the world make the same groups in the same order. Relies on `_new_group_with_tag`, which
+    `new_group` and DeviceMesh call by that name, and on its parameters.
     """
     original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
     signature = inspect.signature(original)
@@ -285,7 +335,9 @@ def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None
         call = signature.bind(*args, **kwargs)
         if call.arguments.get("backend") in (None, name):
             call.arguments["backend"] = wrapped
-        with context(call.arguments.get("ranks"), call.arguments.get("use_local_synchronization", False)):
+        with context(
+            call.arguments.get("ranks"), call.arguments.get("use_local_synchronization", False)
+        ):
             made = original(*call.args, **call.kwargs)
         name_backend(name)
         return made
@@ -295,12 +347,15 @@ def wrap_new_groups(name: str, wrapped: str, context: Callable[[list[int] | None
 
 
 def count_loss_parallel() -> None:
-    """Let several ranks of one process be inside `loss_parallel()`: the first that enters it turns it on, the last that leaves it off.
+    """Let several ranks of one process be inside `loss_parallel()`: the first that enters it turns
+    it on, the last that leaves it off.
 
-    It turns on functions for all DTensors of the process, and turning them off twice is a KeyError. Call this on a rank before it blocks.
-    Relies on `_enable_custom_loss_ops` and `_disable_custom_loss_ops` of the module, and on `_custom_op_handlers`, in which they do so.
+    It turns on functions for all DTensors of the process, and turning them off twice is a KeyError.
+    Call this on a rank before it blocks. Relies on `_enable_custom_loss_ops` and
+    `_disable_custom_loss_ops` of the module, and on `_custom_op_handlers`, in which they do so.
     """
-    loss: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")  # a program that has not imported it is not inside
+    # a program that has not imported it is not inside
+    loss: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")
     if loss is None or hasattr(loss, "ranks_inside"):
         return
     enable, disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
@@ -321,11 +376,14 @@ def count_loss_parallel() -> None:
 
 @functools.cache
 def generator_words() -> Callable[[], tuple[int, ...]] | None:
-    """A fast function whose result changes whenever torch's default CPU generator draws a number. None if its memory looks different.
+    """A fast function whose result changes whenever torch's default CPU generator draws a number.
 
-    Without it, `get_state` must be used, which copies 5 kB: too much for each of a million switches between virtual ranks. Relies on
-    `Generator._cdata`, the address of CPUGeneratorImpl, and on its memory: a Mersenne twister (seed, how many numbers are left, the next
-    one, 624 words), then the normals that are kept for the next call.
+    None if its memory looks different.
+
+    Without it, `get_state` must be used, which copies 5 kB: too much for each of a million switches
+    between virtual ranks. Relies on `Generator._cdata`, the address of CPUGeneratorImpl, and on its
+    memory: a Mersenne twister (seed, how many numbers are left, the next one, 624 words), then the
+    normals that are kept for the next call.
     """
     generator = torch.default_generator
     state, seed = generator.get_state(), 0x5EED0F5EED0F5EED
@@ -336,7 +394,8 @@ def generator_words() -> Callable[[], tuple[int, ...]] | None:
         if found < 0:
             return None
         memory = (ctypes.c_char * (318 * 8)).from_address(start + found)
-        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)  # what is left, the next one; the normals
+        # what is left, the next one; the normals
+        look = functools.partial(struct.Struct("8x2Q2496x3Q").unpack_from, memory)
         seen = {look()}
         for _ in range(700):  # one period of the 624 words, then normals, which come in pairs
             torch.rand((), generator=generator, device="cpu")

@@ -1,10 +1,12 @@
-"""The record of a run: `Trace` holds its events, counts messages and bytes, pairs sends with receives, and is saved and loaded.
+"""The record of a run: `Trace` holds its events, counts messages and bytes, pairs sends with
+receives, and is saved and loaded.
 
     run.trace.bytes_sent, .makespan        counts
     run.trace.messages()                   each send with its receive
     run.trace.save(path), Trace.load(path) JSON; to_chrome(path) for ui.perfetto.dev
 
-events.py says what an event is. What the events mean, such as whose data is in a message, is computed in parallel101/analysis.
+events.py says what an event is. What the events mean, such as whose data is in a message, is
+computed in parallel101/analysis.
 """
 
 from __future__ import annotations
@@ -33,11 +35,9 @@ BY_TIME = operator.attrgetter("start", "rank", "seq")
 class Trace:
     """All events of a run, in order of time.
 
-    Args:
-        events: what was recorded, in any order.
-        world_size: how many ranks the run had.
-        backend: "gloo", "nccl" or "sim".
-        unfinished: calls that were posted and not seen to end, because the run failed or nobody waited for them. Their `end` is the end
+    Args: events: what was recorded, in any order. world_size: how many ranks the run had. backend:
+        "gloo", "nccl" or "sim". unfinished: calls that were posted and not seen to end, because the
+        run failed or nobody waited for them. Their `end` is the end
             of the run. They are not in `events`, the counts and the pictures.
     """
 
@@ -54,8 +54,13 @@ class Trace:
         self.backend = backend
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Row], world_size: int, backend: str, unfinished: Iterable[Row] = ()) -> Trace:
-        """A trace from the rows that ranks send (see events.py). On real ranks, time 0 is the start of the first event."""
+    def from_rows(
+        cls, rows: Iterable[Row], world_size: int, backend: str, unfinished: Iterable[Row] = ()
+    ) -> Trace:
+        """A trace from the rows that ranks send (see events.py).
+
+        On real ranks, time 0 is the start of the first event.
+        """
         trace = cls((), world_size, backend, events_of(unfinished))
         trace._rows = list(rows)
         if backend != "sim":
@@ -65,33 +70,67 @@ class Trace:
         if backend != "sim" and (first := [*trace.events[:1], *trace.unfinished[:1]]):
             zero = min(event.start for event in first)
             trace.events, trace.unfinished = (
-                [e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero) for e in events]
+                [
+                    e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
+                    for e in events
+                ]
                 for events in (trace.events, trace.unfinished)
             )
         return trace
 
     def _number_receives_from_anyone(self) -> None:
-        """Number receives from any rank (seq < 0) together with the other receives from the rank whose message they got."""
-        mixed = {(e.peer, e.rank, e.tag, e.group.name) for e in self.events if e.kind == "recv" and e.seq < 0}
+        """Number receives from any rank (seq < 0) together with the other receives from the
+        rank whose message they got.
+        """
+        mixed = {
+            (e.peer, e.rank, e.tag, e.group.name)
+            for e in self.events
+            if e.kind == "recv" and e.seq < 0
+        }
         if not mixed:
             return
         counts: dict[tuple, int] = defaultdict(int)
-        for place, e in sorted(enumerate(self.events), key=lambda entry: (entry[1].posted, abs(entry[1].seq))):
+        for place, e in sorted(
+            enumerate(self.events), key=lambda entry: (entry[1].posted, abs(entry[1].seq))
+        ):
             key = (e.peer, e.rank, e.tag, e.group.name)
             if e.kind == "recv" and key in mixed:
                 counts[key] += 1
                 self.events[place] = e._replace(seq=counts[key])
 
     def _end_sends_with_their_receives(self) -> None:
-        """A send for which nobody waited has ended if its receive has: it moves from `unfinished` to `events`."""
-        ends: dict[tuple, float] = {(e.peer, e.rank, e.tag, e.group.name, e.seq): e.end for e in self.events if e.kind == "recv"}
-        known = [(e, ends.get((e.rank, e.peer, e.tag, e.group.name, e.seq)) if e.kind == "send" else None) for e in self.unfinished]
+        """A send for which nobody waited has ended if its receive has: it moves from
+        `unfinished` to `events`.
+        """
+        ends: dict[tuple, float] = {
+            (e.peer, e.rank, e.tag, e.group.name, e.seq): e.end
+            for e in self.events
+            if e.kind == "recv"
+        }
+        known = [
+            (
+                e,
+                ends.get((e.rank, e.peer, e.tag, e.group.name, e.seq))
+                if e.kind == "send"
+                else None,
+            )
+            for e in self.unfinished
+        ]
         self.unfinished = [e for e, end in known if end is None]
-        self.events = sorted([*self.events, *(e._replace(end=max(e.start, end)) for e, end in known if end is not None)], key=BY_TIME)
+        self.events = sorted(
+            [
+                *self.events,
+                *(e._replace(end=max(e.start, end)) for e, end in known if end is not None),
+            ],
+            key=BY_TIME,
+        )
 
     @functools.cached_property
     def events(self) -> list[Event]:
-        """All events, in order of start, rank and seq. They are made from rows at the first access, since a run may have millions."""
+        """All events, in order of start, rank and seq.
+
+        They are made from rows at the first access, since a run may have millions.
+        """
         with collector_paused():
             events = events_of(self._rows)
             events.sort(key=BY_TIME)
@@ -101,11 +140,16 @@ class Trace:
     def __repr__(self) -> str:
         size = f"{self.world_size} ranks on {self.backend}"
         unfinished = f", {len(self.unfinished)} calls unfinished" if self.unfinished else ""
-        return f"<Trace of {size}: {len(self.events)} events, {sum(self.messages_sent)} messages{unfinished}, {self.makespan:.3g} s>"
+        return (
+            f"<Trace of {size}: {len(self.events)} events, {sum(self.messages_sent)} "
+            f"messages{unfinished}, {self.makespan:.3g} s>"
+        )
 
     @property
     def bytes_sent(self) -> list[int]:
-        """Bytes that each rank sent point to point, by rank. torch's own collectives, which are one event a rank, are not counted."""
+        """Bytes that each rank sent point to point, by rank. torch's own collectives, which are
+        one event a rank, are not counted.
+        """
         return self._total("send", lambda e: e.nbytes)
 
     @property
@@ -120,13 +164,17 @@ class Trace:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end (virtual seconds on sim); 0.0 for an empty trace."""
+        """Seconds from the first start to the last end (virtual seconds on sim); 0.0 for an
+        empty trace.
+        """
         if not self.events:
             return 0.0
         return max(e.end for e in self.events) - min(e.start for e in self.events)
 
     def messages(self) -> list[Message]:
-        """The point-to-point messages, each with both its sides, in the order in which they arrived."""
+        """The point-to-point messages, each with both its sides, in the order in which they
+        arrived.
+        """
         waiting: dict[tuple, deque[Event]] = defaultdict(deque)
         for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
             waiting[event.rank, event.peer, event.tag, event.group.name].append(event)
@@ -137,7 +185,18 @@ class Trace:
                 send = queue.popleft()
                 payload = recv.payload if recv.payload is not None else send.payload
                 start = max(send.start, recv.start)
-                paired.append(Message(send.rank, recv.rank, send.nbytes, start, max(start, recv.end), payload, send, recv))
+                paired.append(
+                    Message(
+                        send.rank,
+                        recv.rank,
+                        send.nbytes,
+                        start,
+                        max(start, recv.end),
+                        payload,
+                        send,
+                        recv,
+                    )
+                )
         return sorted(paired, key=lambda m: (m.end, m.start, m.src, m.dst))
 
     def spans(self, name: str | None = None) -> list[Event]:
@@ -149,16 +208,32 @@ class Trace:
         groups: dict[EventGroup, int] = {}
 
         def fields(event: Event) -> tuple:
-            return (*event[:GROUP], groups.setdefault(event.group, len(groups)), *event[GROUP + 1 :])
+            return (
+                *event[:GROUP],
+                groups.setdefault(event.group, len(groups)),
+                *event[GROUP + 1 :],
+            )
 
-        events, unfinished = ([fields(event) for event in events] for events in (self.events, self.unfinished))
-        head = {"format": FORMAT, "world_size": self.world_size, "backend": self.backend, "fields": Event._fields}
-        data = json.dumps({**head, "groups": list(groups), "events": events, "unfinished": unfinished}).encode()
+        events, unfinished = (
+            [fields(event) for event in events] for events in (self.events, self.unfinished)
+        )
+        head = {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "fields": Event._fields,
+        }
+        data = json.dumps(
+            {**head, "groups": list(groups), "events": events, "unfinished": unfinished}
+        ).encode()
         Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
-        """Read what `save` wrote. Raises ValueError for any other file, and for one that was cut short or changed."""
+        """Read what `save` wrote.
+
+        Raises ValueError for any other file, and for one that was cut short or changed.
+        """
         data = Path(path).read_bytes()
         try:
             content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -166,14 +241,19 @@ class Trace:
         except (ValueError, KeyError, TypeError, EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
         if found != FORMAT:
-            raise ValueError(f"{path} is not a trace that this version can read: its format is {found!r}, and {FORMAT!r} was expected")
+            raise ValueError(
+                f"{path} is not a trace that this version can read: its format is {found!r}, "
+                f"and {FORMAT!r} was expected"
+            )
         try:
             return trace_in(content)
         except ValueError as error:
             raise ValueError(f"{path} is not as Trace.save wrote it: {error}") from error
 
     def to_chrome(self, path: str | os.PathLike) -> None:
-        """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing: a process for each rank, an arrow for each message."""
+        """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing: a process for
+        each rank, an arrow for each message.
+        """
         slices = chrome_events(self.world_size, self.events, self.unfinished, self.messages())
         Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ns"}))
 
@@ -188,7 +268,8 @@ class Trace:
 # ── Reading a file: everything in it is checked here, so that no other code meets a trace that Trace.save did not write.
 
 NUMBER, NONE = (int, float), type(None)
-FIELDS: dict[str, Any] = {  # the JSON type of each field of an Event; a group is an index into the file's list of groups
+# the JSON type of each field of an Event; a group is an index into the file's list of groups
+FIELDS: dict[str, Any] = {
     "rank": int, "kind": str, "peer": (int, NONE), "tag": int, "nbytes": int, "start": NUMBER, "end": NUMBER, "where": str,
     "posted": NUMBER, "group": int, "seq": int, "shape": list, "dtype": str, "payload": (list, NONE), "name": (str, NONE),
     "args": (dict, NONE), "waiting": bool,
@@ -198,19 +279,28 @@ GROUP, SHAPE = Event._fields.index("group"), Event._fields.index("shape")
 
 
 def trace_in(content: dict[str, Any]) -> Trace:
-    """The trace in a file's JSON. Raises ValueError for an entry that is missing, has another type, or names a rank outside the world."""
+    """The trace in a file's JSON.
+
+    Raises ValueError for an entry that is missing, has another type, or names a rank outside the
+    world.
+    """
     world_size, backend = _entry(content, "world_size", int), _entry(content, "backend", str)
     if world_size < 1:
         raise ValueError(f"its world_size is {world_size}, and it must be at least 1")
     groups = [_group(entry, world_size) for entry in _entry(content, "groups", list)]
     with collector_paused():
-        events, unfinished = ([_event(row, groups, world_size) for row in _entry(content, name, list)] for name in ("events", "unfinished"))
+        events, unfinished = (
+            [_event(row, groups, world_size) for row in _entry(content, name, list)]
+            for name in ("events", "unfinished")
+        )
     return Trace(events, world_size, backend, unfinished)
 
 
 def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
     if not isinstance(content.get(name), kind):
-        what = f"its {name!r} is {content[name]!r:.80}" if name in content else f"it has no {name!r}"
+        what = (
+            f"its {name!r} is {content[name]!r:.80}" if name in content else f"it has no {name!r}"
+        )
         raise ValueError(f"{what}, where a {kind.__name__} was expected")
     return content[name]
 
@@ -218,20 +308,33 @@ def _entry(content: dict[str, Any], name: str, kind: type) -> Any:
 def _group(entry: Any, world_size: int) -> EventGroup:
     if isinstance(entry, list) and len(entry) == 3:
         name, ranks, axis = entry
-        known = isinstance(ranks, list) and all(isinstance(rank, int) and 0 <= rank < world_size for rank in ranks)
+        known = isinstance(ranks, list) and all(
+            isinstance(rank, int) and 0 <= rank < world_size for rank in ranks
+        )
         if isinstance(name, str) and known and isinstance(axis, str | NONE):
             return EventGroup(name, tuple(ranks), axis)
-    raise ValueError(f"a group is a name, ranks of a world of {world_size}, and an axis or null; one of its groups is {entry!r:.80}")
+    raise ValueError(
+        f"a group is a name, ranks of a world of {world_size}, and an axis or null; one of its "
+        f"groups is {entry!r:.80}"
+    )
 
 
 def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
     if not isinstance(row, list) or len(row) != len(FIELDS):
-        raise ValueError(f"an event is a list of {len(FIELDS)} fields, and one of its events is {row!r:.80}")
+        raise ValueError(
+            f"an event is a list of {len(FIELDS)} fields, and one of its events is {row!r:.80}"
+        )
     if not all(map(isinstance, row, TYPES)):
-        name, value = next((name, value) for (name, kind), value in zip(FIELDS.items(), row, strict=True) if not isinstance(value, kind))
+        name, value = next(
+            (name, value)
+            for (name, kind), value in zip(FIELDS.items(), row, strict=True)
+            if not isinstance(value, kind)
+        )
         raise ValueError(f"one of its events has {value!r:.80} as its {name}")
     if not 0 <= row[GROUP] < len(groups):
-        raise ValueError(f"one of its events has group {row[GROUP]}, and the file has {len(groups)} groups")
+        raise ValueError(
+            f"one of its events has group {row[GROUP]}, and the file has {len(groups)} groups"
+        )
     row[GROUP], row[SHAPE] = groups[row[GROUP]], tuple(row[SHAPE])
     event = Event._make(row)
     for name, rank in (("rank", event.rank), ("peer", event.peer)):
@@ -242,9 +345,11 @@ def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Switch Python's garbage collector off inside, where many objects are made and none is garbage.
+    """Switch Python's garbage collector off inside, where many objects are made and none is
+    garbage.
 
-    Otherwise it would look through all of them again and again, which takes several times as long as making them.
+    Otherwise it would look through all of them again and again, which takes several times as long
+    as making them.
     """
     collecting = gc.isenabled()
     gc.disable()

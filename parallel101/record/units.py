@@ -10,13 +10,19 @@ def human_bytes(nbytes: float) -> str:
     """1536 -> "1.5 KiB": powers of 1024, with one decimal if it is needed."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} {unit}" if nbytes >= 100 or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
+            return (
+                f"{nbytes:.0f} {unit}"
+                if nbytes >= 100 or nbytes == int(nbytes)
+                else f"{nbytes:.1f} {unit}"
+            )
         nbytes /= 1024
     raise AssertionError("unreachable")
 
 
 def decimal_bytes(nbytes: float) -> str:
-    """18_874_368 -> "18.9 MB": powers of 1000, as papers write memory, and as a trainer's `describe()` does."""
+    """18_874_368 -> "18.9 MB": powers of 1000, as papers write memory, and as a trainer's
+    `describe()` does.
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
@@ -35,7 +41,9 @@ def human_seconds(seconds: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """The distance between the ticks of an axis: 1, 2 or 5 times a power of ten, so that `span` has at most `most` of them."""
+    """The distance between the ticks of an axis: 1, 2 or 5 times a power of ten, so that `span`
+    has at most `most` of them.
+    """
     if span <= 0:
         return 1.0
     step = 10.0 ** math.floor(math.log10(span / most))
@@ -45,11 +53,18 @@ def round_step(span: float, most: int) -> float:
 def listed(items: Iterable[object]) -> str:
     """[1, 2, 3] -> "1, 2 and 3"."""
     words = [str(item) for item in items]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
+    return (
+        words[0]
+        if len(words) == 1
+        else f"{', '.join(words[:-1])} and {words[-1]}"
+        if words
+        else "none"
+    )
 
 
 def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
-    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; three or more in a row -> "ranks 0–5"; all of `everyone` -> "every rank".
+    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; three or more in a row -> "ranks 0–5"; all of
+    `everyone` -> "every rank".
 
     Of more than eight others, the first eight and how many more there are.
     """
@@ -65,7 +80,11 @@ def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
 
 def chunk_letters(names: Sequence[str]) -> str:
     """The letters of chunks, in order: "a", "a and b", "a–d"."""
-    if len(names) > 2 and all(len(name) == 1 for name in names) and ord(names[-1]) - ord(names[0]) == len(names) - 1:
+    if (
+        len(names) > 2
+        and all(len(name) == 1 for name in names)
+        and ord(names[-1]) - ord(names[0]) == len(names) - 1
+    ):
         return f"{names[0]}–{names[-1]}"
     return listed(names)
 

@@ -5,9 +5,10 @@
     rank 4 ──waits for──▶ rank 5, which has returned          stuck
     rank 6 ──waits for──▶ rank 7, which still runs            not stuck: rank 7 may post what rank 6 needs
 
-`find_deadlock` decides this for calls whose state is known exactly, as on sim. On real ranks, `WaitForGraph` knows only what each rank
-last reported. That is enough to be certain: the counts of what a rank has posted only grow, and a blocked rank posts nothing. So the
-newest reports of all ranks, though taken at different times, describe one moment: the time of the last of them.
+`find_deadlock` decides this for calls whose state is known exactly, as on sim. On real ranks,
+`WaitForGraph` knows only what each rank last reported. That is enough to be certain: the counts of
+what a rank has posted only grow, and a blocked rank posts nothing. So the newest reports of all
+ranks, though taken at different times, describe one moment: the time of the last of them.
 """
 
 from __future__ import annotations
@@ -20,23 +21,29 @@ from parallel101.record.errors import DeadlockError
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
 
-CONFIRM_AFTER = 0.15  # seconds for which a deadlock must last before it is reported: longer than the interval of the reports
-CONFIRM_DROPPED_AFTER = 0.8  # the same if a work object was dropped: it is not known whether its message had been sent before
+# seconds for which a deadlock must last before it is reported: longer than the interval of the
+# reports
+CONFIRM_AFTER = 0.15
+# the same if a work object was dropped: it is not known whether its message had been sent before
+CONFIRM_DROPPED_AFTER = 0.8
 
 
 def find_deadlock(
-    waits: Mapping[int, Call], missing: Callable[[Call], Collection[int]], returned: Collection[int], notes: Sequence[tuple[str, str]] = ()
+    waits: Mapping[int, Call],
+    missing: Callable[[Call], Collection[int]],
+    returned: Collection[int],
+    notes: Sequence[tuple[str, str]] = (),
 ) -> DeadlockError | None:
     """The deadlock among the ranks, if there is one.
 
-    Args:
-        waits: for each rank that is blocked, the call in which it is blocked.
-        missing: the ranks that a call needs and that have not posted their part of it. Empty: it is in flight, and will end.
-        returned: ranks that have finished and will post nothing more.
-        notes: other causes that are known already, for the error's notes.
+    Args: waits: for each rank that is blocked, the call in which it is blocked. missing: the ranks
+        that a call needs and that have not posted their part of it. Empty: it is in flight, and
+        will end. returned: ranks that have finished and will post nothing more. notes: other causes
+        that are known already, for the error's notes.
 
-    A rank can go on if its call is in flight, or if a rank that it misses is neither blocked nor finished. A receive from any rank needs
-    one of its peers; every other call needs all of them. The ranks that are left when no more ranks can go on are stuck.
+    A rank can go on if its call is in flight, or if a rank that it misses is neither blocked nor
+    finished. A receive from any rank needs one of its peers; every other call needs all of them.
+    The ranks that are left when no more ranks can go on are stuck.
     """
     stuck, gone = dict(waits), set(returned)
 
@@ -54,10 +61,19 @@ def find_deadlock(
     needs = {rank: sorted(missing(call)) for rank, call in stuck.items()}
     waiting = {}
     for rank, call in sorted(stuck.items()):
-        peer = None if call.kind == "recv" and len(call.peers) != 1 else needs[rank][0] if len(needs[rank]) == 1 else tuple(needs[rank])
+        peer = (
+            None
+            if call.kind == "recv" and len(call.peers) != 1
+            else needs[rank][0]
+            if len(needs[rank]) == 1
+            else tuple(needs[rank])
+        )
         waiting[rank] = (call.kind, peer, call.where)
     return DeadlockError(
-        waiting, cycle(needs), [r for r in gone if any(r in need for need in needs.values())], notes=[*notes, *_unmatched_waits(stuck)]
+        waiting,
+        cycle(needs),
+        [r for r in gone if any(r in need for need in needs.values())],
+        notes=[*notes, *_unmatched_waits(stuck)],
     )
 
 
@@ -81,41 +97,66 @@ def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
-    """Notes on a send and a receive of the same two ranks that do not match, because their tags or groups differ."""
+    """Notes on a send and a receive of the same two ranks that do not match, because their tags
+    or groups differ.
+    """
     notes = []
     for send in waits.values():
         receive = waits.get(send.peers[0]) if send.kind == "send" else None
         if receive is not None and receive.kind == "recv" and receive.peers in ((send.rank,), ()):
             pair = f"rank {send.rank} sends to rank {receive.rank}"
             if send.group != receive.group:
-                notes.append((f"{pair} in one group, and rank {receive.rank} receives in another. Use the same group on both sides", ""))
+                notes.append(
+                    (
+                        f"{pair} in one group, and rank {receive.rank} receives in another. "
+                        "Use the same group on both sides",
+                        "",
+                    )
+                )
             elif send.tag != receive.tag:
                 theirs = f"rank {receive.rank} receives with {tag_text(receive.tag)}"
-                notes.append((f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on both sides", ""))
+                notes.append(
+                    (
+                        f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on "
+                        "both sides",
+                        "",
+                    )
+                )
     return notes
 
 
 @dataclass
 class RankStatus:
-    """What a rank has reported: the call in which it is blocked, if it is, and what it had posted by then."""
+    """What a rank has reported: the call in which it is blocked, if it is, and what it had
+    posted by then.
+    """
 
     blocked: Call | None = None
     returned: bool = False
     posted: Mapping[Key, int] = field(default_factory=dict)  # messages
     collectives: Mapping[str, int] = field(default_factory=dict)  # by group
-    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)  # messages whose work object was dropped, and where it was posted
-    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by group, its last collectives (Call.operation), the newest last
-    places: Mapping[Key, str] = field(default_factory=dict)  # where the newest message with a key was posted
+    # messages whose work object was dropped, and where it was posted
+    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)
+    # by group, its last collectives (Call.operation), the newest last
+    recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # where the newest message with a key was posted
+    places: Mapping[Key, str] = field(default_factory=dict)
 
     def operation(self, group: str, seq: int) -> str | None:
-        """What this rank called as the seq-th collective of a group. None: nothing yet. "": too long ago to be known."""
+        """What this rank called as the seq-th collective of a group.
+
+        None: nothing yet. "": too long ago to be known.
+        """
         back = self.collectives.get(group, 0) - seq
         recent = self.recent.get(group, ())
         return None if back < 0 else recent[-1 - back] if back < len(recent) else ""
 
 
 class WaitForGraph:
-    """The newest reports of all ranks, and the deadlock among them. Set `ranks[r]` to what rank r reports."""
+    """The newest reports of all ranks, and the deadlock among them.
+
+    Set `ranks[r]` to what rank r reports.
+    """
 
     def __init__(self, world_size: int):
         self.ranks = [RankStatus() for _ in range(world_size)]
@@ -123,7 +164,10 @@ class WaitForGraph:
         self.due = 0.0
 
     def confirmed_deadlock(self, now: float) -> DeadlockError | None:
-        """The deadlock among the ranks, once it has lasted long enough. If one is only `suspected`, ask again at the time `due`."""
+        """The deadlock among the ranks, once it has lasted long enough.
+
+        If one is only `suspected`, ask again at the time `due`.
+        """
         found, patience = self.deadlock(), CONFIRM_AFTER
         if found is None:
             found, patience = self.deadlock(without_dropped=True), CONFIRM_DROPPED_AFTER
@@ -139,66 +183,134 @@ class WaitForGraph:
         Args:
             without_dropped: assume that messages whose work object was dropped are never sent.
         """
-        waits = {rank: status.blocked for rank, status in enumerate(self.ranks) if status.blocked is not None}
+        waits = {
+            rank: status.blocked
+            for rank, status in enumerate(self.ranks)
+            if status.blocked is not None
+        }
         if not waits:
             return None
         returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
         found = find_deadlock(waits, lambda call: self.missing(call, without_dropped), returned)
         if found is None:
             return None
-        stuck = [rank for rank in range(len(self.ranks)) if rank in found.waiting or self.ranks[rank].returned]
-        notes = found.notes + self._different_collectives(found.waiting) + ([] if found.notes else self._unmatched_messages(stuck))
-        return DeadlockError(found.waiting, found.cycle, found.returned, self.dropped_works() if without_dropped else (), notes)
+        stuck = [
+            rank
+            for rank in range(len(self.ranks))
+            if rank in found.waiting or self.ranks[rank].returned
+        ]
+        notes = (
+            found.notes
+            + self._different_collectives(found.waiting)
+            + ([] if found.notes else self._unmatched_messages(stuck))
+        )
+        return DeadlockError(
+            found.waiting,
+            found.cycle,
+            found.returned,
+            self.dropped_works() if without_dropped else (),
+            notes,
+        )
 
     def stall_error(self, checked: bool) -> DeadlockError:
-        """The error for ranks that make no progress although everything they wait for was posted."""
+        """The error for ranks that make no progress although everything they wait for was
+        posted.
+        """
         waiting = {}
         for rank, status in enumerate(self.ranks):
             if (call := status.blocked) is not None:
-                waiting[rank] = (call.kind, call.peers[0] if len(call.peers) == 1 else call.peers or None, call.where)
-        advice = "" if checked else " Run it again with trace=True: this compares all calls and names those that do not match."
+                waiting[rank] = (
+                    call.kind,
+                    call.peers[0] if len(call.peers) == 1 else call.peers or None,
+                    call.where,
+                )
+        advice = (
+            ""
+            if checked
+            else (
+                " Run it again with trace=True: this compares all calls and names those that "
+                "do not match."
+            )
+        )
         sizes = "" if self.receive_dropped else f". Most likely the sizes do not match.{advice}"
         note = f"everything that the ranks wait for was posted, and still nothing moves{sizes}"
         notes = self._different_collectives(range(len(self.ranks))) or [(note, "")]
         returned = [rank for rank, status in enumerate(self.ranks) if status.returned]
-        return DeadlockError(waiting, returned=returned, dropped=self.dropped_works() if self.receive_dropped else (), notes=notes)
+        return DeadlockError(
+            waiting,
+            returned=returned,
+            dropped=self.dropped_works() if self.receive_dropped else (),
+            notes=notes,
+        )
 
     def missing(self, call: Call, without_dropped: bool = False) -> list[int]:
-        """The ranks that have not posted their part of a call, according to the reports. (A rank that runs may still post it.)"""
+        """The ranks that have not posted their part of a call, according to the reports.
+
+        (A rank that runs may still post it.)
+        """
 
         def count(rank: int, kind: str, peer: int | None) -> int:
             key = (kind, peer, call.tag, call.group)
-            lost = sum(dropped == key for dropped, _ in self.ranks[rank].dropped) if without_dropped else 0
+            lost = (
+                sum(dropped == key for dropped, _ in self.ranks[rank].dropped)
+                if without_dropped
+                else 0
+            )
             return self.ranks[rank].posted.get(key, 0) - lost
 
         if call.kind == "send":
-            return [peer for peer in call.peers if count(peer, "recv", call.rank) + count(peer, "recv", None) < call.seq]
+            return [
+                peer
+                for peer in call.peers
+                if count(peer, "recv", call.rank) + count(peer, "recv", None) < call.seq
+            ]
         if call.kind == "recv" and len(call.peers) == 1:
             return [peer for peer in call.peers if count(peer, "send", call.rank) < call.seq]
         if call.kind == "recv":
             sent = sum(count(peer, "send", call.rank) for peer in call.peers)
-            wanted = count(call.rank, "recv", None) + sum(count(call.rank, "recv", peer) for peer in call.peers)
+            wanted = count(call.rank, "recv", None) + sum(
+                count(call.rank, "recv", peer) for peer in call.peers
+            )
             return [] if sent >= wanted else list(call.peers)
-        return [peer for peer in call.peers if self.ranks[peer].operation(call.group, call.seq) not in (call.operation, "")]
+        return [
+            peer
+            for peer in call.peers
+            if self.ranks[peer].operation(call.group, call.seq) not in (call.operation, "")
+        ]
 
     def _different_collectives(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
         """Notes on collectives in which the ranks of a group call different operations."""
         notes = []
-        calls = [call for rank in ranks if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")]
+        calls = [
+            call
+            for rank in ranks
+            if (call := self.ranks[rank].blocked) is not None and call.kind not in ("send", "recv")
+        ]
         made = max((status.collectives.get("new_group", 0) for status in self.ranks), default=0)
-        groups = {("new_group", seq) for seq in range(1, made + 1)}  # groups made in a different order may block only when they are used
+        # groups made in a different order may block only when they are used
+        groups = {("new_group", seq) for seq in range(1, made + 1)}
         for group, seq in sorted({(call.group, call.seq) for call in calls} | groups):
             operations: dict[str, list[int]] = {}
             for rank, status in enumerate(self.ranks):
                 if operation := status.operation(group, seq):
                     operations.setdefault(operation, []).append(rank)
             if len(operations) > 1:
-                called = ", ".join(f"{operation} on {ranks_text(who)}" for operation, who in operations.items())
-                notes.append((f"the ranks call different collectives: {called}. All must call the same ones in the same order", ""))
+                called = ", ".join(
+                    f"{operation} on {ranks_text(who)}" for operation, who in operations.items()
+                )
+                notes.append(
+                    (
+                        f"the ranks call different collectives: {called}. All must call the "
+                        "same ones in the same order",
+                        "",
+                    )
+                )
         return notes
 
     def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
-        """Notes on messages that one side posted and the other never will, except those for which a rank is shown to wait."""
+        """Notes on messages that one side posted and the other never will, except those for
+        which a rank is shown to wait.
+        """
         notes = []
         for rank in ranks:
             status = self.ranks[rank]
@@ -207,16 +319,27 @@ class WaitForGraph:
                     continue
                 theirs = self.ranks[peer].posted
                 other = "recv" if kind == "send" else "send"
-                if theirs.get(("recv", None, tag, group)) or status.posted.get(("recv", None, tag, group)):
+                if theirs.get(("recv", None, tag, group)) or status.posted.get(
+                    ("recv", None, tag, group)
+                ):
                     continue  # it is not known which message a receive from any rank takes
                 blocked = status.blocked
-                waited = blocked is not None and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group) and peer in blocked.peers
+                waited = (
+                    blocked is not None
+                    and (blocked.kind, blocked.tag, blocked.group) == (kind, tag, group)
+                    and peer in blocked.peers
+                )
                 lost = sum(key == (kind, peer, tag, group) for key, _ in status.dropped)
                 if (count := count - theirs.get((other, rank, tag, group), 0) - waited - lost) > 0:
-                    what, to, lacking = ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
+                    what, to, lacking = (
+                        ("send", "to", "receive") if kind == "send" else ("receive", "from", "send")
+                    )
                     posted = f"{count} {what}s" if count > 1 else f"a {what}"
                     with_tag = f" with {tag_text(tag)}" if tag else ""
-                    note = f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} posted no matching {lacking}"
+                    note = (
+                        f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank "
+                        f"{peer} posted no matching {lacking}"
+                    )
                     notes.append((note, status.places.get((kind, peer, tag, group), "")))
         return notes
 
@@ -228,7 +351,8 @@ class WaitForGraph:
     def dropped_works(self) -> list[str]:
         """Descriptions of the messages whose work was dropped without a wait()."""
         return [
-            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'} "
+            f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} "
+            f"{'any rank' if peer is None else f'rank {peer}'} "
             f"and dropped its work object without a wait(), at {shown(where)}"
             for rank, status in enumerate(self.ranks)
             for ((kind, peer, _, _), _), where in status.dropped.items()

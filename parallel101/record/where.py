@@ -1,4 +1,5 @@
-"""Where in the program a call is: "file:line" of the first frame that is neither torch's nor parallel101's.
+"""Where in the program a call is: "file:line" of the first frame that is neither torch's nor
+parallel101's.
 
 lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        gives lesson.py:12
 """
@@ -15,10 +16,18 @@ import torch
 
 from parallel101.record.notebook import shell
 
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, os.path.dirname(__file__)))
-_PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")  # these files count as callers
-# frames between a call and its caller: `with span(...)`, decorators; torch deprecates calls with one of the last two
-_PLUMBING = {sys.modules[name].__file__ for name in ("contextlib", "functools", "threading", "typing_extensions", "warnings")}
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(f)) + os.sep
+    for f in (torch.__file__, os.path.dirname(__file__))
+)
+# these files count as callers
+_PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "bench", "")
+# frames between a call and its caller: `with span(...)`, decorators; torch deprecates calls with
+# one of the last two
+_PLUMBING = {
+    sys.modules[name].__file__
+    for name in ("contextlib", "functools", "threading", "typing_extensions", "warnings")
+}
 
 # code objects by their id, because their hash is slow
 _seen: list[CodeType] = []  # keeps them alive, so that no other object gets the same id
@@ -35,7 +44,8 @@ def caller() -> str:
 def where(frame: FrameType | None) -> str:
     """The same, starting from `frame`.
 
-    This runs for every message, so it looks up only once whether a code object is inside, and in which line an instruction is.
+    This runs for every message, so it looks up only once whether a code object is inside, and in
+    which line an instruction is.
     """
     while frame is not None:
         code = frame.f_code
@@ -59,13 +69,17 @@ def where(frame: FrameType | None) -> str:
 
 
 def stands_for_a_place(function: Callable[..., object]) -> None:
-    """Let what `function` calls count as called at its argument `place`, a "file:line". The grader repeats a rank's calls that way."""
+    """Let what `function` calls count as called at its argument `place`, a "file:line".
+
+    The grader repeats a rank's calls that way.
+    """
     _seen.append(function.__code__)
     _standing.add(id(function.__code__))
 
 
 def shown(place: str) -> str:
-    """A "file:line" for readers, with the source line if it is available: "a.py:7: dist.recv(x, 1)".
+    """A "file:line" for readers, with the source line if it is available: "a.py:7: dist.recv(x,
+    1)".
 
     A notebook cell, whose file has a generated name, is shown by its number: "cell [5], line 4".
     """
@@ -91,5 +105,9 @@ def cell_name(filename: str) -> str | None:
 
 
 def is_inside(filename: str) -> bool:
-    """Whether a file is torch's, parallel101's, or one of the standard library's that are called in between."""
-    return (filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)) or filename in _PLUMBING
+    """Whether a file is torch's, parallel101's, or one of the standard library's that are
+    called in between.
+    """
+    return (
+        filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)
+    ) or filename in _PLUMBING

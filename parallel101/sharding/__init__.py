@@ -1,4 +1,5 @@
-"""Arrays named by how they are sharded, the collectives that a product of them needs, and the product on real ranks.
+"""Arrays named by how they are sharded, the collectives that a product of them needs, and the
+product on real ranks.
 
     plan = p101.sharding.plan("A[I, J_X] · B[J, K] → C[I, K]", {"X": 4}, I=8, J=12, K=4)
     print(plan)                          # the collectives, their bytes and steps, and the alternatives

@@ -1,9 +1,11 @@
-"""`run`: cut whole arrays, launch ranks that carry out a plan (or a program of yours), and compare what they return with the whole result.
+"""`run`: cut whole arrays, launch ranks that carry out a plan (or a program of yours), and compare
+what they return with the whole result.
 
     a, b ──shard──▶ blocks ──launch: each rank runs the plan──▶ blocks of C ──┬── equal to the blocks of a · b ?
                                                                               └── if not: of which sharding of C are they the blocks?
 
-This is the one file of the folder that starts ranks and draws (`run(…).picture()`), so it needs the rest of parallel101 when it is called.
+This is the one file of the folder that starts ranks and draws (`run(…).picture()`), so it needs the
+rest of parallel101 when it is called.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding, arrays_in
 from parallel101.sharding.plan import Multiply, Plan, equation
 
-RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}  # errors that rounding explains; of other floats 2 %, of integers none
+# errors that rounding explains; of other floats 2 %, of integers none
+RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +59,14 @@ class ShardedRun:
     @property
     def found(self) -> Sharding | None:
         """The sharding of the result whose blocks the ranks returned; None if there is none."""
-        return next((one for one in self._shardings() if not wrong_ranks(self.results, one, self.expected, self.plan)), None)
+        return next(
+            (
+                one
+                for one in self._shardings()
+                if not wrong_ranks(self.results, one, self.expected, self.plan)
+            ),
+            None,
+        )
 
     @property
     def verdict(self) -> str:
@@ -65,24 +75,39 @@ class ShardedRun:
         if not self.wrong:
             return f"{self.plan.result} on {len(self.held)} ranks equals the whole {whole}."
         ranks = (
-            "every rank" if len(self.wrong) == len(self.held) else f"rank{'s' * (len(self.wrong) > 1)} {', '.join(map(str, self.wrong))}"
+            "every rank"
+            if len(self.wrong) == len(self.held)
+            else f"rank{'s' * (len(self.wrong) > 1)} {', '.join(map(str, self.wrong))}"
         )
         text = f"The block of {self.plan.result} is wrong on {ranks}."
         if self.found is not None:
-            missing = [axis for axis in self.found.unreduced if axis not in self.plan.result.unreduced]
+            missing = [
+                axis for axis in self.found.unreduced if axis not in self.plan.result.unreduced
+            ]
             why = f": the sum over {', '.join(missing)} is missing" if missing else ""
             return f"{text} The ranks hold {self.found}{why}."
         rank = self.wrong[0]
         block, at = self.results[rank], list(self.plan.coordinates())[rank]
-        expected = tuple(self.expected[self.plan.result.block(self.plan.sizes, self.plan.mesh, at)].shape)
+        expected = tuple(
+            self.expected[self.plan.result.block(self.plan.sizes, self.plan.mesh, at)].shape
+        )
         if not isinstance(block, Tensor):
-            return f"{text} Rank {rank} returned a {type(block).__name__}: expected a tensor of shape {expected}."
+            return (
+                f"{text} Rank {rank} returned a {type(block).__name__}: expected a tensor of "
+                f"shape {expected}."
+            )
         if tuple(block.shape) != expected:
             return f"{text} Rank {rank} returned shape {tuple(block.shape)}: expected {expected}."
-        return f"{text} Rank {rank} has the right shape, {expected}, with other values than {name} has there."
+        return (
+            f"{text} Rank {rank} has the right shape, {expected}, with other values than "
+            f"{name} has there."
+        )
 
     def picture(self, title: str | None = None) -> Any:
-        """Which blocks each rank held, before and after each step, drawn from their values. A notebook shows it; `.save("blocks.html")`."""
+        """Which blocks each rank held, before and after each step, drawn from their values.
+
+        A notebook shows it; `.save("blocks.html")`.
+        """
         from parallel101.viz.sharding import sharding_scene
 
         return sharding_scene(self, title=title)
@@ -96,7 +121,10 @@ class ShardedRun:
         """The result with each axis on each of its dims, on none, or unreduced."""
         result, mesh = self.plan.result, self.plan.mesh
         for chosen in product([None, *range(len(result.dims)), "U"], repeat=len(mesh)):
-            cut = {d: tuple(axis for axis, to in zip(mesh, chosen) if to == d) for d in range(len(result.dims))}
+            cut = {
+                d: tuple(axis for axis, to in zip(mesh, chosen) if to == d)
+                for d in range(len(result.dims))
+            }
             yield result.replace(cut, [axis for axis, to in zip(mesh, chosen) if to == "U"])
 
 
@@ -110,18 +138,18 @@ def run(
 ) -> ShardedRun:
     """Run a sharded product on ranks, and compare each rank's block with the whole product.
 
-    Args:
-        text, mesh: as for `plan`, which finds the steps; the sizes and the dtype are those of the arrays.
-        wholes: the whole operands: a and b, or one array to reshard.
-        program: instead of the plan, a function of this rank's blocks that returns its block of the result. It runs on every rank, with
+    Args: text, mesh: as for `plan`, which finds the steps; the sizes and the dtype are those of the
+        arrays. wholes: the whole operands: a and b, or one array to reshard. program: instead of
+        the plan, a function of this rank's blocks that returns its block of the result. It runs on
+        every rank, with
             torch.distributed initialised; rank r is at place r of the mesh, row by row.
         backend, launched: as for `parallel101.launch`.
 
-    Returns:
-        A ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and `.run.trace` is the record.
+    Returns: A ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and
+        `.run.trace` is the record.
 
-    Raises ValueError as `plan` does, and for arrays whose shapes or dtypes don't fit each other; TypeError for an array that is no
-    tensor. An error of a rank: as launch does.
+    Raises ValueError as `plan` does, and for arrays whose shapes or dtypes don't fit each other;
+    TypeError for an array that is no tensor. An error of a rank: as launch does.
     """
     from parallel101.ranks.launch import launch
 
@@ -137,7 +165,9 @@ def run(
         held = {array.name: block.clone() for array, block in zip(chosen.operands, mine)}
         return [held, held | {chosen.result.name: program(*mine)}]
 
-    ran = launch(on_a_rank, world_size=chosen.world_size, backend=backend, **{"trace": True, **launched})
+    ran = launch(
+        on_a_rank, world_size=chosen.world_size, backend=backend, **{"trace": True, **launched}
+    )
     expected = wholes[0]
     if len(wholes) == 2:
         a, b = chosen.operands
@@ -146,36 +176,61 @@ def run(
 
 
 def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
-    """The size of each dim, from the arrays. Raises ValueError if they disagree, and TypeError for what is no tensor."""
+    """The size of each dim, from the arrays.
+
+    Raises ValueError if they disagree, and TypeError for what is no tensor.
+    """
     operands, _ = arrays_in(text)
     if len(wholes) != len(operands):
-        raise ValueError(f"run() got {len(wholes)} arrays: expected {' and '.join(array.name for array in operands)}, whole")
+        raise ValueError(
+            f"run() got {len(wholes)} arrays: expected "
+            f"{' and '.join(array.name for array in operands)}, whole"
+        )
     sizes: dict[str, int] = {}
     for array, whole in zip(operands, wholes):
         if not isinstance(whole, Tensor):
-            raise TypeError(f"{array.name} is a {type(whole).__name__}: expected a tensor, the whole array")
+            raise TypeError(
+                f"{array.name} is a {type(whole).__name__}: expected a tensor, the whole array"
+            )
         if whole.dim() != len(array.dims):
-            raise ValueError(f"{array.name} has shape {tuple(whole.shape)}: expected {len(array.dims)} dims, {', '.join(array.dims)}")
+            raise ValueError(
+                f"{array.name} has shape {tuple(whole.shape)}: expected {len(array.dims)} "
+                f"dims, {', '.join(array.dims)}"
+            )
         if whole.dtype != wholes[0].dtype:
-            raise ValueError(f"{array.name} has dtype {whole.dtype}, but {operands[0].name} has {wholes[0].dtype}: expected one dtype")
+            raise ValueError(
+                f"{array.name} has dtype {whole.dtype}, but {operands[0].name} has "
+                f"{wholes[0].dtype}: expected one dtype"
+            )
         for dim, n in zip(array.dims, whole.shape):
             if sizes.setdefault(dim, n) != n:
-                raise ValueError(f"{array.name} has shape {tuple(whole.shape)}: expected {dim} = {sizes[dim]}, as in {operands[0].name}")
+                raise ValueError(
+                    f"{array.name} has shape {tuple(whole.shape)}: expected {dim} = "
+                    f"{sizes[dim]}, as in {operands[0].name}"
+                )
     return sizes
 
 
 def wrong_ranks(blocks: Sequence[Any], array: Sharding, whole: Tensor, plan: Plan) -> list[int]:
-    """The ranks whose blocks are not those of the whole array under this sharding. Unreduced blocks are added up first."""
+    """The ranks whose blocks are not those of the whole array under this sharding.
+
+    Unreduced blocks are added up first.
+    """
     places = list(plan.coordinates())
-    groups: dict[tuple[int, ...], list[int]] = {}  # ranks that differ only along axes along which the array is unreduced
+    # ranks that differ only along axes along which the array is unreduced
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in enumerate(places):
-        groups.setdefault(tuple(i for axis, i in at.items() if axis not in array.unreduced), []).append(rank)
+        groups.setdefault(
+            tuple(i for axis, i in at.items() if axis not in array.unreduced), []
+        ).append(rank)
     wrong = []
     for ranks in groups.values():
         expected = whole[array.block(plan.sizes, plan.mesh, places[ranks[0]])]
         mine = [blocks[rank] for rank in ranks]
         shaped = all(isinstance(block, Tensor) and block.shape == expected.shape for block in mine)
-        if not shaped or not close(torch.stack([block.detach() for block in mine]).sum(0), expected, whole):
+        if not shaped or not close(
+            torch.stack([block.detach() for block in mine]).sum(0), expected, whole
+        ):
             wrong += ranks
     return sorted(wrong)
 
@@ -185,4 +240,6 @@ def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
     if not whole.dtype.is_floating_point:
         return torch.equal(found.to(whole.dtype), expected)
     largest = whole.abs().max().item() if whole.numel() else 0.0
-    return torch.allclose(found.double(), expected.double(), rtol=0, atol=RELATIVE.get(whole.dtype, 2e-2) * largest)
+    return torch.allclose(
+        found.double(), expected.double(), rtol=0, atol=RELATIVE.get(whole.dtype, 2e-2) * largest
+    )

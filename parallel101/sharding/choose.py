@@ -1,13 +1,18 @@
-"""Which collectives a product of sharded arrays needs: of all plans, the one that sends the fewest bytes.
+"""Which collectives a product of sharded arrays needs: of all plans, the one that sends the fewest
+bytes.
 
     A[I, J_X] · B[J, K] → C[I, K]     AllGather_X A[I, J_X] → A[I, J]           or     Slice_{X,J} B[J, K] → B[J_X, K]
                                       A[I, J] · B[J, K] → C[I, K]                      A[I, J_X] · B[J_X, K] → C[I, K] {U_X}
-                                                                                       AllReduce_X C[I, K] {U_X} → C[I, K]
+                                                                                       AllReduce_X
+                                                                                       C[I, K] {U_X}
+                                                                                       → C[I, K]
 
-One rule replaces the book's four cases. Blocks can be multiplied if each axis cuts at most one dim, in every operand that has the dim. If
-the dim is summed over, the product is unreduced along the axis. So a plan chooses a dim for each axis, or none. It reshards the operands
-to that, multiplies, and reshards the product. It tries the dims that the axis cuts in an operand or in the result.
-Source: Austin et al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to Multiply Them".
+One rule replaces the book's four cases. Blocks can be multiplied if each axis cuts at most one dim,
+in every operand that has the dim. If the dim is summed over, the product is unreduced along the
+axis. So a plan chooses a dim for each axis, or none. It reshards the operands to that, multiplies,
+and reshards the product. It tries the dims that the axis cuts in an operand or in the result.
+Source: Austin et al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to
+Multiply Them".
 """
 
 from __future__ import annotations
@@ -25,11 +30,18 @@ from parallel101.sharding.reshard import Step, elements_sent, reshard
 Steps = tuple[Step | Multiply, ...]
 
 
-def plan(text: str, mesh: Mapping[str, int] | DeviceMesh, *, dtype: torch.dtype = torch.float32, **sizes: int) -> Plan:
-    """The plan for a product such as "A[I, J_X] · B[J, K] → C[I, K]", or for resharding an array: "A[I_X, J] → A[I, J_X]".
+def plan(
+    text: str,
+    mesh: Mapping[str, int] | DeviceMesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
+) -> Plan:
+    """The plan for a product such as "A[I, J_X] · B[J, K] → C[I, K]", or for resharding an array:
+    "A[I_X, J] → A[I, J_X]".
 
-    Args:
-        text: two operands and the result, or one array twice. `*` and `@` stand for ·, and `->` for →. Dims that the result lacks are
+    Args: text: two operands and the result, or one array twice. `*` and `@` stand for ·, and `->`
+        for →. Dims that the result lacks are
             summed over; a dim of both operands that the result has is a batch dim.
         mesh: the size of each axis, such as {"X": 4, "Y": 2}, or a DeviceMesh with named axes.
         dtype: of the arrays.
@@ -38,8 +50,8 @@ def plan(text: str, mesh: Mapping[str, int] | DeviceMesh, *, dtype: torch.dtype 
     Returns:
         The Plan that sends the fewest bytes; if equal, the one with the fewest flops.
 
-    Raises:
-        ValueError: the text can't be read, an array uses an axis twice, the mesh lacks an axis, a size is missing, or there is no way to
+    Raises: ValueError: the text can't be read, an array uses an axis twice, the mesh lacks an axis,
+        a size is missing, or there is no way to
             the result, because it is to be unreduced along an axis and is no sum along it.
     """
     operands, result = arrays_in(text)
@@ -48,7 +60,9 @@ def plan(text: str, mesh: Mapping[str, int] | DeviceMesh, *, dtype: torch.dtype 
     for array in arrays:
         unknown = [axis for axis in array.used if axis not in extents]
         if unknown:
-            raise ValueError(f"{array} uses the axis {unknown[0]}, but the mesh has {', '.join(extents)}")
+            raise ValueError(
+                f"{array} uses the axis {unknown[0]}, but the mesh has {', '.join(extents)}"
+            )
     sizes = checked_sizes(arrays, sizes)
     if len(operands) == 1:
         steps = reshard(operands[0], result, sizes, extents)
@@ -57,7 +71,10 @@ def plan(text: str, mesh: Mapping[str, int] | DeviceMesh, *, dtype: torch.dtype 
         ways = list(products(operands[0], operands[1], result, sizes, extents))
     if not ways:
         axes = ", ".join(result.unreduced)
-        raise ValueError(f"there is no way to {result}: only a product gives that, if a dim that it sums over is cut along {axes}")
+        raise ValueError(
+            f"there is no way to {result}: only a product gives that, if a dim that it sums "
+            f"over is cut along {axes}"
+        )
     plans = [Plan(tuple(operands), result, steps, extents, sizes, dtype) for steps in ways]
     best, *others = sorted(plans, key=cost_of)
     others = [other for other in others if not gathered_and_cut(other)]
@@ -65,9 +82,17 @@ def plan(text: str, mesh: Mapping[str, int] | DeviceMesh, *, dtype: torch.dtype 
 
 
 def gathered_and_cut(plan: Plan) -> bool:
-    """Whether the plan gathers along an axis and then keeps a block along it. That is right, but never worth showing."""
+    """Whether the plan gathers along an axis and then keeps a block along it.
+
+    That is right, but never worth showing.
+    """
     gathered, kept = (
-        {axis for step in plan.steps if isinstance(step, Step) and step.operation == operation for axis in step.axes}
+        {
+            axis
+            for step in plan.steps
+            if isinstance(step, Step) and step.operation == operation
+            for axis in step.axes
+        }
         for operation in ("AllGather", "Slice")
     )
     return bool(gathered & kept)
@@ -75,41 +100,64 @@ def gathered_and_cut(plan: Plan) -> bool:
 
 def cost_of(plan: Plan) -> tuple[float, int, int]:
     """By which plans are compared: bytes (of equal blocks), flops, number of steps."""
-    sent = sum(elements_sent(step, plan.sizes, plan.mesh) for step in plan.steps if isinstance(step, Step))
+    sent = sum(
+        elements_sent(step, plan.sizes, plan.mesh) for step in plan.steps if isinstance(step, Step)
+    )
     return round(sent, 3), plan.flops, len(plan.steps)
 
 
-def products(a: Sharding, b: Sharding, c: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Steps]:
+def products(
+    a: Sharding, b: Sharding, c: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> Iterator[Steps]:
     """A plan's steps for each way to choose a dim, or none, for each axis."""
     summed = [dim for dim in a.dims if dim in b.dims and dim not in c.dims]
 
     def choices(axis: str) -> list[str | None]:
-        dims = [dim for array in (a, b, c) for dim, axes in zip(array.dims, array.axes) if axis in axes]
+        dims = [
+            dim for array in (a, b, c) for dim, axes in zip(array.dims, array.axes) if axis in axes
+        ]
         return [*dict.fromkeys(dims + (summed if axis in c.unreduced else [])), None]
 
     for chosen in product(*(choices(axis) for axis in mesh)):
-        cuts = {dim: [axis for axis, to in zip(mesh, chosen) if to == dim] for dim in chosen if dim is not None}
+        cuts = {
+            dim: [axis for axis, to in zip(mesh, chosen) if to == dim]
+            for dim in chosen
+            if dim is not None
+        }
         ways: list[Steps] = []
         for orders in product(*(permutations(axes) for axes in cuts.values())):
             cut = dict(zip(cuts, orders))
-            new_a, new_b, new_c = (array.replace(dict(enumerate(cut.get(dim, ()) for dim in array.dims)), ()) for array in (a, b, c))
+            new_a, new_b, new_c = (
+                array.replace(dict(enumerate(cut.get(dim, ()) for dim in array.dims)), ())
+                for array in (a, b, c)
+            )
             new_c = new_c.replace({}, [axis for dim in summed for axis in cut.get(dim, ())])
             before_a, before_b = reshard(a, new_a, sizes, mesh), reshard(b, new_b, sizes, mesh)
             after = reshard(new_c, c, sizes, mesh)
             if before_a is not None and before_b is not None and after is not None:
                 ways.append((*before_a, *before_b, Multiply(new_a, new_b, new_c), *after))
         if ways:
-            yield min(ways, key=lambda steps: sum(elements_sent(step, sizes, mesh) for step in steps if isinstance(step, Step)))
+            yield min(
+                ways,
+                key=lambda steps: sum(
+                    elements_sent(step, sizes, mesh) for step in steps if isinstance(step, Step)
+                ),
+            )
 
 
 def mesh_sizes(mesh: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
     """The size of each axis, by name. Raises ValueError or TypeError for other meshes."""
     if isinstance(mesh, DeviceMesh):
         if not mesh.mesh_dim_names:
-            raise ValueError("the DeviceMesh has axes without names: pass mesh_dim_names to init_device_mesh")
+            raise ValueError(
+                "the DeviceMesh has axes without names: pass mesh_dim_names to init_device_mesh"
+            )
         return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape))
     if not isinstance(mesh, Mapping) or not mesh:
-        raise TypeError(f'mesh={mesh!r}: expected the size of each axis, such as {{"X": 4, "Y": 2}}, or a DeviceMesh')
+        raise TypeError(
+            f'mesh={mesh!r}: expected the size of each axis, such as {{"X": 4, "Y": 2}}, or a '
+            "DeviceMesh"
+        )
     for axis, p in mesh.items():
         if type(p) is not int or p < 1:
             raise ValueError(f"mesh={dict(mesh)}: expected 1 rank or more along {axis}")
@@ -117,11 +165,16 @@ def mesh_sizes(mesh: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
 
 
 def checked_sizes(arrays: Sequence[Sharding], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the dims, in the order of the text. Raises ValueError if one is missing, unknown or no size."""
+    """The sizes of the dims, in the order of the text.
+
+    Raises ValueError if one is missing, unknown or no size.
+    """
     dims = list(dict.fromkeys(dim for array in arrays for dim in array.dims))
     for dim in dims:
         if dim not in sizes:
-            raise ValueError(f"the size of {dim} is missing: pass plan(…, {', '.join(f'{d}=…' for d in dims)})")
+            raise ValueError(
+                f"the size of {dim} is missing: pass plan(…, {', '.join(f'{d}=…' for d in dims)})"
+            )
     for dim, n in sizes.items():
         if dim not in dims:
             raise ValueError(f"{dim}={n}, but no array has a dim {dim}: expected {', '.join(dims)}")

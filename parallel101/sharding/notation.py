@@ -4,8 +4,8 @@
     A[I_XY, J]       I is cut along X, and each of those blocks along Y
     C[I, K] {U_X}    unreduced along X: each rank on a line along X has one term of a sum
 
-The notation is that of Austin et al., "How to Scale Your Model" (2025), chapter 3. An axis with a longer name has lower-case letters:
-A[I_dp, J], and several of them need braces: A[I_{dp,tp}, J].
+The notation is that of Austin et al., "How to Scale Your Model" (2025), chapter 3. An axis with a
+longer name has lower-case letters: A[I_dp, J], and several of them need braces: A[I_{dp,tp}, J].
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ DIM = re.compile(rf"\s*({WORD})\s*(?:_\s*(\w+|\{{[^}}]*\}}))?\s*")
 
 
 class Sharding(NamedTuple):
-    """An array's name, its dims, the axes that cut each dim (the outermost first), and the axes along which it is unreduced."""
+    """An array's name, its dims, the axes that cut each dim (the outermost first), and the axes
+    along which it is unreduced.
+    """
 
     name: str
     dims: tuple[str, ...]
@@ -31,25 +33,40 @@ class Sharding(NamedTuple):
 
     def __str__(self) -> str:
         dims = ", ".join(subscripted(dim, axes) for dim, axes in zip(self.dims, self.axes))
-        return f"{self.name}[{dims}]" + (f" {{{subscripted('U', self.unreduced)}}}" if self.unreduced else "")
+        return f"{self.name}[{dims}]" + (
+            f" {{{subscripted('U', self.unreduced)}}}" if self.unreduced else ""
+        )
 
     @property
     def used(self) -> tuple[str, ...]:
         """Every axis that cuts a dim or along which the array is unreduced."""
         return (*(axis for axes in self.axes for axis in axes), *self.unreduced)
 
-    def replace(self, axes: Mapping[int, tuple[str, ...]], unreduced: Iterable[str] | None = None) -> Sharding:
+    def replace(
+        self, axes: Mapping[int, tuple[str, ...]], unreduced: Iterable[str] | None = None
+    ) -> Sharding:
         """The same array with other axes on some of its dims (given by number)."""
         cut = tuple(axes.get(d, old) for d, old in enumerate(self.axes))
-        return Sharding(self.name, self.dims, cut, self.unreduced if unreduced is None else tuple(sorted(unreduced)))
+        return Sharding(
+            self.name,
+            self.dims,
+            cut,
+            self.unreduced if unreduced is None else tuple(sorted(unreduced)),
+        )
 
-    def block(self, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]) -> tuple[slice, ...]:
+    def block(
+        self, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
+    ) -> tuple[slice, ...]:
         """The part of the whole array that the rank with these coordinates holds, as an index."""
-        return tuple(interval(sizes[dim], axes, mesh, at) for dim, axes in zip(self.dims, self.axes))
+        return tuple(
+            interval(sizes[dim], axes, mesh, at) for dim, axes in zip(self.dims, self.axes)
+        )
 
 
 def interval(n: int, axes: Iterable[str], mesh: Mapping[str, int], at: Mapping[str, int]) -> slice:
-    """The part of n things that a rank holds if they are split over the first axis, each part over the second, and so on."""
+    """The part of n things that a rank holds if they are split over the first axis, each part
+    over the second, and so on.
+    """
     start, stop = 0, n
     for axis in axes:
         parts = split_sizes(stop - start, mesh[axis])
@@ -74,15 +91,22 @@ def axes_in(subscript: str) -> list[str]:
 
 
 def arrays_in(text: str) -> tuple[list[Sharding], Sharding]:
-    """The operands, one or two, and the result that a text such as "A[I, J_X] · B[J, K] → C[I, K]" names. Raises ValueError."""
+    """The operands, one or two, and the result that a text such as "A[I, J_X] · B[J, K] → C[I,
+    K]" names. Raises ValueError.
+    """
     sides = re.split(r"→|->", text) if isinstance(text, str) else []
     if len(sides) != 2:
-        raise ValueError(f"can't read {text!r}: expected one arrow, as in 'A[I, J_X] · B[J, K] → C[I, K]' or 'A[I_X, J] → A[I, J_X]'")
+        raise ValueError(
+            f"can't read {text!r}: expected one arrow, as in 'A[I, J_X] · B[J, K] → C[I, K]' "
+            "or 'A[I_X, J] → A[I, J_X]'"
+        )
     operands, result = [array_in(part) for part in re.split(r"[·*@]", sides[0])], array_in(sides[1])
     if len(operands) > 2:
         raise ValueError(f"{text!r} has {len(operands)} operands: expected one, or two to multiply")
     if len(operands) == 2 and len({array.name for array in (*operands, result)}) < 3:
-        raise ValueError(f"{text!r} uses a name twice: give the two operands and the result three names")
+        raise ValueError(
+            f"{text!r} uses a name twice: give the two operands and the result three names"
+        )
     check_dims(text, operands, result)
     return operands, result
 
@@ -92,31 +116,45 @@ def array_in(text: str) -> Sharding:
     match = ARRAY.fullmatch(text)
     dims = [DIM.fullmatch(part) for part in re.split(r",(?![^{]*\})", match[2])] if match else []
     if match is None or not all(dims):
-        raise ValueError(f"can't read {text.strip()!r}: expected a name, its dims and their axes, as in A[I_X, J] or C[I, K] {{U_X}}")
+        raise ValueError(
+            f"can't read {text.strip()!r}: expected a name, its dims and their axes, as in "
+            f"A[I_X, J] or C[I, K] {{U_X}}"
+        )
     names = tuple(dim[1] for dim in dims if dim)
     axes = tuple(tuple(axes_in(dim[2] or "")) for dim in dims if dim)
     array = Sharding(match[1], names, axes, tuple(sorted(axes_in(match[3] or ""))))
     for kind, words in ("dim", names), ("axis", array.used):
         twice = sorted({word for word in words if words.count(word) > 1})
         if twice:
-            why = "each axis can cut only one dim of an array" if kind == "axis" else "each dim of an array needs its own name"
+            why = (
+                "each axis can cut only one dim of an array"
+                if kind == "axis"
+                else "each dim of an array needs its own name"
+            )
             raise ValueError(f"{array} uses the {kind} {twice[0]} twice, but {why}")
     return array
 
 
 def check_dims(text: str, operands: list[Sharding], result: Sharding) -> None:
-    """Raises ValueError if the dims don't make a product: a dim of one operand only must be in the result."""
+    """Raises ValueError if the dims don't make a product: a dim of one operand only must be in
+    the result.
+    """
     if len(operands) == 1:
         if operands[0].dims != result.dims or operands[0].name != result.name:
-            raise ValueError(f"{text!r}: expected the same array with the same dims on both sides of the arrow")
+            raise ValueError(
+                f"{text!r}: expected the same array with the same dims on both sides of the arrow"
+            )
         return
     a, b = operands
     for dim in result.dims:
         if dim not in a.dims + b.dims:
-            raise ValueError(f"{text!r}: the result has the dim {dim}, but neither {a.name} nor {b.name} has it")
+            raise ValueError(
+                f"{text!r}: the result has the dim {dim}, but neither {a.name} nor {b.name} has it"
+            )
     for one, other in (a, b), (b, a):
         for dim in one.dims:
             if dim not in other.dims + result.dims:
                 raise ValueError(
-                    f"{text!r}: only {one.name} has the dim {dim}. It is summed over if {other.name} has it too, or add it to the result"
+                    f"{text!r}: only {one.name} has the dim {dim}. It is summed over if "
+                    f"{other.name} has it too, or add it to the result"
                 )

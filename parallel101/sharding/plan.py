@@ -2,10 +2,13 @@
 
     A[I, J_X] · B[J, K] → C[I, K]     AllGather_X A[I, J_X] → A[I, J]             or     Slice_{X,J} B[J, K] → B[J_X, K]
                                       A[I, J] · B[J, K] → C[I, K]                        A[I, J_X] · B[J_X, K] → C[I, K] {U_X}
-                                                                                         AllReduce_X C[I, K] {U_X} → C[I, K]
+                                                                                         AllReduce_X
+                                                                                         C[I, K]
+                                                                                         {U_X} →
+                                                                                         C[I, K]
 
-choose.py says how a plan is chosen. Here is what one costs, and how it is run.
-Source: Austin et al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to Multiply Them".
+choose.py says how a plan is chosen. Here is what one costs, and how it is run. Source: Austin et
+al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to Multiply Them".
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from parallel101.sharding.reshard import Step, apply, rounds, sent_in
 
 
 class Multiply(NamedTuple):
-    """The local product: each rank multiplies its own blocks. Dims that the result lacks are summed over."""
+    """The local product: each rank multiplies its own blocks.
+
+    Dims that the result lacks are summed over.
+    """
 
     a: Sharding
     b: Sharding
@@ -72,7 +78,11 @@ class Plan:
     @property
     def flops(self) -> int:
         """Multiplications and additions of rank 0, whose blocks are the largest."""
-        return sum(2 * math.prod(self._extents(step).values()) for step in self.steps if isinstance(step, Multiply))
+        return sum(
+            2 * math.prod(self._extents(step).values())
+            for step in self.steps
+            if isinstance(step, Multiply)
+        )
 
     @property
     def bytes_sent(self) -> list[int]:
@@ -82,17 +92,25 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Messages on the critical path: the makespan of a run on sim with `Network(latency=1, bandwidth=inf)`, if no block is empty."""
+        """Messages on the critical path: the makespan of a run on sim with `Network(latency=1,
+        bandwidth=inf)`, if no block is empty.
+        """
         return sum(rounds(step, self.mesh) for step in self.steps if isinstance(step, Step))
 
     def sent_in(self, step: Step | Multiply) -> list[int]:
         """Bytes that each rank sends in a step."""
         if isinstance(step, Multiply):
             return [0] * self.world_size
-        return [sent_in(step, self.sizes, self.mesh, at) * self.dtype.itemsize for at in self.coordinates()]
+        return [
+            sent_in(step, self.sizes, self.mesh, at) * self.dtype.itemsize
+            for at in self.coordinates()
+        ]
 
-    def times(self, chip: str | Chip, *, wraparound: bool | None = None) -> list[Time | ProductTime | None]:
-        """Seconds of each step on a mesh of such chips, as `parallel101.cost` has them: None for a slice.
+    def times(
+        self, chip: str | Chip, *, wraparound: bool | None = None
+    ) -> list[Time | ProductTime | None]:
+        """Seconds of each step on a mesh of such chips, as `parallel101.cost` has them: None for a
+        slice.
 
         Args:
             chip: a name in `cost.CHIPS`, such as "TPU v5e", or a Chip. Its flops are those in bf16.
@@ -100,21 +118,36 @@ class Plan:
         """
         return [self._time(step, chip, wraparound) for step in self.steps]
 
-    def _time(self, step: Step | Multiply, chip: str | Chip, wraparound: bool | None) -> Time | ProductTime | None:
+    def _time(
+        self, step: Step | Multiply, chip: str | Chip, wraparound: bool | None
+    ) -> Time | ProductTime | None:
         if isinstance(step, Multiply):
             extents = self._extents(step)
             in_a, in_b, in_c = (set(array.dims) for array in (step.a, step.b, step.after))
             batch, m, n, k = (
-                math.prod(extents[dim] for dim in dims) for dims in (in_a & in_b & in_c, in_a - in_b, in_b - in_a, in_a & in_b - in_c)
+                math.prod(extents[dim] for dim in dims)
+                for dims in (in_a & in_b & in_c, in_a - in_b, in_b - in_a, in_a & in_b - in_c)
             )
             one = cost.matmul(m, k, n, chip, element_bytes=self.dtype.itemsize)
-            return ProductTime(one.flops * batch, one.nbytes * batch, one.flop_seconds * batch, one.memory_seconds * batch)
+            return ProductTime(
+                one.flops * batch,
+                one.nbytes * batch,
+                one.flop_seconds * batch,
+                one.memory_seconds * batch,
+            )
         if step.operation == "Slice":
             return None
         whole = step.after if step.operation == "AllGather" else step.before
         block = whole.block(self.sizes, self.mesh, dict.fromkeys(self.mesh, 0))
-        nbytes, axes = math.prod(part.stop - part.start for part in block) * self.dtype.itemsize, [self.mesh[axis] for axis in step.axes]
-        operation = {"AllGather": cost.all_gather, "ReduceScatter": cost.reduce_scatter, "AllReduce": cost.all_reduce}
+        nbytes, axes = (
+            math.prod(part.stop - part.start for part in block) * self.dtype.itemsize,
+            [self.mesh[axis] for axis in step.axes],
+        )
+        operation = {
+            "AllGather": cost.all_gather,
+            "ReduceScatter": cost.reduce_scatter,
+            "AllReduce": cost.all_reduce,
+        }
         if step.operation == "AllToAll":  # whose V is the array of all ranks together
             return cost.all_to_all(nbytes * math.prod(axes), axes, chip, wraparound=wraparound)
         return operation[step.operation](nbytes, axes, chip, wraparound=wraparound)
@@ -126,12 +159,21 @@ class Plan:
 
     def _extents(self, step: Multiply) -> dict[str, int]:
         first = dict.fromkeys(self.mesh, 0)
-        parts = {dim: part for array in (step.a, step.b) for dim, part in zip(array.dims, array.block(self.sizes, self.mesh, first))}
+        parts = {
+            dim: part
+            for array in (step.a, step.b)
+            for dim, part in zip(array.dims, array.block(self.sizes, self.mesh, first))
+        }
         return {dim: part.stop - part.start for dim, part in parts.items()}
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {n}" for name, n in (*self.mesh.items(), *self.sizes.items()))
-        lines = [f"{' · '.join(map(str, self.operands))} → {self.result}    ({sizes}, {str(self.dtype).removeprefix('torch.')})"]
+        lines = [
+            (
+                f"{' · '.join(map(str, self.operands))} → {self.result}    ({sizes}, "
+                f"{str(self.dtype).removeprefix('torch.')})"
+            )
+        ]
         for step in self.steps:
             if isinstance(step, Multiply):
                 costs = f"{self.flops:,} flops on a rank"
@@ -149,31 +191,54 @@ class Plan:
     @property
     def short(self) -> str:
         """The plan in one line."""
-        steps = [f"{step.title} {step.before.name}" if isinstance(step, Step) else "multiply" for step in self.steps]
-        return f"{', '.join(steps) or 'nothing'}: {sent_text(max(self.bytes_sent), self.rounds)}, {self.flops:,} flops"
+        steps = [
+            f"{step.title} {step.before.name}" if isinstance(step, Step) else "multiply"
+            for step in self.steps
+        ]
+        return (
+            f"{', '.join(steps) or 'nothing'}: {sent_text(max(self.bytes_sent), self.rounds)}, "
+            f"{self.flops:,} flops"
+        )
 
     # ── How it is run
 
     def shard(self, *wholes: Tensor) -> list[tuple[Tensor, ...]]:
-        """The operands' blocks of each rank, from the whole arrays. Raises ValueError for other shapes."""
+        """The operands' blocks of each rank, from the whole arrays.
+
+        Raises ValueError for other shapes.
+        """
         if len(wholes) != len(self.operands):
-            raise ValueError(f"shard() got {len(wholes)} arrays: expected {' and '.join(array.name for array in self.operands)}")
+            raise ValueError(
+                f"shard() got {len(wholes)} arrays: expected "
+                f"{' and '.join(array.name for array in self.operands)}"
+            )
         for array, whole in zip(self.operands, wholes):
             expected = tuple(self.sizes[dim] for dim in array.dims)
             if tuple(whole.shape) != expected:
-                raise ValueError(f"{array.name} has shape {tuple(whole.shape)}: expected {expected} for {array}")
+                raise ValueError(
+                    f"{array.name} has shape {tuple(whole.shape)}: expected {expected} for {array}"
+                )
         return [
             tuple(
-                whole[array.block(self.sizes, self.mesh, at)].clone(memory_format=torch.contiguous_format)
-                if all(at[axis] == 0 for axis in array.unreduced)  # the whole value is the first term of the sum, the others are 0
-                else torch.zeros_like(whole[array.block(self.sizes, self.mesh, at)], memory_format=torch.contiguous_format)
+                whole[array.block(self.sizes, self.mesh, at)].clone(
+                    memory_format=torch.contiguous_format
+                )
+                # the whole value is the first term of the sum, the others are 0
+                if all(at[axis] == 0 for axis in array.unreduced)
+                else torch.zeros_like(
+                    whole[array.block(self.sizes, self.mesh, at)],
+                    memory_format=torch.contiguous_format,
+                )
                 for array, whole in zip(self.operands, wholes)
             )
             for at in self.coordinates()
         ]
 
     def unshard(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The whole result from each rank's block. Unreduced blocks are added up; of equal blocks the first rank's is taken."""
+        """The whole result from each rank's block.
+
+        Unreduced blocks are added up; of equal blocks the first rank's is taken.
+        """
         whole = blocks[0].new_zeros([self.sizes[dim] for dim in self.result.dims])
         for at, block in zip(self.coordinates(), blocks):
             if all(at[axis] == 0 for axis in self.mesh if axis not in self.result.used):
@@ -181,24 +246,34 @@ class Plan:
         return whole
 
     def run(self, *blocks: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-        """This rank's block of the result. Every rank of the mesh calls it, and backward works through it.
+        """This rank's block of the result.
 
-        Args:
-            blocks: of the operands. Rank r's are `plan.shard(…)[r]`. A rank outside the mesh passes zero-volume tensors and gets one.
-            mesh: a DeviceMesh with the plan's axes, in their order. None: ranks 0, 1, … of the world, row by row.
+        Every rank of the mesh calls it, and backward works through it.
 
-        Returns a new tensor. Raises ValueError, before any message, for blocks of another shape or dtype and for another mesh.
+        Args: blocks: of the operands. Rank r's are `plan.shard(…)[r]`. A rank outside the mesh
+            passes zero-volume tensors and gets one. mesh: a DeviceMesh with the plan's axes, in
+            their order. None: ranks 0, 1, … of the world, row by row.
+
+        Returns a new tensor. Raises ValueError, before any message, for blocks of another shape or
+        dtype and for another mesh.
         """
         *_, held = self.walk(*blocks, mesh=mesh)
         return held[self.result.name]
 
     def walk(self, *blocks: Tensor, mesh: DeviceMesh | None = None) -> Iterator[dict[str, Tensor]]:
-        """What this rank holds, by name of the array: at first, and after each step. `run` returns the last result."""
+        """What this rank holds, by name of the array: at first, and after each step.
+
+        `run` returns the last result.
+        """
         group = self._group(mesh)
         if len(blocks) != len(self.operands):
-            raise ValueError(f"run() got {len(blocks)} blocks: expected one of {' and one of '.join(a.name for a in self.operands)}")
+            raise ValueError(
+                f"run() got {len(blocks)} blocks: expected one of "
+                f"{' and one of '.join(a.name for a in self.operands)}"
+            )
         if group.position is None:
-            nothing = sum((block.sum() for block in blocks), blocks[0].new_empty(0))  # depends on them, as on the other ranks
+            # depends on them, as on the other ranks
+            nothing = sum((block.sum() for block in blocks), blocks[0].new_empty(0))
             yield {array.name: nothing for array in (*self.operands, self.result)}
             return
         at = list(self.coordinates())[group.position]
@@ -208,9 +283,13 @@ class Plan:
         for step in self.steps:
             with span(step.title, array=step.after.name):
                 if isinstance(step, Multiply):
-                    held[step.after.name] = torch.einsum(equation(step), held[step.a.name], held[step.b.name])
+                    held[step.after.name] = torch.einsum(
+                        equation(step), held[step.a.name], held[step.b.name]
+                    )
                 else:
-                    held[step.after.name] = apply(step, held[step.after.name], group, self.sizes, self.mesh, at)
+                    held[step.after.name] = apply(
+                        step, held[step.after.name], group, self.sizes, self.mesh, at
+                    )
             yield dict(held)
         if not self.steps:
             yield {self.result.name: blocks[0].clone()}
@@ -219,31 +298,47 @@ class Plan:
         """The ranks of the mesh, of which this rank may be one."""
         shape, names = tuple(self.mesh.values()), tuple(self.mesh)
         if mesh is None:
-            world_size, me = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            world_size, me = (
+                (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            )
             if world_size < self.world_size:
-                raise ValueError(f"the plan's mesh {dict(self.mesh)} has {self.world_size} ranks, but this run has {world_size}")
+                raise ValueError(
+                    f"the plan's mesh {dict(self.mesh)} has {self.world_size} ranks, but this "
+                    f"run has {world_size}"
+                )
             ranks = tuple(range(self.world_size))
             return Group(ranks, me if me in ranks else None, shape, None, names)
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh={mesh!r}: expected a DeviceMesh with the plan's axes {', '.join(names)}, or None")
+            raise TypeError(
+                f"mesh={mesh!r}: expected a DeviceMesh with the plan's axes "
+                f"{', '.join(names)}, or None"
+            )
         found = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))
         group = group_of(mesh)
         if group.position is not None and list(found.items()) != list(self.mesh.items()):
-            raise ValueError(f"the plan is for the mesh {dict(self.mesh)}, but this DeviceMesh has {found or tuple(mesh.mesh.shape)}")
+            raise ValueError(
+                f"the plan is for the mesh {dict(self.mesh)}, but this DeviceMesh has "
+                f"{found or tuple(mesh.mesh.shape)}"
+            )
         return group
 
     def _check(self, blocks: Sequence[Tensor], at: Mapping[str, int]) -> None:
         place = ", ".join(f"{axis} = {i}" for axis, i in at.items())
         for array, block in zip(self.operands, blocks):
-            expected = tuple(part.stop - part.start for part in array.block(self.sizes, self.mesh, at))
+            expected = tuple(
+                part.stop - part.start for part in array.block(self.sizes, self.mesh, at)
+            )
             if tuple(block.shape) != expected:
                 raise ValueError(
-                    f"the block of {array} on the rank at {place} has shape {tuple(block.shape)}, but expected {expected}: "
-                    f"the whole {array.name} has shape {tuple(self.sizes[dim] for dim in array.dims)}"
+                    f"the block of {array} on the rank at {place} has shape "
+                    f"{tuple(block.shape)}, but expected {expected}: "
+                    f"the whole {array.name} has shape "
+                    f"{tuple(self.sizes[dim] for dim in array.dims)}"
                 )
             if block.dtype != self.dtype:
                 raise ValueError(
-                    f"the block of {array.name} has dtype {block.dtype}, but the plan is for {self.dtype}: pass plan(…, dtype=)"
+                    f"the block of {array.name} has dtype {block.dtype}, but the plan is for "
+                    f"{self.dtype}: pass plan(…, dtype=)"
                 )
 
 
@@ -254,6 +349,10 @@ def sent_text(nbytes: int, steps: int) -> str:
 
 def equation(step: Multiply) -> str:
     """The product for torch.einsum, which wants a letter for each dim."""
-    letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(step.a.dims + step.b.dims))}
-    a, b, c = ("".join(letters[dim] for dim in array.dims) for array in (step.a, step.b, step.after))
+    letters = {
+        dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(step.a.dims + step.b.dims))
+    }
+    a, b, c = (
+        "".join(letters[dim] for dim in array.dims) for array in (step.a, step.b, step.after)
+    )
     return f"{a},{b}->{c}"

@@ -1,4 +1,5 @@
-"""From one sharding of an array to another: the collectives that do it, those that send the fewest bytes.
+"""From one sharding of an array to another: the collectives that do it, those that send the fewest
+bytes.
 
     AllGather_X           A[I_X, J] → A[I, J]               removes a subscript
     ReduceScatter_{X,J}   A[I, J] {U_X} → A[I, J_X]         adds the terms up, and leaves the sum cut
@@ -6,9 +7,10 @@
     AllToAll_{X,J}        A[I_X, J] → A[I, J_X]             moves a subscript
     Slice_{X,J}           A[I, J] → A[I, J_X]               each rank keeps its own block and sends nothing
 
-Along an axis of p ranks, with n bytes in the larger of the two blocks, the rank sends n(p−1)/p bytes, and 2n(p−1)/p for AllReduce. All are
-rings, along one axis after the other, except AllToAll, and AllReduce over several axes, which uses all their links at the same time
-("torus"). A new subscript is always the innermost, and only the innermost can be removed.
+Along an axis of p ranks, with n bytes in the larger of the two blocks, the rank sends n(p−1)/p
+bytes, and 2n(p−1)/p for AllReduce. All are rings, along one axis after the other, except AllToAll,
+and AllReduce over several axes, which uses all their links at the same time ("torus"). A new
+subscript is always the innermost, and only the innermost can be removed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Step(NamedTuple):
     @property
     def title(self) -> str:
         """AllGather_X or ReduceScatter_{X,K}"""
-        axes = "".join(self.axes) if all(len(axis) == 1 for axis in self.axes) else ",".join(self.axes)
+        axes = (
+            "".join(self.axes) if all(len(axis) == 1 for axis in self.axes) else ",".join(self.axes)
+        )
         if self.cut is not None:
             return f"{self.operation}_{{{axes},{self.before.dims[self.cut]}}}"
         return f"{self.operation}_{axes if len(axes) == 1 or ',' not in axes else '{' + axes + '}'}"
@@ -55,14 +59,23 @@ class Step(NamedTuple):
 
 
 def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
-    """Every step that an array with this sharding can take, except those that put an axis where `wanted` does not have it."""
+    """Every step that an array with this sharding can take, except those that put an axis where
+    `wanted` does not have it.
+    """
     for d, axes in enumerate(array.axes):
         for k in range(len(axes)):
             kept, removed = axes[:k], axes[k:]
             yield Step("AllGather", removed, array, array.replace({d: kept}), joined=d)
             for e, there in enumerate(array.axes):
                 if e != d and set(removed) <= set(wanted.axes[e]):
-                    yield Step("AllToAll", removed, array, array.replace({d: kept, e: there + removed}), joined=d, cut=e)
+                    yield Step(
+                        "AllToAll",
+                        removed,
+                        array,
+                        array.replace({d: kept, e: there + removed}),
+                        joined=d,
+                        cut=e,
+                    )
     for k in range(1, len(array.unreduced) + 1):
         for reduced in combinations(array.unreduced, k):
             left = set(array.unreduced) - set(reduced)
@@ -70,20 +83,32 @@ def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
             for d, there in enumerate(array.axes):
                 if set(reduced) <= set(wanted.axes[d]):
                     for order in permutations(reduced):
-                        yield Step("ReduceScatter", order, array, array.replace({d: there + order}, left), cut=d)
+                        yield Step(
+                            "ReduceScatter",
+                            order,
+                            array,
+                            array.replace({d: there + order}, left),
+                            cut=d,
+                        )
     for d, there in enumerate(array.axes):
         for axis in wanted.axes[d]:
             if axis not in array.used:
                 yield Step("Slice", (axis,), array, array.replace({d: (*there, axis)}), cut=d)
 
 
-def reshard(array: Sharding, wanted: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Step] | None:
-    """The steps from one sharding to another that send the fewest bytes, and of those the fewest steps. None: there is no way.
+def reshard(
+    array: Sharding, wanted: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> list[Step] | None:
+    """The steps from one sharding to another that send the fewest bytes, and of those the fewest
+    steps. None: there is no way.
 
-    This is Dijkstra's algorithm: a sharding is a place, a step leads from one to the next, and its bytes are the distance.
+    This is Dijkstra's algorithm: a sharding is a place, a step leads from one to the next, and its
+    bytes are the distance.
     """
     numbered = count()
-    queue: list[tuple[float, int, int, Sharding, list[Step]]] = [(0.0, 0, next(numbered), array, [])]
+    queue: list[tuple[float, int, int, Sharding, list[Step]]] = [
+        (0.0, 0, next(numbered), array, [])
+    ]
     done: set[Sharding] = set()
     while queue:
         sent, length, _, here, steps = heappop(queue)
@@ -100,11 +125,17 @@ def reshard(array: Sharding, wanted: Sharding, sizes: Mapping[str, int], mesh: M
 
 
 def elements_sent(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
-    """Elements that a rank sends in a step if all blocks were equal: n(p−1)/p. `sent_in` counts them for uneven blocks."""
+    """Elements that a rank sends in a step if all blocks were equal: n(p−1)/p.
+
+    `sent_in` counts them for uneven blocks.
+    """
     if step.operation == "Slice":
         return 0.0
     whole = step.after if step.operation == "AllGather" else step.before
-    n = math.prod(sizes[dim] / math.prod(mesh[axis] for axis in axes) for dim, axes in zip(whole.dims, whole.axes))
+    n = math.prod(
+        sizes[dim] / math.prod(mesh[axis] for axis in axes)
+        for dim, axes in zip(whole.dims, whole.axes)
+    )
     p = math.prod(mesh[axis] for axis in step.axes)
     return n * (p - 1) / p * (2 if step.operation == "AllReduce" else 1)
 
@@ -116,20 +147,34 @@ def rounds(step: Step, mesh: Mapping[str, int]) -> int:
     """Messages on the critical path."""
     along = sum(mesh[axis] - 1 for axis in step.axes)
     p = math.prod(mesh[axis] for axis in step.axes)
-    return {"AllGather": along, "ReduceScatter": along, "AllReduce": 2 * along, "AllToAll": p - 1, "Slice": 0}[step.operation]
+    return {
+        "AllGather": along,
+        "ReduceScatter": along,
+        "AllReduce": 2 * along,
+        "AllToAll": p - 1,
+        "Slice": 0,
+    }[step.operation]
 
 
-def sent_in(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]) -> int:
+def sent_in(
+    step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
+) -> int:
     """Elements that the rank at these coordinates sends in a step."""
     extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
     n = math.prod(extents)
     if step.operation == "AllReduce" and len(step.axes) > 1:
         return torus_sent(n, step.axes, mesh, at)
     if step.operation == "AllReduce":
-        return ring_sent(n, step.axes, mesh, at, gather=False) + ring_sent(n, step.axes, mesh, at, gather=True)
+        return ring_sent(n, step.axes, mesh, at, gather=False) + ring_sent(
+            n, step.axes, mesh, at, gather=True
+        )
     if step.operation == "ReduceScatter":
         assert step.cut is not None
-        return n // max(extents[step.cut], 1) * ring_sent(extents[step.cut], step.axes, mesh, at, gather=False)
+        return (
+            n
+            // max(extents[step.cut], 1)
+            * ring_sent(extents[step.cut], step.axes, mesh, at, gather=False)
+        )
     if step.operation == "AllGather":
         assert step.joined is not None
         whole = step.after.block(sizes, mesh, at)[step.joined]
@@ -142,10 +187,14 @@ def sent_in(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: M
     return 0
 
 
-def ring_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int], gather: bool) -> int:
-    """Elements that a rank sends in rings along one axis after the other, of n that are split over them (or gathered to n).
+def ring_sent(
+    n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int], gather: bool
+) -> int:
+    """Elements that a rank sends in rings along one axis after the other, of n that are split over
+    them (or gathered to n).
 
-    A ring sends every block but one: reduce-scatter not the rank's own, all-gather not its right neighbour's.
+    A ring sends every block but one: reduce-scatter not the rank's own, all-gather not its right
+    neighbour's.
     """
     sent = 0
     for axis in axes:
@@ -155,8 +204,12 @@ def ring_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mappin
     return sent
 
 
-def torus_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int]) -> int:
-    """Elements that a rank sends in an all-reduce of n over several axes: on each route of "torus", in a ring along each line."""
+def torus_sent(
+    n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int]
+) -> int:
+    """Elements that a rank sends in an all-reduce of n over several axes: on each route of
+    "torus", in a ring along each line.
+    """
     shape = tuple(mesh[axis] for axis in axes)
     p, parts = math.prod(shape), 2 * sum(length > 1 for length in shape)
     if n % (p * max(parts, 1)) == 0:
@@ -176,8 +229,17 @@ def torus_sent(n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mappi
 # ── How it is done on a rank
 
 
-def apply(step: Step, x: Tensor, group: Group, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
-    """A rank's block before the step → its block after it. All ranks of the mesh call it, and it is differentiable.
+def apply(
+    step: Step,
+    x: Tensor,
+    group: Group,
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int],
+    at: Mapping[str, int],
+) -> Tensor:
+    """A rank's block before the step → its block after it.
+
+    All ranks of the mesh call it, and it is differentiable.
 
     Args:
         x: the block of step.before that this rank holds.
@@ -192,13 +254,24 @@ def apply(step: Step, x: Tensor, group: Group, sizes: Mapping[str, int], mesh: M
 
     if step.operation == "AllGather":
         for axis in reversed(step.axes):  # the innermost axis first: its blocks are neighbours
-            dim, whole = step.joined or 0, interval(sizes[step.before.dims[step.joined or 0]], outside(step, axis), mesh, at)
-            x = all_gather(x, dim, group=along(axis), sizes=split_sizes(whole.stop - whole.start, mesh[axis]), algorithm="ring")
+            dim, whole = (
+                step.joined or 0,
+                interval(sizes[step.before.dims[step.joined or 0]], outside(step, axis), mesh, at),
+            )
+            x = all_gather(
+                x,
+                dim,
+                group=along(axis),
+                sizes=split_sizes(whole.stop - whole.start, mesh[axis]),
+                algorithm="ring",
+            )
     elif step.operation == "ReduceScatter":
         for axis in step.axes:
             x = reduce_scatter(x, step.cut or 0, group=along(axis), algorithm="ring")
     elif step.operation == "AllReduce":
-        x = all_reduce(x, group=along(*step.axes), algorithm="ring" if len(step.axes) == 1 else "torus")
+        x = all_reduce(
+            x, group=along(*step.axes), algorithm="ring" if len(step.axes) == 1 else "torus"
+        )
     elif step.operation == "AllToAll":
         joined, cut = step.joined or 0, step.cut or 0
         whole = interval(sizes[step.before.dims[joined]], step.after.axes[joined], mesh, at)

@@ -1,11 +1,13 @@
-"""The sim's scheduler and virtual clock: one thread per virtual rank, of which exactly one runs at a time, and one time for all ranks.
+"""The sim's scheduler and virtual clock: one thread per virtual rank, of which exactly one runs at
+a time, and one time for all ranks.
 
     1. all ranks that can run at time T run, the lowest first, until each blocks          (running takes no virtual time)
     2. messages that are ready get the free links of the network                          (network.py)
     3. T moves to the next scheduled event, and the ranks that it frees can run again
 
-So a run is the same every time, to the last bit. If no rank can run and nothing is scheduled, the run is stopped as a deadlock, at once.
-What ranks do while it is their turn is not in this file: messages.py has the sends and receives, group.py the collectives.
+So a run is the same every time, to the last bit. If no rank can run and nothing is scheduled, the
+run is stopped as a deadlock, at once. What ranks do while it is their turn is not in this file:
+messages.py has the sends and receives, group.py the collectives.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ from parallel101.record.where import caller, where
 from parallel101.sim.limits import TimeLimits
 from parallel101.sim.network import Links, Network, TimedEvent
 
-MAX_IDLE_POLLS = 1000  # polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is a deadlock
+# polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is
+# a deadlock
+MAX_IDLE_POLLS = 1000
 
 
 class RankCancelled(BaseException):
-    """Ends the other ranks of a run that has failed. It is no Exception, so that `except Exception` in a rank's code lets it pass."""
+    """Ends the other ranks of a run that has failed.
+
+    It is no Exception, so that `except Exception` in a rank's code lets it pass.
+    """
 
 
 class Waitable(Protocol):
@@ -46,34 +53,63 @@ class Waitable(Protocol):
 
 
 class VirtualRank:
-    """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and what it waits for."""
+    """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and
+    what it waits for.
+    """
 
     __slots__ = (
-        *("agreements", "clock", "finished", "finished_futures", "groups", "in_flight", "interrupted", "number", "polled_at"),
-        *("record_waits", "send_order", "spans", "thread", "turn", "unfinished_futures", "unwaited", "waiting", "wakes", "world"),
+        *(
+            "agreements",
+            "clock",
+            "finished",
+            "finished_futures",
+            "groups",
+            "in_flight",
+            "interrupted",
+            "number",
+            "polled_at",
+        ),
+        *(
+            "record_waits",
+            "send_order",
+            "spans",
+            "thread",
+            "turn",
+            "unfinished_futures",
+            "unwaited",
+            "waiting",
+            "wakes",
+            "world",
+        ),
     )
 
     def __init__(self, number: int, world: World):
         self.number = number
         self.world = world
         self.clock = 0.0
-        self.turn: LockType = allocate_lock()  # its thread acquires this lock to wait for its turn; whoever ran before releases it
+        # its thread acquires this lock to wait for its turn; whoever ran before releases it
+        self.turn: LockType = allocate_lock()
         self.turn.acquire()
         self.thread = 0
         self.wakes = False  # it will run at the present time
         self.finished = False
         self.groups: list[Any] = []  # its view of each of its process groups
         self.waiting: Waitable | None = None
-        self.interrupted: Exception | None = None  # what its wait raises when it runs next, although its work is not done
+        # what its wait raises when it runs next, although its work is not done
+        self.interrupted: Exception | None = None
         self.in_flight = 0  # messages that it has sent and that have not arrived
         self.send_order = 0  # numbers those messages, from 0 whenever there are none
         self.spans = 0
-        self.record_waits = False  # whether each time in which it is blocked in a call becomes a span
-        self.agreements: dict[str, int] = {}  # how many collectives of parallel101's own it has called, by kind and group
+        # whether each time in which it is blocked in a call becomes a span
+        self.record_waits = False
+        # how many collectives of parallel101's own it has called, by kind and group
+        self.agreements: dict[str, int] = {}
         self.polled_at = -1.0  # when it last asked whether a work is done, and it was not
         self.unfinished_futures: list[Any] = []  # works that have a torch future and have not ended
-        self.unwaited: set[Any] = set()  # sends and receives that have ended and for which it has not waited
-        self.finished_futures: list[Any] = []  # works that have ended, and whose future is to be set on the rank's own thread
+        # sends and receives that have ended and for which it has not waited
+        self.unwaited: set[Any] = set()
+        # works that have ended, and whose future is to be set on the rank's own thread
+        self.finished_futures: list[Any] = []
 
     def fire(self) -> None:
         """The world's time has reached the rank's clock."""
@@ -100,8 +136,19 @@ class VirtualRank:
         self.world.check(call)
         return call.seq
 
-    def add_span(self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False) -> None:
-        span = span_event(rank=self.number, name=name, start=start, end=end, seq=self.spans, where=caller(), labels=args, waiting=waiting)
+    def add_span(
+        self, name: str, start: float, end: float, args: dict[str, Any], waiting: bool = False
+    ) -> None:
+        span = span_event(
+            rank=self.number,
+            name=name,
+            start=start,
+            end=end,
+            seq=self.spans,
+            where=caller(),
+            labels=args,
+            waiting=waiting,
+        )
         self.world.events.append(tuple(span))
         self.spans += 1
 
@@ -128,11 +175,17 @@ class World:
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
         self.call_checker = CallChecker()
-        self.find_misuse: Callable[[], Exception | None] = lambda: None  # a better explanation than a deadlock, when nothing goes on
-        self.deadlock_notes: Callable[[], list[tuple[str, str]]] = list  # what else to say about a deadlock: (sentence, "file:line")
-        self.second: World | None = None  # the world of the ranks that are in unrecorded(): see second_world.py
-        self.unrecorded: Callable[[VirtualRank], AbstractContextManager[None]] = lambda _: nullcontext()
-        self._report: tuple[BaseException, VirtualRank] | None = None  # the first exception that reports another rank's failure
+        # a better explanation than a deadlock, when nothing goes on
+        self.find_misuse: Callable[[], Exception | None] = lambda: None
+        # what else to say about a deadlock: (sentence, "file:line")
+        self.deadlock_notes: Callable[[], list[tuple[str, str]]] = list
+        # the world of the ranks that are in unrecorded(): see second_world.py
+        self.second: World | None = None
+        self.unrecorded: Callable[[VirtualRank], AbstractContextManager[None]] = lambda _: (
+            nullcontext()
+        )
+        # the first exception that reports another rank's failure
+        self._report: tuple[BaseException, VirtualRank] | None = None
         self._switch: Callable[[int, int], None] = lambda old, new: None
         self._current = 0
         self._ready: list[int] = []  # the ranks that still run at this time, the next one last
@@ -149,7 +202,9 @@ class World:
     # ---- a run, from the thread that starts it ----
 
     def run(self, rank_main: Callable[[int], Any], switch: Callable[[int, int], None]) -> list[Any]:
-        """Run `rank_main(rank)` on every rank, and return what they returned. What went wrong is in `failure`.
+        """Run `rank_main(rank)` on every rank, and return what they returned.
+
+        What went wrong is in `failure`.
 
         `switch(rank, next_rank)` is called whenever one rank stops running and another starts.
         """
@@ -160,7 +215,11 @@ class World:
         threads: list[threading.Thread] = []
         for rank in self.ranks:
             arguments = (rank, rank_main, results)
-            threads.append(threading.Thread(target=self._run_rank, args=arguments, name=f"rank {rank.number}", daemon=True))
+            threads.append(
+                threading.Thread(
+                    target=self._run_rank, args=arguments, name=f"rank {rank.number}", daemon=True
+                )
+            )
         try:
             for thread in threads:
                 thread.start()
@@ -187,7 +246,10 @@ class World:
         return results
 
     def on_main_thread(self, job: Callable[[], None]) -> None:
-        """Do something on the thread that called `run`. No rank's own modes (no_grad, default device, …) are active there."""
+        """Do something on the thread that called `run`.
+
+        No rank's own modes (no_grad, default device, …) are active there.
+        """
         self._job = job
         self._main.release()
         self._job_done.acquire()
@@ -205,12 +267,19 @@ class World:
 
     def in_flight(self) -> list[TimedEvent]:
         """What waits for links, or has a time at which it will end."""
-        return [*self.links.waiting(), *(event for events in self._scheduled.values() for event in events)]
+        return [
+            *self.links.waiting(),
+            *(event for events in self._scheduled.values() for event in events),
+        ]
 
     def keep_holds(self) -> None:
         """Note from now on which links are held, so that time may go back."""
         events = ((time, event) for time, events in self._scheduled.items() for event in events)
-        self.links.held = [(self.now, time, hop) for time, event in events for hop in getattr(event, "hops", ())[-1:]]
+        self.links.held = [
+            (self.now, time, hop)
+            for time, event in events
+            for hop in getattr(event, "hops", ())[-1:]
+        ]
 
     def wake(self, rank: VirtualRank) -> None:
         """Let a rank run at the present time."""
@@ -219,7 +288,9 @@ class World:
             self._woken.append(rank.number)
 
     def enter(self, rank: VirtualRank) -> None:
-        """A rank is about to communicate: wait until the world's time reaches the rank's own clock."""
+        """A rank is about to communicate: wait until the world's time reaches the rank's own
+        clock.
+        """
         if self.failure is not None:
             raise RankCancelled
         if rank.clock > self.now:
@@ -231,7 +302,8 @@ class World:
         """Let others run until somebody wakes this rank. Called on the rank's own thread."""
         if get_ident() != rank.thread:
             raise RuntimeError(
-                f"rank {rank.number} waits for a message or a collective on a thread that it started itself. "
+                f"rank {rank.number} waits for a message or a collective on a thread that it "
+                "started itself. "
                 "On the sim backend, a rank can wait only on its own thread"
             )
         following = self._next()
@@ -243,12 +315,15 @@ class World:
         rank.set_futures()
 
     def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
-        """Block a rank until a work is done, but not longer than its time limit, if the program has set one (see limits.py)."""
+        """Block a rank until a work is done, but not longer than its time limit, if the program
+        has set one (see limits.py).
+        """
         if self.failure is not None:
             raise RankCancelled
         if seconds is not None or self.limits.in_use:
             self.limits.begin(rank, work, seconds)
-        outer, rank.waiting = rank.waiting, work  # a future's callback may wait while its rank waits for something else
+        # a future's callback may wait while its rank waits for something else
+        outer, rank.waiting = rank.waiting, work
         began, call = rank.now(), work.call() if rank.record_waits else None
         while not work.done and rank.interrupted is None:
             self.block(rank)
@@ -260,7 +335,10 @@ class World:
             rank.add_span(call.kind, began, self.now, call.wait_labels, waiting=True)
 
     def poll(self, rank: VirtualRank, work: Waitable) -> None:
-        """A rank asked whether a work is done, and it is not. If it asks twice at the same time, time passes: a loop that asks must end."""
+        """A rank asked whether a work is done, and it is not.
+
+        If it asks twice at the same time, time passes: a loop that asks must end.
+        """
         outer, rank.waiting = rank.waiting, work
         if rank.clock > self.now:
             self.enter(rank)
@@ -271,10 +349,15 @@ class World:
         rank.waiting = outer
 
     def check(self, call: Call) -> None:
-        """Compare the ranks' calls of a collective of parallel101's own. When all have called and they differ, the run fails."""
+        """Compare the ranks' calls of a collective of parallel101's own.
+
+        When all have called and they differ, the run fails.
+        """
         self.call_checker.check(call)
         if len(self.call_checker.differing) == len(call.peers) + 1:
-            self.fail(self.call_checker.error() or AssertionError("calls that differ have no error"))
+            self.fail(
+                self.call_checker.error() or AssertionError("calls that differ have no error")
+            )
             raise RankCancelled
 
     def fail(self, error: BaseException, rank: VirtualRank | None = None) -> None:
@@ -291,7 +374,9 @@ class World:
 
     # ---- whose turn it is, and when time moves ----
 
-    def _run_rank(self, rank: VirtualRank, rank_main: Callable[[int], Any], results: list[Any]) -> None:
+    def _run_rank(
+        self, rank: VirtualRank, rank_main: Callable[[int], Any], results: list[Any]
+    ) -> None:
         """A rank's thread, from start to end."""
         rank.thread = get_ident()
         rank.turn.acquire()
@@ -314,10 +399,12 @@ class World:
                 self._give_turn(following)
 
     def _rank_raised(self, rank: VirtualRank, error: BaseException) -> None:
-        """A rank raised an exception. It counts from the time on the rank's own clock: another rank may have failed before.
+        """A rank raised an exception.
 
-        An exception may only report another rank's failure. Then the run goes on until that rank raises its own exception, which is the
-        cause, or until no rank can run any more.
+        It counts from the time on the rank's own clock: another rank may have failed before.
+
+        An exception may only report another rank's failure. Then the run goes on until that rank
+        raises its own exception, which is the cause, or until no rank can run any more.
         """
         try:
             self.enter(rank)
@@ -329,7 +416,9 @@ class World:
             self._report = error, rank
 
     def _give_turn(self, rank: VirtualRank | None) -> None:
-        if rank is None:  # impossible: a rank that gives its turn away before it has finished is woken or cancelled later
+        # impossible: a rank that gives its turn away before it has finished is woken or cancelled
+        # later
+        if rank is None:
             raise AssertionError("no virtual rank can run, but the run has not ended")
         if rank.number != self._current:
             self._switch(self._current, rank.number)
@@ -352,7 +441,10 @@ class World:
                 self.fail(error)
 
     def _advance(self) -> bool:
-        """No rank can run now: time moves, in the second world if it can. False if all ranks have finished."""
+        """No rank can run now: time moves, in the second world if it can.
+
+        False if all ranks have finished.
+        """
         if (self.second is not None and self.second.move()) or self.move():
             self._idle_polls = 0
         elif not self._pollers or self._polled_too_often():
@@ -400,10 +492,21 @@ class World:
         return next(filter(None, misuse), None) or self._deadlock(worlds)
 
     def _deadlock(self, worlds: Sequence[World]) -> Exception:
-        waits = {rank.number: rank.waiting for world in worlds for rank in world.ranks if rank.waiting is not None and not rank.finished}
-        frames = sys._current_frames()  # where each rank is blocked, which may be some lines after its call
-        calls = {number: work.call()._replace(where=where(frames.get(self.ranks[number].thread))) for number, work in waits.items()}
+        waits = {
+            rank.number: rank.waiting
+            for world in worlds
+            for rank in world.ranks
+            if rank.waiting is not None and not rank.finished
+        }
+        # where each rank is blocked, which may be some lines after its call
+        frames = sys._current_frames()
+        calls = {
+            number: work.call()._replace(where=where(frames.get(self.ranks[number].thread)))
+            for number, work in waits.items()
+        }
         returned = [rank.number for rank in self.ranks if rank.finished]
         notes = [note for world in worlds for note in world.deadlock_notes()]
         error = find_deadlock(calls, lambda call: waits[call.rank].missing(), returned, notes)
-        return error or AssertionError(f"no virtual rank can run, but none waits for another: {calls}")
+        return error or AssertionError(
+            f"no virtual rank can run, but none waits for another: {calls}"
+        )

@@ -1,16 +1,19 @@
-"""What torch's own collectives do on the sim, apart from waiting: which bytes move where, and how long it takes.
+"""What torch's own collectives do on the sim, apart from waiting: which bytes move where, and how
+long it takes.
 
-A collective starts when the last rank has called it, and takes what a ring algorithm would take. p is the number of ranks and V the
-total number of bytes (the largest that any rank puts in or gets out). α and β are the latency and the seconds per byte of the slowest hop
-between neighbours in the group's order:
+A collective starts when the last rank has called it, and takes what a ring algorithm would take. p
+is the number of ranks and V the total number of bytes (the largest that any rank puts in or gets
+out). α and β are the latency and the seconds per byte of the slowest hop between neighbours in the
+group's order:
 
     all_reduce               2(p−1)α + 2(p−1)/p·V·β       (Thakur, Rabenseifner, Gropp 2005)
     all_gather, reduce_scatter, gather, scatter, all_to_all       (p−1)α + (p−1)/p·V·β
     broadcast, reduce        (p−1)α + V·β                 (a chain, pipelined in arbitrarily small pieces)
     barrier                  2(p−1)α                      (an all_reduce of zero bytes)
 
-This closed form ignores other traffic on the links. To see a collective contend for links, write it with isend and irecv, or use
-parallel101's own collectives, which are written that way. How ranks wait for each other in a collective is in group.py.
+This closed form ignores other traffic on the links. To see a collective contend for links, write it
+with isend and irecv, or use parallel101's own collectives, which are written that way. How ranks
+wait for each other in a collective is in group.py.
 """
 
 from __future__ import annotations
@@ -33,14 +36,21 @@ class Buffer(NamedTuple):
     dtype: torch.dtype
 
     def values(self) -> torch.Tensor:
-        """This memory as a new flat tensor, without the autograd history, version counter or subclass of the rank's own tensor."""
+        """This memory as a new flat tensor, without the autograd history, version counter or
+        subclass of the rank's own tensor.
+        """
         if not self.nbytes:
             return torch.empty(0, dtype=self.dtype)
-        return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.pointer), dtype=self.dtype)
+        return torch.frombuffer(
+            (ctypes.c_char * self.nbytes).from_address(self.pointer), dtype=self.dtype
+        )
 
 
 class Buffers(NamedTuple):
-    """The inputs and outputs of one rank's call, piece by piece. A coalesced collective has several of these."""
+    """The inputs and outputs of one rank's call, piece by piece.
+
+    A coalesced collective has several of these.
+    """
 
     inputs: list[Buffer]
     outputs: list[Buffer]
@@ -64,19 +74,34 @@ def buffers_of(method: str, args: Sequence[Any], p: int) -> list[Buffers]:
     if method in ("reduce_scatter_single", "_reduce_scatter_base"):
         return [Buffers(pieces(args[1], p), [whole(args[0])])]
     if method in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
-        return [Buffers([whole(given)], pieces(wanted, p)) for wanted, given in zip(*args[:2], strict=True)]
+        return [
+            Buffers([whole(given)], pieces(wanted, p))
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
     if method in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
-        return [Buffers(pieces(given, p), [whole(wanted)]) for wanted, given in zip(*args[:2], strict=True)]
+        return [
+            Buffers(pieces(given, p), [whole(wanted)])
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
     if method == "allgather":
-        return [Buffers([whole(given)], [whole(t) for t in wanted]) for wanted, given in zip(*args[:2], strict=True)]
+        return [
+            Buffers([whole(given)], [whole(t) for t in wanted])
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
     if method == "allgather_coalesced":  # the outputs are ordered by rank, then by tensor
-        return [Buffers([whole(given)], [whole(row[i]) for row in args[0]]) for i, given in enumerate(args[1])]
+        return [
+            Buffers([whole(given)], [whole(row[i]) for row in args[0]])
+            for i, given in enumerate(args[1])
+        ]
     if method == "gather":
         return [Buffers([whole(args[1][0])], [whole(t) for wanted in args[0] for t in wanted])]
     if method == "scatter":
         return [Buffers([whole(t) for given in args[1] for t in given], [whole(args[0][0])])]
     if method == "reduce_scatter":
-        return [Buffers([whole(t) for t in given], [whole(wanted)]) for wanted, given in zip(*args[:2], strict=True)]
+        return [
+            Buffers([whole(t) for t in given], [whole(wanted)])
+            for wanted, given in zip(*args[:2], strict=True)
+        ]
     raise NotImplementedError(f"the sim backend does not have the collective {method}")
 
 
@@ -85,12 +110,17 @@ def whole(tensor: torch.Tensor) -> Buffer:
 
 
 def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
-    """The tensor split along dim 0 into p pieces, with the given numbers of rows or of equal size."""
+    """The tensor split along dim 0 into p pieces, with the given numbers of rows or of equal
+    size.
+    """
     if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
         raise ValueError("Tensors must be contiguous, as they are split along dim 0")
     if not rows:
         if tensor.numel() % p:
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal pieces, one for each rank")
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal "
+                "pieces, one for each rank"
+            )
         sizes = [tensor.nbytes // p] * p
     else:
         length = tensor.shape[0] if tensor.dim() else 1
@@ -111,7 +141,9 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffe
 
 
 class Move(NamedTuple):
-    """One output buffer, and the input buffers that make it: one to copy, or those of all ranks to reduce."""
+    """One output buffer, and the input buffers that make it: one to copy, or those of all ranks
+    to reduce.
+    """
 
     position: int  # of the rank that gets it, in the group
     output: Buffer
@@ -131,20 +163,31 @@ def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move
         elif kind == "reduce_scatter":
             moves.append(Move(me, mine.outputs[0], [_piece(other.inputs, me) for other in ranks]))
         elif kind == "all_gather" or (kind == "gather" and me == root):
-            moves += [Move(me, _piece(mine.outputs, them), [other.inputs[0]]) for them, other in enumerate(ranks)]
+            moves += [
+                Move(me, _piece(mine.outputs, them), [other.inputs[0]])
+                for them, other in enumerate(ranks)
+            ]
         elif kind == "all_to_all":
-            moves += [Move(me, _piece(mine.outputs, them), [_piece(other.inputs, me)]) for them, other in enumerate(ranks)]
+            moves += [
+                Move(me, _piece(mine.outputs, them), [_piece(other.inputs, me)])
+                for them, other in enumerate(ranks)
+            ]
     return moves
 
 
 def _piece(buffers: Sequence[Buffer], which: int) -> Buffer:
     if which >= len(buffers):
-        raise ValueError(f"a list of {len(buffers)} tensors has none for position {which} of the group: pass one tensor for each rank")
+        raise ValueError(
+            f"a list of {len(buffers)} tensors has none for position {which} of the group: "
+            "pass one tensor for each rank"
+        )
     return buffers[which]
 
 
 def execute(moves: Sequence[Move], op: str | None) -> None:
-    """Move the bytes. A reduction goes in rank order, and all sums are computed before any is written."""
+    """Move the bytes. A reduction goes in rank order, and all sums are computed before any is
+    written.
+    """
     results: dict[tuple[int, ...], torch.Tensor] = {}  # all ranks of an all-reduce share one sum
     for move in moves:
         key = tuple(buffer.pointer for buffer in move.inputs)
@@ -152,7 +195,11 @@ def execute(moves: Sequence[Move], op: str | None) -> None:
             results[key] = reduced([buffer.values() for buffer in move.inputs], op)
     for _, output, inputs in moves:
         if output.nbytes and op is not None:
-            ctypes.memmove(output.pointer, results[tuple(buffer.pointer for buffer in inputs)].data_ptr(), output.nbytes)
+            ctypes.memmove(
+                output.pointer,
+                results[tuple(buffer.pointer for buffer in inputs)].data_ptr(),
+                output.nbytes,
+            )
         elif output.nbytes:
             ctypes.memmove(output.pointer, inputs[0].pointer, output.nbytes)
 
@@ -181,10 +228,15 @@ def sum_sparse(ranks: Sequence[Sequence[torch.Tensor]]) -> None:
 def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:
     """Raises ValueError for a reduction that these tensors do not have."""
     if op not in _REDUCTIONS:
-        raise ValueError(f"the sim backend does not have the reduction {op!r}; it has {', '.join(_REDUCTIONS)}")
+        raise ValueError(
+            f"the sim backend does not have the reduction {op!r}; it has {', '.join(_REDUCTIONS)}"
+        )
     for tensor in tensors:
         if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use a sum, and divide it")
+            raise ValueError(
+                f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use "
+                "a sum, and divide it"
+            )
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:

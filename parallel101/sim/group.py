@@ -4,7 +4,8 @@
     dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ CollectiveWork joins the group's RunningCollective, which starts with the last rank
     dist.new_group([0, 2]) ──▶ SimGroup.new_group ──▶ NewGroupCall waits for the other members
 
-Which bytes a collective moves, and how long it takes, is in collectives.py. What NCCL's rules change is in queues.py.
+Which bytes a collective moves, and how long it takes, is in collectives.py. What NCCL's rules
+change is in queues.py.
 """
 
 from __future__ import annotations
@@ -25,26 +26,47 @@ from parallel101.record.overloads import as_torch_calls_it, own_limit
 from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
-from parallel101.sim.collectives import Buffers, buffers_of, check_reduction, duration, execute, moves_of, sum_sparse
-from parallel101.sim.messages import MessageWork, PointToPointGroup, SendWork, UnmatchedMessages, not_on_cpu, refuse, snapshot
+from parallel101.sim.collectives import (
+    Buffers,
+    buffers_of,
+    check_reduction,
+    duration,
+    execute,
+    moves_of,
+    sum_sparse,
+)
+from parallel101.sim.messages import (
+    MessageWork,
+    PointToPointGroup,
+    SendWork,
+    UnmatchedMessages,
+    not_on_cpu,
+    refuse,
+    snapshot,
+)
 from parallel101.sim.work import SimWork
 
 
 class SharedState:
-    """What all groups of a run share: the groups themselves, and all messages and collectives that have not ended."""
+    """What all groups of a run share: the groups themselves, and all messages and collectives
+    that have not ended.
+    """
 
     def __init__(self, world: World, payload_bytes: int):
         self.world = world
         self.payload_bytes = payload_bytes
         self.unmatched = UnmatchedMessages()
-        self.incomplete: dict[tuple, RunningCollective] = {}  # collectives that some ranks have not called yet, by (group, seq)
+        # collectives that some ranks have not called yet, by (group, seq)
+        self.incomplete: dict[tuple, RunningCollective] = {}
         self.groups: dict[str, list[int]] = {}  # their ranks, by label
         self.busy_until: dict[str, float] = {}  # when a group's last collective ends
         self.new_group_calls: dict[tuple[str, tuple[int, ...]], list[NewGroupCall]] = {}
         world.find_misuse = self.find_misuse
 
     def label(self, name: str, ranks: list[int]) -> str:
-        """The name of a group in the record: torch's, unless a group of other ranks has it already."""
+        """The name of a group in the record: torch's, unless a group of other ranks has it
+        already.
+        """
         if self.groups.setdefault(name, ranks) != ranks:
             name = f"{name} {ranks}"
             self.groups[name] = ranks
@@ -52,25 +74,40 @@ class SharedState:
 
     def find_misuse(self) -> MisuseError | None:
         """The first incomplete collective in which the ranks do not agree, as an error."""
-        return next((error for collective in self.incomplete.values() if (error := collective.misuse())), None)
+        return next(
+            (error for collective in self.incomplete.values() if (error := collective.misuse())),
+            None,
+        )
 
     def unfinished(self) -> list[Row]:
         """The events of all that has not ended, as if it ended now."""
         in_flight = self.world.in_flight()
         sends = [getattr(item, "send", item) for item in in_flight]
-        matched = [send for send in sends if isinstance(send, SendWork) and send.receive is not None]
+        matched = [
+            send for send in sends if isinstance(send, SendWork) and send.receive is not None
+        ]
         messages = [work.row(send.seq) for send in matched for work in (send, send.receive)]  # type: ignore[union-attr]
-        collectives = [*self.incomplete.values(), *(item for item in in_flight if isinstance(item, RunningCollective))]
+        collectives = [
+            *self.incomplete.values(),
+            *(item for item in in_flight if isinstance(item, RunningCollective)),
+        ]
         works = [work for collective in collectives for work in collective.works.values()]
         return self.unmatched.rows() + messages + [work.row(work.posted) for work in works]
 
     def unwaited(self) -> list[MessageWork]:
-        """The sends and receives for which no rank has waited, in the order in which they were posted. Ask when all have returned."""
-        works = {work for rank in self.world.ranks for work in rank.unwaited}.union(self.unmatched.unwaited())
+        """The sends and receives for which no rank has waited, in the order in which they were
+        posted. Ask when all have returned.
+        """
+        works = {work for rank in self.world.ranks for work in rank.unwaited}.union(
+            self.unmatched.unwaited()
+        )
         return sorted(works, key=lambda work: work.number)
 
     def dropped(self) -> list[Call]:
-        """Those whose works the program has dropped. To be asked last, because it forgets them all."""
+        """Those whose works the program has dropped.
+
+        To be asked last, because it forgets them all.
+        """
         known = [(weakref.ref(work), work.call()) for work in self.unwaited()]
         for rank in self.world.ranks:
             rank.unwaited.clear()
@@ -82,9 +119,18 @@ class SharedState:
 class SimGroup(PointToPointGroup):
     """One rank's view of a group of virtual ranks."""
 
-    def __init__(self, shared: SharedState, member: VirtualRank, name: str, ranks: Sequence[int], torch_name: str | None = None):
+    def __init__(
+        self,
+        shared: SharedState,
+        member: VirtualRank,
+        name: str,
+        ranks: Sequence[int],
+        torch_name: str | None = None,
+    ):
         label = shared.label(name, list(ranks))
-        super().__init__(shared.world, shared.unmatched, member, label, list(ranks), shared.payload_bytes)
+        super().__init__(
+            shared.world, shared.unmatched, member, label, list(ranks), shared.payload_bytes
+        )
         self.shared = shared
         self.torch_name = torch_name or name
         self.posted = 0  # how many collectives the rank has called
@@ -106,9 +152,17 @@ class SimGroup(PointToPointGroup):
         self.torch_name = name
 
     def new_group(
-        self, ranks: Sequence[int], timeout: timedelta | None = None, *_: Any, group_name: str, group_desc: str | None = None, **__: Any
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        *_: Any,
+        group_name: str,
+        group_desc: str | None = None,
+        **__: Any,
     ) -> SimGroup | None:
-        """What dist.new_group calls: returns a group of some of the ranks, or None for a rank that is not in it."""
+        """What dist.new_group calls: returns a group of some of the ranks, or None for a rank
+        that is not in it.
+        """
         if self.member.number not in ranks:
             return None
         group = self.sub_group(ranks, group_name)
@@ -131,12 +185,17 @@ class SimGroup(PointToPointGroup):
         return self.posted
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """From now on, this rank's calls of the group have this time limit, in virtual time (see limits.py)."""
+        """From now on, this rank's calls of the group have this time limit, in virtual time
+        (see limits.py).
+        """
         self.world.limits.set_limit(self, timeout)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         if timeout is not None:
-            timeout = max(timeout, timedelta(milliseconds=1))  # zero would be no limit, and here it means at once
+            # zero would be no limit, and here it means at once
+            timeout = max(timeout, timedelta(milliseconds=1))
         self.barrier(timeout=timeout).wait()
 
     def _collective(self, method: str, args: tuple) -> dist.Work:
@@ -184,13 +243,19 @@ for _method in COLLECTIVES:
 
 
 class NewGroupCall:
-    """One rank's call of dist.new_group. It returns when all members have called; if one never does, that is a deadlock, as on gloo."""
+    """One rank's call of dist.new_group.
+
+    It returns when all members have called; if one never does, that is a deadlock, as on gloo.
+    """
 
     def __init__(self, group: SimGroup):
         self.group = group
         self.where = caller()
         self.done = False
-        self.calls = group.shared.new_group_calls.setdefault((group.torch_name, tuple(group.ranks)), [])  # of all members so far
+        # of all members so far
+        self.calls = group.shared.new_group_calls.setdefault(
+            (group.torch_name, tuple(group.ranks)), []
+        )
 
     def wait(self) -> None:
         world, member = self.group.world, self.group.member
@@ -243,17 +308,25 @@ class CollectiveWork(SimWork, dist.Work):
         self.where = where
         self.posted = self.world.now
         self.seq = group.posted
-        self.seconds = own_limit(args[-1].timeout)  # the options are last, and may have a limit for this call only
+        # the options are last, and may have a limit for this call only
+        self.seconds = own_limit(args[-1].timeout)
         self.world.limits.in_use |= self.seconds is not None
         self.payload: list | None = None
         self.snapshots: list[tuple[torch.Tensor, bytes]] = []
         if arguments.layout != "sparse":
             if arguments.nbytes <= group.payload_bytes:
-                self.payload = [value for tensor in arguments.tensors for value in tensor.detach().reshape(-1).tolist()]
-            self.snapshots = [(tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors]
+                self.payload = [
+                    value
+                    for tensor in arguments.tensors
+                    for value in tensor.detach().reshape(-1).tolist()
+                ]
+            self.snapshots = [
+                (tensor, snapshot(tensor.data_ptr(), tensor.nbytes)) for tensor in arguments.tensors
+            ]
 
     def result(self) -> list[torch.Tensor]:
-        return [] if self.kind == "barrier" or not self.args else flat(self.args[0])  # the outputs are always the first argument
+        # the outputs are always the first argument
+        return [] if self.kind == "barrier" or not self.args else flat(self.args[0])
 
     @property
     def root(self) -> int | None:
@@ -277,17 +350,35 @@ class CollectiveWork(SimWork, dist.Work):
             self.kind == "all_to_all" and len(arguments.tensors) == 1
         ):  # its shapes may differ between ranks, so `arguments` has none to compare
             call = call._replace(shape=tuple(arguments.tensors[0].shape))
-        event_group = self.world.event_groups.of(group.label, group.ranks, torch_private.mesh_axis(group), None)
+        event_group = self.world.event_groups.of(
+            group.label, group.ranks, torch_private.mesh_axis(group), None
+        )
         posted, now = self.posted, self.world.now
-        return tuple(call.event(event_group, peer=self.root, posted=posted, start=started, end=now, payload=self.payload))
+        return tuple(
+            call.event(
+                event_group,
+                peer=self.root,
+                posted=posted,
+                start=started,
+                end=now,
+                payload=self.payload,
+            )
+        )
 
     def changed(self) -> bool:
         """Whether the rank has changed its input tensors since its call."""
-        return any(snapshot(tensor.data_ptr(), tensor.nbytes) != before for tensor, before in self.snapshots)
+        return any(
+            snapshot(tensor.data_ptr(), tensor.nbytes) != before
+            for tensor, before in self.snapshots
+        )
 
 
 class RunningCollective:
-    """One collective of a group. It starts when the last rank has called it, and when its time is over, all ranks have the result."""
+    """One collective of a group.
+
+    It starts when the last rank has called it, and when its time is over, all ranks have the
+    result.
+    """
 
     def __init__(self, group: SimGroup, key: tuple):
         self.group = group  # any member's view of it
@@ -297,7 +388,10 @@ class RunningCollective:
         self.started = 0.0
 
     def join(self, work: CollectiveWork) -> None:
-        """One more rank calls it. Raises MisuseError in the last one if the ranks' calls do not agree."""
+        """One more rank calls it.
+
+        Raises MisuseError in the last one if the ranks' calls do not agree.
+        """
         first = next(iter(self.works.values()), work)
         self.works[work.rank.number] = work
         if work is not first and disagreement(first.call(), work.call()):
@@ -308,14 +402,19 @@ class RunningCollective:
             if (error := self.misuse()) is not None:
                 world.fail(error)
                 raise error
-            # The collectives of a group run one after the other, as on NCCL's stream and gloo's threads.
+            # The collectives of a group run one after the other, as on NCCL's stream and gloo's
+            # threads.
             self.started = max(world.now, shared.busy_until.get(label, 0.0))
             nbytes = max(work.arguments.nbytes for work in self.works.values())
-            shared.busy_until[label] = self.started + duration(work.kind, self.group.ranks, nbytes, world.route)
+            shared.busy_until[label] = self.started + duration(
+                work.kind, self.group.ranks, nbytes, world.route
+            )
             world.schedule(shared.busy_until[label], self)
 
     def misuse(self) -> MisuseError | None:
-        """An error that names the rank whose call differs from the others; None if they agree so far."""
+        """An error that names the rank whose call differs from the others; None if they agree
+        so far.
+        """
         if self.agreed:
             return None
         call_checker = CallChecker()
@@ -351,8 +450,10 @@ class RunningCollective:
                     work = works[position]
                     world.fail(
                         MisuseError(
-                            f"rank {work.rank.number} expects {output.nbytes} bytes from a rank that gives it {wrong.nbytes}: "
-                            f"{work.call().brief}. Tensor sizes and split sizes must match on all ranks.",
+                            f"rank {work.rank.number} expects {output.nbytes} bytes from a "
+                            f"rank that gives it {wrong.nbytes}: "
+                            f"{work.call().brief}. Tensor sizes and split sizes must match on "
+                            "all ranks.",
                             work.rank.number,
                         )
                     )

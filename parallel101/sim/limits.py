@@ -1,10 +1,12 @@
-"""Time limits on the sim: a call of a group with a timeout of its own ends with torch's error when the virtual clock reaches the limit.
+"""Time limits on the sim: a call of a group with a timeout of its own ends with torch's error when
+the virtual clock reaches the limit.
 
     g = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     dist.recv(x, 1, group=g)  ──▶ rank 1 never sends ──▶ at 2 s: RuntimeError("Timed out waiting 2000ms for recv …"), which rank 0 may catch
 
-A limit is the program's own if it gave one: to new_group, init_process_group, a group's own method or work.wait(). A call without one that
-can never end is a deadlock. A rank that has timed out has left the group, as on gloo: nobody can communicate with it there any more.
+A limit is the program's own if it gave one: to new_group, init_process_group, a group's own method
+or work.wait(). A call without one that can never end is a deadlock. A rank that has timed out has
+left the group, as on gloo: nobody can communicate with it there any more.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class TimedWait(NamedTuple):
     until: float
     number: int  # so that no two are equal
     seconds: float
-    leaves: bool  # whether the rank leaves the group if it times out: not after a collective's wait(timeout), which the collective survives
+    # whether the rank leaves the group if it times out: not after a collective's wait(timeout),
+    # which the collective survives
+    leaves: bool
     rank: Any  # a VirtualRank
     work: Waitable
 
@@ -47,7 +51,9 @@ class TimedWait(NamedTuple):
 
 
 class TimeLimits:
-    """The time limits of a run's groups, the waits that have one, and the ranks that have left a group because of one."""
+    """The time limits of a run's groups, the waits that have one, and the ranks that have left
+    a group because of one.
+    """
 
     def __init__(self, world: Any):  # a World; clock.py imports this file
         self.world = world
@@ -67,7 +73,10 @@ class TimeLimits:
             self.in_use = True
 
     def begin(self, rank: Any, work: Waitable, seconds: float | None) -> None:
-        """A rank begins to wait, for up to `seconds`. None: as long as the call or its group allows."""
+        """A rank begins to wait, for up to `seconds`.
+
+        None: as long as the call or its group allows.
+        """
         call = work.call()
         self.check(call.group, rank.number, _needs(work, call))
         leaves = seconds is None or call.kind in P2P
@@ -75,7 +84,9 @@ class TimeLimits:
             seconds = getattr(work, "seconds", None) or self.of_group.get((call.group, rank.number))
         if seconds is not None:
             self.count += 1
-            heappush(self.waits, TimedWait(rank.now() + seconds, self.count, seconds, leaves, rank, work))
+            heappush(
+                self.waits, TimedWait(rank.now() + seconds, self.count, seconds, leaves, rank, work)
+            )
 
     def next(self) -> float | None:
         """When the next wait reaches its limit; None if there is none."""
@@ -84,7 +95,9 @@ class TimeLimits:
         return self.waits[0].until if self.waits else None
 
     def expire(self) -> None:
-        """Time has reached the next limit: those who wait get their error, and leave their group."""
+        """Time has reached the next limit: those who wait get their error, and leave their
+        group.
+        """
         late: list[tuple[TimedWait, Call]] = []
         while self.next() == self.world.now:
             wait = heappop(self.waits)
@@ -97,7 +110,9 @@ class TimeLimits:
                 self._leave(call.group, wait.rank.number)
 
     def _leave(self, label: str, rank: int) -> None:
-        """A rank has timed out in a group: whoever waits for it there, or tries to communicate with it, gets an error."""
+        """A rank has timed out in a group: whoever waits for it there, or tries to communicate
+        with it, gets an error.
+        """
         first = not self.left[label]
         self.left[label].add(rank)
         for view in self.views[label]:
@@ -105,7 +120,11 @@ class TimeLimits:
             if first:
                 self._guard(view)
             other = view.member
-            if other.waiting is not None and other.interrupted is None and other.waiting.call().group == label:
+            if (
+                other.waiting is not None
+                and other.interrupted is None
+                and other.waiting.call().group == label
+            ):
                 try:
                     self.check(label, other.number, _needs(other.waiting, other.waiting.call()))
                 except RuntimeError as error:
@@ -113,12 +132,16 @@ class TimeLimits:
                     self.world.wake(other)
 
     def check(self, label: str, rank: int, peers: set[int]) -> None:
-        """Raise what gloo raises if `rank` has left the group, or one of the peers that it needs."""
+        """Raise what gloo raises if `rank` has left the group, or one of the peers that it
+        needs.
+        """
         left = self.left.get(label, set())
         if rank in left:
             raise RuntimeError("Application timeout caused pair closure")
         if gone := left & peers:
-            raise RuntimeError(f"Connection closed by peer: {ranks_text(gone)} timed out before, in this group")
+            raise RuntimeError(
+                f"Connection closed by peer: {ranks_text(gone)} timed out before, in this group"
+            )
 
     def _guard(self, view: Any) -> None:
         """From now on, each call of this rank's view of a group is checked first."""
@@ -144,6 +167,11 @@ def _timed_out(wait: TimedWait, call: Call) -> RuntimeError:
     """gloo's error, and who waited for whom."""
     what = "Operation timed out!"
     if wait.leaves:
-        what = f"Timed out waiting {round(1000 * wait.seconds)}ms for {'send' if call.kind == 'send' else 'recv'} operation to complete"
+        what = (
+            f"Timed out waiting {round(1000 * wait.seconds)}ms for "
+            f"{'send' if call.kind == 'send' else 'recv'} operation to complete"
+        )
     for_whom = f" for {ranks_text(missing)}" if (missing := wait.work.missing()) else ""
-    return RuntimeError(f"{what}\n  rank {wait.rank.number} waited in {call.kind}{for_whom}, at {shown(call.where)}")
+    return RuntimeError(
+        f"{what}\n  rank {wait.rank.number} waited in {call.kind}{for_whom}, at {shown(call.where)}"
+    )

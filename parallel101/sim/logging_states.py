@@ -1,10 +1,11 @@
-"""Python's logging: each virtual rank has its own root logger, and its own loggers of the names that it asks for.
+"""Python's logging: each virtual rank has its own root logger, and its own loggers of the names
+that it asks for.
 
     rank 0: logging.basicConfig(level=INFO) ──▶ rank 0's handlers ─┐   logging.root has the attributes of the rank that runs; a switch
     rank 1: logging.basicConfig(level=WARN) ──▶ rank 1's handlers ─┘   exchanges them
 
-There is one root logger object, since the loggers of libraries hold it as their parent. Loggers that were made before the run are shared:
-those of torch, for example.
+There is one root logger object, since the loggers of libraries hold it as their parent. Loggers
+that were made before the run are shared: those of torch, for example.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class LoggingStates:
         _use(self.before_run)
 
 
-State = tuple[dict[str, Any], dict[str, Any], Any, list[Any]]  # of the root logger; of the table of loggers; handlers, for dictConfig
+# of the root logger; of the table of loggers; handlers, for dictConfig
+State = tuple[dict[str, Any], dict[str, Any], Any, list[Any]]
 
 
 def _in_use() -> State:
@@ -40,10 +42,25 @@ def _in_use() -> State:
 
 
 def _use(state: State) -> None:
-    logging.root.__dict__, logging.root.manager.__dict__, LOGGING._handlers, LOGGING._handlerList = state
+    (
+        logging.root.__dict__,
+        logging.root.manager.__dict__,
+        LOGGING._handlers,
+        LOGGING._handlerList,
+    ) = state
 
 
 def _copy(root: dict[str, Any], manager: dict[str, Any]) -> State:
     """A rank's own state: as it was before the run, and what the rank changes is its own."""
-    own_root = {**root, "handlers": list(root["handlers"]), "filters": list(root["filters"]), "_cache": {}}
-    return own_root, {**manager, "loggerDict": dict(manager["loggerDict"])}, weakref.WeakValueDictionary(), []
+    own_root = {
+        **root,
+        "handlers": list(root["handlers"]),
+        "filters": list(root["filters"]),
+        "_cache": {},
+    }
+    return (
+        own_root,
+        {**manager, "loggerDict": dict(manager["loggerDict"])},
+        weakref.WeakValueDictionary(),
+        [],
+    )

@@ -1,15 +1,18 @@
-"""Sends and receives on the sim: a send and a receive are matched, the links carry the bytes, and both works are done.
+"""Sends and receives on the sim: a send and a receive are matched, the links carry the bytes, and
+both works are done.
 
     send posted ─┐
                  ├─▶ matched ─▶ asks for its links ─▶ starts ─▶ ends: the bytes are in the receiver's tensor, the event is recorded
     recv posted ─┘
 
-The bytes are copied from the sender's tensor when the send is posted or starts, and into the receiver's tensor when the message has ended
-and the receiver waits for it, not before. A sender that changes its tensor before its wait() gets a MisuseError. So does a rank that never
-waits for a receive.
+The bytes are copied from the sender's tensor when the send is posted or starts, and into the
+receiver's tensor when the message has ended and the receiver waits for it, not before. A sender
+that changes its tensor before its wait() gets a MisuseError. So does a rank that never waits for a
+receive.
 
-A run has millions of messages. The code that each message passes through is therefore written out, with as few calls as possible.
-How long a message takes, and which one gets a link first, is in network.py.
+A run has millions of messages. The code that each message passes through is therefore written out,
+with as few calls as possible. How long a message takes, and which one gets a link first, is in
+network.py.
 """
 
 from __future__ import annotations
@@ -24,7 +27,15 @@ from typing import Any
 import torch
 
 from parallel101.record import torch_private
-from parallel101.record.calls import Call, collective_terms, disagreement, long_dims, rank_at, tensor_changed, waited_twice
+from parallel101.record.calls import (
+    Call,
+    collective_terms,
+    disagreement,
+    long_dims,
+    rank_at,
+    tensor_changed,
+    waited_twice,
+)
 from parallel101.record.errors import MisuseError
 from parallel101.record.events import EventGroup, Row
 from parallel101.record.overloads import own_limit
@@ -34,11 +45,13 @@ from parallel101.record.where import where as where_from
 from parallel101.sim.clock import VirtualRank, World
 from parallel101.sim.work import SimFuture, SimWork
 
-WHOLE = 1 << 20  # a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
+# a sent tensor of up to this many bytes is copied and compared as a whole; of a larger one only
+WHOLE = 1 << 20
 SAMPLES, SAMPLE = 64, 64  # this many samples, of this many bytes each
 NO_MESSAGE_YET = object()
 
-_shapes: dict[Any, tuple[int, ...]] = {}  # a run records millions of events: equal shapes share one plain tuple, equal dtypes one string
+# a run records millions of events: equal shapes share one plain tuple, equal dtypes one string
+_shapes: dict[Any, tuple[int, ...]] = {}
 _dtypes: dict[torch.dtype, str] = {}
 
 
@@ -52,12 +65,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=1024)
 def memory(nbytes: int) -> type[Array[c_char]]:
-    """`memory(n).from_address(pointer).raw` reads and writes n bytes of memory, twice as fast as string_at and memmove."""
+    """`memory(n).from_address(pointer).raw` reads and writes n bytes of memory, twice as fast
+    as string_at and memmove.
+    """
     return c_char * nbytes
 
 
 def snapshot(pointer: int, nbytes: int) -> bytes:
-    """The bytes at a place in memory, all of them or samples, so that a later change can be noticed."""
+    """The bytes at a place in memory, all of them or samples, so that a later change can be
+    noticed.
+    """
     if nbytes <= WHOLE:
         return memory(nbytes).from_address(pointer).raw
     step = (nbytes - SAMPLE) // (SAMPLES - 1)
@@ -71,7 +88,20 @@ class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: any rank of the group."""
 
     __slots__ = (
-        *("__weakref__", "done", "dtype", "event_group", "future", "group", "nbytes", "number", "peer", "pointer", "posted", "rank"),
+        *(
+            "__weakref__",
+            "done",
+            "dtype",
+            "event_group",
+            "future",
+            "group",
+            "nbytes",
+            "number",
+            "peer",
+            "pointer",
+            "posted",
+            "rank",
+        ),
         *("shape", "tag", "tensor", "waited", "where", "within", "world"),
     )
     kind = ""
@@ -86,7 +116,8 @@ class MessageWork(SimWork):
     dtype: torch.dtype
     pointer: int
     number: int  # counts all sends and receives of the run, in the order in which they were posted
-    within: tuple[str, tuple[int, ...]] | None  # the collective of parallel101 that the message belongs to: operation and ranks
+    # the collective of parallel101 that the message belongs to: operation and ranks
+    within: tuple[str, tuple[int, ...]] | None
     event_group: EventGroup
     waited: bool  # on gloo, a program may wait for a message only once
 
@@ -115,7 +146,9 @@ class MessageWork(SimWork):
         return future
 
     def settle(self) -> None:
-        """The program has seen that the message has ended: from now on the tensor is its own again."""
+        """The program has seen that the message has ended: from now on the tensor is its own
+        again.
+        """
         raise NotImplementedError
 
     def result(self) -> list[torch.Tensor]:
@@ -136,7 +169,11 @@ class MessageWork(SimWork):
     def row(self, seq: int) -> Row:
         """Its event, as if it ended now: for messages of a failed run that have not ended."""
         posted, now = self.posted, self.world.now
-        return tuple(self.call().event(self.event_group, peer=self.peer, posted=posted, start=posted, end=now, seq=seq))
+        return tuple(
+            self.call().event(
+                self.event_group, peer=self.peer, posted=posted, start=posted, end=now, seq=seq
+            )
+        )
 
 
 class RecvWork(MessageWork):
@@ -145,7 +182,8 @@ class RecvWork(MessageWork):
     __slots__ = ("data", "source")
     kind = "recv"
     source: int
-    data: bytes | None  # what has arrived and is not in the tensor yet, because the rank has not waited for it
+    # what has arrived and is not in the tensor yet, because the rank has not waited for it
+    data: bytes | None
 
     def settle(self) -> None:
         """Copy what has arrived into the tensor."""
@@ -165,7 +203,18 @@ class RecvWork(MessageWork):
 class SendWork(MessageWork):
     """A send, and the message itself while it is in flight."""
 
-    __slots__ = ("data", "duration", "ended", "hops", "order", "payload", "receive", "seq", "snapshot", "started")
+    __slots__ = (
+        "data",
+        "duration",
+        "ended",
+        "hops",
+        "order",
+        "payload",
+        "receive",
+        "seq",
+        "snapshot",
+        "started",
+    )
     kind = "send"
     receive: RecvWork | None
     hops: tuple[tuple[int, ...], ...]
@@ -174,12 +223,16 @@ class SendWork(MessageWork):
     seq: int  # its number among the messages on its channel: see UnmatchedMessages
     started: float
     ended: bool
-    snapshot: bytes | None  # the tensor's bytes when it was sent, all or samples; None: the sender may change it now
+    # the tensor's bytes when it was sent, all or samples; None: the sender may change it now
+    snapshot: bytes | None
     data: bytes | None  # the bytes in flight
     payload: list | None
 
     def settle(self) -> None:
-        """From now on the sender may change its tensor. Raises MisuseError if it has changed it before."""
+        """From now on the sender may change its tensor.
+
+        Raises MisuseError if it has changed it before.
+        """
         self.rank.unwaited.discard(self)
         before, self.snapshot = self.snapshot, None
         if before is not None and snapshot(self.pointer, self.nbytes) != before:
@@ -195,10 +248,16 @@ class SendWork(MessageWork):
     def start(self, now: float) -> None:
         """The message has its first links: it starts."""
         self.started = now
-        self.data = self.snapshot if self.nbytes <= WHOLE else memory(self.nbytes).from_address(self.pointer).raw
+        self.data = (
+            self.snapshot
+            if self.nbytes <= WHOLE
+            else memory(self.nbytes).from_address(self.pointer).raw
+        )
 
     def fire(self) -> None:
-        """The message ends: its links are free, and the receiver gets the bytes if it has posted its receive."""
+        """The message ends: its links are free, and the receiver gets the bytes if it has
+        posted its receive.
+        """
         if self.hops:
             self.world.links.free(self.hops[-1])
         rank = self.rank
@@ -215,13 +274,18 @@ class SendWork(MessageWork):
             rank.unwaited.add(self)
 
     def deliver(self, receive: RecvWork) -> None:
-        """Give the bytes to the receive and record the message, both sides in one row (see record/events.py).
+        """Give the bytes to the receive and record the message, both sides in one row (see
+        record/events.py).
 
-        They lie in the receiver's tensor once it waits for them, as on gloo: whoever forgets the wait() must not get them.
+        They lie in the receiver's tensor once it waits for them, as on gloo: whoever forgets the
+        wait() must not get them.
         """
         receive.data, self.data = self.data, None
         world = self.world
-        shape, dtype = _shapes.get(self.shape) or plain_shape(self.shape), _dtypes.get(self.dtype) or dtype_name(self.dtype)
+        shape, dtype = (
+            _shapes.get(self.shape) or plain_shape(self.shape),
+            _dtypes.get(self.dtype) or dtype_name(self.dtype),
+        )
         world.events.append((  # the fields of a MessageRow
             self.rank.number, self.peer, self.tag, self.nbytes, self.started, world.now, self.event_group, self.seq, shape, dtype,
             self.payload, self.where, self.posted, receive.where, receive.posted,
@@ -241,19 +305,30 @@ class SendWork(MessageWork):
 
 
 class UnmatchedMessages:
-    """The sends and receives of a run that have not been matched yet, in the order in which they were posted."""
+    """The sends and receives of a run that have not been matched yet, in the order in which
+    they were posted.
+    """
 
     def __init__(self) -> None:
         self.number = 0  # of the send or receive that was posted last
-        # by group, then by (tag * size + src) * size + dst: the number of matched messages, then the unmatched sends or receives
+        # by group, then by (tag * size + src) * size + dst: the number of matched messages, then
+        # the unmatched sends or receives
         self.channels: dict[str, dict[int, list]] = {}
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  # by (group, dst, tag)
 
     def rows(self) -> list[Row]:
         """Their events, as if they ended now."""
         channels = [channel for group in self.channels.values() for channel in group.values()]
-        rows = [work.row(channel[0] + i) for channel in channels for i, work in enumerate(channel[1:], start=1)]
-        return rows + [work.row(i) for works in self.from_anyone.values() for i, work in enumerate(works, start=1)]
+        rows = [
+            work.row(channel[0] + i)
+            for channel in channels
+            for i, work in enumerate(channel[1:], start=1)
+        ]
+        return rows + [
+            work.row(i)
+            for works in self.from_anyone.values()
+            for i, work in enumerate(works, start=1)
+        ]
 
     def unwaited(self) -> list[MessageWork]:
         """Those for which nobody has waited."""
@@ -264,10 +339,14 @@ class UnmatchedMessages:
     def match(self, send: SendWork, channel: list, receive: RecvWork) -> None:
         """A send meets its receive. Raises MisuseError if they do not agree."""
         fit = send.nbytes == receive.nbytes and send.dtype == receive.dtype
-        fit = fit and (send.shape == receive.shape or long_dims(send.shape) == long_dims(receive.shape))
+        fit = fit and (
+            send.shape == receive.shape or long_dims(send.shape) == long_dims(receive.shape)
+        )
         if not fit or (send.within != receive.within and send.within and receive.within):
             # if the ranks' calls of a collective differ, that is the cause
-            error = send.world.call_checker.error() or MisuseError(f"{disagreement(send.call(), receive.call())}", receive.rank.number)
+            error = send.world.call_checker.error() or MisuseError(
+                f"{disagreement(send.call(), receive.call())}", receive.rank.number
+            )
             send.world.fail(error, receive.rank)
             raise error
         send.seq = channel[0] = channel[0] + 1
@@ -276,9 +355,20 @@ class UnmatchedMessages:
 
 
 class PointToPointGroup(torch_private.PythonGroup):
-    """The half of a process group that sends and receives. `member` is the rank whose view of the group it is."""
+    """The half of a process group that sends and receives.
 
-    def __init__(self, world: World, unmatched: UnmatchedMessages, member: VirtualRank, label: str, ranks: list[int], payload_bytes: int):
+    `member` is the rank whose view of the group it is.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        unmatched: UnmatchedMessages,
+        member: VirtualRank,
+        label: str,
+        ranks: list[int],
+        payload_bytes: int,
+    ):
         super().__init__(ranks.index(member.number), len(ranks))  # type: ignore[call-arg]
         self.world = world
         self.unmatched = unmatched
@@ -290,8 +380,9 @@ class PointToPointGroup(torch_private.PythonGroup):
         self.count = len(ranks)
         self.payload_bytes = payload_bytes
         self.eager = world.network.eager or -1
-        # The collective of the last message and what follows from it, as most collectives post many messages. Not computed before the
-        # first message, because torch may set the group's description later.
+        # The collective of the last message and what follows from it, as most collectives post many
+        # messages. Not computed before the first message, because torch may set the group's
+        # description later.
         self.collective: object = NO_MESSAGE_YET
         self.within: tuple[str, tuple[int, ...]] | None
         self.event_group: EventGroup
@@ -325,8 +416,14 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.shape = tensor.shape
         work.dtype = tensor.dtype
         work.pointer = pointer = tensor.data_ptr()
-        work.snapshot = memory(nbytes).from_address(pointer).raw if nbytes <= WHOLE else snapshot(pointer, nbytes)
-        work.payload = tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
+        work.snapshot = (
+            memory(nbytes).from_address(pointer).raw
+            if nbytes <= WHOLE
+            else snapshot(pointer, nbytes)
+        )
+        work.payload = (
+            tensor.detach().reshape(-1).tolist() if nbytes <= self.payload_bytes else None
+        )
         work.receive = None
         latency, bandwidth, work.hops = world.route(rank.number, peer)
         work.duration = latency + nbytes / bandwidth
@@ -338,8 +435,11 @@ class PointToPointGroup(torch_private.PythonGroup):
         if channel is None:
             channel = self.channels[key] = [0]
         receive = channel[1] if len(channel) > 1 and channel[1].kind == "recv" else None
-        anyone = unmatched.from_anyone.get((self.label, peer, tag)) if unmatched.from_anyone else None
-        if anyone and (receive is None or anyone[0].number < receive.number):  # of two receives, the one that was posted first
+        anyone = (
+            unmatched.from_anyone.get((self.label, peer, tag)) if unmatched.from_anyone else None
+        )
+        # of two receives, the one that was posted first
+        if anyone and (receive is None or anyone[0].number < receive.number):
             unmatched.match(work, channel, anyone.pop(0))
         elif receive is not None:
             unmatched.match(work, channel, channel.pop(1))
@@ -353,7 +453,9 @@ class PointToPointGroup(torch_private.PythonGroup):
     def _set_collective(self, collective: Collective | None) -> None:
         self.collective = collective
         self.within = collective_terms(collective)
-        self.event_group = self.world.event_groups.of(self.label, self.ranks, torch_private.mesh_axis(self), collective)
+        self.event_group = self.world.event_groups.of(
+            self.label, self.ranks, torch_private.mesh_axis(self), collective
+        )
 
     def forget_messages_with(self, rank: int) -> None:
         """Messages from or to that rank that have not met their other side never will."""
@@ -361,7 +463,11 @@ class PointToPointGroup(torch_private.PythonGroup):
         for key in [key for key in self.channels if rank in (key // size % size, key % size)]:
             del self.channels[key]
         anyone = self.unmatched.from_anyone
-        for where in [(label, receiver, tag) for label, receiver, tag in anyone if (label, receiver) == (self.label, rank)]:
+        for where in [
+            (label, receiver, tag)
+            for label, receiver, tag in anyone
+            if (label, receiver) == (self.label, rank)
+        ]:
             del anyone[where]
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> RecvWork:
@@ -385,7 +491,8 @@ class PointToPointGroup(torch_private.PythonGroup):
         work.done = work.waited = False
         work.data = None
         work.where = where_from(sys._getframe(2))
-        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():  # torch passes complex tensors as pairs of real numbers
+        # torch passes complex tensors as pairs of real numbers
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             refuse(not_on_cpu(tensor, "recv") or unfit(tensor, "recv"), rank, work.where)
         work.group = self
         work.tensor = tensor
@@ -426,15 +533,24 @@ class PointToPointGroup(torch_private.PythonGroup):
     def _channel_of_oldest_send(self, tag: int) -> list | None:
         """The channel with the unmatched send to this rank that was posted first, from any rank."""
         size = self.world.size
-        channels = (self.channels.get((tag * size + src) * size + self.member.number) for src in self.ranks)
-        waiting = [channel for channel in channels if channel is not None and len(channel) > 1 and channel[1].kind == "send"]
+        channels = (
+            self.channels.get((tag * size + src) * size + self.member.number) for src in self.ranks
+        )
+        waiting = [
+            channel
+            for channel in channels
+            if channel is not None and len(channel) > 1 and channel[1].kind == "send"
+        ]
         return min(waiting, key=lambda channel: channel[1].number, default=None)
 
 
 def not_on_cpu(tensor: torch.Tensor, kind: str) -> str | None:
     if tensor.is_cpu:
         return None
-    return f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave out the device, or use backend='nccl'"
+    return (
+        f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave "
+        "out the device, or use backend='nccl'"
+    )
 
 
 def refuse(problem: str | None, rank: VirtualRank, where: str) -> None:

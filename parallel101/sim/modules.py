@@ -1,9 +1,11 @@
-"""The modules that a program imports from its own files: each virtual rank has its own copies, and so its own globals in them.
+"""The modules that a program imports from its own files: each virtual rank has its own copies, and
+so its own globals in them.
 
     rank 0: import parallel_state ──▶ a module of rank 0 ─┐   sys.modules holds those of the rank that runs; a switch
     rank 1: import parallel_state ──▶ a module of rank 1 ─┘   exchanges them
 
-Shared are modules that were loaded before the run, the standard library, everything in site-packages, and modules in machine code.
+Shared are modules that were loaded before the run, the standard library, everything in
+site-packages, and modules in machine code.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from types import ModuleType
 from typing import Any
 
 MAIN = "__main__"
-importing: Any = _bootstrap  # a module is locked by its name while it is imported, and a rank may communicate meanwhile
+# a module is locked by its name while it is imported, and a rank may communicate meanwhile
+importing: Any = _bootstrap
 
 
 class RankModules:
-    """The modules of each rank; rank 0's are in use first. It is in `sys.meta_path` during the run, to see what is imported.
+    """The modules of each rank; rank 0's are in use first.
 
-    Until a rank imports a module of the program (`in_use`) or replaces `__main__`, there is nothing to switch.
+    It is in `sys.meta_path` during the run, to see what is imported.
+
+    Until a rank imports a module of the program (`in_use`) or replaces `__main__`, there is nothing
+    to switch.
     """
 
     def __init__(self, size: int):
@@ -32,11 +38,16 @@ class RankModules:
         self.main = sys.modules[MAIN]
         self.names = {MAIN}
         self.own: list[dict[str, ModuleType]] = [{MAIN: self.main} for _ in range(size)]
-        self.import_locks: list[dict[str, Any]] = [importing._module_locks, *({} for _ in range(size - 1))]
+        self.import_locks: list[dict[str, Any]] = [
+            importing._module_locks,
+            *({} for _ in range(size - 1)),
+        ]
         self.in_use = False
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """What Python calls to import a module that is not in sys.modules."""
         for finder in [finder for finder in sys.meta_path if finder is not self]:
             spec = finder.find_spec(name, path, target)
@@ -67,11 +78,25 @@ class RankModules:
 
 
 def in_library(spec: ModuleSpec) -> bool:
-    """Whether a module belongs to Python or to an installed package, or is machine code, which Python cannot load twice."""
+    """Whether a module belongs to Python or to an installed package, or is machine code, which
+    Python cannot load twice.
+    """
     if spec.origin in ("built-in", "frozen") or isinstance(spec.loader, ExtensionFileLoader):
         return True
-    places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
-    return any("site-packages" in place or "dist-packages" in place or place.startswith(LIBRARIES) for place in places)
+    places = (
+        [spec.origin]
+        if spec.has_location and spec.origin
+        else list(spec.submodule_search_locations or ())
+    )
+    return any(
+        "site-packages" in place or "dist-packages" in place or place.startswith(LIBRARIES)
+        for place in places
+    )
 
 
-LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()})
+LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+    }
+)

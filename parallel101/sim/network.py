@@ -1,11 +1,13 @@
-"""The network between virtual ranks: how long a message takes, which links it occupies, and in which order messages get those links.
+"""The network between virtual ranks: how long a message takes, which links it occupies, and in
+which order messages get those links.
 
     switch     rank ──link out──▶ ( switch ) ──link in──▶ rank          each link carries one message at a time
     ring       rank ──link──▶ rank ──link──▶ rank                       a torus has such a ring along every axis
     two level  rank ──▶ ( node ) ──slow link──▶ ( switch ) ──slow link──▶ ( node ) ──▶ rank
 
-Once a message has its links, it takes latency + bytes / bandwidth. Messages that need the same link take turns, first come first served.
-This file has only the times; messages.py moves the bytes. torch's own collectives do not use the links: their times are in collectives.py.
+Once a message has its links, it takes latency + bytes / bandwidth. Messages that need the same link
+take turns, first come first served. This file has only the times; messages.py moves the bytes.
+torch's own collectives do not use the links: their times are in collectives.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Route(NamedTuple):
 
     latency: float  # seconds
     bandwidth: float  # bytes per second
-    hops: tuple[tuple[int, ...], ...]  # one after the other; the links of one hop are taken together. Empty: a message to oneself
+    # one after the other; the links of one hop are taken together. Empty: a message to oneself
+    hops: tuple[tuple[int, ...], ...]
 
 
 Router = Callable[[int, int], Route]
@@ -51,15 +54,19 @@ class Switch:
 
 @dataclass(frozen=True)
 class Torus:
-    """Ranks on a grid whose axes are closed to rings; the last axis runs fastest. A ring is a torus with one axis.
+    """Ranks on a grid whose axes are closed to rings; the last axis runs fastest.
 
-    A message travels along the first axis until its coordinate is right, then along the second, and so on (dimension-ordered routing,
-    Dally and Seitz 1987). If links go both ways, it takes the shorter way round. If both ways are equally long, a source with an even
-    coordinate goes up and one with an odd coordinate goes down. So both directions carry half.
+    A ring is a torus with one axis.
 
-    A message gets its links one after the other: its head asks for the next link as soon as it has one, and does not wait for its tail
-    (virtual cut-through, Kermani and Kleinrock 1979). It holds each link for latency + bytes / bandwidth. So a message that meets no other
-    takes latency + bytes / bandwidth, however far it goes.
+    A message travels along the first axis until its coordinate is right, then along the second, and
+    so on (dimension-ordered routing, Dally and Seitz 1987). If links go both ways, it takes the
+    shorter way round. If both ways are equally long, a source with an even coordinate goes up and
+    one with an odd coordinate goes down. So both directions carry half.
+
+    A message gets its links one after the other: its head asks for the next link as soon as it has
+    one, and does not wait for its tail (virtual cut-through, Kermani and Kleinrock 1979). It holds
+    each link for latency + bytes / bandwidth. So a message that meets no other takes latency +
+    bytes / bandwidth, however far it goes.
     """
 
     shape: tuple[int, ...] | None  # ranks along each axis; None: one ring of all ranks
@@ -69,7 +76,8 @@ class Torus:
         shape = self.shape or (world_size,)
         if math.prod(shape) != world_size:
             raise ValueError(
-                f"a torus of shape {shape} has {math.prod(shape)} ranks, but this run has {world_size}. Change the shape or world_size"
+                f"a torus of shape {shape} has {math.prod(shape)} ranks, but this run has "
+                f"{world_size}. Change the shape or world_size"
             )
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
@@ -91,10 +99,13 @@ class Torus:
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """Nodes of `ranks_per_node` ranks. Each node has a fast switch inside, and one outgoing and one incoming link to the other nodes.
+    """Nodes of `ranks_per_node` ranks.
 
-    The network's own latency and bandwidth are those between nodes; all ranks of a node share that link. A message to another node does
-    not occupy the rank's links inside its node. If `ranks_per_node` does not divide the world size, the last node is smaller.
+    Each node has a fast switch inside, and one outgoing and one incoming link to the other nodes.
+
+    The network's own latency and bandwidth are those between nodes; all ranks of a node share that
+    link. A message to another node does not occupy the rank's links inside its node. If
+    `ranks_per_node` does not divide the world size, the last node is smaller.
     """
 
     ranks_per_node: int
@@ -106,7 +117,9 @@ class TwoLevel:
             a, b = src // self.ranks_per_node, dst // self.ranks_per_node
             if a == b:
                 return Route(self.inside_latency, self.inside_bandwidth, ((src, world_size + dst),))
-            return Route(network.latency, network.bandwidth, ((2 * world_size + a, 3 * world_size + b),))
+            return Route(
+                network.latency, network.bandwidth, ((2 * world_size + a, 3 * world_size + b),)
+            )
 
         return route
 
@@ -115,14 +128,14 @@ class TwoLevel:
 class Network:
     """The network of a run on the sim backend.
 
-    Args:
-        latency: seconds that a message takes in addition to bytes / bandwidth.
-        bandwidth: bytes per second of a link; with `math.inf`, bytes take no time.
-        eager: messages of at most this many bytes start before their receive is posted; with 0 none does, as on gloo.
-        topology: `Switch()`, or what `Network.ring`, `Network.torus` and `Network.two_level` put here.
+    Args: latency: seconds that a message takes in addition to bytes / bandwidth. bandwidth: bytes
+        per second of a link; with `math.inf`, bytes take no time. eager: messages of at most this
+        many bytes start before their receive is posted; with 0 none does, as on gloo. topology:
+        `Switch()`, or what `Network.ring`, `Network.torus` and `Network.two_level` put here.
 
-    The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With `Network(latency=1.0, bandwidth=math.inf)` a run's
-    makespan is its number of steps. With `Network(latency=0.0, bandwidth=1.0)` it is the number of bytes on the critical path.
+    The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With
+    `Network(latency=1.0, bandwidth=math.inf)` a run's makespan is its number of steps. With
+    `Network(latency=0.0, bandwidth=1.0)` it is the number of bytes on the critical path.
     """
 
     latency: float = 5e-6
@@ -135,27 +148,54 @@ class Network:
         _check_bandwidth("bandwidth", self.bandwidth)
         if not _is_number(self.eager) or not self.eager >= 0:
             raise ValueError(
-                f"eager must be a size in bytes, 0 or more: messages up to it do not wait for their receive; got {self.eager!r}"
+                "eager must be a size in bytes, 0 or more: messages up to it do not wait for "
+                f"their receive; got {self.eager!r}"
             )
         topology: object = self.topology
         if isinstance(topology, Network) or not hasattr(topology, "router"):
             raise ValueError(
                 "topology must be a topology; got "
-                f"{self.topology!r}. For other networks call Network.ring(…), Network.torus(…) or Network.two_level(…)"
+                f"{self.topology!r}. For other networks call Network.ring(…), Network.torus(…) "
+                "or Network.two_level(…)"
             )
 
     @classmethod
-    def ring(cls, *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0) -> Network:
-        """Every rank has a link to its right neighbour and, if `bidirectional`, one to its left neighbour too."""
+    def ring(
+        cls,
+        *,
+        bidirectional: bool = True,
+        latency: float = 5e-6,
+        bandwidth: float = 50e9,
+        eager: float = 0,
+    ) -> Network:
+        """Every rank has a link to its right neighbour and, if `bidirectional`, one to its left
+        neighbour too.
+        """
         return cls(latency, bandwidth, eager, Torus(None, _checked_flag(bidirectional)))
 
     @classmethod
     def torus(
-        cls, shape: Sequence[int], *, bidirectional: bool = True, latency: float = 5e-6, bandwidth: float = 50e9, eager: float = 0
+        cls,
+        shape: Sequence[int],
+        *,
+        bidirectional: bool = True,
+        latency: float = 5e-6,
+        bandwidth: float = 50e9,
+        eager: float = 0,
     ) -> Network:
-        """A ring along each axis of `shape`. Its product is the world size; the last axis runs fastest, as in a DeviceMesh."""
-        if not isinstance(shape, Sequence) or not shape or not all(type(n) is int and n >= 1 for n in shape):
-            raise ValueError(f"shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); got {shape!r}")
+        """A ring along each axis of `shape`.
+
+        Its product is the world size; the last axis runs fastest, as in a DeviceMesh.
+        """
+        if (
+            not isinstance(shape, Sequence)
+            or not shape
+            or not all(type(n) is int and n >= 1 for n in shape)
+        ):
+            raise ValueError(
+                "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, "
+                f"4); got {shape!r}"
+            )
         return cls(latency, bandwidth, eager, Torus(tuple(shape), _checked_flag(bidirectional)))
 
     @classmethod
@@ -169,16 +209,24 @@ class Network:
         inside_bandwidth: float = 450e9,
         eager: float = 0,
     ) -> Network:
-        """Nodes of `ranks_per_node` ranks. `latency` and `bandwidth` are those between nodes, shared by all ranks of a node.
-        `inside_latency` and `inside_bandwidth` are those inside a node, by default about NVLink's 450 GB/s each way."""
+        """Nodes of `ranks_per_node` ranks.
+
+        `latency` and `bandwidth` are those between nodes, shared by all ranks of a node.
+        `inside_latency` and `inside_bandwidth` are those inside a node, by default about NVLink's
+        450 GB/s each way."""
         if type(ranks_per_node) is not int or ranks_per_node < 1:
             raise ValueError(f"ranks_per_node must be an int of 1 or more; got {ranks_per_node!r}")
         _check_latency("inside_latency", inside_latency)
         _check_bandwidth("inside_bandwidth", inside_bandwidth)
-        return cls(latency, bandwidth, eager, TwoLevel(ranks_per_node, inside_latency, inside_bandwidth))
+        return cls(
+            latency, bandwidth, eager, TwoLevel(ranks_per_node, inside_latency, inside_bandwidth)
+        )
 
     def router(self, world_size: int) -> Router:
-        """The route between any two of `world_size` ranks. Raises ValueError if the topology needs another number of ranks."""
+        """The route between any two of `world_size` ranks.
+
+        Raises ValueError if the topology needs another number of ranks.
+        """
         between = self.topology.router(self, world_size)
 
         @functools.lru_cache(maxsize=1 << 16)
@@ -205,14 +253,19 @@ def _check_latency(name: str, value: float) -> None:
 
 def _check_bandwidth(name: str, value: float) -> None:
     if not _is_number(value) or not value > 0:
-        raise ValueError(f"{name} must be in bytes per second, more than 0 (with math.inf, bytes take no time); got {value!r}")
+        raise ValueError(
+            f"{name} must be in bytes per second, more than 0 (with math.inf, bytes take no "
+            f"time); got {value!r}"
+        )
 
 
 # ── Arbitration: first come, first served, and never two messages on one link
 
 
 class TimedEvent(Protocol):
-    """Something that happens at a scheduled time: the end of a message or of a collective, or a rank's clock reaching its time."""
+    """Something that happens at a scheduled time: the end of a message or of a collective, or a
+    rank's clock reaching its time.
+    """
 
     def fire(self) -> None: ...
 
@@ -226,7 +279,8 @@ class Transfer(TimedEvent, Protocol):
     def start(self, now: float) -> None: ...
 
 
-# (time of the request, sender's order, sender, unique number, message, hop, the link at which it queued before or -1)
+# (time of the request, sender's order, sender, unique number, message, hop, the link at which it
+# queued before or -1)
 Request = tuple[float, int, int, int, Transfer, int, int]
 
 
@@ -239,7 +293,8 @@ class Links:
         self.freed: list[int] = []
         self.busy: set[int] = set()
         self.queues: dict[int, list[Request]] = {}
-        self.held: list[tuple[float, float, tuple[int, ...]]] | None = None  # (from, to, links), kept while time may go back
+        # (from, to, links), kept while time may go back
+        self.held: list[tuple[float, float, tuple[int, ...]]] | None = None
 
     def request(self, now: float, order: int, sender: int, number: int, message: Transfer) -> None:
         """A message is ready to start: it asks for the links of its first hop."""
@@ -247,7 +302,11 @@ class Links:
 
     def waiting(self) -> list[Transfer]:
         """The messages that do not have all of their links yet."""
-        return [request[4] for requests in (self.requests, *self.queues.values()) for request in requests]
+        return [
+            request[4]
+            for requests in (self.requests, *self.queues.values())
+            for request in requests
+        ]
 
     def free(self, hop: tuple[int, ...]) -> None:
         """A message has left the links of a hop."""
@@ -257,7 +316,10 @@ class Links:
                 self.freed.append(link)
 
     def arbitrate(self, now: float) -> None:
-        """Give the free links to messages, in order. A message that got the links of a hop asks for those of the next hop at once."""
+        """Give the free links to messages, in order.
+
+        A message that got the links of a hop asks for those of the next hop at once.
+        """
         waiting, self.requests = self.requests, []
         freed, self.freed = self.freed, []
         waiting.sort(reverse=True)
@@ -267,7 +329,9 @@ class Links:
         heapify(more)
         busy = self.busy
         while waiting or more:
-            request = heappop(more) if more and (not waiting or more[0] < waiting[-1]) else waiting.pop()
+            request = (
+                heappop(more) if more and (not waiting or more[0] < waiting[-1]) else waiting.pop()
+            )
             _, order, sender, number, message, place, queued_at = request
             hops = message.hops
             hop = hops[place] if hops else ()
@@ -275,7 +339,8 @@ class Links:
                 if link in busy:
                     heappush(self.queues.setdefault(link, []), (*request[:6], link))
                     if queued_at >= 0 and queued_at not in busy:
-                        self._take_from_queue(queued_at, more)  # it could not use that link, so the next in the queue may
+                        # it could not use that link, so the next in the queue may
+                        self._take_from_queue(queued_at, more)
                     break
             else:
                 busy.update(hop)
@@ -290,7 +355,9 @@ class Links:
                     heappush(more, (now, order, sender, number, message, place + 1, -1))
 
     def go_back(self, now: float, before: float) -> None:
-        """Time goes back to `now`: what held links between then and `before` will hold them again."""
+        """Time goes back to `now`: what held links between then and `before` will hold them
+        again.
+        """
         for start, end, hop in self.held or ():
             if now < end <= before:
                 if start <= now:

@@ -14,7 +14,9 @@ from typing import Any
 
 from parallel101.sim.network import Network
 
-EXAMPLE = "expected, for example, latency=1e-6,bandwidth=1e9, or ring, torus=4x4 or two_level=8 in front"
+EXAMPLE = (
+    "expected, for example, latency=1e-6,bandwidth=1e9, or ring, torus=4x4 or two_level=8 in front"
+)
 
 
 def parse_network(text: str) -> Network:
@@ -29,22 +31,35 @@ def parse_network(text: str) -> Network:
         if place == 0 and name in TOPOLOGIES:
             kind, first = name, TOPOLOGIES[name][1]
             if bool(equals) != (first is not None):
-                raise ValueError(f"the network {text!r} needs {name}{f'={first}' if first else ' without a value'}; {EXAMPLE}")
+                raise ValueError(
+                    f"the network {text!r} needs "
+                    f"{name}{f'={first}' if first else ' without a value'}; {EXAMPLE}"
+                )
             if first:
                 options.update(_shape(name, value, text))
         elif not equals:
-            raise ValueError(f"the network {text!r} has {part!r}, which is neither a topology in front nor name=value; {EXAMPLE}")
+            raise ValueError(
+                f"the network {text!r} has {part!r}, which is neither a topology in front nor "
+                f"name=value; {EXAMPLE}"
+            )
         else:
             options[name] = _value(name, value, text)
     make = TOPOLOGIES[kind][0]
-    known = [name for name in inspect.signature(make).parameters if name not in ("topology", "shape", "ranks_per_node")]
+    known = [
+        name
+        for name in inspect.signature(make).parameters
+        if name not in ("topology", "shape", "ranks_per_node")
+    ]
     for name in options:
         if name not in (*known, "shape", "ranks_per_node"):
-            raise ValueError(f"the network {text!r} has no {name!r}; a {kind} takes {', '.join(known)}")
+            raise ValueError(
+                f"the network {text!r} has no {name!r}; a {kind} takes {', '.join(known)}"
+            )
     return make(**options)
 
 
-TOPOLOGIES: dict[str, tuple[Callable[..., Network], str | None]] = {  # how it is made, and what stands after its "="
+# how it is made, and what stands after its "="
+TOPOLOGIES: dict[str, tuple[Callable[..., Network], str | None]] = {
     "switch": (Network, None),
     "ring": (Network.ring, None),
     "torus": (Network.torus, "4x4"),
@@ -56,11 +71,17 @@ def _shape(kind: str, value: str, text: str) -> dict[str, Any]:
     try:
         lengths = tuple(int(length) for length in value.split("x"))
     except ValueError:
-        raise ValueError(f"the network {text!r} has {kind}={value}; expected whole numbers, as in {kind}={TOPOLOGIES[kind][1]}") from None
+        raise ValueError(
+            f"the network {text!r} has {kind}={value}; expected whole numbers, as in "
+            f"{kind}={TOPOLOGIES[kind][1]}"
+        ) from None
     if kind == "torus":
         return {"shape": lengths}
     if len(lengths) != 1:
-        raise ValueError(f"the network {text!r} has {kind}={value}; expected the number of ranks on a node, as in {kind}=8")
+        raise ValueError(
+            f"the network {text!r} has {kind}={value}; expected the number of ranks on a node, "
+            f"as in {kind}=8"
+        )
     return {"ranks_per_node": lengths[0]}
 
 
@@ -72,4 +93,6 @@ def _value(name: str, value: str, text: str) -> Any:
     try:
         return float(value)
     except ValueError:
-        raise ValueError(f"the network {text!r} has {name}={value}; expected a number, such as {name}=1e-6") from None
+        raise ValueError(
+            f"the network {text!r} has {name}={value}; expected a number, such as {name}=1e-6"
+        ) from None

@@ -1,7 +1,8 @@
-"""What a process has to itself: each virtual rank has its own, although all of them live in one process.
+"""What a process has to itself: each virtual rank has its own, although all of them live in one
+process.
 
-Only one rank runs at a time. So whenever the turn passes from one rank to another, what belongs to the first is put away, and what belongs
-to the second is put in its place:
+Only one rank runs at a time. So whenever the turn passes from one rank to another, what belongs to
+the first is put away, and what belongs to the second is put in its place:
 
     rank 0 blocks ──▶ ProcessStates.switch(0, 1) ──▶ rank 1 runs
 
@@ -16,14 +17,18 @@ A thread has its own no_grad, autocast and default device anyway, and ranks are 
 
 Still shared by all ranks, unlike in processes:
 
-    - libraries: what a program assigns in a module of torch, NumPy or the standard library; classes and operators that it registers there;
-      the loggers that torch and other libraries had made before the run; `warnings` filters, signal handlers
-    - torch's switches for the whole process: use_deterministic_algorithms, set_num_threads, torch.backends.…
+    - libraries: what a program assigns in a module of torch, NumPy or the standard library; classes
+      and operators that it registers there; the loggers that torch and other libraries had made
+      before the run; `warnings` filters, signal handlers
+    - torch's switches for the whole process: use_deterministic_algorithms, set_num_threads,
+      torch.backends.…
     - torch's profiler: one rank may use it, and a second one at the same time gets a RuntimeError
-    - the working directory, sys.path, sys.argv, open files, and the environment that C code and child processes see
+    - the working directory, sys.path, sys.argv, open files, and the environment that C code and
+      child processes see
     - modules that were loaded before the run (see modules.py)
 
-The clock does not know torch's store: a rank that waits there for a key that another rank sets later blocks all ranks for ever.
+The clock does not know torch's store: a rank that waits there for a key that another rank sets
+later blocks all ranks for ever.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ from parallel101.sim.random_states import RandomStates
 
 
 class ProcessStates:
-    """The states of all ranks; rank 0's is active first. `restore()` brings back the process as it was before the run.
+    """The states of all ranks; rank 0's is active first.
+
+    `restore()` brings back the process as it was before the run.
 
     Args:
         worlds: each rank's state of torch.distributed.
@@ -62,8 +69,16 @@ class ProcessStates:
         self.outputs: list[tuple[Any, Any, Any]] = [self.output_before_run] * size
 
     def switcher(self) -> Callable[[int, int], None]:
-        """The function to call as switch(old, new) when rank `old` stops running and rank `new` runs. It takes a microsecond."""
-        worlds, random_states, modules, environs, outputs = self.worlds, self.random, self.modules, self.environs, self.outputs
+        """The function to call as switch(old, new) when rank `old` stops running and rank `new`
+        runs. It takes a microsecond.
+        """
+        worlds, random_states, modules, environs, outputs = (
+            self.worlds,
+            self.random,
+            self.modules,
+            self.environs,
+            self.outputs,
+        )
         use_logging = self.logging.switch
         environ: Any = os.environ
         loaded = sys.modules
@@ -84,12 +99,17 @@ class ProcessStates:
         return switch
 
     def use_profiler(self) -> None:
-        """A rank starts or stops torch's profiler. Two ranks that do so at the same time would crash the process."""
+        """A rank starts or stops torch's profiler.
+
+        Two ranks that do so at the same time would crash the process.
+        """
         rank = self.random.running
         if self.profiled not in (None, rank):
             raise RuntimeError(
-                f"rank {rank} uses torch's profiler while rank {self.profiled} does. torch has one profiler per process, and all ranks of "
-                "the sim backend are one process. Profile one rank (if dist.get_rank() == 0), or use backend='gloo'"
+                f"rank {rank} uses torch's profiler while rank {self.profiled} does. torch has "
+                "one profiler per process, and all ranks of "
+                "the sim backend are one process. Profile one rank (if dist.get_rank() == 0), "
+                "or use backend='gloo'"
             )
         self.profiled = rank
 

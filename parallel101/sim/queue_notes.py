@@ -1,4 +1,6 @@
-"""What a deadlock under NCCL's rules has to do with queues, in sentences: what waits behind what, and what never meets (see queues.py)."""
+"""What a deadlock under NCCL's rules has to do with queues, in sentences: what waits behind
+what, and what never meets (see queues.py).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from parallel101.sim.queues import Operation, Queue, QueuedCollective, Queues
 Note = tuple[str, str]  # a sentence, and "file:line" or ""
 
 ADVICE = (
-    "On NCCL, an operation starts only when everything before it in its queue has ended. Messages that must be in flight together belong "
+    "On NCCL, an operation starts only when everything before it in its queue has ended. "
+    "Messages that must be in flight together belong "
     "in one batch_isend_irecv"
 )
 MOST_BEHIND, MOST_APART = 5, 2  # notes of each sort: the error shows eight
@@ -29,7 +32,9 @@ def queue_notes(queues: Queues) -> list[Note]:
         for message in started.to_meet:
             if (found := _other_side_behind(queues, communicator, message)) is not None:
                 behind.append(_behind(found[0], found[1].operations[0]))
-            elif (other := _other_side_elsewhere(queues, communicator, started, message)) is not None:
+            elif (
+                other := _other_side_elsewhere(queues, communicator, started, message)
+            ) is not None:
                 apart.append(_apart(message, communicator == started.label, other))
         for collective in started.collectives:
             for rank in sorted(collective.absent()):
@@ -39,7 +44,9 @@ def queue_notes(queues: Queues) -> list[Note]:
                 if (same := _same_behind(theirs, collective)) is not None:
                     behind.append(_behind(same, theirs.operations[0]))
                 elif rank > collective.rank.number and not apart:
-                    apart += [_different(collective, other) for other in theirs.operations[0].collectives]
+                    apart += [
+                        _different(collective, other) for other in theirs.operations[0].collectives
+                    ]
     notes = [*sorted(set(behind))[:MOST_BEHIND], *dict.fromkeys(apart[:MOST_APART])]
     return [*notes, (ADVICE, "")] if behind else notes
 
@@ -48,8 +55,12 @@ def _not_started(queue: Queue) -> Iterator[Operation]:
     return (operation for operation in queue.operations if not operation.started)
 
 
-def _other_side_behind(queues: Queues, communicator: str, message: MessageWork) -> tuple[MessageWork, Queue] | None:
-    """The other side of a message, if it stands behind another operation of the same communicator."""
+def _other_side_behind(
+    queues: Queues, communicator: str, message: MessageWork
+) -> tuple[MessageWork, Queue] | None:
+    """The other side of a message, if it stands behind another operation of the same
+    communicator.
+    """
     queue = queues.of.get((communicator, message.peer or 0))
     if queue is not None:
         for operation in _not_started(queue):
@@ -59,7 +70,9 @@ def _other_side_behind(queues: Queues, communicator: str, message: MessageWork) 
     return None
 
 
-def _other_side_elsewhere(queues: Queues, communicator: str, started: Operation, message: MessageWork) -> MessageWork | None:
+def _other_side_elsewhere(
+    queues: Queues, communicator: str, started: Operation, message: MessageWork
+) -> MessageWork | None:
     """The other side of a message, if it is in another communicator of the same group."""
     for (name, rank), queue in queues.of.items():
         if rank == message.peer and name != communicator:
@@ -85,15 +98,21 @@ def _text(one: MessageWork | QueuedCollective) -> str:
 
 def _behind(one: MessageWork | QueuedCollective, started: Operation) -> Note:
     batch = ", which is in a batch" if len(started.messages) > 1 else ""
-    return f"rank {one.rank.number}'s {_text(one)} waits in the queue behind its {_text(started.first)}{batch}", one.where
+    return (
+        f"rank {one.rank.number}'s {_text(one)} waits in the queue behind its "
+        f"{_text(started.first)}{batch}",
+        one.where,
+    )
 
 
 def _apart(message: MessageWork, batched: bool, other: MessageWork) -> Note:
     this, that = ("in a batch", "outside a batch") if batched else ("outside a batch", "in a batch")
     ranks = ranks_text(sorted((message.rank.number, other.rank.number)))
     sentence = (
-        f"rank {message.rank.number}'s {_text(message)} is {this}, and rank {other.rank.number}'s {_text(other)} is {that}. On NCCL they "
-        f"use different communicators and never meet. Use batch_isend_irecv on both of {ranks}, or on neither"
+        f"rank {message.rank.number}'s {_text(message)} is {this}, and rank "
+        f"{other.rank.number}'s {_text(other)} is {that}. On NCCL they "
+        "use different communicators and never meet. Use batch_isend_irecv on both of "
+        f"{ranks}, or on neither"
     )
     return sentence, other.where
 

@@ -1,31 +1,41 @@
-"""rules="nccl": what a program may rely on with NCCL. Each rank has one queue per communicator, and operations leave it in order.
+"""rules="nccl": what a program may rely on with NCCL.
+
+Each rank has one queue per communicator, and operations leave it in order.
 
     rank 0's queue to rank 1       rank 1's queue to rank 0
     send to 1 ── starts            send to 0 ── starts            both wait for a receive that stands behind a send: a deadlock
     recv from 1  behind it         recv from 0  behind it         in one batch, all four start together: it runs
 
-The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, `guide` is the NCCL User Guide):
+The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp,
+`guide` is the NCCL User Guide):
 
-1. An operation starts when all that the rank put into the same queue before it has ended. torch runs each communicator on one stream
-   (NCCL.cpp, `ncclStreams_` in `initNCCLComm`, `collective` and `pointToPoint`); a stream runs its kernels in order (CUDA), and a send or
-   receive "is blocking for the GPU" (guide, "Point To Point Communication Functions"). It occupies the queue, not the rank.
-2. A group's collectives and its batches share the group's communicator; an isend or irecv outside a batch uses a communicator of the two
-   ranks. (NCCL.cpp, `pointToPoint`: key `getKeyFromDevice` if `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) This holds if
-   init_process_group gets no `device_id`, as in `launch`. With `device_id`, and in torch's newer backend (c10d/nccl2), messages outside a
-   batch use the group's queue as well: a batch is right everywhere.
-3. What is in one batch_isend_irecv starts together and ends together (NCCL.cpp, `startCoalescing` and `endCoalescing`; guide,
-   "Point-to-point communication": calls in a group "should never block each other"). So a wait for one message waits for all of the batch.
-4. Tags do not exist: two ranks' messages through one communicator meet in order. (NCCL.cpp, `send` and `recv` leave `tag` unused.)
+1. An operation starts when all that the rank put into the same queue before it has ended. torch
+   runs each communicator on one stream (NCCL.cpp, `ncclStreams_` in `initNCCLComm`, `collective`
+   and `pointToPoint`); a stream runs its kernels in order (CUDA), and a send or receive "is
+   blocking for the GPU" (guide, "Point To Point Communication Functions"). It occupies the queue,
+   not the rank.
+2. A group's collectives and its batches share the group's communicator; an isend or irecv outside a
+   batch uses a communicator of the two ranks. (NCCL.cpp, `pointToPoint`: key `getKeyFromDevice` if
+   `ncclActiveGroupCounter_ > 0`, else `getKeySendRecv`.) This holds if init_process_group gets no
+   `device_id`, as in `launch`. With `device_id`, and in torch's newer backend (c10d/nccl2),
+   messages outside a batch use the group's queue as well: a batch is right everywhere.
+3. What is in one batch_isend_irecv starts together and ends together (NCCL.cpp, `startCoalescing`
+   and `endCoalescing`; guide, "Point-to-point communication": calls in a group "should never block
+   each other"). So a wait for one message waits for all of the batch.
+4. Tags do not exist: two ranks' messages through one communicator meet in order. (NCCL.cpp, `send`
+   and `recv` leave `tag` unused.)
 5. A receive from any rank is refused. (NCCL.cpp, `recvAnysource` raises NotImplementedError.)
-6. Different collectives on the ranks of a group never meet: a hang, so a DeadlockError here. (Guide, "Collective Operations": not the
-   same call on every rank is "undefined behavior, including hangs, crashes, or data corruption". If only sizes, dtypes or roots differ,
-   NCCL may not hang. That is a MisuseError here, as under gloo's rules.)
-7. A send ends when it is received, unless it fits `Network(eager=…)`. (Guide, "Point-to-point communication": a call blocks until it
-   completes. NCCL promises no buffer.)
+6. Different collectives on the ranks of a group never meet: a hang, so a DeadlockError here.
+   (Guide, "Collective Operations": not the same call on every rank is "undefined behavior,
+   including hangs, crashes, or data corruption". If only sizes, dtypes or roots differ, NCCL may
+   not hang. That is a MisuseError here, as under gloo's rules.)
+7. A send ends when it is received, unless it fits `Network(eager=…)`. (Guide, "Point-to-point
+   communication": a call blocks until it completes. NCCL promises no buffer.)
 
-Not checked: if a batch is the first call of a group, torch wants all ranks of the group to take part (torch's docs, batch_isend_irecv).
-On GPUs work.wait() blocks the stream and not the CPU. Here it blocks the rank, so a run can't tell what the CPU would do meanwhile.
-What a deadlock's error says about queues is in queue_notes.py.
+Not checked: if a batch is the first call of a group, torch wants all ranks of the group to take
+part (torch's docs, batch_isend_irecv). On GPUs work.wait() blocks the stream and not the CPU. Here
+it blocks the rank, so a run can't tell what the CPU would do meanwhile. What a deadlock's error
+says about queues is in queue_notes.py.
 """
 
 from __future__ import annotations
@@ -50,7 +60,10 @@ from parallel101.sim.work import SimFuture, SimWork
 
 
 class Operation(SimWork):
-    """What a rank puts into a queue as one: a message, a batch of messages, or a collective. All of it starts together."""
+    """What a rank puts into a queue as one: a message, a batch of messages, or a collective.
+
+    All of it starts together.
+    """
 
     __slots__ = (
         *("collectives", "done", "future", "in_queue", "label", "messages"),
@@ -87,7 +100,10 @@ class Operation(SimWork):
             self.queue.next()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this rank until all of it has ended. Within torch's coalescing manager this does nothing: the batch starts at its end."""
+        """Block this rank until all of it has ended.
+
+        Within torch's coalescing manager this does nothing: the batch starts at its end.
+        """
         if self.in_queue:
             SimWork.wait(self, timeout)
             self.settle()
@@ -111,7 +127,10 @@ class Operation(SimWork):
         SimWork.finish(self)
 
     def settle(self) -> None:
-        """From now on the tensors of its messages are the program's own. Raises MisuseError if it has changed one that it sent."""
+        """From now on the tensors of its messages are the program's own.
+
+        Raises MisuseError if it has changed one that it sent.
+        """
         for message in self.messages:
             if message.tensor is not None:
                 message.settle()
@@ -119,11 +138,17 @@ class Operation(SimWork):
     def result(self) -> list[torch.Tensor]:
         return self.tensors
 
-    # ---- what the report of a deadlock needs: a rank waits for what the first operation of the queue waits for ----
+    # ---- what the report of a deadlock needs: a rank waits for what the first operation of the
+    # queue waits for ----
 
     def call(self) -> Call:
         first = self.queue.operations[0].first
-        return first.own_call() if isinstance(first, QueuedCollective) else first.call()._replace(tag=0)  # tags play no part
+        # tags play no part
+        return (
+            first.own_call()
+            if isinstance(first, QueuedCollective)
+            else first.call()._replace(tag=0)
+        )
 
     def missing(self) -> set[int]:
         operation = self.queue.operations[0]
@@ -132,12 +157,17 @@ class Operation(SimWork):
 
     @property
     def first(self) -> MessageWork | QueuedCollective:
-        """What to name it by: its first message that has not met its other side, if there is one."""
+        """What to name it by: its first message that has not met its other side, if there is
+        one.
+        """
         return (self.to_meet or self.messages or self.collectives)[0]
 
 
 class Queue:
-    """What one rank has put into one communicator and has not ended. The first operation has started, the others have not."""
+    """What one rank has put into one communicator and has not ended.
+
+    The first operation has started, the others have not.
+    """
 
     def __init__(self, run: Queues, communicator: str):
         self.run = run
@@ -159,7 +189,9 @@ class Queue:
 
 
 class Queues:
-    """All queues of a run, and the messages in them: a send and a receive meet when both have started."""
+    """All queues of a run, and the messages in them: a send and a receive meet when both have
+    started.
+    """
 
     def __init__(self, shared: SharedState):
         self.shared = shared
@@ -185,14 +217,21 @@ class Queues:
             collective.collective.join(collective)
 
     def channel(self, queue: Queue, message: MessageWork) -> list:
-        """The started messages of a communicator from one rank to another, as in messages.py, and without tags."""
+        """The started messages of a communicator from one rank to another, as in messages.py,
+        and without tags.
+        """
         src, dst = message.rank.number, cast(int, message.peer)
         if message.kind == "recv":
             src, dst = dst, src
-        return self.shared.unmatched.channels.setdefault(queue.communicator, {}).setdefault(src * self.world.size + dst, [0])
+        return self.shared.unmatched.channels.setdefault(queue.communicator, {}).setdefault(
+            src * self.world.size + dst, [0]
+        )
 
     def start_message(self, message: MessageWork, channel: list) -> None:
-        """A message's turn has come on one side. If the other side has started too, it asks for its links."""
+        """A message's turn has come on one side.
+
+        If the other side has started too, it asks for its links.
+        """
         eager = message.kind == "send" and message.nbytes <= self.eager
         if len(channel) == 1 or channel[1].kind == message.kind:
             channel.append(message)
@@ -200,7 +239,10 @@ class Queues:
                 self.met(message)
                 self.request(cast(SendWork, message))
             return
-        send, receive = cast("tuple[SendWork, RecvWork]", sorted((message, channel.pop(1)), key=lambda side: side.kind == "recv"))
+        send, receive = cast(
+            "tuple[SendWork, RecvWork]",
+            sorted((message, channel.pop(1)), key=lambda side: side.kind == "recv"),
+        )
         self.shared.unmatched.match(send, channel, receive)
         self.met(send)
         self.met(receive)
@@ -217,7 +259,9 @@ class Queues:
             operation.to_meet.remove(message)
 
     def request(self, send: SendWork) -> None:
-        self.world.links.request(self.world.now, send.order, send.rank.number, send.number, Transfer(self, send))
+        self.world.links.request(
+            self.world.now, send.order, send.rank.number, send.number, Transfer(self, send)
+        )
 
     def end(self, message: MessageWork) -> None:
         self.operation_of.pop(message).one_ended()
@@ -225,17 +269,22 @@ class Queues:
     def unfinished(self) -> list[Row]:
         """The events of everything that still stands behind other operations in a queue."""
         rows: list[Row] = []
-        numbers: dict[tuple[str, str, int, int | None], int] = {}  # of the last message with this communicator, kind, rank and peer
+        # of the last message with this communicator, kind, rank and peer
+        numbers: dict[tuple[str, str, int, int | None], int] = {}
         for queue in self.of.values():
             for operation in queue.operations:
                 for message in operation.messages:
                     channel = self.channel(queue, message)
                     key = queue.communicator, message.kind, message.rank.number, message.peer
-                    numbers[key] = numbers.get(key, channel[0]) + (not operation.started or message in channel)
+                    numbers[key] = numbers.get(key, channel[0]) + (
+                        not operation.started or message in channel
+                    )
                     if not operation.started:
                         rows.append(message.row(numbers[key]))
                 if not operation.started:
-                    rows += [collective.row(collective.posted) for collective in operation.collectives]
+                    rows += [
+                        collective.row(collective.posted) for collective in operation.collectives
+                    ]
         return rows
 
 
@@ -251,12 +300,20 @@ class QueuedState(SharedState):
 
     def unwaited(self) -> list[MessageWork]:
         queued = [operation for queue in self.queues.of.values() for operation in queue.operations]
-        behind = [message for operation in queued if not operation.started and operation.future is None for message in operation.messages]
+        behind = [
+            message
+            for operation in queued
+            if not operation.started and operation.future is None
+            for message in operation.messages
+        ]
         return super().unwaited() + behind
 
 
 class Transfer:
-    """A message on the links of the network: both sides have started it, or it is eager. When it ends, the queues move on."""
+    """A message on the links of the network: both sides have started it, or it is eager.
+
+    When it ends, the queues move on.
+    """
 
     __slots__ = ("duration", "hops", "queues", "send")
 
@@ -277,7 +334,9 @@ class Transfer:
 
 
 class QueuedCollective(CollectiveWork):
-    """One rank's call of a collective, which joins the others when its turn has come in the queue."""
+    """One rank's call of a collective, which joins the others when its turn has come in the
+    queue.
+    """
 
     operation: Operation
 
@@ -299,7 +358,9 @@ class QueuedCollective(CollectiveWork):
 
 
 class NothingMeets(dict):
-    """Channels for PointToPointGroup in which no send meets a receive: it makes the message, and then the message goes into a queue."""
+    """Channels for PointToPointGroup in which no send meets a receive: it makes the message,
+    and then the message goes into a queue.
+    """
 
     def get(self, key: object, default: object = None) -> list:
         return [0]
@@ -314,7 +375,8 @@ class QueuedGroup(SimGroup):
         self.channels = NothingMeets()
         self.eager = -1  # no message starts when it is made
         self.batch: Operation | None = None
-        self.batch_call: FrameType | None = None  # the call of batch_isend_irecv that fills it; None: torch's coalescing manager does
+        # the call of batch_isend_irecv that fills it; None: torch's coalescing manager does
+        self.batch_call: FrameType | None = None
         self.called: dict[str, int] = defaultdict(int)  # how many collectives of each kind
 
     def getBackendName(self) -> str:
@@ -330,7 +392,8 @@ class QueuedGroup(SimGroup):
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         raise RuntimeError(
-            f"rank {self.member.number} receives from any rank, and NCCL does not support that (recvAnysource): name the sender, as in "
+            f"rank {self.member.number} receives from any rank, and NCCL does not support that "
+            "(recvAnysource): name the sender, as in "
             "recv(tensor, src=…)"
         )
 
@@ -339,7 +402,9 @@ class QueuedGroup(SimGroup):
         batch = None if coalescing else torch_private.running_batch(sys._getframe(2))
         if batch is not None and batch.frame is not self.batch_call:
             self.batch, self.batch_call = Operation(self), batch.frame
-        elif batch is None and not coalescing:  # also after a batch that broke off with an exception
+        elif (
+            batch is None and not coalescing
+        ):  # also after a batch that broke off with an exception
             self.batch = self.batch_call = None
         if self.batch is None:
             operation = Operation(self)
@@ -356,11 +421,18 @@ class QueuedGroup(SimGroup):
     def _begin(self, kind: str, arguments: CollectiveArguments, *call: Any) -> CollectiveWork:
         if arguments.layout == "sparse":
             raise RuntimeError(
-                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does not support that (NCCL.cpp, allreduce_sparse: "
+                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does "
+                "not support that (NCCL.cpp, allreduce_sparse: "
                 "only in its experimental branch): pass x.to_dense()"
             )
         self.called[kind] += 1
-        work = QueuedCollective(self, self._collective_with((self.label, self.called[kind], kind)), kind, arguments, *call)
+        work = QueuedCollective(
+            self,
+            self._collective_with((self.label, self.called[kind], kind)),
+            kind,
+            arguments,
+            *call,
+        )
         coalescing = self.batch is not None and self.batch_call is None
         work.operation = self.batch if self.batch is not None and coalescing else Operation(self)
         work.operation.add_collective(work)

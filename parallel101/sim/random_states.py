@@ -1,7 +1,9 @@
-"""Random numbers of virtual ranks: each rank has its own torch, Python and NumPy generators, as if it were a process.
+"""Random numbers of virtual ranks: each rank has its own torch, Python and NumPy generators, as if
+it were a process.
 
-torch starts every rank from the default seed, as in a fresh process. Python and NumPy would seed a fresh process from the system. Here
-they are seeded with the rank's number instead: ranks differ, as processes do, and a run is the same every time.
+torch starts every rank from the default seed, as in a fresh process. Python and NumPy would seed a
+fresh process from the system. Here they are seeded with the rank's number instead: ranks differ, as
+processes do, and a run is the same every time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from parallel101.record import torch_private
 
 
 class RandomStates:
-    """The random states of all ranks; rank 0's are active first. `restore()` brings back the states from before the run.
+    """The random states of all ranks; rank 0's are active first.
+
+    `restore()` brings back the states from before the run.
 
     `torch.set_default_dtype` is switched too, as torch keeps one per process.
     """
@@ -28,17 +32,24 @@ class RandomStates:
         fresh = torch.Generator().get_state()
         torch.default_generator.set_state(fresh)
         self.torch, self.loaded = [fresh] * size, fresh
-        self.fingerprint = torch_private.generator_words()  # changes with every draw; get_state() would copy 5 kB at each switch
+        # changes with every draw; get_state() would copy 5 kB at each switch
+        self.fingerprint = torch_private.generator_words()
         self.last_fingerprint = self.fingerprint() if self.fingerprint else None
         self.dtype = [torch.get_default_dtype()] * size
         self.running = 0
-        self.replaced: list[tuple[ModuleType, dict[str, Any]]] = []  # modules, and the functions they had before
-        self._give_each_rank(random, random.random.__self__, [random.Random(rank) for rank in range(size)])  # type: ignore[attr-defined]
+        # modules, and the functions they had before
+        self.replaced: list[tuple[ModuleType, dict[str, Any]]] = []
+        generators = [random.Random(rank) for rank in range(size)]
+        own = random.random.__self__  # type: ignore[attr-defined]
+        self._give_each_rank(random, own, generators)
         self.mtrand: Any = None
-        if "numpy" in sys.modules:  # np.random is imported here, as a rank that imported it later would share one generator with all
+        # np.random is imported here, as a rank that imported it later would share one generator
+        # with all
+        if "numpy" in sys.modules:
             import numpy as np
 
-            self.mtrand = np.random.mtrand  # its `_rand` is the global generator: SciPy, scikit-learn and NumPy's own seed() use it
+            # its `_rand` is the global generator: SciPy, scikit-learn and NumPy's own seed() use it
+            self.mtrand = np.random.mtrand
             self.numpy = [np.random.RandomState(rank) for rank in range(size)]
             self._give_each_rank(np.random, self.mtrand._rand, self.numpy)
             self.replaced.append((self.mtrand, {"_rand": self.mtrand._rand}))
@@ -67,9 +78,15 @@ class RandomStates:
         for module, functions in self.replaced:
             vars(module).update(functions)
 
-    def _give_each_rank(self, module: ModuleType, hidden: object, generators: Sequence[object]) -> None:
-        """Replace the functions of `random` or `numpy.random`: they are methods of one hidden generator, and become the running rank's."""
-        functions = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is hidden}
+    def _give_each_rank(
+        self, module: ModuleType, hidden: object, generators: Sequence[object]
+    ) -> None:
+        """Replace the functions of `random` or `numpy.random`: they are methods of one hidden
+        generator, and become the running rank's.
+        """
+        functions = {
+            name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is hidden
+        }
         self.replaced.append((module, functions))
         vars(module).update({name: self._of_running_rank(name, generators) for name in functions})
 

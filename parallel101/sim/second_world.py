@@ -1,16 +1,20 @@
-"""`unrecorded()` on the sim: the ranks inside use a second world with a clock of its own, of which nothing is kept.
+"""`unrecorded()` on the sim: the ranks inside use a second world with a clock of its own, of which
+nothing is kept.
 
     the run's world      rank 0 ── send ──┐                              ┌── recv ──▶
     the second world                      └── messages, compute, spans ──┘
 
-Inside, each process group of the rank posts to its counterpart in the second world, whose network takes no time. Everything else is the
-same code: matching, NCCL's queues, checks. So a deadlock inside is found as any other, and nothing of the run has to be restored.
+Inside, each process group of the rank posts to its counterpart in the second world, whose network
+takes no time. Everything else is the same code: matching, NCCL's queues, checks. So a deadlock
+inside is found as any other, and nothing of the run has to be restored.
 
-The run's clock moves only when no rank of the second world can go on: then a rank that must still arrive waits for a message of the run.
-At the end each rank goes on at the time at which it entered, so the run's time may go back, and links are held again as they were. The
-times are then those of the same run without the block, with one exception. A rank that entered early sends over a link, and a message from
-before a late rank's block used that link afterwards: the late one would have waited for the early one, and has not. This takes links that
-several ranks share, as on a torus, eager messages, or ranks outside of the block that communicate with those inside it.
+The run's clock moves only when no rank of the second world can go on: then a rank that must still
+arrive waits for a message of the run. At the end each rank goes on at the time at which it entered,
+so the run's time may go back, and links are held again as they were. The times are then those of
+the same run without the block, with one exception. A rank that entered early sends over a link, and
+a message from before a late rank's block used that link afterwards: the late one would have waited
+for the early one, and has not. This takes links that several ranks share, as on a torus, eager
+messages, or ranks outside of the block that communicate with those inside it.
 """
 
 from __future__ import annotations
@@ -28,10 +32,15 @@ POSTS = ("send", "recv", "recv_anysource", "_collective", "_start_coalescing", "
 
 
 class SecondWorld(World):
-    """The world of the ranks that are in `unrecorded()`. They are the threads of the first world, which says whose turn it is."""
+    """The world of the ranks that are in `unrecorded()`.
+
+    They are the threads of the first world, which says whose turn it is.
+    """
 
     def __init__(self, first: World):
-        super().__init__(first.size, Network(latency=0.0, bandwidth=math.inf, eager=first.network.eager))
+        super().__init__(
+            first.size, Network(latency=0.0, bandwidth=math.inf, eager=first.network.eager)
+        )
         self.first = first
         self._pollers = first._pollers
 
@@ -60,27 +69,39 @@ class SecondGroups:
         self.shared = type(shared)(self.world, payload_bytes=0)
         self.counterparts: dict[SimGroup, SimGroup] = {}
         self.inside = 0  # how many ranks
-        self.leaving: list[tuple[float, int]] = []  # when they entered: the time, and the round at that time
+        # when they entered: the time, and the round at that time
+        self.leaving: list[tuple[float, int]] = []
         shared.world.second, shared.world.unrecorded = self.world, self.unrecorded
 
     def counterpart(self, group: SimGroup) -> SimGroup:
         if group not in self.counterparts:
             rank = self.world.ranks[group.member.number]
-            self.counterparts[group] = type(group)(self.shared, rank, group.label, group.ranks, group.torch_name)
+            self.counterparts[group] = type(group)(
+                self.shared, rank, group.label, group.ranks, group.torch_name
+            )
         return self.counterparts[group]
 
     @contextmanager
     def unrecorded(self, rank: VirtualRank) -> Iterator[None]:
-        """Inside, a rank of the run posts to the second world. At the end it goes on at the time at which it entered."""
+        """Inside, a rank of the run posts to the second world.
+
+        At the end it goes on at the time at which it entered.
+        """
         world, groups = rank.world, list(rank.groups)
         entered = rank.now(), world.round if rank.clock <= world.now else 0
         if not self.inside:
             world.keep_holds()
         self.inside += 1
-        own = [{name: vars(group).pop(name) for name in POSTS if name in vars(group)} for group in groups]  # see limits.py
+        # see limits.py
+        own = [
+            {name: vars(group).pop(name) for name in POSTS if name in vars(group)}
+            for group in groups
+        ]
         for group in groups:
             other = self.counterpart(group)
-            vars(group).update({name: getattr(other, name) for name in POSTS if hasattr(other, name)})
+            vars(group).update(
+                {name: getattr(other, name) for name in POSTS if hasattr(other, name)}
+            )
         record_into(self.world.ranks[rank.number], this_thread_only=True)
         try:
             yield
@@ -102,11 +123,15 @@ class SecondGroups:
 
 
 class _GoesOn:
-    """A rank goes on after the block at the time at which it entered, and after the ranks that entered in an earlier round at that time."""
+    """A rank goes on after the block at the time at which it entered, and after the ranks that
+    entered in an earlier round at that time.
+    """
 
     __slots__ = ("done", "entered", "leaving", "rank")
 
-    def __init__(self, rank: VirtualRank, entered: tuple[float, int], leaving: list[tuple[float, int]]):
+    def __init__(
+        self, rank: VirtualRank, entered: tuple[float, int], leaving: list[tuple[float, int]]
+    ):
         self.rank, self.entered, self.leaving, self.done = rank, entered, leaving, False
         leaving.append(entered)
 

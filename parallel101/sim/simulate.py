@@ -1,4 +1,5 @@
-"""backend="sim": runs a torch.distributed program on virtual ranks, in one process, on a virtual clock.
+"""backend="sim": runs a torch.distributed program on virtual ranks, in one process, on a virtual
+clock.
 
     clock.py            which rank runs, and what time it is
     network.py          how long a message takes, which links it occupies, and which message gets them first
@@ -11,9 +12,9 @@
     process_state.py    what each rank has to itself, as if it were a process, and what all share; with modules.py, random_states.py
                         and logging_states.py
 
-A message starts when its send and its receive are both posted and its links are free. It occupies them for latency + bytes / bandwidth.
-This file sets up the process for virtual ranks, and restores it afterwards. The process itself, and what ranks print, is in
-ranks/simworker.py.
+A message starts when its send and its receive are both posted and its links are free. It occupies
+them for latency + bytes / bandwidth. This file sets up the process for virtual ranks, and restores
+it afterwards. The process itself, and what ranks print, is in ranks/simworker.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: its functions take the default group at import as their default; a rank's group would suit no other rank
+
+# now: its functions take the default group at import as their default; a rank's group would suit no
+# other rank
+import torch.distributed.nn
 
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
@@ -56,9 +60,13 @@ class SimResult:
     results: list[Any]  # what each rank returned; None if it did not return
     events: list[Row]
     unfinished: list[Row]  # of a failed run: the events of what was posted and had not ended
-    unwaited: list[Call]  # sends and receives that the program never waited for; of a failed run, those whose works it has dropped
-    error: BaseException | None  # a DeadlockError, a MisuseError, or the exception of the rank that failed first in virtual time
-    failed_rank: int | None  # the rank that raised `error`; None for a DeadlockError or a MisuseError
+    # sends and receives that the program never waited for; of a failed run, those whose works it
+    # has dropped
+    unwaited: list[Call]
+    # a DeadlockError, a MisuseError, or the exception of the rank that failed first in virtual time
+    error: BaseException | None
+    # the rank that raised `error`; None for a DeadlockError or a MisuseError
+    failed_rank: int | None
 
 
 def simulate(
@@ -72,14 +80,16 @@ def simulate(
 ) -> SimResult:
     """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
 
-    Args:
-        rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors. All ranks are threads of this process
-            (one runs at a time). process_state.py says what each has to itself, and what they share.
+    Args: rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors.
+        All ranks are threads of this process
+            (one runs at a time). process_state.py says what each has to itself, and what they
+            share.
         world_size: how many virtual ranks.
         network: what lies between them; None: `Network()`.
         rules: what the program may rely on: "gloo" or "nccl" (see queues.py).
         payload_bytes: events keep the values of messages of up to this many bytes.
-        on_start: called with the run's state before it begins, so that another thread can look at it during the run.
+        on_start: called with the run's state before it begins, so that another thread can look at
+            it during the run.
 
     At the end, this process is as it was before.
     """
@@ -104,7 +114,9 @@ def simulate(
     store = dist.HashStore()
 
     def main(number: int) -> Any:
-        torch.set_num_threads(1)  # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one core
+        # OpenMP counts for each thread: without this, a rank's first layers start a pool on the one
+        # core
+        torch.set_num_threads(1)
         group = new_group(world.ranks[number], "world", range(world_size), "0")
         torch_worlds[number].add_default(group, "0", backend, store, world_size)
         try:
@@ -114,9 +126,14 @@ def simulate(
 
     if not hasattr(dist.Backend, backend.upper()):
         dist.Backend.register_backend(backend, _no_group, extended_api=True, devices=["cpu"])
-    stack, threads, collector = threading.stack_size(STACK_BYTES), torch.get_num_threads(), gc.get_threshold()
+    stack, threads, collector = (
+        threading.stack_size(STACK_BYTES),
+        torch.get_num_threads(),
+        gc.get_threshold(),
+    )
     torch.set_num_threads(1)  # hundreds of ranks with a thread pool each would be too many threads
-    gc.set_threshold(collector[0] * world_size, *collector[1:])  # as rarely as if each rank had its own process and collector
+    # as rarely as if each rank had its own process and collector
+    gc.set_threshold(collector[0] * world_size, *collector[1:])
     states = ProcessStates(torch_worlds)
     torch_private.name_groups_by_thread(True)
     try:
@@ -132,28 +149,45 @@ def simulate(
     error = world.failure
     unfinished = [] if error is None else shared.unfinished()
     both = (shared, second.shared)
-    unwaited = [call for of in both for call in ([work.call() for work in of.unwaited()] if error is None else of.dropped())]
+    unwaited = [
+        call
+        for of in both
+        for call in ([work.call() for work in of.unwaited()] if error is None else of.dropped())
+    ]
     of_one_rank = error is not None and not isinstance(error, DeadlockError | MisuseError)
-    return SimResult(results, world.events, unfinished, unwaited, error, (world.failed_rank or 0) if of_one_rank else None)
+    return SimResult(
+        results,
+        world.events,
+        unfinished,
+        unwaited,
+        error,
+        (world.failed_rank or 0) if of_one_rank else None,
+    )
 
 
 def _no_group(*_: Any) -> NoReturn:
     """What init_process_group calls. (dist.new_group asks the default group.)"""
-    raise RuntimeError("backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., backend='sim')")
+    raise RuntimeError(
+        "backend 'sim' cannot be used with init_process_group: call parallel101.launch(..., "
+        "backend='sim')"
+    )
 
 
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keep this thread, and the threads that it starts inside, on its present core, with batch scheduling (Linux only).
+    """Keep this thread, and the threads that it starts inside, on its present core, with batch
+    scheduling (Linux only).
 
-    Only one virtual rank runs at a time, and waking a thread on another core takes three times as long as on the same one.
+    Only one virtual rank runs at a time, and waking a thread on another core takes three times as
+    long as on the same one.
     """
     if sys.platform != "linux":
         yield
         return
     cores, policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
     try:
-        with contextlib.suppress(OSError, AttributeError):  # a container may forbid either; the run is only slower then
+        # a container may forbid either; the run is only slower then
+        with contextlib.suppress(OSError, AttributeError):
             here = ctypes.CDLL(None).sched_getcpu()
             if here in cores:
                 os.sched_setaffinity(0, {here})

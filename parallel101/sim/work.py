@@ -1,4 +1,5 @@
-"""What isend, irecv and async collectives return on the sim: a dist.Work whose wait() lets virtual time pass, and its torch future.
+"""What isend, irecv and async collectives return on the sim: a dist.Work whose wait() lets virtual
+time pass, and its torch future.
 
 A message's work is in messages.py, a collective's in group.py. This file has what they share.
 """
@@ -27,8 +28,9 @@ else:
 class SimWork(_Work):
     """A message or a collective as one rank sees it. Its subclasses set all of these attributes.
 
-    It passes for a dist.Work, but only a collective's is a C++ object, because C++ code may receive it. C++ takes longer to make one,
-    and to find its Python side at each use, than the sim needs for a whole message.
+    It passes for a dist.Work, but only a collective's is a C++ object, because C++ code may receive
+    it. C++ takes longer to make one, and to find its Python side at each use, than the sim needs
+    for a whole message.
     """
 
     __slots__ = ()
@@ -42,13 +44,18 @@ class SimWork(_Work):
         return dist.Work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this rank until the work is done, for up to `timeout` of virtual time. Raises RuntimeError if that is over."""
+        """Block this rank until the work is done, for up to `timeout` of virtual time.
+
+        Raises RuntimeError if that is over.
+        """
         if not self.done:
             self.world.wait(self.rank, self, own_limit(timeout))
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done. If a rank asks twice at the same virtual time, time moves to the next event."""
+        """Whether it is done. If a rank asks twice at the same virtual time, time moves to the
+        next event.
+        """
         if not self.done:
             self.world.poll(self.rank, self)
         return self.done
@@ -103,9 +110,11 @@ class SimWork(_Work):
 class SimFuture(torch.futures.Future):
     """The torch future of a work, or one that follows from it by `then`.
 
-    C++ code that waits for an unfinished future would wait for ever, because only Python lets virtual time pass. torch's DDP does so at
-    the end of its backward. So a work whose future is taken during a backward is waited for at the end of that backward, before C++ waits.
-    If a program waits for a future of its own, or for several, `wait_for_future` waits for the works that may set it.
+    C++ code that waits for an unfinished future would wait for ever, because only Python lets
+    virtual time pass. torch's DDP does so at the end of its backward. So a work whose future is
+    taken during a backward is waited for at the end of that backward, before C++ waits. If a
+    program waits for a future of its own, or for several, `wait_for_future` waits for the works
+    that may set it.
     """
 
     def __init__(self, work: SimWork):
@@ -135,7 +144,8 @@ class SimFuture(torch.futures.Future):
 def wait_for_future(done: Callable[[], bool]) -> None:
     """Let virtual time pass until a future is done. Callbacks of this rank's works will set it."""
     rank = recorder()
-    if not isinstance(rank, VirtualRank):  # a thread that the program started, which may simply wait
+    # a thread that the program started, which may simply wait
+    if not isinstance(rank, VirtualRank):
         return
     while not done():
         if rank.finished_futures:  # a callback waits for a future that the next callback sets
@@ -146,8 +156,10 @@ def wait_for_future(done: Callable[[], bool]) -> None:
             rank.waiting = outer
         elif rank.world.only_rank_threads() and not done():
             raise RuntimeError(
-                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: the rank has no unfinished call whose "
-                "get_future() was taken. Call set_result() on it, or wait for the future that then() returns"
+                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: "
+                "the rank has no unfinished call whose "
+                "get_future() was taken. Call set_result() on it, or wait for the future that "
+                "then() returns"
             )
         else:
             return  # another thread of the program may set it

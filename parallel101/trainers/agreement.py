@@ -4,7 +4,8 @@ rank 0   loss 0.71, fine            ┐  all fine: 24 bytes a rank, and training
 rank 1   loss 0.64, fine            ┘
 rank 2   failed: IndexError …       →  every rank raises: rank 2 its own error, the others one that names rank 2 and quotes it
 
-It compares hashes first and texts only where they differ. It does not catch a rank that died or that never comes: the launcher does.
+It compares hashes first and texts only where they differ. It does not catch a rank that died or
+that never comes: the launcher does.
 """
 
 from __future__ import annotations
@@ -22,20 +23,33 @@ from parallel101.record.spans import wait_span
 
 DIGEST = 8  # bytes of a hash
 KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
-SEED_ALIKE = "seed all ranks alike before you build the model (torch.manual_seed(0)), or pass sync=True to take the first rank's weights"
+SEED_ALIKE = (
+    "seed all ranks alike before you build the model (torch.manual_seed(0)), or pass sync=True "
+    "to take the first rank's weights"
+)
 
 
 class Agreement:
-    """Small exchanges among all ranks that train together. Every rank of the group calls the same methods in the same order."""
+    """Small exchanges among all ranks that train together.
+
+    Every rank of the group calls the same methods in the same order.
+    """
 
     def __init__(self, group: GroupLike, device: torch.device):
-        self.group, self.device = group_of(group), device  # found once: a DeviceMesh takes its time to tell
+        # found once: a DeviceMesh takes its time to tell
+        self.group, self.device = group_of(group), device
         self.ranks = self.group.ranks
 
     def numbers(self, *mine: float) -> list[list[float]]:
         """Each of these numbers of every rank: a list by position for each."""
         with wait_span("agree"):
-            return all_gather(torch.tensor([mine], dtype=torch.float64, device=self.device), group=self.group).t().tolist()
+            return (
+                all_gather(
+                    torch.tensor([mine], dtype=torch.float64, device=self.device), group=self.group
+                )
+                .t()
+                .tolist()
+            )
 
     def texts(self, mine: str) -> list[str]:
         """Every rank's text, by position."""
@@ -43,13 +57,27 @@ class Agreement:
         if mine:
             data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self.device)
         sizes = all_gather(torch.tensor([len(data)], device=self.device), group=self.group).tolist()
-        return [part.numpy().tobytes().decode() for part in all_gather(data, group=self.group, sizes=sizes).cpu().split(sizes)]
+        return [
+            part.numpy().tobytes().decode()
+            for part in all_gather(data, group=self.group, sizes=sizes).cpu().split(sizes)
+        ]
 
     def same(self, mine: str) -> bool:
         """Whether all ranks pass the same text. They send each other its hash, 8 bytes."""
-        number = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest(), "big", signed=True)
+        number = int.from_bytes(
+            hashlib.blake2b(mine.encode(), digest_size=DIGEST).digest(), "big", signed=True
+        )
         with wait_span("agree"):
-            return len(set(all_gather(torch.tensor([number], device=self.device), group=self.group).tolist())) == 1
+            return (
+                len(
+                    set(
+                        all_gather(
+                            torch.tensor([number], device=self.device), group=self.group
+                        ).tolist()
+                    )
+                )
+                == 1
+            )
 
     def all_or_none(self, doing: str, work: Callable[[], Any]) -> Any:
         """What `work()` returns, if it succeeds on all ranks; otherwise an error on all of them."""
@@ -73,12 +101,15 @@ class Agreement:
             raise ValueError(next(filter(None, self.texts(problem))))
 
     def raise_problem(self, problem: Exception | None, doing: str) -> None:
-        """Raise on every rank, after one of them or several failed: `problem` on those, on the others an error that quotes the first.
+        """Raise on every rank, after one of them or several failed: `problem` on those, on the
+        others an error that quotes the first.
 
-        That is an OSError or a ValueError if it was one there, else a RuntimeError. Its `failed_rank` tells a launcher whose error
-        to report.
+        That is an OSError or a ValueError if it was one there, else a RuntimeError. Its
+        `failed_rank` tells a launcher whose error to report.
         """
-        kind = next((name for name, kind in KINDS.items() if isinstance(problem, kind)), "RuntimeError")
+        kind = next(
+            (name for name, kind in KINDS.items() if isinstance(problem, kind)), "RuntimeError"
+        )
         with wait_span("agree"):
             texts = self.texts(f"{kind} {type(problem).__name__}: {problem}" if problem else "")
         if problem:
@@ -90,23 +121,36 @@ class Agreement:
                 error.failed_rank = rank  # type: ignore[attr-defined]
                 raise error
 
-    def check_same(self, tensors: Iterable[tuple[str, Tensor]], what: str, advice: str, *, values: bool = True) -> None:
-        """Raises ValueError, the same on every rank, if names, shapes, dtypes or (if asked) values differ: `what`, where, `advice`."""
+    def check_same(
+        self, tensors: Iterable[tuple[str, Tensor]], what: str, advice: str, *, values: bool = True
+    ) -> None:
+        """Raises ValueError, the same on every rank, if names, shapes, dtypes or (if asked)
+        values differ: `what`, where, `advice`.
+        """
         if len(self.ranks) == 1:
             return
-        mine = "\n".join(f"{name}\t{tuple(t.shape)} {t.dtype}\t{_fingerprint(t) if values else ''}" for name, t in tensors)
+        mine = "\n".join(
+            f"{name}\t{tuple(t.shape)} {t.dtype}\t{_fingerprint(t) if values else ''}"
+            for name, t in tensors
+        )
         if self.same(mine):
             return
-        models = [dict(line.split("\t", 1) for line in text.splitlines()) for text in self.texts(mine)]
+        models = [
+            dict(line.split("\t", 1) for line in text.splitlines()) for text in self.texts(mine)
+        ]
         raise ValueError(f"{what}: {_difference(models, self.ranks, advice)}")
 
     def check_or_copy(self, model: nn.Module, sync: bool) -> None:
-        """Make sure that parameters and buffers are the same on every rank or, with `sync`, copy the first rank's.
+        """Make sure that parameters and buffers are the same on every rank or, with `sync`, copy
+        the first rank's.
 
-        Raises ValueError, the same on every rank, if names, shapes or dtypes differ, or, without `sync`, values.
+        Raises ValueError, the same on every rank, if names, shapes or dtypes differ, or, without
+        `sync`, values.
         """
         with wait_span("agree"):
-            self.check_same(_tensors_of(model), "the models differ at the start", SEED_ALIKE, values=not sync)
+            self.check_same(
+                _tensors_of(model), "the models differ at the start", SEED_ALIKE, values=not sync
+            )
             if sync:
                 with torch.no_grad():
                     for _, tensor in _tensors_of(model):
@@ -120,8 +164,11 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """A hash of the values, bit by bit: the same for the same numbers on any rank of the same kind of machine."""
-    row = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))  # of one element, too, which may have any stride
+    """A hash of the values, bit by bit: the same for the same numbers on any rank of the same
+    kind of machine.
+    """
+    # of one element, too, which may have any stride
+    row = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     return hashlib.blake2b(row.view(torch.uint8).numpy().data, digest_size=DIGEST).hexdigest()
 
 
@@ -134,8 +181,13 @@ def _difference(models: list[dict[str, str]], ranks: tuple[int, ...], advice: st
             continue
         there = f"on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
         other = next(entry for entry in entries if entry != entries[0])
-        kinds = ["absent" if entry is None else entry.split("\t")[0] for entry in (entries[0], other)]
+        kinds = [
+            "absent" if entry is None else entry.split("\t")[0] for entry in (entries[0], other)
+        ]
         if kinds[0] != kinds[1]:
-            return f"{name!r} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} {there}; build the same model on every rank"
+            return (
+                f"{name!r} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} {there}; build the "
+                "same model on every rank"
+            )
         return f"{name!r} {there} differs from rank {ranks[0]}; {advice}"
     return "they list their parameters in different orders; build the same model on every rank"

@@ -1,14 +1,17 @@
-"""BatchNorm along dp: each rank has a share of the batch, and the mean and variance are those of the whole batch.
+"""BatchNorm along dp: each rank has a share of the batch, and the mean and variance are those of
+the whole batch.
 
     rank 0   3 samples: their mean, variance and number ──┐ all-gather    the mean and variance of
     rank 1   2 samples: theirs                          ──┘        ─────▶ all 5 samples, on both ranks
 
     mean = Σ nᵢ meanᵢ / n        variance = Σ nᵢ (varianceᵢ + (meanᵢ − mean)²) / n
 
-The all-gather is differentiable, and its backward adds up what all ranks' losses say about each rank's mean and variance. The gradients
-of weight and bias are this rank's part, as those of any other parameter: the trainer sums them. torch's nn.SyncBatchNorm does this on
-GPUs. `layers/batch_norm.py` is a BatchNorm for a batch that any mesh cuts.
-Source: Ioffe and Szegedy (arXiv 1502.03167); Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
+The all-gather is differentiable, and its backward adds up what all ranks' losses say about each
+rank's mean and variance. The gradients of weight and bias are this rank's part, as those of any
+other parameter: the trainer sums them. torch's nn.SyncBatchNorm does this on GPUs.
+`layers/batch_norm.py` is a BatchNorm for a batch that any mesh cuts. Source: Ioffe and Szegedy
+(arXiv 1502.03167); Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances".
 """
 
 from __future__ import annotations
@@ -31,29 +34,40 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def check_norms(model: nn.Module, ranks: int, microbatches: int, synchronised: bool) -> None:
-    """Raises ValueError for a norm that would see a part of the batch only: of `ranks` along dp, a rank's share; or a microbatch."""
+    """Raises ValueError for a norm that would see a part of the batch only: of `ranks` along
+    dp, a rank's share; or a microbatch.
+    """
     for name, module in norms_of(model):
         if module.training or module.running_mean is None:
-            frozen = "" if module.running_mean is None else f"; or freeze it: model.get_submodule({name!r}).eval()"
+            frozen = (
+                ""
+                if module.running_mean is None
+                else f"; or freeze it: model.get_submodule({name!r}).eval()"
+            )
             what = f"{name!r} is a {type(module).__name__}, which looks at the whole batch"
             others = f"use LayerNorm, GroupNorm or RMSNorm{frozen}"
             if microbatches > 1:
                 raise ValueError(
-                    f"{what}, and a step runs it on {microbatches} microbatches, one by one: the result would differ from one batch. "
-                    f"Use one microbatch a step (accumulate=1; in a pipeline microbatches=1), or {others}"
+                    f"{what}, and a step runs it on {microbatches} microbatches, one by one: "
+                    "the result would differ from one batch. "
+                    "Use one microbatch a step (accumulate=1; in a pipeline microbatches=1), "
+                    f"or {others}"
                 )
             if ranks > 1 and not synchronised:
                 raise ValueError(
-                    f"{what}, and each rank has only its share: the result would differ from one process. "
-                    f"Pass sync_batch_norm=True, which DataParallelTrainer, ShardedTrainer and HybridTrainer take, or {others}"
+                    f"{what}, and each rank has only its share: the result would differ from "
+                    "one process. "
+                    "Pass sync_batch_norm=True, which DataParallelTrainer, ShardedTrainer and "
+                    f"HybridTrainer take, or {others}"
                 )
 
 
 def synchronise_norms(model: nn.Module, group: Group) -> None:
     """From now on the model's norms take the statistics of the samples of all these ranks.
 
-    Each forward and backward of a norm in training mode sends a message, so all ranks must use the same norms in the same order. These
-    messages have a process group of their own, so that they are never taken for gradients, which leave at any time during backward.
+    Each forward and backward of a norm in training mode sends a message, so all ranks must use the
+    same norms in the same order. These messages have a process group of their own, so that they are
+    never taken for gradients, which leave at any time during backward.
     """
     own = dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc="mesh_dp")
     statistics = OfAllRanks(group._replace(process_group=own))
@@ -71,14 +85,19 @@ def forward(original: Callable[[Tensor], Tensor], statistics: OfAllRanks, x: Ten
 
 
 class OfAllRanks(TorchFunctionMode):
-    """Inside, F.batch_norm is `batch_norm` over these ranks. So a module's own code decides when to use and update which statistics."""
+    """Inside, F.batch_norm is `batch_norm` over these ranks.
+
+    So a module's own code decides when to use and update which statistics.
+    """
 
     def __init__(self, group: Group):
         super().__init__()
         self.group = group
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (partial(batch_norm, self.group) if func is F.batch_norm else func)(*args, **(kwargs or {}))
+        return (partial(batch_norm, self.group) if func is F.batch_norm else func)(
+            *args, **(kwargs or {})
+        )
 
     def __deepcopy__(self, memo: Any) -> OfAllRanks:
         return self  # a copy of the model takes the statistics of the same ranks
@@ -95,7 +114,8 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.batch_norm of x (samples, channels, …), with the statistics of all ranks' samples if `training`.
+    """torch.nn.functional.batch_norm of x (samples, channels, …), with the statistics of all ranks'
+    samples if `training`.
 
     It computes in float32 at least. Running statistics become the same on all ranks, bit by bit.
     """

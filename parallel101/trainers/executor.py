@@ -4,7 +4,8 @@
     0B3   its backward; or 0I3, the input gradient,                0RECV_B3   post the receive of its output's gradient
           and 0W3, the weight gradients                            1SEND_B3   the input's gradient, to the stage before
 
-Without a pipeline there is one stage and nothing to send: gradient accumulation is 1F1B on one stage.
+Without a pipeline there is one stage and nothing to send: gradient accumulation is 1F1B on one
+stage.
 """
 
 from __future__ import annotations
@@ -40,20 +41,17 @@ class Held(NamedTuple):
 class Executor:
     """The stages that this rank computes, and what it keeps during a step.
 
-    Args:
-        parts: global stage → its part of the model; without a pipeline {0: the model}.
-        loss_fn: None if the model returns its loss.
-        actions: of this rank, in order, with sends and receives.
-        stages: how many the whole model has.
-        syncs: (stages of this rank, how their gradients are synchronised). home: parameter → its synchronisation.
-        messages: with other stages; None without a pipeline.
-        goes_on: after an error, take part in every remaining message, so that the other ranks reach the end of the step.
+    Args: parts: global stage → its part of the model; without a pipeline {0: the model}. loss_fn:
+        None if the model returns its loss. actions: of this rank, in order, with sends and
+        receives. stages: how many the whole model has. syncs: (stages of this rank, how their
+        gradients are synchronised). home: parameter → its synchronisation. messages: with other
+        stages; None without a pipeline. goes_on: after an error, take part in every remaining
+        message, so that the other ranks reach the end of the step.
 
-    Attributes:
-        microbatches: how many of them a step has. Those without samples are left out, with their messages.
-        losses: microbatch → its share of the loss; on the last stage only.
-        weights: microbatch → the weight of its loss, if loss_fn returns sums and weights. Then `losses` has the sums.
-        failure: the first error of this step. After it nothing more is computed.
+    Attributes: microbatches: how many of them a step has. Those without samples are left out, with
+        their messages. losses: microbatch → its share of the loss; on the last stage only. weights:
+        microbatch → the weight of its loss, if loss_fn returns sums and weights. Then `losses` has
+        the sums. failure: the first error of this step. After it nothing more is computed.
     """
 
     def __init__(
@@ -70,21 +68,47 @@ class Executor:
         autocast: torch.dtype | None = None,
         goes_on: bool = True,
     ):
-        self.parts, self.loss_fn, self.actions, self.last_stage = parts, loss_fn, actions, stages - 1
-        self.syncs, self.home, self.device, self.messages, self.autocast, self.goes_on = syncs, home, device, messages, autocast, goes_on
+        self.parts, self.loss_fn, self.actions, self.last_stage = (
+            parts,
+            loss_fn,
+            actions,
+            stages - 1,
+        )
+        self.syncs, self.home, self.device, self.messages, self.autocast, self.goes_on = (
+            syncs,
+            home,
+            device,
+            messages,
+            autocast,
+            goes_on,
+        )
         kinds = {action.kind for action in actions if action.kind in COMPUTE}
         if not {"F"} < kinds:
-            raise ScheduleError(f"actions={[str(action) for action in actions]}: expected forwards (F) and their backwards (B, or I and W)")
+            raise ScheduleError(
+                f"actions={[str(action) for action in actions]}: expected forwards (F) and "
+                "their backwards (B, or I and W)"
+            )
         self.microbatches = 1 + max(action.microbatch for action in actions)
         self.split = {(action.stage, action.microbatch) for action in actions if action.kind == "I"}
-        self.last = [[a for a in actions if a.kind in "BW" and a.stage in of_sync][-1] for of_sync, _ in syncs]
-        self.run_by = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weight_gradients}
+        self.last = [
+            [a for a in actions if a.kind in "BW" and a.stage in of_sync][-1]
+            for of_sync, _ in syncs
+        ]
+        self.run_by = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward,
+            "W": self.weight_gradients,
+        }
         self.losses: dict[int, Tensor] = {}
         self.weights: dict[int, float] = {}
         self.failure: Exception | None = None
 
     def begin(self, inputs: Batch, targets: Batch, total: int, shape: Hashable = None) -> None:
-        """A step begins, on this rank's share of a batch of `total` samples. `shape`: of a sample, the same on all stages."""
+        """A step begins, on this rank's share of a batch of `total` samples.
+
+        `shape`: of a sample, the same on all stages.
+        """
         sizes = split_sizes(count_samples(inputs), self.microbatches)
         self.prepare(split(inputs, sizes), split(targets, sizes), sizes, total, shape)
 
@@ -97,13 +121,22 @@ class Executor:
         shape: Hashable,
         forward_only: bool = False,
     ) -> None:
-        self.inputs, self.targets, self.samples, self.total, self.forward_only = inputs, targets, samples, total, forward_only
+        self.inputs, self.targets, self.samples, self.total, self.forward_only = (
+            inputs,
+            targets,
+            samples,
+            total,
+            forward_only,
+        )
         self.losses, self.weights, self.failure, self.broken = {}, {}, None, False
         self.held: dict[tuple[int, int], Held] = {}  # by stage and microbatch
         self.later: dict[tuple[int, int], WeightGradients] = {}
-        self.results: dict[Action, Tensor] = {}  # what a SEND sends, or the next stage on this rank takes
+        # what a SEND sends, or the next stage on this rank takes
+        self.results: dict[Action, Tensor] = {}
         if self.messages is not None:
-            self.messages.begin([(count, shape) if count else None for count in samples], forward_only)
+            self.messages.begin(
+                [(count, shape) if count else None for count in samples], forward_only
+            )
 
     def run(self, action: Action) -> None:
         """Compute one action, or start one message. An error is kept in `failure`."""
@@ -132,7 +165,9 @@ class Executor:
             around.enter_context(span(NAMES[kind], **labels))
             for (stages, sync), last in zip(self.syncs, self.last):
                 if stage in stages:
-                    around.enter_context(sync.forward() if kind == "F" else sync.backward(kind, action == last))
+                    around.enter_context(
+                        sync.forward() if kind == "F" else sync.backward(kind, action == last)
+                    )
             if self.samples[i] and not self.broken:
                 self.run_by[kind](stage, i, arrived)
 
@@ -146,7 +181,8 @@ class Executor:
         if send.stage in self.parts:
             arrived = self.results.pop(send, None)
             if kind == "F" and arrived is not None:
-                arrived = arrived.clone()  # the next stage may change it in place, and backward may need it as it was
+                # the next stage may change it in place, and backward may need it as it was
+                arrived = arrived.clone()
         else:
             assert self.messages is not None
             arrived = self.messages.take(receive)
@@ -156,7 +192,11 @@ class Executor:
     # ── what is computed ──
 
     def forward(self, stage: int, i: int, arrived: Tensor | None) -> None:
-        x = self.inputs[i] if arrived is None else arrived.requires_grad_(arrived.is_floating_point())
+        x = (
+            self.inputs[i]
+            if arrived is None
+            else arrived.requires_grad_(arrived.is_floating_point())
+        )
         later = WeightGradients(split=(stage, i) in self.split, ready=self.ready)
         with later.forward():
             with self.casting():
@@ -175,7 +215,9 @@ class Executor:
         if y.requires_grad:
             torch.autograd.backward(y, arrived)
         if stage:
-            self.results[Action(stage, "SEND_B", i)] = torch.zeros_like(x) if x.grad is None else x.grad
+            self.results[Action(stage, "SEND_B", i)] = (
+                torch.zeros_like(x) if x.grad is None else x.grad
+            )
         if later.split:
             self.later[stage, i] = later
 
@@ -186,7 +228,9 @@ class Executor:
         self.home[p].ready(p)
 
     def loss(self, i: int, outputs: Any) -> Tensor:
-        """This microbatch's part of the step's loss: its mean, weighted by its samples, or the sum that loss_fn returns with a weight."""
+        """This microbatch's part of the step's loss: its mean, weighted by its samples, or the
+        sum that loss_fn returns with a weight.
+        """
         loss, weight = loss_and_weight(self.loss_fn, outputs, self.targets[i])
         if not self.forward_only:
             check_depends(loss)
@@ -196,7 +240,9 @@ class Executor:
         return loss
 
     def casting(self) -> Any:
-        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        return torch.autocast(
+            self.device.type, dtype=self.autocast, enabled=self.autocast is not None
+        )
 
     def finish(self) -> None:
         """All messages of the step have left."""
@@ -204,12 +250,15 @@ class Executor:
             self.messages.finish()
 
     def forget(self) -> None:
-        """The step failed. To be called on all ranks, also on those that computed all of it: see Messages.forget."""
+        """The step failed. To be called on all ranks, also on those that computed all of it:
+        see Messages.forget.
+        """
         if self.messages is not None:
             self.messages.forget()
 
     def evaluate(self, inputs: Batch, targets: Batch, shape: Hashable) -> tuple[float, float]:
-        """The sum of the losses of these samples and its weight, which is the number of samples unless loss_fn returns one.
+        """The sum of the losses of these samples and its weight, which is the number of samples
+        unless loss_fn returns one.
 
         It runs one microbatch without a backward. (0, 0) on ranks that don't have the last stage.
         """

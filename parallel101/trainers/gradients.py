@@ -1,12 +1,14 @@
-"""Gradient synchronisation over the data axis: after it, every rank has the sum of all ranks' gradients.
+"""Gradient synchronisation over the data axis: after it, every rank has the sum of all ranks'
+gradients.
 
 Naive         ──forward──▶◀──backward──  g₃ g₂ g₁ g₀       one all-reduce a gradient, after backward
 Bucketed      ──forward──▶◀──backward──  g₃₂  g₁₀          one all-reduce a bucket: fewer and larger messages
 Overlapped    ──forward──▶◀──backward──  g₁₀               a bucket's all-reduce begins as soon as it is full, during backward
                                g₃₂
 
-Each rank's loss is already weighted by its share of the samples, so the sum is the gradient of the whole batch. Here gradients and weights
-stay whole on every rank; zero/ shards them. Source: Li et al., "PyTorch Distributed" (2020), section 3.2.
+Each rank's loss is already weighted by its share of the samples, so the sum is the gradient of the
+whole batch. Here gradients and weights stay whole on every rank; zero/ shards them. Source: Li et
+al., "PyTorch Distributed" (2020), section 3.2.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ MiB = 1024**2
 
 
 class GradientSync(Protocol):
-    """What the step needs: `begin`, then `forward` and `backward` around each microbatch's, then `finish`, the optimizer, `publish`.
+    """What the step needs: `begin`, then `forward` and `backward` around each microbatch's, then
+    `finish`, the optimizer, `publish`.
 
-    A backward is whole ("B"), or its halves come one by one: "I", the input gradients, and "W", the weight gradients. `last`: with it the
-    gradients of the step are complete. `ready` tells of a gradient that no autograd hook tells of (see weight_gradients.py).
+    A backward is whole ("B"), or its halves come one by one: "I", the input gradients, and "W", the
+    weight gradients. `last`: with it the gradients of the step are complete. `ready` tells of a
+    gradient that no autograd hook tells of (see weight_gradients.py).
 
-    After an error on one rank it still goes through all of them, so that the other ranks get every message that they wait for.
+    After an error on one rank it still goes through all of them, so that the other ranks get every
+    message that they wait for.
 
     Attributes:
         owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
@@ -74,14 +79,19 @@ class Naive:
         return nullcontext()
 
     def backward(self, kind: str, last: bool) -> AbstractContextManager:
-        """Around a backward, or half of one ("I", "W"); `last` in this step: the gradients are complete after it."""
+        """Around a backward, or half of one ("I", "W"); `last` in this step: the gradients are
+        complete after it.
+        """
         return nullcontext()
 
     def ready(self, p: Tensor) -> None:
         """The gradient of p is complete."""
 
     def finish(self) -> list[str]:
-        """Every gradient becomes the sum of all ranks'. Returns the names of those that this rank had none of."""
+        """Every gradient becomes the sum of all ranks'.
+
+        Returns the names of those that this rank had none of.
+        """
         unused = [name for name, p in self.owned.items() if p.grad is None]
         for name, p in self.owned.items():
             gradient = torch.zeros_like(p) if p.grad is None else check_dense(name, p.grad)
@@ -89,7 +99,10 @@ class Naive:
         return unused
 
     def publish(self) -> None:
-        """After the optimizer's step: weights that others have updated. Here every rank has updated all."""
+        """After the optimizer's step: weights that others have updated.
+
+        Here every rank has updated all.
+        """
 
     def held(self) -> Mapping[str, list[Tensor]]:
         """Kind → tensors that this rank holds besides the parameters and their gradients."""
@@ -114,7 +127,9 @@ class Alone(Naive):
 
 
 class Bucketed(Naive):
-    """Second: gradients lie side by side in a few flat tensors, and each of those is all-reduced at once, in place."""
+    """Second: gradients lie side by side in a few flat tensors, and each of those is
+    all-reduced at once, in place.
+    """
 
     when = "after backward"
 
@@ -123,21 +138,32 @@ class Bucketed(Naive):
         self.buckets = [Bucket(together) for together in by_size(parameters, bucket_bytes)]
 
     def finish(self) -> list[str]:
-        unused = [name for bucket in self.buckets for p, name in bucket.names.items() if not bucket.take(p)]
+        unused = [
+            name
+            for bucket in self.buckets
+            for p, name in bucket.names.items()
+            if not bucket.take(p)
+        ]
         for bucket in self.buckets:
             all_reduce_async(bucket.flat, group=self.group, out=bucket.flat).wait()
         return unused
 
     def describe(self) -> str:
         largest = readable(max(bucket.flat.nbytes for bucket in self.buckets))
-        return f"{len(self.owned)} gradients in {len(self.buckets)} buckets of up to {largest}, all-reduced {self.when}"
+        return (
+            f"{len(self.owned)} gradients in {len(self.buckets)} buckets of up to {largest}, "
+            f"all-reduced {self.when}"
+        )
 
 
 class Overlapped(Bucketed):
-    """Third: a hook on each parameter tells when its gradient is ready. A bucket that is full begins its all-reduce at once.
+    """Third: a hook on each parameter tells when its gradient is ready.
 
-    Buckets begin in the same order on every rank, whatever the order of the hooks. When one begins, the one before it, whose pieces
-    have had a bucket's time to arrive, is summed and continues with its second half.
+    A bucket that is full begins its all-reduce at once.
+
+    Buckets begin in the same order on every rank, whatever the order of the hooks. When one begins,
+    the one before it, whose pieces have had a bucket's time to arrive, is summed and continues with
+    its second half.
     """
 
     when = "during backward"
@@ -186,8 +212,13 @@ class Overlapped(Bucketed):
 
     def finish(self) -> list[str]:
         unused = []
-        for bucket in self.buckets[len(self.begun) :]:  # those that wait for a parameter whose hook was not called
-            unused += [name for p, name in bucket.names.items() if p not in bucket.ready and not bucket.take(p)]
+        # those that wait for a parameter whose hook was not called
+        for bucket in self.buckets[len(self.begun) :]:
+            unused += [
+                name
+                for p, name in bucket.names.items()
+                if p not in bucket.ready and not bucket.take(p)
+            ]
             self.all_reduce_next()
         for pending in self.begun:
             pending.wait()
@@ -195,12 +226,17 @@ class Overlapped(Bucketed):
 
 
 class Together:
-    """The synchronisations of a rank that has several stages, as one. They begin and finish in their order, the same on all ranks."""
+    """The synchronisations of a rank that has several stages, as one.
+
+    They begin and finish in their order, the same on all ranks.
+    """
 
     def __init__(self, syncs: Sequence[GradientSync]):
         self.syncs = syncs
         self.owned = {name: p for sync in syncs for name, p in sync.owned.items()}
-        self.placements = {name: pieces for sync in syncs for name, pieces in sync.placements.items()}
+        self.placements = {
+            name: pieces for sync in syncs for name, pieces in sync.placements.items()
+        }
 
     def begin(self) -> None:
         for sync in self.syncs:
@@ -236,17 +272,28 @@ class Together:
 
 
 class Bucket:
-    """One flat tensor, and for each of its parameters (by name) the view in which its gradient lies."""
+    """One flat tensor, and for each of its parameters (by name) the view in which its gradient
+    lies.
+    """
 
     def __init__(self, parameters: Parameters):
         members = list(parameters.values())
         self.names = {p: name for name, p in parameters.items()}
-        self.flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-        self.views = {p: piece.view(p.shape) for p, piece in zip(members, self.flat.split([p.numel() for p in members]))}
-        self.ready: set[nn.Parameter] = set()  # those whose gradients are in the bucket already, in this step
+        self.flat = torch.zeros(
+            sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device
+        )
+        self.views = {
+            p: piece.view(p.shape)
+            for p, piece in zip(members, self.flat.split([p.numel() for p in members]))
+        }
+        # those whose gradients are in the bucket already, in this step
+        self.ready: set[nn.Parameter] = set()
 
     def take(self, p: nn.Parameter) -> bool:
-        """Move the gradient of p into its place in the bucket. If p has none, put zeros there and return False."""
+        """Move the gradient of p into its place in the bucket.
+
+        If p has none, put zeros there and return False.
+        """
         gradient, view = p.grad, self.views[p]
         if gradient is None:
             view.zero_()
@@ -257,12 +304,17 @@ class Bucket:
         return gradient is not None
 
 
-def by_size(parameters: Parameters, most: int, apart: Mapping[str, str] = {}) -> list[dict[str, nn.Parameter]]:
-    """Groups of up to `most` bytes (a larger parameter has one to itself), the last parameters first; one dtype and device in each.
+def by_size(
+    parameters: Parameters, most: int, apart: Mapping[str, str] = {}
+) -> list[dict[str, nn.Parameter]]:
+    """Groups of up to `most` bytes (a larger parameter has one to itself), the last parameters
+    first; one dtype and device in each.
 
-    `apart`: name → why it must share a group only with those of the same reason; see `GradientSync`.
+    `apart`: name → why it must share a group only with those of the same reason; see
+    `GradientSync`.
 
-    The reverse order of the parameters is about the order in which backward makes their gradients, and the same on every rank.
+    The reverse order of the parameters is about the order in which backward makes their gradients,
+    and the same on every rank.
     """
     groups: list[dict[str, nn.Parameter]] = []
     room, kind = 0, None
@@ -276,20 +328,26 @@ def by_size(parameters: Parameters, most: int, apart: Mapping[str, str] = {}) ->
 
 
 def default_bucket_bytes(parameters: Parameters, buckets: int) -> int:
-    """The bytes of these parameters over `buckets`, at most 25 MiB, as in torch's DistributedDataParallel."""
+    """The bytes of these parameters over `buckets`, at most 25 MiB, as in torch's
+    DistributedDataParallel.
+    """
     return min(25 * MiB, math.ceil(sum(p.nbytes for p in parameters.values()) / buckets))
 
 
 def check_dense(name: str, gradient: Tensor) -> Tensor:
     """Raises TypeError for a gradient that has no place in a flat tensor."""
     if gradient.is_sparse:
-        raise TypeError(f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))")
+        raise TypeError(
+            f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))"
+        )
     return gradient
 
 
 def completed_twice(name: str) -> RuntimeError:
     """The error if a gradient that was complete, and may be on its way, was added to."""
     return RuntimeError(
-        f"the gradient of {name!r} was completed twice in one backward, and the first may have been sent already: expected once, as with "
-        "torch.utils.checkpoint(…, use_reentrant=False); or build the trainer with overlap=False, which sends after backward"
+        f"the gradient of {name!r} was completed twice in one backward, and the first may have "
+        "been sent already: expected once, as with "
+        "torch.utils.checkpoint(…, use_reentrant=False); or build the trainer with "
+        "overlap=False, which sends after backward"
     )

@@ -1,12 +1,15 @@
-"""Where every parameter lies: its whole shape, and how each axis of the mesh places it. Nothing is sent here but in `gather` and `norm`.
+"""Where every parameter lies: its whole shape, and how each axis of the mesh places it.
+
+Nothing is sent here but in `gather` and `norm`.
 
     weight (8, 4)     pp: on stage 1           present on some stages only
                       tp: Shard(dim 0)         rank 0 has rows 0 … 3, rank 1 rows 4 … 7
                       dp: Pieces               of its 4 × 4 numbers in a row, rank 0 has the first 8, rank 1 the others
 
-The axes cut in this order, the outermost first; an axis that is not named replicates. All that concerns the whole model follows from the
-layout: `state_dict`, gradients, checkpoints, and the norm, in which each element counts once. It does not decide who holds what: the
-plans and the gradient synchronisations do, and say so here.
+The axes cut in this order, the outermost first; an axis that is not named replicates. All that
+concerns the whole model follows from the layout: `state_dict`, gradients, checkpoints, and the
+norm, in which each element counts once. It does not decide who holds what: the plans and the
+gradient synchronisations do, and say so here.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ Coordinates = Mapping[str, int]  # a rank's position on each axis
 
 
 class Stages(NamedTuple):
-    """Present on these positions of the axis only, on each of them whole. Several positions: a tied weight."""
+    """Present on these positions of the axis only, on each of them whole.
+
+    Several positions: a tied weight.
+    """
 
     positions: tuple[int, ...]
 
@@ -35,7 +41,8 @@ class Stages(NamedTuple):
 class Shard(NamedTuple):
     """Cut along `dim`: position i of the axis holds `sizes[i]` of it.
 
-    `parts`: the dim is that many equal segments, such as query, key and value side by side, and each is cut alike.
+    `parts`: the dim is that many equal segments, such as query, key and value side by side, and
+    each is cut alike.
     """
 
     dim: int
@@ -44,21 +51,28 @@ class Shard(NamedTuple):
 
     def cut(self, whole: Tensor, position: int) -> Tensor:
         of_part = [size // self.parts for size in self.sizes]
-        segments = [part.narrow(self.dim, sum(of_part[:position]), of_part[position]) for part in whole.chunk(self.parts, self.dim)]
+        segments = [
+            part.narrow(self.dim, sum(of_part[:position]), of_part[position])
+            for part in whole.chunk(self.parts, self.dim)
+        ]
         return segments[0] if self.parts == 1 else torch.cat(segments, self.dim)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         of_ranks = [shard.chunk(self.parts, self.dim) for shard in shards]
-        return torch.cat([of_rank[part] for part in range(self.parts) for of_rank in of_ranks], self.dim)
+        return torch.cat(
+            [of_rank[part] for part in range(self.parts) for of_rank in of_ranks], self.dim
+        )
 
 
 Bounds = tuple[tuple[int, int], ...]
 
 
 class Pieces(NamedTuple):
-    """Flattened and cut: position i of the axis holds the elements from `bounds[i][0]` to `bounds[i][1]` − 1; none if they are equal.
+    """Flattened and cut: position i of the axis holds the elements from `bounds[i][0]` to
+    `bounds[i][1]` − 1; none if they are equal.
 
-    `along_tp`: the bounds for each position along tp, if tp has cut the parameter before, perhaps unevenly.
+    `along_tp`: the bounds for each position along tp, if tp has cut the parameter before, perhaps
+    unevenly.
     """
 
     bounds: Bounds
@@ -82,16 +96,18 @@ class Entry(NamedTuple):
 class Axes:
     """The ranks that train as a mesh: the lines of ranks through this one.
 
-    Args:
-        group: all these ranks; see `group_of`.
-        sizes: name of an axis → its size, in the order in which the group numbers its ranks; the last axis varies fastest.
+    Args: group: all these ranks; see `group_of`. sizes: name of an axis → its size, in the order in
+        which the group numbers its ranks; the last axis varies fastest.
     """
 
     def __init__(self, group: GroupLike, sizes: Mapping[str, int]):
         self.group, self.sizes = group, dict(sizes)
         self.members = group_of(group)
         if self.members.position is None:
-            raise ValueError(f"this rank is not in group={group!r}: build a trainer on its members only, or leave group out")
+            raise ValueError(
+                f"this rank is not in group={group!r}: build a trainer on its members only, or "
+                "leave group out"
+            )
         self.position: int = self.members.position
         self.here = self.coordinates(self.position)
 
@@ -103,7 +119,9 @@ class Axes:
         return found
 
     def line(self, names: Sequence[str], position: int | None = None) -> list[int]:
-        """Positions in the group of the ranks that differ from this one (or from `position`) along these axes only, row by row."""
+        """Positions in the group of the ranks that differ from this one (or from `position`)
+        along these axes only, row by row.
+        """
         order = list(self.sizes)
         start = self.position if position is None else position
         return along(list(self.sizes.values()), start, sorted(order.index(name) for name in names))
@@ -112,7 +130,11 @@ class Axes:
         """These ranks as a group, which has the names of these axes in the record."""
         line = self.line(names)
         whole = len(line) == len(self.members.ranks)
-        named = tuple(name for name, size in self.sizes.items() if name in names and (size > 1 or len(names) == 1))
+        named = tuple(
+            name
+            for name, size in self.sizes.items()
+            if name in names and (size > 1 or len(names) == 1)
+        )
         return Group(
             ranks=tuple(self.members.ranks[i] for i in line),
             position=line.index(self.position),
@@ -133,13 +155,21 @@ class Layout:
 
     def __init__(self, axes: Axes, entries: Mapping[str, Entry], device: torch.device):
         self.axes, self.entries, self.device = axes, dict(entries), device
-        self.cut_axes = [axis for axis in ORDER if any(axis in entry.placements for entry in self.entries.values())]
-        self.line = [axes.coordinates(position) for position in axes.line(self.cut_axes)]  # the ranks that together have everything
+        self.cut_axes = [
+            axis
+            for axis in ORDER
+            if any(axis in entry.placements for entry in self.entries.values())
+        ]
+        # the ranks that together have everything
+        self.line = [axes.coordinates(position) for position in axes.line(self.cut_axes)]
 
     # ── one entry, no messages ──
 
     def cut(self, name: str, whole: Tensor, at: Coordinates | None = None) -> Tensor:
-        """What a rank (default: this one) holds of the whole; without elements if that is nothing. A view if it can be."""
+        """What a rank (default: this one) holds of the whole; without elements if that is nothing.
+
+        A view if it can be.
+        """
         at, part = at or self.axes.here, whole
         for axis in ORDER:
             match self.entries[name].placements.get(axis):
@@ -157,7 +187,10 @@ class Layout:
         return self.cut(name, torch.empty(self.entries[name].shape, device="meta"), at).shape
 
     def join(self, name: str, part: Callable[[Coordinates], Tensor]) -> Tensor:
-        """The whole, from the parts: `part(coordinates)` is what the rank there holds. Each element is asked of one rank only."""
+        """The whole, from the parts: `part(coordinates)` is what the rank there holds.
+
+        Each element is asked of one rank only.
+        """
         entry = self.entries[name]
 
         def joined(axes: Sequence[str], at: dict[str, int], shape: list[int]) -> Tensor:
@@ -167,7 +200,9 @@ class Layout:
             match entry.placements.get(axis):
                 case Shard(dim, sizes) as shard:
                     shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
-                    return shard.join([joined(inner, at | {axis: i}, shapes[i]) for i in range(len(sizes))])
+                    return shard.join(
+                        [joined(inner, at | {axis: i}, shapes[i]) for i in range(len(sizes))]
+                    )
                 case Pieces() as pieces:
                     bounds = pieces.at(at)
                     held = [i for i, (low, high) in enumerate(bounds) if low < high]
@@ -181,7 +216,10 @@ class Layout:
         return joined(ORDER, dict(self.axes.here), list(entry.shape))
 
     def counts(self, name: str, at: Coordinates | None = None) -> bool:
-        """Whether what this rank holds is the copy that `join` asks for and `norm` counts. Of equal copies it is the first."""
+        """Whether what this rank holds is the copy that `join` asks for and `norm` counts.
+
+        Of equal copies it is the first.
+        """
         at = at or self.axes.here
         for axis in self.cut_axes:
             placement = self.entries[name].placements.get(axis)
@@ -192,25 +230,46 @@ class Layout:
 
     # ── all of them, collective ──
 
-    def gather(self, parts: Mapping[str, Tensor], names: Sequence[str], first_only: bool = False) -> dict[str, Tensor]:
-        """The whole of each of these names, from each rank's part. If nothing is cut, copies of the parts.
+    def gather(
+        self, parts: Mapping[str, Tensor], names: Sequence[str], first_only: bool = False
+    ) -> dict[str, Tensor]:
+        """The whole of each of these names, from each rank's part.
 
-        One all-gather a dtype, or with `first_only` a gather to the first rank; the others get nothing. A rank's `parts` lacks a name if
-        it holds no element of it.
+        If nothing is cut, copies of the parts.
+
+        One all-gather a dtype, or with `first_only` a gather to the first rank; the others get
+        nothing. A rank's `parts` lacks a name if it holds no element of it.
         """
         if not self.cut_axes:
             return {name: parts[name].detach().clone() for name in names}
-        held: dict[tuple[int, ...], dict[str, Tensor]] = {tuple(at.values()): {} for at in self.line}  # by rank
+        # by rank
+        held: dict[tuple[int, ...], dict[str, Tensor]] = {
+            tuple(at.values()): {} for at in self.line
+        }
         for dtype in dict.fromkeys(self.entries[name].dtype for name in names):
             alike = [name for name in names if self.entries[name].dtype == dtype]
-            sizes = [{name: self.shape(name, at).numel() if self.counts(name, at) else 0 for name in alike} for at in self.line]
-            mine = [parts[name].detach().reshape(-1) for name in alike if name in parts and self.counts(name)]
+            sizes = [
+                {
+                    name: self.shape(name, at).numel() if self.counts(name, at) else 0
+                    for name in alike
+                }
+                for at in self.line
+            ]
+            mine = [
+                parts[name].detach().reshape(-1)
+                for name in alike
+                if name in parts and self.counts(name)
+            ]
             packed = torch.cat([torch.empty(0, dtype=dtype, device=self.device), *mine])
             collect = gather if first_only else all_gather
-            rows = collect(packed, group=self.axes.along(self.cut_axes), sizes=[sum(s.values()) for s in sizes])
+            rows = collect(
+                packed, group=self.axes.along(self.cut_axes), sizes=[sum(s.values()) for s in sizes]
+            )
             if first_only and self.axes.position != 0:
                 continue
-            for at, of_rank, row in zip(self.line, sizes, rows.split([sum(s.values()) for s in sizes])):
+            for at, of_rank, row in zip(
+                self.line, sizes, rows.split([sum(s.values()) for s in sizes])
+            ):
                 held[tuple(at.values())].update(zip(alike, row.split(list(of_rank.values()))))
 
         if first_only and self.axes.position != 0:
@@ -222,12 +281,16 @@ class Layout:
         return {name: self.join(name, partial(part, name)) for name in names}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm of the whole model's gradients, the same on every rank, from each rank's parts."""
+        """The norm of the whole model's gradients, the same on every rank, from each rank's
+        parts.
+        """
         mine = nn.utils.get_total_norm([g for name, g in gradients.items() if self.counts(name)])
         if not self.cut_axes:
             return mine
         squares = all_gather(mine.double().square().view(1), group=self.axes.along(self.cut_axes))
-        return torch.tensor(math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=self.device)
+        return torch.tensor(
+            math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=self.device
+        )
 
     # ── in words ──
 
@@ -235,7 +298,10 @@ class Layout:
         """A line for each way in which parameters are placed."""
         ways: dict[str, list[str]] = {}
         for name, entry in self.entries.items():
-            words = [f"{_in_words(placement)} over {axis}" for axis, placement in entry.placements.items()]
+            words = [
+                f"{_in_words(placement)} over {axis}"
+                for axis, placement in entry.placements.items()
+            ]
             ways.setdefault(" and ".join(words) or "replicated", []).append(name)
         for how, names in ways.items():
             yield f"{names[0] if len(names) == 1 else f'{len(names)} tensors of the model'}: {how}"

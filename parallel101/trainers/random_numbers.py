@@ -1,11 +1,14 @@
-"""The random numbers of a step, such as dropout's masks. They come from the first rank's seed, the step, and the position along dp.
+"""The random numbers of a step, such as dropout's masks.
+
+They come from the first rank's seed, the step, and the position along dp.
 
     dp 0, tp 0   mask 1 0 1 1        dp 1, tp 0   mask 0 1 1 0        other samples: other masks
     dp 0, tp 1   mask 1 0 1 1        dp 1, tp 1   mask 0 1 1 0        the same samples: the same masks
 
-So it does not matter how the ranks were seeded, a step that is repeated or resumed draws the same masks again, and torch's global random
-numbers, which may shuffle the data, go on afterwards as if there had been no step. One rank alone draws from the global ones, as in
-plain torch. Random numbers of Python, of NumPy and of a torch.Generator of the program's own are left alone.
+So it does not matter how the ranks were seeded, a step that is repeated or resumed draws the same
+masks again, and torch's global random numbers, which may shuffle the data, go on afterwards as if
+there had been no step. One rank alone draws from the global ones, as in plain torch. Random numbers
+of Python, of NumPy and of a torch.Generator of the program's own are left alone.
 """
 
 from __future__ import annotations
@@ -21,22 +24,30 @@ from parallel101.trainers.layout import Axes
 
 
 class RandomNumbers:
-    """torch's global generators, of the CPU and of this rank's GPU, during a step. All ranks build it together."""
+    """torch's global generators, of the CPU and of this rank's GPU, during a step.
+
+    All ranks build it together.
+    """
 
     def __init__(self, axes: Axes, agree: Agreement, device: torch.device):
         self.alone, self.place = axes.members.size == 1, axes.here["dp"]
         self.gpus = [device] if device.type == "cuda" else []
         if not self.alone:
-            high, low = agree.numbers(*divmod(torch.initial_seed(), 2**32))  # a float64 is exact up to 2⁵³
+            # a float64 is exact up to 2⁵³
+            high, low = agree.numbers(*divmod(torch.initial_seed(), 2**32))
             self.first = int(high[0]), int(low[0])
 
     @contextmanager
     def of_step(self, step: int) -> Iterator[None]:
-        """Inside, the random numbers are those of this step; afterwards they go on where they were before."""
+        """Inside, the random numbers are those of this step; afterwards they go on where they
+        were before.
+        """
         if self.alone:
             yield
             return
-        digest = hashlib.blake2b(f"{self.first} {self.place} {step}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{self.first} {self.place} {step}".encode(), digest_size=8
+        ).digest()
         seed = int.from_bytes(digest, "big")
         with torch.random.fork_rng(self.gpus):
             torch.default_generator.manual_seed(seed)

@@ -25,34 +25,63 @@ CLOSE = 1e-3  # how much two norms may differ, relative to the larger one
 SMALL = 1e-6  # a norm below this part of the largest is rounding noise
 
 
-def check_alike(model: nn.Module, prepared: Prepared, owned: Parameters, axes: Axes, device: torch.device) -> None:
-    """Collective among the ranks of one stage, all of which raise the same ValueError. `owned`: with the gradients of the whole batch."""
+def check_alike(
+    model: nn.Module, prepared: Prepared, owned: Parameters, axes: Axes, device: torch.device
+) -> None:
+    """Collective among the ranks of one stage, all of which raise the same ValueError.
+
+    `owned`: with the gradients of the whole batch.
+    """
     stage = [axis for axis in axes.sizes if axis != "pp"]
     line = axes.line(stage)
-    agree = Agreement(axes.along(stage)._replace(axes=()), device)  # not counted as what an axis sends
+    # not counted as what an axis sends
+    agree = Agreement(axes.along(stage)._replace(axes=()), device)
     if axes.sizes.get("tp", 1) > 1:
-        check_gradients(prepared, owned, agree, [axes.coordinates(position)["tp"] for position in line])
+        check_gradients(
+            prepared, owned, agree, [axes.coordinates(position)["tp"] for position in line]
+        )
     if next(model.buffers(), None) is not None:
-        advice = "expected buffers that do not depend on the samples, of which each rank sees its share only; .eval() freezes most"
-        agree.check_same(model.named_buffers(), "the first step changed buffers differently on different ranks", advice)
+        advice = (
+            "expected buffers that do not depend on the samples, of which each rank sees its "
+            "share only; .eval() freezes most"
+        )
+        agree.check_same(
+            model.named_buffers(),
+            "the first step changed buffers differently on different ranks",
+            advice,
+        )
 
 
-def check_gradients(prepared: Prepared, owned: Parameters, agree: Agreement, tp: Sequence[int]) -> None:
-    """Raises ValueError if the gradient of a parameter that tp does not cut has different norms along it. `tp`: of each rank, its place."""
+def check_gradients(
+    prepared: Prepared, owned: Parameters, agree: Agreement, tp: Sequence[int]
+) -> None:
+    """Raises ValueError if the gradient of a parameter that tp does not cut has different norms
+    along it. `tp`: of each rank, its place.
+    """
     names = [name for name in prepared.trained if "tp" not in prepared.entries[name].placements]
     mine = [owned[name].grad if name in owned else None for name in names]
-    squares = [0.0 if g is None else torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in mine]
+    squares = [
+        0.0 if g is None else torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2
+        for g in mine
+    ]
     found = {}
     for name, of_ranks in zip(names, agree.numbers(*squares) if names else ()):
-        add_up = sum if "dp" in prepared.entries[name].placements else max  # over dp: pieces, or copies
-        found[name] = [add_up(square for square, i in zip(of_ranks, tp) if i == place) ** 0.5 for place in range(max(tp) + 1)]
+        # over dp: pieces, or copies
+        add_up = sum if "dp" in prepared.entries[name].placements else max
+        found[name] = [
+            add_up(square for square, i in zip(of_ranks, tp) if i == place) ** 0.5
+            for place in range(max(tp) + 1)
+        ]
     largest = max((max(norms) for norms in found.values()), default=0.0)
     for name, norms in found.items():
         if max(norms) - min(norms) > CLOSE * max(norms) and max(norms) > SMALL * largest:
             values = ", ".join(f"{norm:.3g}" for norm in norms)
             raise ValueError(
-                f"the gradient of {name!r} is not the same on all ranks along tp: its norms are {values}. "
-                "The plan does not cut this parameter, so each of these ranks must compute the same gradient. If a module draws random "
-                "numbers from Python, NumPy or a torch.Generator of its own, use torch's global ones, as nn.Dropout does; if not, a module "
+                f"the gradient of {name!r} is not the same on all ranks along tp: its norms "
+                f"are {values}. "
+                "The plan does not cut this parameter, so each of these ranks must compute the "
+                "same gradient. If a module draws random "
+                "numbers from Python, NumPy or a torch.Generator of its own, use torch's "
+                "global ones, as nn.Dropout does; if not, a module "
                 "gets only a part of its inputs: change the plan. No weight was changed"
             )

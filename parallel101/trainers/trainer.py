@@ -1,4 +1,5 @@
-"""The training step of every trainer, and the trainer that is put together from parts which each do one thing.
+"""The training step of every trainer, and the trainer that is put together from parts which each do
+one thing.
 
     for each action:       forward → loss × (my samples / all samples), or backward         executor.py
     finish                 the gradients of all ranks are summed                            gradients.py, zero/
@@ -6,7 +7,8 @@
     clip, optimizer        each rank updates what it owns                                   layout.py, support/optimizers.py
     publish                and tells the others, if they need it
 
-The objective is the mean loss of the whole batch, so that any number of ranks computes what one process does.
+The objective is the mean loss of the whole batch, so that any number of ranks computes what one
+process does.
 """
 
 from __future__ import annotations
@@ -42,30 +44,44 @@ from parallel101.trainers.verify.one_process import whole_model
 
 
 class Trainer:
-    """Trains one model on all ranks of a mesh; equal to one process with the whole batch. The public trainers are ways to assemble it.
+    """Trains one model on all ranks of a mesh; equal to one process with the whole batch.
 
-    Args:
-        model: the whole model, the same on every rank; it knows nothing of parallelism.
-        loss_fn: (outputs, targets) → the mean loss over the samples, which lie along dim 0. The losses of shares and microbatches are
-            weighted by their samples. Or → (sum of losses, their weight), such as the number of targets that count, if they are not
-            equally many in each sample (ignore_index, class weights): the gradients of the whole batch are divided by all weights
+    The public trainers are ways to assemble it.
+
+    Args: model: the whole model, the same on every rank; it knows nothing of parallelism. loss_fn:
+        (outputs, targets) → the mean loss over the samples, which lie along dim 0. The losses of
+        shares and microbatches are
+            weighted by their samples. Or → (sum of losses, their weight), such as the number of
+            targets that count, if they are not
+            equally many in each sample (ignore_index, class weights): the gradients of the whole
+            batch are divided by all weights
             together. None: the model returns its loss, or outputs with a `loss`.
-        optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
+        optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p,
+            lr=1e-3)`.
         axes: the ranks that train together, as a mesh; the samples are cut along its axis "dp".
-        make_sync: (a stage, its parameters, …) → how the axis "dp" sums their gradients, and who owns what; see prepare.py.
-        schedule: what each rank along "pp" does in a step. Without such an axis: gradient accumulation, as 1F1B on one stage.
-        plan, sequence_parallel: how modules are cut along "tp"; see `TensorParallelTrainer`. layers_per_stage: see `PipelineTrainer`.
+        make_sync: (a stage, its parameters, …) → how the axis "dp" sums their gradients, and who
+            owns what; see prepare.py.
+        schedule: what each rank along "pp" does in a step. Without such an axis: gradient
+            accumulation, as 1F1B on one stage.
+        plan, sequence_parallel: how modules are cut along "tp"; see `TensorParallelTrainer`.
+            layers_per_stage: see `PipelineTrainer`.
         clip_norm: scale the gradients so that the norm of all of them together is at most this.
-        autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it; weights and gradients keep their own.
-        sync: copy the first rank's weights at the start. Without it, models that differ are an error that names the parameter.
-        sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along "dp" in each forward and backward. So all
-            ranks must use the same of them; and if samples take different paths through the model, train with overlap=False.
-        verify: before the first step, compare this layout with one process, on a few samples of its batch; see `verify`. It is not done on
-            one rank without microbatches, nor if it would take more than 1 GiB: then a line says so.
+        autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it;
+            weights and gradients keep their own.
+        sync: copy the first rank's weights at the start. Without it, models that differ are an
+            error that names the parameter.
+        sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along
+            "dp" in each forward and backward. So all
+            ranks must use the same of them; and if samples take different paths through the model,
+            train with overlap=False.
+        verify: before the first step, compare this layout with one process, on a few samples of its
+            batch; see `verify`. It is not done on one rank without microbatches, nor if it would
+            take more than 1 GiB: then a line says so.
 
-    Between steps the weights belong to the trainer. What is done to the model's parameters there (clamping, row norms) reaches only
-    what this rank has: nothing on ZeRO stage 3, a block along tp. Use `state_dict` and a new trainer. Freezing a parameter later is
-    allowed; a parameter or BatchNorm that was frozen at the start stays so, or the next step raises ValueError.
+    Between steps the weights belong to the trainer. What is done to the model's parameters there
+    (clamping, row norms) reaches only what this rank has: nothing on ZeRO stage 3, a block along
+    tp. Use `state_dict` and a new trainer. Freezing a parameter later is allowed; a parameter or
+    BatchNorm that was frozen at the start stays so, or the next step raises ValueError.
 
     Attributes:
         model, optimizer: as they are used, for a learning-rate schedule or a look inside.
@@ -95,9 +111,13 @@ class Trainer:
         check_options(loss_fn, clip_norm, autocast)
         self.model, self.axes, self.clip_norm = model, axes, clip_norm
         self.device = check_model(model)
-        self.check_norms = partial(check_norms, model, axes.sizes["dp"], schedule.microbatches, sync_batch_norm)
+        self.check_norms = partial(
+            check_norms, model, axes.sizes["dp"], schedule.microbatches, sync_batch_norm
+        )
         self.check_norms()
-        self.synchronises_norms = sync_batch_norm and axes.sizes["dp"] > 1 and any(True for _ in norms_of(model))
+        self.synchronises_norms = (
+            sync_batch_norm and axes.sizes["dp"] > 1 and any(True for _ in norms_of(model))
+        )
         self.position = axes.position
         self.agree = Agreement(axes.group, self.device)
         self.agree.check_or_copy(model, sync)
@@ -110,7 +130,9 @@ class Trainer:
         self.one_process, self.why_no_copy = None, ""
         if verify and self.position == 0:
             self.one_process, self.why_no_copy = whole_model(model, built, loss_fn, autocast, axes)
-        entries = {name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()}
+        entries = {
+            name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()
+        }
         self.prepared = prepare(
             model,
             loss_fn,
@@ -133,7 +155,8 @@ class Trainer:
         self.random_numbers = RandomNumbers(axes, self.agree, self.device)
         if self.synchronises_norms:
             synchronise_norms(model, axes.along(["dp"]))
-            self.executor.goes_on = False  # a rank that has failed can't take part in a norm's messages
+            # a rank that has failed can't take part in a norm's messages
+            self.executor.goes_on = False
 
         self.trained = list(trained)
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -147,17 +170,20 @@ class Trainer:
     # ── one step ──
 
     def step(self, inputs: Batch, targets: Batch = None) -> float:
-        """Train on one batch, of which this rank gives its share, and return the loss of the whole, the same float on every rank.
+        """Train on one batch, of which this rank gives its share, and return the loss of the whole,
+        the same float on every rank.
 
-        Args:
-            inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a whole batch. Shares need not be equal,
-                and some may be empty. The model is called with a tensor, or with the entries of a dict as keywords, or of a tuple as
+        Args: inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a
+            whole batch. Shares need not be equal,
+                and some may be empty. The model is called with a tensor, or with the entries of a
+                dict as keywords, or of a tuple as
                 arguments.
             targets: of these samples, for loss_fn. None if loss_fn is None.
 
-        Raises, on every rank: ValueError if the ranks' shares don't belong together, FloatingPointError if the loss of some rank is
-        not finite, NotEqualError before the first step (see `verify`), and what the model raised on one rank. In each case no weight has
-        been changed.
+        Raises, on every rank: ValueError if the ranks' shares don't belong together,
+        FloatingPointError if the loss of some rank is not finite, NotEqualError before the first
+        step (see `verify`), and what the model raised on one rank. In each case no weight has been
+        changed.
         """
         total, shape = check_shares(self, inputs, targets)
         if self.to_verify:
@@ -165,14 +191,18 @@ class Trainer:
         loss = self.compute_gradients(inputs, targets, total, shape)
         with span("optimizer"):
             if self.clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(list(self.owned.values()), self.clip_norm, self.norm())
+                nn.utils.clip_grads_with_norm_(
+                    list(self.owned.values()), self.clip_norm, self.norm()
+                )
             self.optimizer.step()
             self.gradient_sync.publish()
         self.steps += 1
         return loss
 
     def compute_gradients(self, inputs: Batch, targets: Batch, total: int, shape: int) -> float:
-        """Afterwards every owned .grad is the gradient of the mean loss of the whole batch, which is returned."""
+        """Afterwards every owned .grad is the gradient of the mean loss of the whole batch,
+        which is returned.
+        """
         self.reached = []
         self.optimizer.zero_grad()
         self.gradient_sync.begin()
@@ -184,10 +214,15 @@ class Trainer:
 
     def norm(self) -> Tensor:
         """Of all gradients together, each element counted once."""
-        return self.layout.norm({name: p.grad for name, p in self.owned.items() if p.grad is not None})
+        return self.layout.norm(
+            {name: p.grad for name, p in self.owned.items() if p.grad is not None}
+        )
 
     def finish_gradients(self) -> list[str]:
-        """Afterwards every owned .grad is the whole batch's. Returns the parameters that this rank's samples did not reach."""
+        """Afterwards every owned .grad is the whole batch's.
+
+        Returns the parameters that this rank's samples did not reach.
+        """
         try:
             self.executor.finish()
             with wait_span("synchronise"):
@@ -200,7 +235,9 @@ class Trainer:
             return []
 
     def sum_over(self, names: Sequence[str], group: Group) -> None:
-        """The gradients of what several stages share, or of what each rank applied to its part of the sequences only."""
+        """The gradients of what several stages share, or of what each rank applied to its part
+        of the sequences only.
+        """
         owned = [self.owned[name] for name in names if name in self.owned]
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in owned]
         if parts:
@@ -211,30 +248,50 @@ class Trainer:
     # ── what the ranks agree on ──
 
     def agree_on_loss(self, unused: Sequence[str]) -> float:
-        """The loss of the whole batch: the ranks' parts, added in their order, so the same float everywhere. Ranks along tp share one."""
+        """The loss of the whole batch: the ranks' parts, added in their order, so the same
+        float everywhere. Ranks along tp share one.
+        """
         failure, weights = self.executor.failure, self.executor.weights
         try:
-            mine = sum(part.item() for part in self.executor.losses.values()) if failure is None else math.nan
-            weight = math.fsum(weights.values()) if weights else -1  # the loss is a mean, or another rank's
-            parts, counts, of_ranks = self.agree.numbers(mine, len(unused) if failure is None else -1, weight)
+            mine = (
+                sum(part.item() for part in self.executor.losses.values())
+                if failure is None
+                else math.nan
+            )
+            # the loss is a mean, or another rank's
+            weight = math.fsum(weights.values()) if weights else -1
+            parts, counts, of_ranks = self.agree.numbers(
+                mine, len(unused) if failure is None else -1, weight
+            )
         except Exception:
-            if failure is not None:  # more interesting than a broken connection that may be its consequence
+            # more interesting than a broken connection that may be its consequence
+            if failure is not None:
                 raise failure from None
             raise
         if min(counts) < 0:
             self.executor.forget()
-            self.agree.raise_problem(failure, f"finish step {self.steps}, and no weight was changed")
-        broken = {rank: part for rank, part in zip(self.agree.ranks, parts) if not math.isfinite(part)}
+            self.agree.raise_problem(
+                failure, f"finish step {self.steps}, and no weight was changed"
+            )
+        broken = {
+            rank: part for rank, part in zip(self.agree.ranks, parts) if not math.isfinite(part)
+        }
         if broken:
             where = ", ".join(f"{part} on rank {rank}" for rank, part in broken.items())
             raise FloatingPointError(
                 f"step {self.steps}: the loss is {where}; no weight was changed. "
                 "Look at that rank's samples, or lower the learning rate, or set clip_norm"
             )
-        once = [position for position in range(len(parts)) if self.axes.coordinates(position).get("tp", 0) == 0]
+        once = [
+            position
+            for position in range(len(parts))
+            if self.axes.coordinates(position).get("tp", 0) == 0
+        ]
         loss = math.fsum(parts[position] for position in once)
         if max(of_ranks) >= 0:
-            loss = self.divide_by_weight(loss, math.fsum(max(of_ranks[position], 0) for position in once))
+            loss = self.divide_by_weight(
+                loss, math.fsum(max(of_ranks[position], 0) for position in once)
+            )
         left_out = self.reached_by_none(unused) if any(counts) else set()
         for name in left_out & self.owned.keys():
             self.owned[name].grad = None  # as in one process
@@ -244,15 +301,25 @@ class Trainer:
         return loss
 
     def check_replicas(self) -> None:
-        """In the first step, if it was not compared with one process: ranks with equal parameters and buffers have equal gradients."""
+        """In the first step, if it was not compared with one process: ranks with equal
+        parameters and buffers have equal gradients.
+        """
         self.compared = True
         if self.axes.sizes.get("tp", 1) > 1 or next(self.model.buffers(), None) is not None:
-            self.agree.check_on_all(lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device))
+            self.agree.check_on_all(
+                lambda: check_alike(self.model, self.prepared, self.owned, self.axes, self.device)
+            )
 
     def divide_by_weight(self, loss: float, weight: float) -> float:
-        """What was summed becomes the mean: gradients, and the loss that is returned. `weight`: of the whole batch."""
+        """What was summed becomes the mean: gradients, and the loss that is returned.
+
+        `weight`: of the whole batch.
+        """
         if not weight:
-            raise ValueError(f"step {self.steps}: the weights of the loss add up to 0, so no target counts; no weight was changed")
+            raise ValueError(
+                f"step {self.steps}: the weights of the loss add up to 0, so no target counts; "
+                "no weight was changed"
+            )
         for p in self.owned.values():
             if p.grad is not None:
                 p.grad /= weight
@@ -262,12 +329,16 @@ class Trainer:
         """The parameters that no rank's samples reached."""
         missed = set(unused)
         reached = [name in self.prepared.trained and name not in missed for name in self.trained]
-        counts = all_reduce(torch.tensor(reached, dtype=torch.int32, device=self.device), group=self.agree.group).tolist()
+        counts = all_reduce(
+            torch.tensor(reached, dtype=torch.int32, device=self.device), group=self.agree.group
+        ).tolist()
         return {name for name, count in zip(self.trained, counts) if not count}
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Name → what this rank has of it: of trained parameters what it owns, and the others and buffers whole."""
+        """Name → what this rank has of it: of trained parameters what it owns, and the others
+        and buffers whole.
+        """
         others = set(self.prepared.local).intersection(self.layout.entries).difference(self.trained)
         here = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: t for name, t in here if name in others} | dict(self.owned)

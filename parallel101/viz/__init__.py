@@ -12,7 +12,8 @@
 
     raster.py   a scene as PNG or GIF, drawn by Chromium (chromium.py)
 
-Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page without a kernel or a network
-(player.js). `watch` runs a function on values that carry their origin. The explorers in explore/ run again when a control
-is moved. What a record means, such as whose data is in a message, is computed in `parallel101.analysis`.
+Each gives a `Scene` (scene.py), which displays itself in a notebook and plays in an HTML page
+without a kernel or a network (player.js). `watch` runs a function on values that carry their
+origin. The explorers in explore/ run again when a control is moved. What a record means, such as
+whose data is in a message, is computed in `parallel101.analysis`.
 """

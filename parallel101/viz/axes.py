@@ -1,10 +1,12 @@
-"""Which axis of the mesh communicates when, and how much: one panel for each axis, below what the ranks compute.
+"""Which axis of the mesh communicates when, and how much: one panel for each axis, below what the
+ranks compute.
 
     compute  rank 0  ▇▇forward▇▇  ▇▇backward▇▇              sent   messages
     dp       rank 0                          ▬▬▬▬          1 MiB          2      upper half of a row: what the rank sends
     tp       rank 0  ▬  ▬  ▬  ▬   ▬  ▬  ▬  ▬             128 KiB         16      lower half: what it receives
 
-The axis of a message is in the record: of the mesh whose group it was sent in. Counting is done in `parallel101.analysis.axes`.
+The axis of a message is in the record: of the mesh whose group it was sent in. Counting is done in
+`parallel101.analysis.axes`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from parallel101.record.events import Event
 from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz.scene import HATCHING, Scene, box
-from parallel101.viz.timeline import STYLE, Bar, draw_span, span_colours, span_entries, span_lanes, time_axis, trace_facts
+from parallel101.viz.timeline import (
+    STYLE,
+    Bar,
+    draw_span,
+    span_colours,
+    span_entries,
+    span_lanes,
+    time_axis,
+    trace_facts,
+)
 
 LEFT, RIGHT, TOP = 92.0, 770.0, 112.0
 SENT, COUNT = 856.0, 932.0  # the right ends of the columns of numbers
@@ -28,29 +39,38 @@ AXIS_CLASSES = {"dp": "dp", "pp": "f4", "tp": "f3"}  # not the colours of comput
 OTHER_CLASSES = ("f6", "f5")
 
 
-def axes_scene(trace: Trace, within: str | None = None, *, title: str = "Which axis communicates when") -> Scene:
+def axes_scene(
+    trace: Trace, within: str | None = None, *, title: str = "Which axis communicates when"
+) -> Scene:
     """Draw the messages of each axis of the mesh over time, and what each rank sent along it.
 
-    Args:
-        trace: the record of a run in which groups come from a mesh with named axes, as the trainers' do.
-        within: show the last span of this name on each rank, such as one step. None: the whole record.
-        title: of the picture.
+    Args: trace: the record of a run in which groups come from a mesh with named axes, as the
+        trainers' do. within: show the last span of this name on each rank, such as one step. None:
+        the whole record. title: of the picture.
 
-    Returns:
-        A still Scene. A collective of torch's own counts as one message with its payload, since the record does not see its messages.
+    Returns: A still Scene. A collective of torch's own counts as one message with its payload,
+        since the record does not see its messages.
 
     Raises:
         ValueError: more than 16 ranks, or no span has that name.
     """
     n = trace.world_size
     if n > MOST_RANKS:
-        raise ValueError(f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use run.timeline(), which draws up to 128")
+        raise ValueError(
+            f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use "
+            "run.timeline(), which draws up to 128"
+        )
     window, traffic = axis_traffic(trace, within)
     lanes = span_lanes([e for e in window.events if e.kind == "span"])
     spans = [e for e in window.events if e.kind == "span" and lanes[id(e)] == 0]
     high = HEAD + n * ROW + BETWEEN
     panels = len(traffic) + bool(spans)
-    scene = Scene(960, math.ceil(TOP + panels * high + 34), title, " ".join(axis_text(of, n) for of in traffic))
+    scene = Scene(
+        960,
+        math.ceil(TOP + panels * high + 34),
+        title,
+        " ".join(axis_text(of, n) for of in traffic),
+    )
     scene.style += STYLE + ".received{fill-opacity:.5}.none{fill:var(--mute)}.dp{fill:var(--p4)}"
     scene.definitions.append(HATCHING)
     span = window.end - window.begin
@@ -90,16 +110,44 @@ def axis_class(axis: str | None) -> str:
     return AXIS_CLASSES.get(axis) or OTHER_CLASSES[sum(map(ord, axis)) % len(OTHER_CLASSES)]
 
 
-def _head(scene: Scene, trace: Trace, span: float, colours: dict[str, int], spans: list[Event], collectives: bool) -> None:
+def _head(
+    scene: Scene,
+    trace: Trace,
+    span: float,
+    colours: dict[str, int],
+    spans: list[Event],
+    collectives: bool,
+) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add("text", f"{trace_facts(trace)} · {human_seconds(span)}", x=932, y=40, font_size=13, class_="m e")
+    scene.add(
+        "text",
+        f"{trace_facts(trace)} · {human_seconds(span)}",
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
     one = " A collective of torch's own counts as one message." if collectives else ""
-    sentence = f"Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: received.{one}"
+    sentence = (
+        "Messages in flight, by axis of the mesh. Upper half of a row: sent. Lower half: "
+        f"received.{one}"
+    )
     scene.add("text", sentence, x=28, y=64, font_size=14 if not one else 13, class_="m")
     scene.intro = sentence
     at = 28.0
-    for label, class_ in span_entries(colours, 5) + [("wait", "idle")] * any(e.waiting for e in spans):
-        scene.add("rect", x=at, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
+    for label, class_ in span_entries(colours, 5) + [("wait", "idle")] * any(
+        e.waiting for e in spans
+    ):
+        scene.add(
+            "rect",
+            x=at,
+            y=80,
+            width=14,
+            height=10,
+            rx=2,
+            class_=class_,
+            style="stroke:var(--line)" if class_ == "idle" else None,
+        )
         scene.add("text", label, x=at + 20, y=89, font_size=12.5, class_="m")
         at += 38 + 7 * len(label)
     scene.add("text", "sent", x=SENT, y=89, font_size=12, class_="m e")
@@ -120,12 +168,17 @@ def _ranks(scene: Scene, name: str, y: float, ranks: int, colour: str = "") -> N
 def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[float], float]) -> None:
     colour = axis_class(of.axis)
     _ranks(scene, axis_name(of.axis), y, ranks, colour)
-    total, count = sum(of.sent(rank) for rank in range(ranks)), sum(of.count(rank) for rank in range(ranks))
+    total, count = (
+        sum(of.sent(rank) for rank in range(ranks)),
+        sum(of.count(rank) for rank in range(ranks)),
+    )
     scene.add("text", human_bytes(total), x=SENT, y=y + 12, font_size=13, class_="b e")
     scene.add("text", count, x=COUNT, y=y + 12, font_size=13, class_="b e")
     for rank in range(ranks):
         at = y + HEAD - 6 + rank * ROW
-        scene.add("text", human_bytes(of.sent(rank)), x=SENT, y=at + 9, font_size=10.5, class_="m e")
+        scene.add(
+            "text", human_bytes(of.sent(rank)), x=SENT, y=at + 9, font_size=10.5, class_="m e"
+        )
         scene.add("text", of.count(rank), x=COUNT, y=at + 9, font_size=10.5, class_="m e")
         both = [(e.start, e.end) for e in of.collectives if e.rank == rank]
         sent = [(m.start, m.end) for m in of.messages if m.src == rank]
@@ -136,16 +189,28 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
             (received, TALL / 2 + 0.3, TALL / 2 - 0.3, " received"),
         ):
             if pieces:
-                drawn = "".join(box(left, at + low, right - left, tall) for left, right in pixels(pieces, x))
-                word = "collectives of torch's own" if pieces is both else "received" if more else "sent"
+                drawn = "".join(
+                    box(left, at + low, right - left, tall) for left, right in pixels(pieces, x)
+                )
+                word = (
+                    "collectives of torch's own"
+                    if pieces is both
+                    else "received"
+                    if more
+                    else "sent"
+                )
                 path = scene.add("path", d=drawn, class_=colour + more)
                 path.add("title", f"{axis_name(of.axis)}, rank {rank}: {len(pieces)} {word}")
 
 
 def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
-    """Intervals of time in pixels, at least 0.8 wide, each with its own box unless there is no pixel between them."""
+    """Intervals of time in pixels, at least 0.8 wide, each with its own box unless there is no
+    pixel between them.
+    """
     merged: list[Interval] = []
-    for left, right in sorted((x(start), max(min(x(end), RIGHT) - 0.4, x(start) + 0.8)) for start, end in pieces):
+    for left, right in sorted(
+        (x(start), max(min(x(end), RIGHT) - 0.4, x(start) + 0.8)) for start, end in pieces
+    ):
         if merged and left < merged[-1][1] + 0.3:
             merged[-1] = merged[-1][0], max(merged[-1][1], right)
         else:

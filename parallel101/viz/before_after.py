@@ -1,4 +1,5 @@
-"""Before and after a collective, as two matrices: a row for each rank, with its blocks in the order in which they lie in its tensor.
+"""Before and after a collective, as two matrices: a row for each rank, with its blocks in the order
+in which they lie in its tensor.
 
     before   a0 b0 c0        after   a0 a1 a2       the blocks fly from where they were to where they are;
              a1 b1 c1    ──▶         b0 b1 b2       an all-to-all is a transposition
@@ -27,18 +28,21 @@ from parallel101.viz.scene import Node, Scene, Stop
 MOST_RANKS, MOST_BLOCKS = 16, 16
 WIDTH, TOP, GAP = 384.0, 124.0, 2.0  # of a matrix; TOP is the y of the first row
 LEFTS = 92.0, 548.0
-LEAD, LONGEST, STEPS, LAST = 0.6, 1.4, 14.0, 1.6  # seconds: before the first row moves, for a row, for all rows, for the end
+# seconds: before the first row moves, for a row, for all rows, for the end
+LEAD, LONGEST, STEPS, LAST = 0.6, 1.4, 14.0, 1.6
 
 
-def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Watched | None, title: str | None = None) -> Scene:
+def before_after_scene(
+    trace: Trace, results: Sequence[Any] | None, watched: Watched | None, title: str | None = None
+) -> Scene:
     """Draw what each rank was given and what it returned, block by block.
 
     Args:
         trace, results, watched: of a run of `parallel101.watch`, with up to 16 ranks.
         title: above the picture; None: the collective, if the values prove which it was.
 
-    Returns:
-        A Scene with one stop for each rank, in which the blocks that it was given move to where they were returned.
+    Returns: A Scene with one stop for each rank, in which the blocks that it was given move to
+        where they were returned.
 
     Raises:
         ValueError: the run was not watched, or has too many ranks or blocks.
@@ -48,28 +52,43 @@ def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Wat
     n, most = len(replay.ranks), max(map(len, [*given, *returned]))
     if n > MOST_RANKS or most > MOST_BLOCKS:
         raise ValueError(
-            f"the run has {n} ranks with up to {most} blocks each, and this picture can show up to {MOST_RANKS} ranks "
+            f"the run has {n} ranks with up to {most} blocks each, and this picture can show "
+            f"up to {MOST_RANKS} ranks "
             f"and {MOST_BLOCKS} blocks: use fewer ranks, or run.animate()"
         )
     captions = Captions(replay)
     text, wrong = result_text(replay, captions, given, returned), bool(captions.verdict.faults)
     cell = min(64.0, WIDTH / most), min(44.0, 300.0 / n)
-    notes = ["A letter is a part of the data" + (", a number the rank it came from." if _numbered(replay) else ".")]
+    notes = [
+        "A letter is a part of the data"
+        + (", a number the rank it came from." if _numbered(replay) else ".")
+    ]
     notes += ["Stripes are the ranks whose data is summed."] * replay.sums
     notes += ["Red: what a sum lacks, or contains twice."] * (replay.sums and wrong)
-    notes += ["Dashed: values that are not used."] * any(block.chunk is None for row in given for block in row)
+    notes += ["Dashed: values that are not used."] * any(
+        block.chunk is None for row in given for block in row
+    )
     high = n * cell[1]
     scene = Scene(960, math.ceil(TOP + high + 26 + 18 * len(notes)), title or captions.title, text)
     scene.narrow = (480, math.ceil(TOP + 2 * high + 36 + 18 * len(notes)))
-    scene.style += MARKS + ".unused{fill:none;stroke:var(--line);stroke-dasharray:3 3}.small .flight{transform:none}"
+    scene.style += (
+        MARKS
+        + ".unused{fill:none;stroke:var(--line);stroke-dasharray:3 3}.small .flight{transform:none}"
+    )
     scene.style += "text.over{fill:var(--ink);stroke:var(--bg);stroke-width:3;paint-order:stroke}"
     scene.panel(narrow="translate(0,0)").add("text", scene.title, x=28, y=40, class_="h")
     scene.panel(narrow="none").add("text", captions.size, x=932, y=40, font_size=13, class_="m e")
     below = scene.panel(narrow=f"translate(0,{scene.narrow[1] - scene.height})")
     for k, note in enumerate(notes):
         below.add("text", note, x=28, y=TOP + high + 28 + 18 * k, font_size=12, class_="m")
-    before, after = scene.panel(narrow="translate(0,-34)"), scene.panel(narrow=f"translate({LEFTS[0] - LEFTS[1]},{high + 10:g})")
-    for panel, left, name, rows in ((before, LEFTS[0], "before", given), (after, LEFTS[1], "after", returned)):
+    before, after = (
+        scene.panel(narrow="translate(0,-34)"),
+        scene.panel(narrow=f"translate({LEFTS[0] - LEFTS[1]},{high + 10:g})"),
+    )
+    for panel, left, name, rows in (
+        (before, LEFTS[0], "before", given),
+        (after, LEFTS[1], "after", returned),
+    ):
         _frame(panel, replay, left, name, rows, cell)
     places: dict[tuple[int | None, int], Point] = {}
     for i, (rank, row) in enumerate(zip(replay.ranks, given)):
@@ -86,14 +105,24 @@ def before_after_scene(trace: Trace, results: Sequence[Any] | None, watched: Wat
         words = _row_text(replay, origin, flights, is_transposed(given, returned))
         landed = begin + 0.75 * step
         _sentence(scene, words, begin, landed + 0.5 if last else begin + step)
-        scene.stops.append(Stop(begin, scene.duration if last else begin + step - 0.03, f"{words} {text}" if last else words))
+        scene.stops.append(
+            Stop(
+                begin,
+                scene.duration if last else begin + step - 0.03,
+                f"{words} {text}" if last else words,
+            )
+        )
         for flight in flights:
             (x, y), (x0, y0) = flight.to, places[flight.block.chunk, origin]
             group = after.add("g", class_="flight").show((begin, scene.duration + 1))
             group.key("translate", (begin, (x0 - x, y0 - y)), (landed, (0.0, 0.0)), mode="ease")
             if _summed(replay, flight.block):
                 colour = (flight.block.chunk or 0) % 8
-                group.add("rect", **_stripe(replay, flight.block, (x, y), cell, origin), class_=f"f{colour}")
+                group.add(
+                    "rect",
+                    **_stripe(replay, flight.block, (x, y), cell, origin),
+                    class_=f"f{colour}",
+                )
             else:
                 _block(group, replay, flight.block, (x, y), cell)
         if last:
@@ -118,22 +147,39 @@ class Flight(NamedTuple):
 
 
 def _flights(
-    replay: Replay, returned: list[list[Block]], places: Mapping[tuple[int | None, int], Point], cell: Point
+    replay: Replay,
+    returned: list[list[Block]],
+    places: Mapping[tuple[int | None, int], Point],
+    cell: Point,
 ) -> dict[int, list[Flight]]:
-    """By the rank that was given it: each block, and each summand of a block, that is in what a rank returned."""
+    """By the rank that was given it: each block, and each summand of a block, that is in what a
+    rank returned.
+    """
     found: dict[int, list[Flight]] = {rank: [] for rank in replay.ranks}
     for i, (rank, row) in enumerate(zip(replay.ranks, returned)):
         for k, block in enumerate(row):
             for origin, count in enumerate(block.counts):
                 if count and (block.chunk, origin) in places:
-                    found[origin].append(Flight(rank, block, (LEFTS[1] + k * cell[0], TOP + i * cell[1])))
+                    found[origin].append(
+                        Flight(rank, block, (LEFTS[1] + k * cell[0], TOP + i * cell[1]))
+                    )
     return {origin: flights for origin, flights in found.items() if flights}
 
 
 def _sentence(scene: Scene, text: str, begin: float, end: float, wrong: bool = False) -> None:
-    group, (size, lines) = scene.panel(narrow="none").add("g").show((begin, end)), fitted(text, 904, wrong)
+    group, (size, lines) = (
+        scene.panel(narrow="none").add("g").show((begin, end)),
+        fitted(text, 904, wrong),
+    )
     for k, line in enumerate(lines):
-        group.add("text", line, x=28, y=64 if len(lines) == 1 else 59 + 16 * k, font_size=size, class_="w b" if wrong else "m")
+        group.add(
+            "text",
+            line,
+            x=28,
+            y=64 if len(lines) == 1 else 59 + 16 * k,
+            font_size=size,
+            class_="w b" if wrong else "m",
+        )
 
 
 def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed: bool) -> str:
@@ -141,13 +187,26 @@ def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed
     if transposed:
         place = replay.ranks.index(origin)
         return f"Row {place} becomes column {place}: rank {origin} has one block for each rank."
-    return f"Rank {origin} keeps its data." if to == [origin] else f"What rank {origin} was given goes to {ranks_text(to, replay.ranks)}."
+    return (
+        f"Rank {origin} keeps its data."
+        if to == [origin]
+        else f"What rank {origin} was given goes to {ranks_text(to, replay.ranks)}."
+    )
 
 
-def result_text(replay: Replay, captions: Captions, given: list[list[Block]], returned: list[list[Block]]) -> str:
+def result_text(
+    replay: Replay, captions: Captions, given: list[list[Block]], returned: list[list[Block]]
+) -> str:
     """What happened to the matrix, in a sentence."""
     first, operation = replay.ranks[0], captions.operation
-    holder = next((rank for rank, row in zip(replay.ranks, given) if len(row) > 1 or row[0].chunk is not None), first)
+    holder = next(
+        (
+            rank
+            for rank, row in zip(replay.ranks, given)
+            if len(row) > 1 or row[0].chunk is not None
+        ),
+        first,
+    )
     receiver = next((rank for rank, row in zip(replay.ranks, returned) if row), first)
     verdict = captions.verdict
     if all(result is None for result in replay.results):
@@ -174,23 +233,44 @@ def _numbered(replay: Replay) -> bool:
     return any(len(chunk.stripes) > 1 for chunk in replay.chunks)
 
 
-def _frame(scene: Node, replay: Replay, left: float, name: str, rows: list[list[Block]], cell: Point) -> None:
+def _frame(
+    scene: Node, replay: Replay, left: float, name: str, rows: list[list[Block]], cell: Point
+) -> None:
     scene.add("text", name, x=left, y=TOP - 12, font_size=15, class_="b")
     for i, (rank, row) in enumerate(zip(replay.ranks, rows)):
         y = TOP + i * cell[1]
-        scene.add("text", f"rank {rank}", x=left - 10, y=y + cell[1] / 2 + 4, font_size=12.5, class_="m e")
+        scene.add(
+            "text", f"rank {rank}", x=left - 10, y=y + cell[1] / 2 + 4, font_size=12.5, class_="m e"
+        )
         for k, block in enumerate(row):
             if block.chunk is not None:
                 scene.add(
-                    "rect", x=left + k * cell[0] + GAP, y=y + GAP, width=cell[0] - 2 * GAP, height=cell[1] - 2 * GAP, rx=4, class_="faint"
+                    "rect",
+                    x=left + k * cell[0] + GAP,
+                    y=y + GAP,
+                    width=cell[0] - 2 * GAP,
+                    height=cell[1] - 2 * GAP,
+                    rx=4,
+                    class_="faint",
                 )
         if not row:
-            what = "can't be read" if name == "after" and replay.terms[rank] is None and replay.results[rank] is not None else "nothing"
+            what = (
+                "can't be read"
+                if name == "after"
+                and replay.terms[rank] is None
+                and replay.results[rank] is not None
+                else "nothing"
+            )
             scene.add("text", what, x=left + 6, y=y + cell[1] / 2 + 4, font_size=12, class_="m")
 
 
 def _inside(at: Point, cell: Point) -> dict[str, float]:
-    return {"x": at[0] + GAP, "y": at[1] + GAP, "width": cell[0] - 2 * GAP, "height": cell[1] - 2 * GAP}
+    return {
+        "x": at[0] + GAP,
+        "y": at[1] + GAP,
+        "width": cell[0] - 2 * GAP,
+        "height": cell[1] - 2 * GAP,
+    }
 
 
 def _block(parent: Node, replay: Replay, block: Block, at: Point, cell: Point) -> None:
@@ -200,12 +280,18 @@ def _block(parent: Node, replay: Replay, block: Block, at: Point, cell: Point) -
         parent.add("rect", **place, rx=4, class_="unused")
         return
     chunk, colour = replay.chunks[block.chunk], block.chunk % 8
-    text = f"{chunk.label}{block.counts.index(1)}" if len(chunk.stripes) > 1 and 1 in block.counts else chunk.label
+    text = (
+        f"{chunk.label}{block.counts.index(1)}"
+        if len(chunk.stripes) > 1 and 1 in block.counts
+        else chunk.label
+    )
     parent.add("rect", **place, rx=4, class_=f"f{colour}")
     _label(parent, text, place, f"b c o{colour}")
 
 
-def _label(parent: Node, text: str, place: dict[str, float], class_: str, middle: float = 0.5) -> None:
+def _label(
+    parent: Node, text: str, place: dict[str, float], class_: str, middle: float = 0.5
+) -> None:
     size = min(15.0, 0.62 * place["height"], 1.35 * place["width"] / len(text))
     y = place["y"] + middle * place["height"] + 0.35 * size
     parent.add("text", text, x=place["x"] + place["width"] / 2, y=y, font_size=size, class_=class_)
@@ -221,13 +307,20 @@ def _stripe(replay: Replay, block: Block, at: Point, cell: Point, origin: int) -
     assert block.chunk is not None
     place, stripes = _inside(at, cell), replay.chunks[block.chunk].stripes
     each = place["width"] / len(stripes)
-    return place | {"x": place["x"] + stripes.index(origin) * each, "width": each - min(1.2, 0.2 * each)}
+    return place | {
+        "x": place["x"] + stripes.index(origin) * each,
+        "width": each - min(1.2, 0.2 * each),
+    }
 
 
 def _marks(parent: Node, replay: Replay, rank: int, block: Block, at: Point, cell: Point) -> None:
     """The letter of a sum, and what it lacks or contains more than once."""
     assert block.chunk is not None
-    place, chunk, twice = _inside(at, cell), replay.chunks[block.chunk], [r for r, count in enumerate(block.counts) if count > 1]
+    place, chunk, twice = (
+        _inside(at, cell),
+        replay.chunks[block.chunk],
+        [r for r, count in enumerate(block.counts) if count > 1],
+    )
     missing = lacks(replay, rank, block.chunk)
     for origin in missing:
         parent.add("rect", **_stripe(replay, block, at, cell, origin), class_="gone")
@@ -237,7 +330,10 @@ def _marks(parent: Node, replay: Replay, rank: int, block: Block, at: Point, cel
         _label(parent, chunk.label, place, "b c over", middle=0.28 if twice else 0.5)
     for origin in twice:
         stripe = _stripe(replay, block, at, cell, origin)
-        x = min(max(stripe["x"] + stripe["width"] / 2, place["x"] + 9.5), place["x"] + place["width"] - 9.5)
+        x = min(
+            max(stripe["x"] + stripe["width"] / 2, place["x"] + 9.5),
+            place["x"] + place["width"] - 9.5,
+        )
         y = place["y"] + place["height"] - (10 if place["height"] > 30 else place["height"] / 2)
         parent.add("rect", x=x - 9.5, y=y - 7, width=19, height=14, rx=4, class_="flag")
         parent.add("text", f"×{block.counts[origin]}", x=x, y=y + 3.6, class_="flagged c")

@@ -1,4 +1,5 @@
-"""What lies between each two ranks, as squares of ranks × ranks: the seconds that one waited for another, the bytes that it sent.
+"""What lies between each two ranks, as squares of ranks × ranks: the seconds that one waited for
+another, the bytes that it sent.
 
 waits, for     0      1             from, to    0      1
 rank 0              210 ms          rank 0             16 KiB
@@ -18,7 +19,8 @@ from parallel101.record.units import human_bytes, human_seconds, listed
 from parallel101.viz.scene import Node, Scene, box
 from parallel101.viz.timeline import trace_facts
 
-TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)  # the squares: their top, their largest width, the x of their centres
+# the squares: their top, their largest width, the x of their centres
+TOP, SIDE, MIDDLES = 132.0, 340.0, (280.0, 744.0)
 STYLE = ".sent{fill:var(--accent)}text.on{fill:var(--bg)}"
 MOST_RANKS = 128
 
@@ -33,7 +35,9 @@ class Square(NamedTuple):
 
 
 def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
-    """Draw one or two squares side by side, a cell the darker the larger its value. Zeros are left empty.
+    """Draw one or two squares side by side, a cell the darker the larger its value.
+
+    Zeros are left empty.
 
     Raises:
         ValueError: more than 128 ranks.
@@ -49,13 +53,16 @@ def between_ranks_scene(title: str, squares: Sequence[Square]) -> Scene:
     scene.narrow = (480, math.ceil(scene.height - 20 + high * (len(squares) - 1)))
     scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
     for k, (square, middle) in enumerate(zip(squares, MIDDLES)):
-        panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")  # on phones one below the other
+        # on phones one below the other
+        panel = scene.panel(narrow=f"translate({MIDDLES[0] - 20 - middle:g},{high * k - 20:g})")
         _draw(panel, square, middle, cell, min(cell, 44.0))
     return scene
 
 
 def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
-    """Draw the bytes and the messages that each rank sent to each other rank, for any recorded run of up to 128 ranks."""
+    """Draw the bytes and the messages that each rank sent to each other rank, for any recorded
+    run of up to 128 ranks.
+    """
     nbytes, n = traffic(trace), trace.world_size
     messages = [[0] * n for _ in range(n)]
     for event in trace.events:
@@ -67,7 +74,14 @@ def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
     ]
     scene = between_ranks_scene(title, squares)
     head = scene.panel(narrow="none")
-    head.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
+    head.add(
+        "text",
+        f"{trace_facts(trace)} · {human_seconds(trace.makespan)}",
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
     scene.intro = _traffic_text(trace, messages)
     head.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
     return scene
@@ -76,14 +90,19 @@ def traffic_scene(trace: Trace, title: str = "Who sends to whom") -> Scene:
 def _traffic_text(trace: Trace, messages: Sequence[Sequence[int]]) -> str:
     """To how many others the ranks send, and how much."""
     others = collectives_of_torch(trace)
-    missing = f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
+    missing = (
+        f" The messages inside torch's own {listed(others)} are not recorded." if others else ""
+    )
     if not any(map(any, messages)):
         return f"No rank sends a message.{missing}"
     to = [sum(count > 0 for count in row) for row in messages]
     sent, times = trace.bytes_sent, trace.messages_sent
     who = "Each rank sends" if min(to) > 0 else f"{sum(map(bool, to))} of {len(to)} ranks send"
     to_whom = f"{_range(to)} other{'s' * (max(to) > 1)}"
-    return f"{who} to {to_whom}, {_range(sent, human_bytes)} in {_range(times)} message{'s' * (max(times) > 1)}.{missing}"
+    return (
+        f"{who} to {to_whom}, {_range(sent, human_bytes)} in {_range(times)} "
+        f"message{'s' * (max(times) > 1)}.{missing}"
+    )
 
 
 def _range(values: Sequence[int], text: Callable[[float], str] = str) -> str:
@@ -100,7 +119,8 @@ def collectives_of_torch(trace: Trace) -> list[str]:
 def _draw(scene: Node, square: Square, middle: float, width: float, height: float) -> None:
     n = len(square.values)
     left, gap = middle - n * width / 2, 2.0 if n <= 16 else 0.0
-    every = 1 if n <= 16 else 8 if n <= 64 else 16  # of a large square, not every row and column has room for its label
+    # of a large square, not every row and column has room for its label
+    every = 1 if n <= 16 else 8 if n <= 64 else 16
     scene.add("text", square.title, x=left, y=TOP - 34, font_size=14, class_="b")
     scene.add("text", square.corner, x=left - 12, y=TOP - 9, font_size=12, class_="m e")
     most = max((value for row in square.values for value in row), default=0.0) or 1.0
@@ -109,31 +129,81 @@ def _draw(scene: Node, square: Square, middle: float, width: float, height: floa
     for rank in range(n):
         y = TOP + rank * height
         if rank % every == 0:
-            scene.add("text", rank, x=left + (rank + 0.5) * width, y=TOP - 9, font_size=12, class_="m c")
-            scene.add("text", f"rank {rank}", x=left - 12, y=y + height / 2 + 4, font_size=12, class_="m e")
+            scene.add(
+                "text", rank, x=left + (rank + 0.5) * width, y=TOP - 9, font_size=12, class_="m c"
+            )
+            scene.add(
+                "text",
+                f"rank {rank}",
+                x=left - 12,
+                y=y + height / 2 + 4,
+                font_size=12,
+                class_="m e",
+            )
         if n <= 16:
-            row = "".join(box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap) for c in range(n))
+            row = "".join(
+                box(left + c * width + gap, y + gap, width - 2 * gap, height - 2 * gap)
+                for c in range(n)
+            )
             scene.add("path", d=row, class_="faint")
         for column, value in enumerate(square.values[rank]):
             if value > 0:
-                _cell(scene, square, rank, column, value / most, left + column * width, y, width, height, gap)
+                _cell(
+                    scene,
+                    square,
+                    rank,
+                    column,
+                    value / most,
+                    left + column * width,
+                    y,
+                    width,
+                    height,
+                    gap,
+                )
 
 
-def _cell(scene: Node, square: Square, rank: int, column: int, share: float, x: float, y: float, width: float, height: float, gap: float):
+def _cell(
+    scene: Node,
+    square: Square,
+    rank: int,
+    column: int,
+    share: float,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    gap: float,
+):
     value = square.text(square.values[rank][column])
     place = {"x": x + gap, "y": y + gap, "width": width - 2 * gap, "height": height - 2 * gap}
-    scene.add("rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=0.12 + 0.78 * share).add(
-        "title", f"{rank}, {column}: {value}"
-    )
+    scene.add(
+        "rect", **place, rx=2 if gap else None, class_="sent", fill_opacity=0.12 + 0.78 * share
+    ).add("title", f"{rank}, {column}: {value}")
     if width > 36:
         size = min(12.0, (width - 6) / (0.58 * len(value)))
-        scene.add("text", value, x=x + width / 2, y=y + height / 2 + 4, font_size=size, class_="c on" if share > 0.5 else "c")
+        scene.add(
+            "text",
+            value,
+            x=x + width / 2,
+            y=y + height / 2 + 4,
+            font_size=size,
+            class_="c on" if share > 0.5 else "c",
+        )
 
 
 def _largest(square: Square) -> str:
     most = max(map(max, square.values))
-    pairs = [(r, c) for r, values in enumerate(square.values) for c, value in enumerate(values) if value == most]
+    pairs = [
+        (r, c)
+        for r, values in enumerate(square.values)
+        for c, value in enumerate(values)
+        if value == most
+    ]
     if not most:
         return "nothing"
-    where = f"rank {pairs[0][0]} and rank {pairs[0][1]}" if len(pairs) == 1 else f"for each of {len(pairs)} pairs of ranks"
+    where = (
+        f"rank {pairs[0][0]} and rank {pairs[0][1]}"
+        if len(pairs) == 1
+        else f"for each of {len(pairs)} pairs of ranks"
+    )
     return f"the most is {square.text(most)}, {where}"

@@ -1,4 +1,5 @@
-"""Controls Chromium over DevTools with websocket-client: opens a page, presses keys, runs JavaScript and takes screenshots.
+"""Controls Chromium over DevTools with websocket-client: opens a page, presses keys, runs
+JavaScript and takes screenshots.
 
 It saves scenes as PNG and GIF (raster.py), and the tests use lessons as a reader would.
 
@@ -24,7 +25,16 @@ from typing import IO, cast
 
 def find_chromium() -> str | None:
     """Path of a Chromium or Chrome on this machine, or None."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+    return next(
+        filter(
+            None,
+            map(
+                shutil.which,
+                ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"),
+            ),
+        ),
+        None,
+    )
 
 
 FLAGS = [
@@ -49,13 +59,30 @@ class Browser:
         import websocket  # comes with JupyterLab
 
         self.profile = tempfile.mkdtemp(prefix="p101-browser-")
-        command = [path, *FLAGS, f"--user-data-dir={self.profile}", f"--window-size={width},{height}", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        command = [
+            path,
+            *FLAGS,
+            f"--user-data-dir={self.profile}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         log = self.log = cast(IO[str], self.process.stderr)
         self.errors: list[str] = []  # exceptions that scripts of the page have thrown
         self.number = 0
-        address = next(match[1] for line in log if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line)))
-        self.drain = threading.Thread(target=log.read, daemon=True)  # reads the log, so that it never fills the pipe
+        address = next(
+            match[1]
+            for line in log
+            if (match := re.search(r"listening on ws://([\d.]+:\d+)/", line))
+        )
+        # reads the log, so that it never fills the pipe
+        self.drain = threading.Thread(target=log.read, daemon=True)
         self.drain.start()
         with urllib.request.urlopen(f"http://{address}/json", timeout=30) as answer:
             tab = next(target for target in json.load(answer) if target["type"] == "page")
@@ -94,14 +121,22 @@ class Browser:
                 return message["result"]
 
     def js(self, expression: str):
-        """Return the value of a JavaScript expression in the page. If it is a promise, wait for it."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        """Return the value of a JavaScript expression in the page.
+
+        If it is a promise, wait for it.
+        """
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def until(self, condition: str, seconds: float = 20) -> None:
-        """Wait until a JavaScript condition holds in the page. A condition that throws does not hold yet."""
+        """Wait until a JavaScript condition holds in the page.
+
+        A condition that throws does not hold yet.
+        """
         asked = f"""new Promise((yes, no) => {{
             const begin = performance.now();
             const holds = () => {{ try {{ return {condition} }} catch {{ return false }} }};
@@ -113,25 +148,42 @@ class Browser:
                 self.js(asked)
                 return
             except RuntimeError as error:
-                if "context was destroyed" not in str(error) and "navigated" not in str(error):  # another page has opened: ask again
+                # another page has opened: ask again
+                if "context was destroyed" not in str(error) and "navigated" not in str(error):
                     raise
 
     def open(self, url: str) -> None:
-        """Go to a page and wait until it has loaded. This also works while the page's scripts, and so timers, are switched off."""
+        """Go to a page and wait until it has loaded.
+
+        This also works while the page's scripts, and so timers, are switched off.
+        """
         self.call("Page.navigate", url=url)
         end = time.monotonic() + 60
-        while not self.js(f"location.href === {json.dumps(url)} && document.readyState === 'complete'"):
+        while not self.js(
+            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
+        ):
             if time.monotonic() > end:
                 raise RuntimeError(f"{url} did not load within 60 s")
             time.sleep(0.02)
 
     def emulate(self, media: str = "", **features: str) -> None:
-        """Set media features, e.g. emulate(prefers_color_scheme="dark"). `media`: "print" for the layout on paper."""
-        settings = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        """Set media features, e.g. emulate(prefers_color_scheme="dark").
+
+        `media`: "print" for the layout on paper.
+        """
+        settings = [
+            {"name": name.replace("_", "-"), "value": value} for name, value in features.items()
+        ]
         self.call("Emulation.setEmulatedMedia", media=media, features=settings)
 
     def resize(self, width: int, height: int = 900) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def key(self, key: str, text: str = "") -> None:
         """Press and release a key."""
@@ -139,10 +191,19 @@ class Browser:
             extra: dict[str, object] = {"text": text} if text and kind == "keyDown" else {}
             if key == "Tab":  # Chromium moves the focus only if it gets the key's number
                 extra["windowsVirtualKeyCode"] = 9
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code="Space" if key == " " else key, **extra)
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code="Space" if key == " " else key,
+                **extra,
+            )
 
     def click(self, element: str) -> None:
-        """Click with the mouse in the middle of an element, given as a JavaScript expression. What covers it gets the click."""
+        """Click with the mouse in the middle of an element, given as a JavaScript expression.
+
+        What covers it gets the click.
+        """
         x, y = self.js(f"""new Promise(done => {{
             const place = () => (r => [r.x + r.width / 2, r.y + r.height / 2])(({element}).getBoundingClientRect());
             const rest = was => requestAnimationFrame(() => place().join() === was.join() ? done(was) : rest(place()));
@@ -152,8 +213,14 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def picture(self, whole: bool = False) -> bytes:
-        """Take a screenshot, as PNG. `whole`: of the whole page, also what lies below the window."""
+        """Take a screenshot, as PNG.
+
+        `whole`: of the whole page, also what lies below the window.
+        """
         area: dict[str, object] = {}
         if whole:
-            area = {"captureBeyondViewport": True, "clip": {**self.call("Page.getLayoutMetrics")["cssContentSize"], "scale": 1}}
+            area = {
+                "captureBeyondViewport": True,
+                "clip": {**self.call("Page.getLayoutMetrics")["cssContentSize"], "scale": 1},
+            }
         return base64.b64decode(self.call("Page.captureScreenshot", format="png", **area)["data"])

@@ -4,8 +4,9 @@
            (graph.py)                                                        rank whose data is in a cell (matrix.py)
     below  every send as recorded, with a cursor           more than 16 ranks: many_ranks.py
 
-Everything is drawn from the record, and nothing is specific to an algorithm. `parallel101.analysis` reads what is in a chunk
-from the values, the steps from what waited for what, and the topology from who sent to whom.
+Everything is drawn from the record, and nothing is specific to an algorithm. `parallel101.analysis`
+reads what is in a chunk from the values, the steps from what waited for what, and the topology from
+who sent to whom.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from parallel101.viz.scene import Scene, Stop, box
 from parallel101.viz.timing import Timing
 
 MOST_RANKS, MOST_MESSAGES = 128, 20_000
-MOST_DRAWN_RANKS, MOST_DRAWN_MESSAGES, MOST_CHUNKS = 16, 2000, 16  # one by one; more ranks are summed up (many_ranks.py)
+# one by one; more ranks are summed up (many_ranks.py)
+MOST_DRAWN_RANKS, MOST_DRAWN_MESSAGES, MOST_CHUNKS = 16, 2000, 16
 LEFT, WIDTH, TOP = 28.0, 904.0, 440.0  # of the bars of the sends
 STYLE = (
     ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
@@ -46,17 +48,16 @@ def collective_scene(
 ) -> Scene:
     """Animate the messages of a run.
 
-    If the run kept its messages and their values carry their origin (as those of `parallel101.watch` do), the picture shows whose data
-    each rank holds of each chunk, and flags data that a sum contains twice or lacks. Otherwise it shows the bytes that moved.
-    More than 16 ranks are summed up: how far the messages of each step go, and between which ranks.
+    If the run kept its messages and their values carry their origin (as those of
+    `parallel101.watch` do), the picture shows whose data each rank holds of each chunk, and flags
+    data that a sum contains twice or lacks. Otherwise it shows the bytes that moved. More than 16
+    ranks are summed up: how far the messages of each step go, and between which ranks.
 
-    Args:
-        trace: the record of a run of up to 16 ranks and 2,000 messages, or up to 128 ranks and 20,000 messages.
-        results: what each rank returned, by rank, if known.
-        title: above the picture; None: a title derived from the record.
-        inputs: what each rank was given, by rank; None: each rank starts with the part that carries its own origin.
-        watched: what `watch` knows beyond the record.
-        idle: also draw ranks that sent and received nothing.
+    Args: trace: the record of a run of up to 16 ranks and 2,000 messages, or up to 128 ranks and
+        20,000 messages. results: what each rank returned, by rank, if known. title: above the
+        picture; None: a title derived from the record. inputs: what each rank was given, by rank;
+        None: each rank starts with the part that carries its own origin. watched: what `watch`
+        knows beyond the record. idle: also draw ranks that sent and received nothing.
 
     Returns:
         A Scene with one stop for each step of the algorithm.
@@ -67,13 +68,15 @@ def collective_scene(
     replay = replay_of(trace, results, inputs, watched, idle)
     if len(replay.ranks) > MOST_RANKS:
         raise ValueError(
-            f"{len(replay.ranks)} ranks took part, and the collective view can show up to {MOST_RANKS}: "
+            f"{len(replay.ranks)} ranks took part, and the collective view can show up to "
+            f"{MOST_RANKS}: "
             "use fewer, or write run.trace.to_chrome(path) and open it at ui.perfetto.dev"
         )
     many = len(replay.ranks) > MOST_DRAWN_RANKS
     if len(replay.messages) > (most := MOST_MESSAGES if many else MOST_DRAWN_MESSAGES):
         raise ValueError(
-            f"the run has {len(replay.messages)} messages, and the collective view can show up to {most}: "
+            f"the run has {len(replay.messages)} messages, and the collective view can show up "
+            f"to {most}: "
             "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
     too_many = len(replay.chunks) > MOST_CHUNKS
@@ -96,7 +99,9 @@ def collective_scene(
         draw_matrix(scene, replay, timing, captions.legend)
     elif not many:
         kept = any(m.payload for m in replay.messages)
-        note = TOO_MANY if too_many else NO_DATA if replay.no_data else NO_ORIGIN if kept else NOT_KEPT
+        note = (
+            TOO_MANY if too_many else NO_DATA if replay.no_data else NO_ORIGIN if kept else NOT_KEPT
+        )
         draw_traffic(scene, replay, timing, note)
     if replay.messages:
         _draw_sends(scene, replay, timing, many)
@@ -104,7 +109,10 @@ def collective_scene(
 
 
 def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
-    """The sentence under the title and the bytes at the right, for each step. The player's stops get the same text."""
+    """The sentence under the title and the bytes at the right, for each step.
+
+    The player's stops get the same text.
+    """
     panel, replay = scene.panel(narrow="none"), captions.replay
 
     def show(text: str, fact: str, begin: float, end: float, wrong: bool = False) -> None:
@@ -132,12 +140,22 @@ def _draw_captions(scene: Scene, timing: Timing, captions: Captions) -> None:
         label = [f"Step {step + 1} of {replay.steps}{', ' + phase if phase else ''}: {text}", error]
         if last and captions.result:
             label.append(captions.result)
-            show(label[-1], fact, timing.reveal, scene.duration + 1, wrong=bool(captions.verdict.faults))
-        scene.stops.append(Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part)))
+            show(
+                label[-1],
+                fact,
+                timing.reveal,
+                scene.duration + 1,
+                wrong=bool(captions.verdict.faults),
+            )
+        scene.stops.append(
+            Stop(timing.start(step), timing.end(step), " ".join(part for part in label if part))
+        )
 
 
 def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> None:
-    """Every send on the record's own time axis, one row for each sender. As in the ring of steps, grey was added on arrival.
+    """Every send on the record's own time axis, one row for each sender.
+
+    As in the ring of steps, grey was added on arrival.
 
     Of `many` ranks: how many of them are sending.
     """
@@ -154,18 +172,30 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
     for i, m in enumerate(replay.messages if not many else ()):
         added = replay.known and any(landing.added for landing in replay.landings[i])
         width = max(0.8, x(m.end) - x(m.start) - 1)
-        paths["sum" if added else "copy"] += box(x(m.start) + 0.5, TOP + senders[m.src] * row, width, row * 0.72)
+        paths["sum" if added else "copy"] += box(
+            x(m.start) + 0.5, TOP + senders[m.src] * row, width, row * 0.72
+        )
     if many and span:
         tall, each = row * len(senders), WIDTH / BINS
         shares = enumerate(sending_over_time(replay, begin, span))
-        paths["copy"] = "".join(box(LEFT + k * each, TOP + tall * (1 - share), each, tall * share) for k, share in shares)
+        paths["copy"] = "".join(
+            box(LEFT + k * each, TOP + tall * (1 - share), each, tall * share)
+            for k, share in shares
+        )
     for name, path in paths.items():
         if path:
             bars.add("path", d=path, class_=name)
     bottom = TOP + row * len(senders)
     cursor = bars.add("path", d=f"M0 {TOP - 5:.1f}V{bottom + 3:.1f}", class_="now")
-    cursor.key("translate", *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())])
-    clock = "All sends, in virtual time." if replay.trace.backend == "sim" else "All sends, as recorded."
+    cursor.key(
+        "translate",
+        *[(0.0, (LEFT, 0.0)), *((t, (x(recorded), 0.0)) for t, recorded in timing.cursor())],
+    )
+    clock = (
+        "All sends, in virtual time."
+        if replay.trace.backend == "sim"
+        else "All sends, as recorded."
+    )
     legend = f"{clock} Grey: added on arrival. Blue: copied." if all(paths.values()) else clock
     if many:
         legend = f"How many of the {len(replay.ranks)} ranks are sending, {clock.split(', ')[1]}"
@@ -174,4 +204,6 @@ def _draw_sends(scene: Scene, replay: Replay, timing: Timing, many: bool) -> Non
         (legend, LEFT + WIDTH / 2, " c", "translate(-240,348)"),  # on a phone, one line lower
         (human_seconds(span), LEFT + WIDTH, " e", "translate(-480,334)"),
     ):
-        scene.panel(narrow=narrow).add("text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor)
+        scene.panel(narrow=narrow).add(
+            "text", text, x=place, y=bottom + 15, font_size=11, class_="m" + anchor
+        )

@@ -3,7 +3,8 @@
     rank 0 ──waits for──▶ rank 1          a cycle of arrows means that none of its ranks can continue;
        ▲──────waits for─────┘             an arrow to a rank that has returned means waiting forever
 
-This draws the wait-for graph that a `DeadlockError` carries. `parallel101.record.wait_for` finds the deadlock.
+This draws the wait-for graph that a `DeadlockError` carries. `parallel101.record.wait_for` finds
+the deadlock.
 """
 
 from __future__ import annotations
@@ -32,26 +33,39 @@ def deadlock_scene(error: DeadlockError) -> Scene:
     Args:
         error: a deadlock of up to 64 ranks.
 
-    Returns:
-        A still Scene: the ranks at the left; at the right, the call in which each of the first seven waits.
+    Returns: A still Scene: the ranks at the left; at the right, the call in which each of the first
+        seven waits.
 
     Raises:
         ValueError: more than 64 ranks.
     """
-    arrows = [(rank, peer) for rank, (_, peers, _) in sorted(error.waiting.items()) for peer in _ranks_of(peers)]
+    arrows = [
+        (rank, peer)
+        for rank, (_, peers, _) in sorted(error.waiting.items())
+        for peer in _ranks_of(peers)
+    ]
     everyone = sorted({*error.waiting, *error.returned, *(peer for _, peer in arrows)})
     if len(everyone) > MOST_RANKS:
-        raise ValueError(f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: print the error instead")
+        raise ValueError(
+            f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: "
+            "print the error instead"
+        )
     centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
     end = centre[1] + 22.0 * min(len(error.waiting), MOST_ROWS) + 18 * len(_notes(error)) + 24
     below = 290 if len(everyone) > 2 else 130  # the top of the rows on a phone
-    scene = Scene(960, max(404 if len(everyone) > 2 else 238, math.ceil(end)), "Deadlock: who waits for whom", str(error))
+    scene = Scene(
+        960,
+        max(404 if len(everyone) > 2 else 238, math.ceil(end)),
+        "Deadlock: who waits for whom",
+        str(error),
+    )
     scene.style += STYLE
     scene.narrow = (480, max(704 if len(everyone) > 2 else 360, below + math.ceil(end)))
     tip = 6 if len(everyone) <= 8 else 4
     for colour in ("", " stuck"):
         scene.definitions.append(
-            f'<marker id="head{colour.strip()}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="{tip}" markerHeight="{tip}"'
+            f'<marker id="head{colour.strip()}" viewBox="0 0 8 8" refX="7.5" refY="4" '
+            f'markerWidth="{tip}" markerHeight="{tip}"'
             ' orient="auto">'
             f'<path d="M0 .5 8 4 0 7.5z" class="head{colour}"/></marker>'
         )
@@ -75,9 +89,16 @@ def _summary(error: DeadlockError) -> str:
     return "Cycle: " + " → ".join(str(rank) for rank in [*error.cycle, error.cycle[0]])
 
 
-def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[tuple[int, int]], centre: Point) -> None:
+def _graph(
+    panel: Node,
+    error: DeadlockError,
+    everyone: list[int],
+    arrows: list[tuple[int, int]],
+    centre: Point,
+) -> None:
     node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
-    start = -math.pi / 2 if len(everyone) == 2 else 0.0  # two ranks are side by side; more are on a circle, with the first on top
+    # two ranks are side by side; more are on a circle, with the first on top
+    start = -math.pi / 2 if len(everyone) == 2 else 0.0
     at = {}
     for i, rank in enumerate(everyone):
         angle = start + 2 * math.pi * i / len(everyone)
@@ -86,18 +107,39 @@ def _graph(panel: Node, error: DeadlockError, everyone: list[int], arrows: list[
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
             kind = "stuck" if pair in stuck else ""
-            panel.add("path", d=_bow(at[pair[0]], at[pair[1]], node), class_=f"wait {kind}", marker_end=f"url(#head{kind})")
+            panel.add(
+                "path",
+                d=_bow(at[pair[0]], at[pair[1]], node),
+                class_=f"wait {kind}",
+                marker_end=f"url(#head{kind})",
+            )
     for rank, (x, y) in at.items():
         kind = "gone" if rank in error.returned else "stuck" if rank in error.cycle else ""
         panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
         if node >= 7:
-            panel.add("text", rank, x=x, y=y + min(17.0, node) * 0.36, font_size=min(17.0, node), class_="b c")
+            panel.add(
+                "text",
+                rank,
+                x=x,
+                y=y + min(17.0, node) * 0.36,
+                font_size=min(17.0, node),
+                class_="b c",
+            )
         if kind == "gone" and len(error.returned) <= 4:
-            panel.add("text", "returned", x=x, y=y + (node + 16 if y > centre[1] + 1 else -node - 8), font_size=12, class_="m c")
+            panel.add(
+                "text",
+                "returned",
+                x=x,
+                y=y + (node + 16 if y > centre[1] + 1 else -node - 8),
+                font_size=12,
+                class_="m c",
+            )
 
 
 def _bow(a: Point, b: Point, node: float) -> str:
-    """An arrow from rim to rim, bent to its left, so that two arrows between the same two ranks do not overlap."""
+    """An arrow from rim to rim, bent to its left, so that two arrows between the same two ranks
+    do not overlap.
+    """
     length = math.dist(a, b)
     ux, uy = (b[0] - a[0]) / length, (b[1] - a[1]) / length
     bend = 0.16 * length
@@ -112,7 +154,9 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
 
 
 def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
-    """The call in which each rank waits, with its line of source if Python can find it (also in a notebook's cells)."""
+    """The call in which each rank waits, with its line of source if Python can find it (also in
+    a notebook's cells).
+    """
     rows = sorted(error.waiting.items())
     shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
     y = middle - 22.0 * len(shown) + 18
@@ -124,10 +168,19 @@ def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
         panel.add("text", _line(where), x=496, y=y + 18, font_size=12.5, class_="m code")
         y += 44
     if len(shown) < len(rows):
-        panel.add("text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m")
+        panel.add(
+            "text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m"
+        )
         y += 44
     for text, code in _notes(error):
-        panel.add("text", text, x=430, y=y, font_size=12.5 if code else 13, class_="m code" if code else "m")
+        panel.add(
+            "text",
+            text,
+            x=430,
+            y=y,
+            font_size=12.5 if code else 13,
+            class_="m code" if code else "m",
+        )
         y += 18
 
 

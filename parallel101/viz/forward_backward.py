@@ -1,10 +1,12 @@
-"""A forward run beside its backward run: the same ranks at the same places, and the arrows the other way.
+"""A forward run beside its backward run: the same ranks at the same places, and the arrows the
+other way.
 
     Forward: …                Backward: …
      0 ──▶ 1                   0 ◀── 1        the messages of the forward run, then those of the backward run
     ranks × chunks            ranks × chunks
 
-Each half is the collective view of its run (graph.py and matrix.py), placed, and the second half started when the first has ended.
+Each half is the collective view of its run (graph.py and matrix.py), placed, and the second half
+started when the first has ended.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from parallel101.viz.matrix import draw_matrix
 from parallel101.viz.scene import Node, Scene, Stop
 from parallel101.viz.timing import Timing
 
-HALF, TOP, HEIGHT = 480, 52, 712  # the width of a half; where it begins below the title, and its height
-GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"  # from where the collective view has them to where a half has them
+# the width of a half; where it begins below the title, and its height
+HALF, TOP, HEIGHT = 480, 52, 712
+# from where the collective view has them to where a half has them
+GRAPH, CELLS = "translate(20,-18)", "translate(-386,328) scale(.9)"
 PAUSE = 0.6  # seconds from the end of the forward run to the start of the backward run
 
 
@@ -32,8 +36,12 @@ class WatchedRun(Protocol):
     watched: Any
 
 
-def forward_backward_scene(forward: WatchedRun, backward: WatchedRun, *, title: str = "Forward and backward") -> Scene:
-    """Animate two watched runs side by side, one after the other. The name of each half is read from its messages.
+def forward_backward_scene(
+    forward: WatchedRun, backward: WatchedRun, *, title: str = "Forward and backward"
+) -> Scene:
+    """Animate two watched runs side by side, one after the other.
+
+    The name of each half is read from its messages.
 
     Args:
         forward, backward: runs of `parallel101.watch`.
@@ -52,19 +60,34 @@ def forward_backward_scene(forward: WatchedRun, backward: WatchedRun, *, title: 
     turn = Timing(first).reveal + PAUSE  # when the backward run starts
     scene.duration = turn + Timing(second).duration
     _half(scene, "Forward", first, x=0, narrow="translate(0,0)", begin=0.0, end=turn)
-    _half(scene, "Backward", second, x=HALF, narrow=f"translate({-HALF},{HEIGHT})", begin=turn, end=scene.duration)
+    _half(
+        scene,
+        "Backward",
+        second,
+        x=HALF,
+        narrow=f"translate({-HALF},{HEIGHT})",
+        begin=turn,
+        end=scene.duration,
+    )
     scene.intro = Captions(first).intro
     return scene
 
 
 def _replay(run: WatchedRun, word: str) -> Replay:
-    replay = None if run.trace is None else replay_of(run.trace, run.results, None, run.watched, False)
+    replay = (
+        None if run.trace is None else replay_of(run.trace, run.results, None, run.watched, False)
+    )
     if replay is None or not replay.messages or not replay.known:
-        raise ValueError(f"the {word} run has no messages whose values carry their origin: record it with parallel101.watch")
+        raise ValueError(
+            f"the {word} run has no messages whose values carry their origin: record it with "
+            "parallel101.watch"
+        )
     return replay
 
 
-def _half(scene: Scene, word: str, replay: Replay, *, x: int, narrow: str, begin: float, end: float) -> None:
+def _half(
+    scene: Scene, word: str, replay: Replay, *, x: int, narrow: str, begin: float, end: float
+) -> None:
     """Draw one run. `begin`, `end`: its seconds in the scene."""
     timing, captions = Timing(replay), Captions(replay)
     name = f"{word}: {captions.title[0].lower()}{captions.title[1:]}"
@@ -84,7 +107,9 @@ def _half(scene: Scene, word: str, replay: Replay, *, x: int, narrow: str, begin
     scene.description += f"{name}. "
     scene.definitions += [text for text in drawing.definitions if text not in scene.definitions]
     scene.style = drawing.style  # the same for both halves
-    scene.panel(narrow=narrow).add("g", transform=f"translate({x},{TOP})").children += drawing.children
+    scene.panel(narrow=narrow).add(
+        "g", transform=f"translate({x},{TOP})"
+    ).children += drawing.children
 
 
 def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> None:
@@ -92,18 +117,28 @@ def _captions(drawing: Scene, name: str, timing: Timing, captions: Captions) -> 
     drawing.add("text", name, x=28, y=14, font_size=16, class_="b")
     starts = [0.0, *map(timing.start, range(timing.steps)), timing.reveal]
     texts = [captions.intro, *map(captions.step, range(timing.steps)), captions.verdict.sentence()]
-    for text, span in zip(texts, zip(starts, [*starts[1:], timing.duration + 1], strict=True), strict=True):
+    for text, span in zip(
+        texts, zip(starts, [*starts[1:], timing.duration + 1], strict=True), strict=True
+    ):
         group, lines = drawing.add("g").show(span), [text]
         if len(text) > 58:
-            middle = min((i for i, letter in enumerate(text) if letter == " "), key=lambda i: abs(i - len(text) / 2))
+            middle = min(
+                (i for i, letter in enumerate(text) if letter == " "),
+                key=lambda i: abs(i - len(text) / 2),
+            )
             lines = [text[:middle], text[middle + 1 :]]
         for k, line in enumerate(lines):
             group.add("text", line, x=28, y=36 + 17 * k, font_size=13, class_="m")
 
 
 def _shift(node: Node, begin: float, duration: float) -> None:
-    """Start later. What shows at the start already does so before, and what shows at the end, at `duration`, stays."""
+    """Start later. What shows at the start already does so before, and what shows at the end,
+    at `duration`, stays.
+    """
     for name, (mode, frames) in node.tracks.items():
-        node.tracks[name] = mode, [(1e9 if t > duration else t + begin if t else 0.0, value) for t, value in frames]
+        node.tracks[name] = (
+            mode,
+            [(1e9 if t > duration else t + begin if t else 0.0, value) for t, value in frames],
+        )
     for child in node.children:
         _shift(child, begin, duration)

@@ -1,10 +1,12 @@
-"""Compute and communication lanes: for each rank, what it computes on top and its messages in flight below, on one time axis.
+"""Compute and communication lanes: for each rank, what it computes on top and its messages in
+flight below, on one time axis.
 
     rank 0  ▇▇ forward ▇▇▇▇ backward ▇▇▇▇▇▇/////▇ optimizer ▇     hatched: idle
                                   ▬▬▬▬▬  ▬▬▬▬▬▬▬▬▬                sends and receives
 
-Messages under a coloured bar overlap with compute and cost no time. Messages under a hatched bar cost time. Spans
-(`p101.span`) are the compute; the numbers are computed in `parallel101.analysis.overlap`.
+Messages under a coloured bar overlap with compute and cost no time. Messages under a hatched bar
+cost time. Spans (`p101.span`) are the compute; the numbers are computed in
+`parallel101.analysis.overlap`.
 """
 
 from __future__ import annotations
@@ -32,31 +34,42 @@ from parallel101.viz.timeline import (
 )
 
 LEFT, RIGHT, TOP = 92.0, 812.0, 116.0
-TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0  # heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
+# heights: a lane of spans, a lane of messages, the gap between ranks, the name of a window
+TALL, THIN, GAP, HEAD = 18.0, 5.0, 14.0, 30.0
 MOST_RANKS, MOST_SPAN_LANES, MOST_MESSAGE_LANES = 16, 2, 4
 
 
 def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communication") -> Scene:
     """Draw what the ranks computed and what they had in flight, so that the overlap can be seen.
 
-    Args:
-        trace: the record of a run whose compute is in spans, as the trainers' is.
-        within: names of spans. Each gives a panel that shows the last span of that name on each rank; all panels have the same scale.
+    Args: trace: the record of a run whose compute is in spans, as the trainers' is. within: names
+        of spans. Each gives a panel that shows the last span of that name on each rank; all panels
+        have the same scale.
             None: the whole record.
 
-    Returns:
-        A still Scene. At the right of each rank: which part of its communication overlapped with compute.
+    Returns: A still Scene. At the right of each rank: which part of its communication overlapped
+        with compute.
 
     Raises:
         ValueError: more than 16 ranks, or a name that no span has.
     """
     n = trace.world_size
     if n > MOST_RANKS:
-        raise ValueError(f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use run.timeline(), which draws up to 128")
+        raise ValueError(
+            f"the run has {n} ranks, and this picture can show up to {MOST_RANKS}: use "
+            "run.timeline(), which draws up to 128"
+        )
     windows = time_windows(trace, within)
     longest = max(window.end - window.begin for window in windows)
     spans = {window.name: [e for e in window.events if e.kind == "span"] for window in windows}
-    depth = 1 + max((min(lane, MOST_SPAN_LANES - 1) for of in spans.values() for lane in span_lanes(of).values()), default=0)
+    depth = 1 + max(
+        (
+            min(lane, MOST_SPAN_LANES - 1)
+            for of in spans.values()
+            for lane in span_lanes(of).values()
+        ),
+        default=0,
+    )
     flows = {window.name: message_lanes(window.events) for window in windows}
     thick = max((lane + 1 for of in flows.values() for lane in of.values()), default=0) * 2 * THIN
     row = depth * TALL + thick + GAP
@@ -73,8 +86,25 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
         top = TOP + i * high
         if within:
             scene.add("text", window.name, x=LEFT, y=top + 15, font_size=15, class_="b")
-            scene.add("text", human_seconds(window.end - window.begin), x=RIGHT, y=top + 15, font_size=13, class_="m e")
-        _window(scene, window, top + (HEAD - 6 if within else 0), row, depth, scale, colours, flows[window.name], n)
+            scene.add(
+                "text",
+                human_seconds(window.end - window.begin),
+                x=RIGHT,
+                y=top + 15,
+                font_size=13,
+                class_="m e",
+            )
+        _window(
+            scene,
+            window,
+            top + (HEAD - 6 if within else 0),
+            row,
+            depth,
+            scale,
+            colours,
+            flows[window.name],
+            n,
+        )
     time_axis(scene, longest, TOP + len(windows) * high, LEFT, RIGHT)
     draw_notes(scene, notes)
     return scene
@@ -83,14 +113,21 @@ def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communicat
 def window_text(window: TimeWindow, ranks: int) -> str:
     """The numbers of a window, for the picture's alternative text."""
     of = [time_breakdown(window, rank) for rank in range(ranks)]
-    overlap = ", ".join(f"{b.overlap / b.communication:.0%}" if b.communication else "none" for b in of)
+    overlap = ", ".join(
+        f"{b.overlap / b.communication:.0%}" if b.communication else "none" for b in of
+    )
     compute = ", ".join(human_seconds(b.compute) for b in of)
     name, took = window.name or "Whole record", human_seconds(window.end - window.begin)
-    return f"{name}: {took}. Compute by rank: {compute}. Communication that overlaps with compute: {overlap}."
+    return (
+        f"{name}: {took}. Compute by rank: {compute}. Communication that overlaps with "
+        f"compute: {overlap}."
+    )
 
 
 def message_lanes(events: Iterable[Event]) -> dict[int, int]:
-    """The lane of each message, by its id(): the first of its rank and direction that is free when it starts, or else the last."""
+    """The lane of each message, by its id(): the first of its rank and direction that is free
+    when it starts, or else the last.
+    """
     free: dict[tuple[int, bool], list[float]] = {}
     lanes = {}
     for event in (e for e in events if e.kind != "span"):
@@ -104,16 +141,37 @@ def message_lanes(events: Iterable[Event]) -> dict[int, int]:
 
 def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add("text", f"{trace_facts(trace)} · {human_seconds(trace.makespan)}", x=932, y=40, font_size=13, class_="m e")
-    sentence = "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing and waits."
+    scene.add(
+        "text",
+        f"{trace_facts(trace)} · {human_seconds(trace.makespan)}",
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
+    sentence = (
+        "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes "
+        "nothing and waits."
+    )
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     scene.intro = sentence
     x, kinds = 28.0, {e.kind for e in trace.events}
     entries = [*span_entries(colours), ("idle", "idle")]
-    entries += [(label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds]
+    entries += [
+        (label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds
+    ]
     entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
     for label, class_ in entries:
-        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
+        scene.add(
+            "rect",
+            x=x,
+            y=80,
+            width=14,
+            height=10,
+            rx=2,
+            class_=class_,
+            style="stroke:var(--line)" if class_ == "idle" else None,
+        )
         scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len(label)
     scene.add("text", "overlap", x=932, y=89, font_size=12, class_="m e")
@@ -154,9 +212,25 @@ def _hatched(scene: Scene, x: float, y: float, width: float) -> None:
 
 
 def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:
-    """At the right of a rank: which part of its communication overlapped, and the bytes it sent, or how many collectives it called."""
+    """At the right of a rank: which part of its communication overlapped, and the bytes it
+    sent, or how many collectives it called.
+    """
     if breakdown.communication:
-        sent, collectives = sum(e.nbytes for e in events if e.kind == "send"), sum(e.kind not in P2P and e.kind != "span" for e in events)
-        scene.add("text", f"{breakdown.overlap / breakdown.communication:.0%}", x=932, y=y + 15, font_size=17, class_="b e")
-        told = f"{human_bytes(sent)} sent" if sent or not collectives else f"{collectives} collective{'s' * (collectives > 1)}"
+        sent, collectives = (
+            sum(e.nbytes for e in events if e.kind == "send"),
+            sum(e.kind not in P2P and e.kind != "span" for e in events),
+        )
+        scene.add(
+            "text",
+            f"{breakdown.overlap / breakdown.communication:.0%}",
+            x=932,
+            y=y + 15,
+            font_size=17,
+            class_="b e",
+        )
+        told = (
+            f"{human_bytes(sent)} sent"
+            if sent or not collectives
+            else f"{collectives} collective{'s' * (collectives > 1)}"
+        )
         scene.add("text", told, x=932, y=y + 31, font_size=11.5, class_="m e")

@@ -1,4 +1,5 @@
-"""Loss curves: drawn once from a finished run (`loss_scene`), or live in a notebook while the ranks train (`LiveLoss`).
+"""Loss curves: drawn once from a finished run (`loss_scene`), or live in a notebook while the ranks
+train (`LiveLoss`).
 
 with LiveLoss() as live:                                     the notebook reads the file and redraws the picture
     p101.launch(train, live, world_size=2)
@@ -27,9 +28,14 @@ LEFT, RIGHT, TOP, BOTTOM = 72.0, 770.0, 84.0, 286.0
 INTERVAL = 0.25  # seconds between two drawings
 MOST_POINTS = 400
 NARROW = 468.0  # on phones the picture is so much less wide
-DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")  # of the curves: dashes show two curves that lie on top of each other
-STYLE = ".lines *{vector-effect:non-scaling-stroke}.end{stroke-width:7;stroke-linecap:round}" + "".join(
-    f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}" for i, colour in enumerate(PLOTTED)
+# of the curves: dashes show two curves that lie on top of each other
+DASHES = (None, "7 4", "2 4", "10 3 2 3", "1 6")
+STYLE = (
+    ".lines *{vector-effect:non-scaling-stroke}.end{stroke-width:7;stroke-linecap:round}"
+    + "".join(
+        f".l{i}{{stroke:var(--{colour})}}.d{i}{{fill:var(--{colour})}}"
+        for i, colour in enumerate(PLOTTED)
+    )
 )
 
 Curve = Sequence[tuple[float, float]]  # (step, loss)
@@ -54,7 +60,10 @@ class LossHistory(Protocol):
 
 
 def loss_scene(
-    curves: LossHistory | Mapping[str, LossHistory | Curve], *, title: str = "Training loss", until: float | None = None
+    curves: LossHistory | Mapping[str, LossHistory | Curve],
+    *,
+    title: str = "Training loss",
+    until: float | None = None,
 ) -> Scene:
     """Draw losses over steps.
 
@@ -72,8 +81,17 @@ def loss_scene(
     named = curves if isinstance(curves, Mapping) else {"loss": curves}
     lines = {name: points(curve) for name, curve in named.items()}
     if len(lines) > len(PLOTTED):
-        raise ValueError(f"got {len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}")
-    scene = Scene(960, 330, title, "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line))
+        raise ValueError(
+            f"got {len(lines)} curves ({', '.join(lines)}): expected at most {len(PLOTTED)}"
+        )
+    scene = Scene(
+        960,
+        330,
+        title,
+        "; ".join(
+            f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in lines.items() if line
+        ),
+    )
     scene.style += STYLE
     everything = [p for line in lines.values() for p in line] or [(0.0, 0.0)]
     last = until or max(step for step, _ in everything) or 1
@@ -87,7 +105,9 @@ def loss_scene(
     squeezed = (right - NARROW - LEFT) / (right - LEFT)
     if squeezed > 0.2:
         scene.narrow = (492, 330)
-    drawn = scene.panel(narrow=f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)", class_="lines")
+    drawn = scene.panel(
+        narrow=f"translate({LEFT * (1 - squeezed):.1f},0) scale({squeezed:.3f},1)", class_="lines"
+    )
     ends = scene.panel(narrow=f"translate({-NARROW:g},0)")
     tick = round_step(high, 6)
     for k in range(int(high / tick) + 1):
@@ -96,37 +116,54 @@ def loss_scene(
         scene.add("text", f"{k * tick:.6g}", x=LEFT - 8, y=y + 4, font_size=12, class_="m e")
     scene.add("text", "0", x=LEFT, y=BOTTOM + 22, font_size=12, class_="m")
     ends.add("text", f"step {last:g}", x=right, y=BOTTOM + 22, font_size=12, class_="m e")
-    labels = sorted((at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line)
+    labels = sorted(
+        (at(*line[-1])[1], i, name) for i, (name, line) in enumerate(lines.items()) if line
+    )
     for i, line in enumerate(lines.values()):
         if line:
             shown = [*line[:: max(1, len(line) // MOST_POINTS)], line[-1]]
             places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in shown))
-            drawn.add("polyline", points=places, fill="none", class_=f"l{i}", stroke_width=2.2, stroke_dasharray=DASHES[i])
+            drawn.add(
+                "polyline",
+                points=places,
+                fill="none",
+                class_=f"l{i}",
+                stroke_width=2.2,
+                stroke_dasharray=DASHES[i],
+            )
     lowest = 0.0
     for k, (y, i, name) in enumerate(labels):
-        lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)  # those that follow have room too
+        # those that follow have room too
+        lowest = max(min(y, BOTTOM - 18 * (len(labels) - 1 - k)), lowest + 18)
         x, end = at(*list(lines.values())[i][-1])
         drawn.add("path", d=f"M{x:.1f} {end:.1f}h0", class_=f"end l{i}")
         ends.add("text", name, x=right + 12, y=lowest + 4, font_size=13, class_=f"b d{i}")
-        ends.add("text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e")
+        ends.add(
+            "text", f"{lines[name][-1][1]:.4f}", x=932, y=lowest + 4, font_size=13, class_="m e"
+        )
     return scene
 
 
 def points(curve: LossHistory | Curve) -> list[tuple[float, float]]:
     return [
-        (float(step), float(loss)) for step, loss in (curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True))
+        (float(step), float(loss))
+        for step, loss in (
+            curve if isinstance(curve, Sequence) else zip(curve.steps, curve.losses, strict=True)
+        )
     ]
 
 
 class LiveLoss:
-    """A picture of losses that grows while ranks train. Pass it to `launch` as an argument; the ranks add points to it.
+    """A picture of losses that grows while ranks train.
+
+    Pass it to `launch` as an argument; the ranks add points to it.
 
     Args:
         title: above the picture.
         until: the last step of the axis, if known.
 
-    In a notebook the picture appears at the `with` and is redrawn in place until the block ends. Outside a notebook nothing is drawn, but
-    `curves` and `scene()` work all the same.
+    In a notebook the picture appears at the `with` and is redrawn in place until the block ends.
+    Outside a notebook nothing is drawn, but `curves` and `scene()` work all the same.
     """
 
     def __init__(self, title: str = "Training loss", until: float | None = None):
@@ -145,12 +182,18 @@ class LiveLoss:
         return {"path": self.path}
 
     def add(self, name: str, step: float, loss: float) -> None:
-        """Add a point to a curve, from any rank. The line is one write(), so lines of different ranks do not mix."""
+        """Add a point to a curve, from any rank.
+
+        The line is one write(), so lines of different ranks do not mix.
+        """
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps([name, step, loss]) + "\n")
 
     def curve(self, name: str, rank: int = 0) -> Callable[[StepLoss], None]:
-        """An `on_step` for `fit` that adds the loss of every step to this curve. All ranks may pass it; only `rank` writes."""
+        """An `on_step` for `fit` that adds the loss of every step to this curve.
+
+        All ranks may pass it; only `rank` writes.
+        """
 
         def on_step(step: StepLoss) -> None:
             if not dist.is_initialized() or dist.get_rank() == rank:
@@ -174,10 +217,14 @@ class LiveLoss:
         self.update()
         self.path.unlink(missing_ok=True)
         if self._handle is not None:
-            self._handle.update(self.scene())  # unlike the image so far, this follows the page's theme
+            # unlike the image so far, this follows the page's theme
+            self._handle.update(self.scene())
 
     def update(self) -> bool:
-        """Read what the ranks have written since the last call. Returns whether there was anything new."""
+        """Read what the ranks have written since the last call.
+
+        Returns whether there was anything new.
+        """
         with open(self.path, "rb") as file:
             file.seek(self._read)
             new = file.read()
@@ -201,4 +248,7 @@ class LiveLoss:
         from IPython.display import HTML
 
         source = data_uri(self.scene().svg())
-        return HTML(f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" src="{source}">')
+        return HTML(
+            f'<img alt="{escape(self.title)}" decoding="sync" '
+            f'style="width:100%;max-width:960px" src="{source}">'
+        )

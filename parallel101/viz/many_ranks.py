@@ -1,4 +1,5 @@
-"""The collective view of more ranks than can be drawn one by one: how far each step's messages go, and the matrix of who sends to whom.
+"""The collective view of more ranks than can be drawn one by one: how far each step's messages go,
+and the matrix of who sends to whom.
 
     step 3            64 messages of 256 B          from \\ to   0  8  16
     (ring of steps)   between ranks 4 apart         rank 0     ▪ ·
@@ -29,11 +30,20 @@ def draw_many_ranks(scene: Scene, replay: Replay, timing: Timing, phases: list[s
     """Add a summary of each step and the matrix of messages."""
     scene.style += STYLE + ".before{fill:var(--accent);opacity:.35}.present{fill:var(--accent)}"
     panel = scene.panel(narrow="translate(18,-16)")
-    draw_step_ring(panel, replay, Diagram(replay.topology, {}, 0.0, (*CENTRE, 66.0)), timing, phases)
+    draw_step_ring(
+        panel, replay, Diagram(replay.topology, {}, 0.0, (*CENTRE, 66.0)), timing, phases
+    )
     for step in range(replay.steps):
         group = panel.add("g").show((timing.start(step), timing.start(step + 1)))
         for k, line in enumerate(step_facts(replay, step)):
-            group.add("text", line, x=CENTRE[0], y=362 + 20 * k, font_size=14, class_="c" if k == 0 else "m c")
+            group.add(
+                "text",
+                line,
+                x=CENTRE[0],
+                y=362 + 20 * k,
+                font_size=14,
+                class_="c" if k == 0 else "m c",
+            )
     _matrix(scene, replay, timing)
 
 
@@ -41,13 +51,20 @@ def step_facts(replay: Replay, step: int) -> list[str]:
     """How many messages of a step there are, of how many bytes, and how far they go."""
     messages = [replay.messages[i] for i in replay.in_step(step)]
     sizes = sorted({m.nbytes for m in messages})
-    size = human_bytes(sizes[0]) if len(sizes) == 1 else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"
+    size = (
+        human_bytes(sizes[0])
+        if len(sizes) == 1
+        else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"
+    )
     n, place = len(replay.ranks), {rank: i for i, rank in enumerate(replay.ranks)}
     ways = {place[m.dst] - place[m.src] for m in messages}
     apart = sorted({min(way % n, -way % n) for way in ways})
     if len({way % n for way in ways}) == 1 and (len(ways) == 1 or 2 * apart[0] != n):
         up = min(ways, key=abs) > 0  # the others go around the end
-        far = f"each to the rank {apart[0]} {'higher' if up else 'lower'}{f', modulo {n}' * (len(ways) > 1)}"
+        far = (
+            f"each to the rank {apart[0]} "
+            f"{'higher' if up else 'lower'}{f', modulo {n}' * (len(ways) > 1)}"
+        )
     elif len(apart) <= 4:
         far = f"between ranks that are {listed(apart)} apart"
     else:
@@ -65,20 +82,49 @@ def _matrix(scene: Scene, replay: Replay, timing: Timing) -> None:
     panel.add("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT, class_="faint")
     panel.add("text", "from \\ to", x=LEFT - 12, y=TOP - 9, font_size=12, class_="m e")
     for rank in replay.ranks[:: 4 if n <= 32 else 8 if n <= 64 else 16]:
-        panel.add("text", rank, x=LEFT + (place[rank] + 0.5) * width, y=TOP - 9, font_size=12, class_="m c")
-        panel.add("text", f"rank {rank}", x=LEFT - 12, y=TOP + (place[rank] + 0.5) * height + 4, font_size=12, class_="m e")
+        panel.add(
+            "text",
+            rank,
+            x=LEFT + (place[rank] + 0.5) * width,
+            y=TOP - 9,
+            font_size=12,
+            class_="m c",
+        )
+        panel.add(
+            "text",
+            f"rank {rank}",
+            x=LEFT - 12,
+            y=TOP + (place[rank] + 0.5) * height + 4,
+            font_size=12,
+            class_="m e",
+        )
 
     def cells(step: int, without: set[tuple[int, int]]) -> str:
-        pairs = sorted({(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)} - without)
-        return "".join(box(LEFT + place[dst] * width, TOP + place[src] * height, max(width, 3.0), max(height, 3.0)) for src, dst in pairs)
+        pairs = sorted(
+            {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
+            - without
+        )
+        return "".join(
+            box(
+                LEFT + place[dst] * width,
+                TOP + place[src] * height,
+                max(width, 3.0),
+                max(height, 3.0),
+            )
+            for src, dst in pairs
+        )
 
     past, now, seen = panel.add("g"), panel.add("g"), set[tuple[int, int]]()
     for step in range(replay.steps):
         fresh, begin = cells(step, seen), timing.start(step)
         seen |= {(replay.messages[i].src, replay.messages[i].dst) for i in replay.in_step(step)}
         if fresh:
-            past.add("path", d=fresh, class_="before").show((timing.arrival(step), timing.duration + 1))
-        now.add("path", d=cells(step, set()), class_="present").show((begin, timing.start(step + 1)))
+            past.add("path", d=fresh, class_="before").show(
+                (timing.arrival(step), timing.duration + 1)
+            )
+        now.add("path", d=cells(step, set()), class_="present").show(
+            (begin, timing.start(step + 1))
+        )
     note = "Dark: the messages of this step. Light: of the steps before."
     panel.add("text", note, x=LEFT + WIDTH / 2, y=TOP + HEIGHT + 20, font_size=12, class_="m c")
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 from parallel101.viz.palette import CHUNK
 from parallel101.viz.scene import Node, Scene
 
-TOP, ACROSS, CELL = 96.0, 4, 226.0  # the first row of cells, cells in a row, and the width of a cell
+# the first row of cells, cells in a row, and the width of a cell
+TOP, ACROSS, CELL = 96.0, 4, 226.0
 LONG, SHORT = 140.0, 30.0  # the longest side of any matrix, and the shortest
 MOST = 24
 COLLECTIVES = {  # style → (in forward, in backward)
@@ -49,7 +50,9 @@ class Entry(Protocol):
 
 
 class Matrix(NamedTuple):
-    """What is drawn: parameters of one shape, cut alike, in modules that differ only in their numbers."""
+    """What is drawn: parameters of one shape, cut alike, in modules that differ only in their
+    numbers.
+    """
 
     name: str  # the numbers of its modules as *, if there are several
     times: int  # how many such parameters
@@ -70,38 +73,70 @@ def matrices_scene(
     axis: str = "tp",
     title: str = "How the matrices are cut",
 ) -> Scene:
-    """Draw the matrices of a model, each cut into the blocks that the ranks hold, with the collectives that its style needs.
+    """Draw the matrices of a model, each cut into the blocks that the ranks hold, with the
+    collectives that its style needs.
 
-    Args:
-        entries: name of a parameter → its shape and its placements by axis: `trainer.layout.entries`. A parameter of two dims with
-            "embed" in its name is taken for an embedding, any other for the weight of a linear layer.
-        styles: name of a module, in which `*` may stand for any part → its style. Without it, a linear layer cut along dim 0 counts as
-            "column", and one cut along dim 1 as "row".
-        sequence_parallel: whether the trainer was built so: then there are reduce-scatters and all-gathers instead of all-reduces.
+    Args: entries: name of a parameter → its shape and its placements by axis:
+        `trainer.layout.entries`. A parameter of two dims with
+            "embed" in its name is taken for an embedding, any other for the weight of a linear
+            layer.
+        styles: name of a module, in which `*` may stand for any part → its style. Without it, a
+            linear layer cut along dim 0 counts as "column", and one cut along dim 1 as "row".
+        sequence_parallel: whether the trainer was built so: then there are reduce-scatters and
+            all-gathers instead of all-reduces.
         axis: of the mesh.
         title: of the picture.
 
-    Returns:
-        A still Scene. Matrices that differ only in the number of their layer are drawn once. A side is as long as the square root of its
-        size, so that small ones can be seen.
+    Returns: A still Scene. Matrices that differ only in the number of their layer are drawn once. A
+        side is as long as the square root of its size, so that small ones can be seen.
 
     Raises:
         ValueError: there is no matrix, or there are more than 24.
     """
-    found = list(matrices_of(entries, styles or {}, axis, SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES))
+    found = list(
+        matrices_of(
+            entries, styles or {}, axis, SEQUENCE_PARALLEL if sequence_parallel else COLLECTIVES
+        )
+    )
     if not 0 < len(found) <= MOST:
-        raise ValueError(f"the layout has {len(found)} different matrices: expected 1 to {MOST} to draw")
+        raise ValueError(
+            f"the layout has {len(found)} different matrices: expected 1 to {MOST} to draw"
+        )
     longest = max(max(m.rows, m.columns) for m in found)
     grid = [found[i : i + ACROSS] for i in range(0, len(found), ACROSS)]
-    heights = [max(side(m.rows, longest) + 16 * (bool(m.forward) + bool(m.backward)) for m in row) + 84 for row in grid]
-    scene = Scene(960, math.ceil(TOP + sum(heights) + 10), title, " ".join(matrix_text(m) for m in found))
-    scene.style += ".cut{stroke:var(--bg);stroke-width:1.5}.whole{fill:var(--faint);stroke:var(--line)}"
+    heights = [
+        max(side(m.rows, longest) + 16 * (bool(m.forward) + bool(m.backward)) for m in row) + 84
+        for row in grid
+    ]
+    scene = Scene(
+        960, math.ceil(TOP + sum(heights) + 10), title, " ".join(matrix_text(m) for m in found)
+    )
+    scene.style += (
+        ".cut{stroke:var(--bg);stroke-width:1.5}.whole{fill:var(--faint);stroke:var(--line)}"
+    )
     scene.panel(narrow="translate(0,0)").add("text", title, x=28, y=40, class_="h")
-    head, ranks = scene.panel(narrow="none"), max(len({position for position, _ in m.blocks}) for m in found)
-    head.add("text", f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis, x=932, y=40, font_size=13, class_="m e")
-    sentence = f"As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position of its rank along {axis}."
+    head, ranks = (
+        scene.panel(narrow="none"),
+        max(len({position for position, _ in m.blocks}) for m in found),
+    )
+    head.add(
+        "text",
+        f"{axis} · {ranks} rank{'s' * (ranks != 1)}" if ranks else axis,
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
+    sentence = (
+        "As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position "
+        f"of its rank along {axis}."
+    )
     grey = "Grey: every rank holds all of it. " if any(not m.cut for m in found) else ""
-    share = "Column layers with the same input share one collective. " if sum(m.times for m in found if m.style == "column") > 1 else ""
+    share = (
+        "Column layers with the same input share one collective. "
+        if sum(m.times for m in found if m.style == "column") > 1
+        else ""
+    )
     more = f"{grey}{share}Sides are not to scale."
     head.add("text", sentence, x=28, y=62, font_size=13.5, class_="m")
     head.add("text", more, x=28, y=81, font_size=13, class_="m")
@@ -109,7 +144,9 @@ def matrices_scene(
     y, low = TOP + 8, 56.0
     for row, high in zip(grid, heights):
         for i, matrix in enumerate(row):  # on phones two in a row
-            panel = scene.panel(narrow=f"translate({-CELL * (i - i % 2):g},{low + high * (i // 2) - y:g})")
+            panel = scene.panel(
+                narrow=f"translate({-CELL * (i - i % 2):g},{low + high * (i // 2) - y:g})"
+            )
             _matrix(panel, matrix, longest, 28 + CELL * i, y)
         y += high
         low += high * -(-len(row) // 2)
@@ -122,7 +159,10 @@ def side(size: int, longest: int) -> float:
 
 
 def matrices_of(
-    entries: Mapping[str, Entry], styles: Mapping[str, object], axis: str, collectives: Mapping[str, tuple[str, str]]
+    entries: Mapping[str, Entry],
+    styles: Mapping[str, object],
+    axis: str,
+    collectives: Mapping[str, tuple[str, str]],
 ) -> Iterator[Matrix]:
     """The matrices to draw, in the order of the model."""
     alike: dict[tuple, list[str]] = {}
@@ -131,19 +171,41 @@ def matrices_of(
         if len(entry.shape) != 2:
             continue
         module = name.rpartition(".")[0]
-        style = next((str(s).partition("(")[0] for pattern, s in styles.items() if fnmatch.fnmatchcase(module, pattern)), "")
+        style = next(
+            (
+                str(s).partition("(")[0]
+                for pattern, s in styles.items()
+                if fnmatch.fnmatchcase(module, pattern)
+            ),
+            "",
+        )
         shard = entry.placements.get(axis)
-        dim, sizes, parts = getattr(shard, "dim", None), getattr(shard, "sizes", (0,)), getattr(shard, "parts", 1)
-        lookup = "embed" in module  # a table, in which a token chooses a row, and not a matrix of a linear layer
+        dim, sizes, parts = (
+            getattr(shard, "dim", None),
+            getattr(shard, "sizes", (0,)),
+            getattr(shard, "parts", 1),
+        )
+        # a table, in which a token chooses a row, and not a matrix of a linear layer
+        lookup = "embed" in module
         rows, columns = entry.shape if lookup else reversed(entry.shape)
         cut = "" if dim is None else "rows" if (dim == 0) == lookup else "columns"
         if cut and not style:
             style = "vocabulary" if lookup else "column" if dim == 0 else "row"
         if style == "vocabulary":
             style += " embedding" if lookup else " head"
-        blocks = tuple((position, size // parts) for _ in range(parts) for position, size in enumerate(sizes)) if cut else ()
+        blocks = (
+            tuple(
+                (position, size // parts)
+                for _ in range(parts)
+                for position, size in enumerate(sizes)
+            )
+            if cut
+            else ()
+        )
         forward, backward = collectives.get(style, ("", "")) if cut else ("", "")
-        matrix = Matrix(name, 1, rows, columns, cut, blocks, style if cut else "", forward, backward)
+        matrix = Matrix(
+            name, 1, rows, columns, cut, blocks, style if cut else "", forward, backward
+        )
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
         alike.setdefault(key, []).append(name)
         drawn.setdefault(key, matrix)
@@ -164,35 +226,66 @@ def sizes_text(m: Matrix) -> str:
     sizes = [size for _, size in m.blocks]
     if len(set(sizes)) == 1 and len(sizes) > 2:
         return f"{len(sizes)} × {sizes[0]}"
-    return " + ".join(map(str, sizes)) if len(sizes) <= 4 else f"{len(sizes)} parts of {min(sizes)} to {max(sizes)}"
+    return (
+        " + ".join(map(str, sizes))
+        if len(sizes) <= 4
+        else f"{len(sizes)} parts of {min(sizes)} to {max(sizes)}"
+    )
 
 
 def in_words(m: Matrix) -> list[str]:
     """The collectives: "forward: all-reduce outputs"."""
-    return [f"{when}: {what}" for when, what in (("forward", m.forward), ("backward", m.backward)) if what]
+    return [
+        f"{when}: {what}"
+        for when, what in (("forward", m.forward), ("backward", m.backward))
+        if what
+    ]
 
 
 def _matrix(scene: Node, m: Matrix, longest: int, left: float, top: float) -> None:
     width, tall = side(m.columns, longest), side(m.rows, longest)
     x, y = left + 34, top + 54
     several = f"  × {m.times}" if m.times > 1 else ""
-    scene.add("text", shortened(m.name.removesuffix(".weight")) + several, x=left, y=top + 14, font_size=13.5, class_="b")
+    scene.add(
+        "text",
+        shortened(m.name.removesuffix(".weight")) + several,
+        x=left,
+        y=top + 14,
+        font_size=13.5,
+        class_="b",
+    )
     words = f"{m.style.partition(' ')[0]}: {sizes_text(m)} {m.cut}" if m.cut else "not cut"
     scene.add("text", words, x=left, y=top + 31, font_size=12, class_="m")
     scene.add("text", m.columns, x=x + width / 2, y=y - 5, font_size=11, class_="m c")
     scene.add("text", m.rows, x=x - 5, y=y + tall / 2 + 4, font_size=11, class_="m e")
     if not m.cut:
-        scene.add("rect", x=x, y=y, width=width, height=tall, class_="whole").add("title", matrix_text(m))
+        scene.add("rect", x=x, y=y, width=width, height=tall, class_="whole").add(
+            "title", matrix_text(m)
+        )
     at, whole = 0.0, sum(size for _, size in m.blocks)
     for position, size in m.blocks:
         part = size / whole if whole else 0.0
         across, down = (part * width, tall) if m.cut == "columns" else (width, part * tall)
         corner = (x + at * width, y) if m.cut == "columns" else (x, y + at * tall)
-        rect = scene.add("rect", x=corner[0], y=corner[1], width=across, height=down, class_=f"cut f{position % len(CHUNK)}")
+        rect = scene.add(
+            "rect",
+            x=corner[0],
+            y=corner[1],
+            width=across,
+            height=down,
+            class_=f"cut f{position % len(CHUNK)}",
+        )
         rect.add("title", f"position {position}: {size} of {whole} {m.cut} of {m.name}")
         if min(across, down) >= 11 and across >= 8 * len(str(position)):
             middle = corner[0] + across / 2, corner[1] + down / 2 + 4
-            scene.add("text", position, x=middle[0], y=middle[1], font_size=11.5, class_=f"c o{position % len(CHUNK)}")
+            scene.add(
+                "text",
+                position,
+                x=middle[0],
+                y=middle[1],
+                font_size=11.5,
+                class_=f"c o{position % len(CHUNK)}",
+            )
         at += part
     for i, words in enumerate(in_words(m)):
         scene.add("text", words, x=left, y=y + tall + 17 + 16 * i, font_size=11, class_="m")

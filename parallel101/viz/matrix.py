@@ -1,11 +1,13 @@
-"""The right half of the collective view: what each rank holds, or only how many bytes moved if the contents are unknown.
+"""The right half of the collective view: what each rank holds, or only how many bytes moved if the
+contents are unknown.
 
     chunk     a      b      c             from \\ to    0     1
     rank 0  ▌▐    ▌▌▐▐     ▐                       0        96 B
     rank 1  ▌     ▌▌▐▐    ▌▐                       1  96 B
 
-On the left, ranks × chunks: a cell has one stripe for each rank whose data is in it. A stripe that was added twice ("×2") and
-a stripe that is missing from what a rank returned are drawn as errors. On the right, source × destination, with bytes.
+On the left, ranks × chunks: a cell has one stripe for each rank whose data is in it. A stripe that
+was added twice ("×2") and a stripe that is missing from what a rank returned are drawn as errors.
+On the right, source × destination, with bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from parallel101.record.units import human_bytes
 from parallel101.viz.scene import Node, Scene, box, number
 from parallel101.viz.timing import Timing
 
-LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0  # of the cells; MIDDLE is the y of their centre
+# of the cells; MIDDLE is the y of their centre
+LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0
 GAP = 3.0
 STYLE = (
     ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}.err{fill:none;stroke:var(--warn);stroke-width:2}"
@@ -46,7 +49,9 @@ class Matrix:
         self.gap = GAP if self.cell_height > 20 else 1.5
 
     def corner(self, rank: int, chunk: int) -> tuple[float, float]:
-        return self.left + chunk * self.cell_width + self.gap, self.top + self.rows[rank] * self.cell_height + self.gap
+        return self.left + chunk * self.cell_width + self.gap, self.top + self.rows[
+            rank
+        ] * self.cell_height + self.gap
 
     @property
     def inner(self) -> tuple[float, float]:
@@ -59,7 +64,11 @@ class Matrix:
         return stripes.index(origin) * width, width
 
     def stripes(self, x: float, y: float, chunk: int, counts: Counts, apart: bool = False) -> str:
-        """A path of a chunk's stripes. Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the lines."""
+        """A path of a chunk's stripes.
+
+        Unless they are drawn `apart`, neighbouring stripes are one box: `_separators` draws the
+        lines.
+        """
         stripes, path, k = self.replay.chunks[chunk].stripes, "", 0
         width = self.inner[0] / len(stripes)
         apart = apart and width > 3
@@ -75,7 +84,10 @@ class Matrix:
 
 
 def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[str]) -> None:
-    """Add ranks × chunks, and the data that moves between the rows. The lines of `legend` stand below."""
+    """Add ranks × chunks, and the data that moves between the rows.
+
+    The lines of `legend` stand below.
+    """
     scene.style += STYLE
     matrix = Matrix(replay)
     panel = scene.panel(narrow=NARROW)
@@ -87,16 +99,37 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[s
     _missing(marks, matrix, timing)
     _bands(scene, panel, matrix, timing)
     for k, line in enumerate(legend):
-        panel.add("text", line, x=LEFT + WIDTH / 2, y=matrix.bottom + 24 + 16 * k, font_size=12, class_="m c")
+        panel.add(
+            "text",
+            line,
+            x=LEFT + WIDTH / 2,
+            y=matrix.bottom + 24 + 16 * k,
+            font_size=12,
+            class_="m c",
+        )
 
 
 def _frame(panel: Node, matrix: Matrix) -> None:
     replay, (width, height) = matrix.replay, matrix.inner
     panel.add("text", "chunk", x=matrix.left - 12, y=matrix.top - 9, font_size=12, class_="m e")
     for c, chunk in enumerate(replay.chunks):
-        panel.add("text", chunk.label, x=matrix.left + (c + 0.5) * matrix.cell_width, y=matrix.top - 9, font_size=13, class_="m c")
+        panel.add(
+            "text",
+            chunk.label,
+            x=matrix.left + (c + 0.5) * matrix.cell_width,
+            y=matrix.top - 9,
+            font_size=13,
+            class_="m c",
+        )
     for rank in replay.ranks:
-        panel.add("text", f"rank {rank}", x=matrix.left - 12, y=matrix.corner(rank, 0)[1] + height / 2 + 4, font_size=12, class_="m e")
+        panel.add(
+            "text",
+            f"rank {rank}",
+            x=matrix.left - 12,
+            y=matrix.corner(rank, 0)[1] + height / 2 + 4,
+            font_size=12,
+            class_="m e",
+        )
         for c in range(len(replay.chunks)):
             x, y = matrix.corner(rank, c)
             panel.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="faint")
@@ -118,7 +151,11 @@ def _cells(panel: Node, marks: Node, matrix: Matrix, timing: Timing) -> None:
     for span, cells in sorted(together.items()):
         group, errors = _during(panel, span, timing), Node("g")
         for chunk in sorted({c for _, c, _ in cells}):
-            path = "".join(matrix.stripes(*matrix.corner(rank, c), c, counts) for rank, c, counts in cells if c == chunk)
+            path = "".join(
+                matrix.stripes(*matrix.corner(rank, c), c, counts)
+                for rank, c, counts in cells
+                if c == chunk
+            )
             group.add("path", d=path, class_=f"f{chunk % 8}")
         for rank, chunk, counts in cells:
             _mark_errors(errors, matrix, rank, chunk, counts)
@@ -138,7 +175,10 @@ def _separators(panel: Node, matrix: Matrix) -> None:
         x = matrix.left + c * matrix.cell_width + matrix.gap
         width = matrix.inner[0] / len(chunk.stripes)
         narrowest = min(narrowest, width)
-        path += "".join(f"M{number(round(x + k * width, 2))} {matrix.top:.1f}V{matrix.bottom:.1f}" for k in range(1, len(chunk.stripes)))
+        path += "".join(
+            f"M{number(round(x + k * width, 2))} {matrix.top:.1f}V{matrix.bottom:.1f}"
+            for k in range(1, len(chunk.stripes))
+        )
     if path:
         panel.add("path", d=path, style="stroke:var(--bg)", stroke_width=min(1.2, 0.3 * narrowest))
 
@@ -154,9 +194,18 @@ def _mark_errors(group: Node, matrix: Matrix, rank: int, chunk: int, counts: Cou
     flags = [("?", x + width / 2)] if mixed else []
     for origin in doubled:
         dx, stripe = matrix.stripe(chunk, origin)
-        flags.append((f"×{counts[origin]}", min(max(x + dx + stripe / 2, x + 9.5), x + width - 9.5) if width > 20 else x + width / 2))
+        flags.append(
+            (
+                f"×{counts[origin]}",
+                min(max(x + dx + stripe / 2, x + 9.5), x + width - 9.5)
+                if width > 20
+                else x + width / 2,
+            )
+        )
     for text, middle in flags:
-        group.add("rect", x=middle - 9.5, y=y + height / 2 - 7, width=19, height=14, rx=4, class_="flag")
+        group.add(
+            "rect", x=middle - 9.5, y=y + height / 2 - 7, width=19, height=14, rx=4, class_="flag"
+        )
         group.add("text", text, x=middle, y=y + height / 2 + 3.6, class_="flagged c")
 
 
@@ -173,27 +222,46 @@ def _missing(marks: Node, matrix: Matrix, timing: Timing) -> None:
         for origin in gone:
             dx, stripe = matrix.stripe(chunk, origin)
             rim = min(2.5, stripe / 4)
-            group.add("rect", x=x + dx + rim, y=y + 2.5, width=stripe - 2 * rim, height=height - 5, class_="gone")
+            group.add(
+                "rect",
+                x=x + dx + rim,
+                y=y + 2.5,
+                width=stripe - 2 * rim,
+                height=height - 5,
+                class_="gone",
+            )
 
 
 def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
-    """The data of each message, sliding from the sender's row to the receiver's. Data that slides equally far shares a group."""
+    """The data of each message, sliding from the sender's row to the receiver's.
+
+    Data that slides equally far shares a group.
+    """
     replay, (width, height) = matrix.replay, matrix.inner
     scene.definitions.append(
-        f'<clipPath id="cells"><rect y="{matrix.top - 2:.1f}" width="960" height="{matrix.bottom - matrix.top + 4:.1f}"/></clipPath>'
+        f'<clipPath id="cells"><rect y="{matrix.top - 2:.1f}" width="960" '
+        f'height="{matrix.bottom - matrix.top + 4:.1f}"/></clipPath>'
     )
     moving = panel.add("g", clip_path="url(#cells)")
     last, first = replay.ranks[-1], replay.ranks[0]
-    wraps = replay.topology.kind == "ring" and len(replay.ranks) > 2 and replay.topology.order == replay.ranks
+    wraps = (
+        replay.topology.kind == "ring"
+        and len(replay.ranks) > 2
+        and replay.topology.order == replay.ranks
+    )
     for step in range(replay.steps):
         step_group = moving.add("g").show((timing.start(step), timing.arrival(step)))
         groups: dict[float, Node] = {}
         for i in replay.in_step(step):
             m = replay.messages[i]
             for landing in replay.landings[i]:
-                (x, y0), (_, y1) = matrix.corner(m.src, landing.chunk), matrix.corner(m.dst, landing.chunk)
+                (x, y0), (_, y1) = (
+                    matrix.corner(m.src, landing.chunk),
+                    matrix.corner(m.dst, landing.chunk),
+                )
                 routes = [(y0, y1 - y0)]
-                if wraps and (m.src, m.dst) in ((last, first), (first, last)):  # leaves at one end of the column and enters at the other
+                # leaves at one end of the column and enters at the other
+                if wraps and (m.src, m.dst) in ((last, first), (first, last)):
                     down = matrix.cell_height if m.src == last else -matrix.cell_height
                     routes = [(y0, down), (y1 - down, down)]
                 for y, far in routes:
@@ -202,12 +270,27 @@ def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
                         group = groups[round(far, 1)] = step_group.add("g")
                         begin, end = timing.start(step), timing.arrival(step)
                         group.key("translate", (begin, (0.0, 0.0)), (end, (0.0, far)), mode="ease")
-                    group.add("rect", x=x - 1, y=y - 1, width=width + 2, height=height + 2, rx=3, class_="mv")
-                    group.add("path", d=matrix.stripes(x, y, landing.chunk, landing.carried, apart=True), class_=f"f{landing.chunk % 8}")
+                    group.add(
+                        "rect",
+                        x=x - 1,
+                        y=y - 1,
+                        width=width + 2,
+                        height=height + 2,
+                        rx=3,
+                        class_="mv",
+                    )
+                    group.add(
+                        "path",
+                        d=matrix.stripes(x, y, landing.chunk, landing.carried, apart=True),
+                        class_=f"f{landing.chunk % 8}",
+                    )
 
 
 def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[str]) -> None:
-    """Add the matrix of bytes, a row for each sender. The note below it says why the contents are not shown."""
+    """Add the matrix of bytes, a row for each sender.
+
+    The note below it says why the contents are not shown.
+    """
     scene.style += STYLE
     panel = scene.panel(narrow=NARROW)
     n = len(replay.ranks)
@@ -218,13 +301,30 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     every = 1 if n <= 16 else 8  # of a large matrix, label every eighth row and column
     panel.add("text", "from \\ to", x=left - 12, y=top - 9, font_size=12, class_="m e")
     for rank in replay.ranks[::every]:
-        panel.add("text", rank, x=left + (place[rank] + 0.5) * width, y=top - 9, font_size=12, class_="m c")
-        panel.add("text", f"rank {rank}", x=left - 12, y=top + (place[rank] + 0.5) * height + 4, font_size=12, class_="m e")
+        panel.add(
+            "text",
+            rank,
+            x=left + (place[rank] + 0.5) * width,
+            y=top - 9,
+            font_size=12,
+            class_="m c",
+        )
+        panel.add(
+            "text",
+            f"rank {rank}",
+            x=left - 12,
+            y=top + (place[rank] + 0.5) * height + 4,
+            font_size=12,
+            class_="m e",
+        )
     for src in replay.ranks:
         y = top + place[src] * height + gap
-        row = "".join(box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n))
+        row = "".join(
+            box(left + c * width + gap, y, width - 2 * gap, height - 2 * gap) for c in range(n)
+        )
         panel.add("path", d=row, class_="faint")
-    totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by (src, dst): the bytes sent after each step
+    # by (src, dst): the bytes sent after each step
+    totals: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for step in range(replay.steps):
         for i in replay.in_step(step):
             m = replay.messages[i]
@@ -233,11 +333,18 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
     most = max((states[-1][1] for states in totals.values()), default=1) or 1
     for (src, dst), states in sorted(totals.items()):
         x, y = left + place[dst] * width, top + place[src] * height
-        for (step, nbytes), (until, _) in zip(states, [*states[1:], (replay.steps, 0)], strict=True):
+        for (step, nbytes), (until, _) in zip(
+            states, [*states[1:], (replay.steps, 0)], strict=True
+        ):
             share = nbytes / most
             if step == until:
                 continue
-            group = panel.add("g").show((timing.arrival(step), timing.arrival(until) if until < replay.steps else timing.duration + 1))
+            group = panel.add("g").show(
+                (
+                    timing.arrival(step),
+                    timing.arrival(until) if until < replay.steps else timing.duration + 1,
+                )
+            )
             group.add(
                 "rect",
                 x=x + gap,
@@ -251,7 +358,21 @@ def draw_traffic(scene: Scene, replay: Replay, timing: Timing, note: Iterable[st
             if width > 36:
                 text = human_bytes(nbytes)
                 size = min(12.0, (width - 6) / (0.58 * len(text)))
-                group.add("text", text, x=x + width / 2, y=y + height / 2 + 4, font_size=size, class_="c on" if share > 0.5 else "c")
+                group.add(
+                    "text",
+                    text,
+                    x=x + width / 2,
+                    y=y + height / 2 + 4,
+                    font_size=size,
+                    class_="c on" if share > 0.5 else "c",
+                )
     if replay.messages:
         for k, line in enumerate(note):
-            panel.add("text", line, x=LEFT + WIDTH / 2, y=MIDDLE + height * n / 2 + 20 + 16 * k, font_size=12, class_="m c")
+            panel.add(
+                "text",
+                line,
+                x=LEFT + WIDTH / 2,
+                y=MIDDLE + height * n / 2 + 20 + 16 * k,
+                font_size=12,
+                class_="m c",
+            )

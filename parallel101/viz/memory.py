@@ -1,9 +1,11 @@
-"""Memory per rank: solid is what a rank holds, hatched is what only other ranks hold, and the total is at the right.
+"""Memory per rank: solid is what a rank holds, hatched is what only other ranks hold, and the total
+is at the right.
 
 rank 0  ▇▇▇▇ ▇▇//  ▇▇▇▇//////////   18.9 MB        one panel for each trainer
 rank 1  ▇▇▇▇ //▇▇  //////▇▇▇▇////   18.9 MB
 
-The bytes were counted by a trainer's `describe()` in its tensors. What memory should cost is in `parallel101.cost`.
+The bytes were counted by a trainer's `describe()` in its tensors. What memory should cost is in
+`parallel101.cost`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ PEAK = " (peak)"  # the end of the name of a kind that is held only for a moment
 KIND_COLOURS = {"weights": 0, "gradients": 3, "optimizer state": 1}
 OTHER_COLOURS = (4, 6, 2, 7, 5)
 MOST_ROWS = 48
-SQUEEZED = 288 / (RIGHT - LEFT)  # on phones the bars are so much shorter, without the bytes inside them
-OVERLAP = 1.05  # parts that are more than the whole together are not drawn side by side: some ranks hold the same
+# on phones the bars are so much shorter, without the bytes inside them
+SQUEEZED = 288 / (RIGHT - LEFT)
+# parts that are more than the whole together are not drawn side by side: some ranks hold the same
+OVERLAP = 1.05
 
 
 class Holdings(Protocol):
-    """What a trainer's `describe()` returns: kind → bytes by position in the group, and the rank at each position."""
+    """What a trainer's `describe()` returns: kind → bytes by position in the group, and the
+    rank at each position.
+    """
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -33,16 +39,17 @@ class Holdings(Protocol):
     def bytes(self) -> Mapping[str, Sequence[int]]: ...
 
 
-def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "Memory per rank", note: str = "") -> Scene:
+def memory_scene(
+    holdings: Holdings | Mapping[str, Holdings], *, title: str = "Memory per rank", note: str = ""
+) -> Scene:
     """Draw the bytes that each rank holds.
 
-    Args:
-        holdings: what `trainer.describe()` returned; or several of them by name, drawn one below the other on one scale.
-        title, note: the title of the picture, and a note at its right.
+    Args: holdings: what `trainer.describe()` returned; or several of them by name, drawn one below
+        the other on one scale. title, note: the title of the picture, and a note at its right.
 
-    Returns:
-        A still Scene. A kind's bar is as long as the most that any rank in the picture holds of it. If a rank holds less, the rest of
-        its bar is hatched. So draw a trainer that holds everything next to those that shard it.
+    Returns: A still Scene. A kind's bar is as long as the most that any rank in the picture holds
+        of it. If a rank holds less, the rest of its bar is hatched. So draw a trainer that holds
+        everything next to those that shard it.
 
     Raises:
         ValueError: nothing to draw, or more than 48 rows.
@@ -50,24 +57,40 @@ def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "M
     panels = holdings if isinstance(holdings, Mapping) else {"": holdings}
     rows = sum(len(of.ranks) for of in panels.values())
     if not 0 < rows <= MOST_ROWS:
-        raise ValueError(f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} rows to draw")
+        raise ValueError(
+            f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} "
+            "rows to draw"
+        )
     most: dict[str, int] = {}
     for of in panels.values():
         for kind, by_position in of.bytes.items():
             most[kind] = max([most.get(kind, 0), *by_position])
-    most = {kind: count for kind, count in sorted(most.items(), key=lambda item: item[0].endswith(PEAK)) if count}
+    most = {
+        kind: count
+        for kind, count in sorted(most.items(), key=lambda item: item[0].endswith(PEAK))
+        if count
+    }
     scale = (RIGHT - LEFT - 4 * len(most)) / max(sum(most.values()), 1)
     lefts, x = {}, LEFT
     for kind, count in most.items():
         lefts[kind], x = x, x + count * scale + 4
     colours = colours_of(most)
-    scene = Scene(960, round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8), title, "The bytes that each rank holds.")
-    scene.style += ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
+    scene = Scene(
+        960,
+        round(TOP + rows * ROW + len(panels) * (HEAD + BETWEEN) + 8),
+        title,
+        "The bytes that each rank holds.",
+    )
+    scene.style += (
+        ".others{fill:url(#hatching);stroke:var(--line)}.own{stroke:var(--bg);stroke-width:.6}"
+    )
     scene.definitions.append(HATCHING)
     low = _head(scene, note, colours)
     scene.narrow = (480, scene.height + low)
     names = scene.panel(narrow=f"translate(0,{low})")
-    bars = scene.panel(narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)")
+    bars = scene.panel(
+        narrow=f"translate({LEFT * (1 - SQUEEZED):.1f},{low}) scale({SQUEEZED:.3f},1)"
+    )
     inside, totals = scene.panel(narrow="none"), scene.panel(narrow=f"translate(-472,{low})")
     totals.add("text", "total", x=932, y=91, font_size=12, class_="m e")
     y = TOP
@@ -79,7 +102,18 @@ def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "M
             for kind, whole in most.items():
                 by_position = of.bytes.get(kind, [0] * len(of.ranks))
                 place = position / len(of.ranks) if sum(by_position) <= OVERLAP * whole else 0.0
-                _bar(bars, inside, kind, by_position[position], whole, place, lefts[kind], y, scale, colours[kind])
+                _bar(
+                    bars,
+                    inside,
+                    kind,
+                    by_position[position],
+                    whole,
+                    place,
+                    lefts[kind],
+                    y,
+                    scale,
+                    colours[kind],
+                )
             total = sum(by_position[position] for by_position in of.bytes.values())
             totals.add("text", decimal_bytes(total), x=932, y=y + 17, font_size=17, class_="b e")
             y += ROW
@@ -88,7 +122,16 @@ def memory_scene(holdings: Holdings | Mapping[str, Holdings], *, title: str = "M
 
 
 def _bar(
-    bars: Node, inside: Node, kind: str, mine: int, whole: int, place: float, left: float, y: float, scale: float, colour: int
+    bars: Node,
+    inside: Node,
+    kind: str,
+    mine: int,
+    whole: int,
+    place: float,
+    left: float,
+    y: float,
+    scale: float,
+    colour: int,
 ) -> None:
     width = whole * scale
     temporary = kind.endswith(PEAK)
@@ -97,20 +140,34 @@ def _bar(
     if not mine:
         return
     at = left + (0.0 if temporary or mine == whole else min(place * width, width - mine * scale))
-    rect = bars.add("rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}")
+    rect = bars.add(
+        "rect", x=at, y=y, width=max(mine * scale, 1.0), height=TALL, rx=2, class_=f"own f{colour}"
+    )
     rect.add("title", f"{kind}: {decimal_bytes(mine)}")
     text = decimal_bytes(mine)
     if 7 * len(text) + 6 < mine * scale:
-        inside.add("text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}")
+        inside.add(
+            "text", text, x=at + mine * scale / 2, y=y + 15, font_size=11.5, class_=f"c o{colour}"
+        )
 
 
 def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> int:
-    """Add the title and the legend. Returns by how much the legend is higher on phones, where it takes several lines."""
+    """Add the title and the legend.
+
+    Returns by how much the legend is higher on phones, where it takes several lines.
+    """
     head = scene.panel(narrow="translate(0,0)")
     head.add("text", scene.title, x=28, y=40, class_="h")
     scene.intro = note
     scene.panel(narrow="none").add("text", note, x=932, y=40, font_size=13, class_="m e")
-    head.add("text", "Solid: this rank holds it. Hatched: only other ranks do.", x=28, y=64, font_size=14, class_="m")
+    head.add(
+        "text",
+        "Solid: this rank holds it. Hatched: only other ranks do.",
+        x=28,
+        y=64,
+        font_size=14,
+        class_="m",
+    )
     x, start, low = 28.0, 28.0, 0
     for kind, colour in colours.items():
         wide = 40 + 6.6 * len(kind)
@@ -126,4 +183,9 @@ def _head(scene: Scene, note: str, colours: Mapping[str, int]) -> int:
 def colours_of(kinds: Mapping[str, int]) -> dict[str, int]:
     """A colour for each kind: the one in KIND_COLOURS, or else one of the others."""
     others = [kind for kind in kinds if kind not in KIND_COLOURS]
-    return {kind: KIND_COLOURS[kind] if kind in KIND_COLOURS else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)] for kind in kinds}
+    return {
+        kind: KIND_COLOURS[kind]
+        if kind in KIND_COLOURS
+        else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)]
+        for kind in kinds
+    }

@@ -1,8 +1,9 @@
 """The colours of every picture: a light and a dark theme, and eight chunk colours.
 
-The chunk colours were chosen so that readers with normal, protan, deutan and tritan sight can tell them apart. Each chunk
-also has a letter: after eight chunks the colours repeat, but the letters do not. Scenes use the CSS classes of `STYLE` and
-name no colours themselves, so a picture follows the theme of its page.
+The chunk colours were chosen so that readers with normal, protan, deutan and tritan sight can tell
+them apart. Each chunk also has a letter: after eight chunks the colours repeat, but the letters do
+not. Scenes use the CSS classes of `STYLE` and name no colours themselves, so a picture follows the
+theme of its page.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ THEMES = {"light": LIGHT, "dark": DARK}
 PLOTTED = ("p0", "p1", "p2", "p3", "p4")  # the lines of a plot, in order
 
 CHUNK = ("#3B5BDB", "#CCBB44", "#117733", "#EE6677", "#66CCEE", "#882255", "#CC79A7", "#5B3E96")
-ON_CHUNK = ("#fff", "#1f2933", "#fff", "#1f2933", "#1f2933", "#fff", "#1f2933", "#fff")  # the colour of text on each of them
+# the colour of text on each of them
+ON_CHUNK = ("#fff", "#1f2933", "#fff", "#1f2933", "#1f2933", "#fff", "#1f2933", "#fff")
 
-# The names are short because a picture repeats them hundreds of times: m muted, h heading, b bold, c centred, e right-aligned,
-# w warning; f0…f7 filled with a chunk's colour, s0…s7 stroked with it, o0…o7 text on it.
+# The names are short because a picture repeats them hundreds of times: m muted, h heading, b bold,
+# c centred, e right-aligned, w warning; f0…f7 filled with a chunk's colour, s0…s7 stroked with it,
+# o0…o7 text on it.
 STYLE = (
     "text{fill:var(--ink)}.m{fill:var(--mute)}.h{font-size:19px;font-weight:650}.b{font-weight:600}.c{text-anchor:middle}.e{text-anchor:end}"
     "text.w{fill:var(--warn)}.card{fill:var(--bg);stroke:var(--line)}.faint{fill:var(--faint)}.link{stroke:var(--line);fill:none}.tip{fill:var(--line)}"
@@ -63,5 +66,7 @@ def variables(theme: str) -> str:
 
 
 def with_colours(svg: str, theme: str) -> str:
-    """Replace the CSS variables by a theme's colours, for renderers that do not support variables."""
+    """Replace the CSS variables by a theme's colours, for renderers that do not support
+    variables.
+    """
     return re.sub(r"var\(--(\w+)\)", lambda match: THEMES[theme][match[1]], svg)

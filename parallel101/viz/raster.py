@@ -1,6 +1,9 @@
-"""A scene as PNG (a still) or GIF (the animation), for slides and READMEs. Chromium draws it, so it looks as in the browser.
+"""A scene as PNG (a still) or GIF (the animation), for slides and READMEs.
 
-This file needs Chromium and Pillow, which comes with matplotlib. Scenes as SVG and HTML need neither (scene.py).
+Chromium draws it, so it looks as in the browser.
+
+This file needs Chromium and Pillow, which comes with matplotlib. Scenes as SVG and HTML need
+neither (scene.py).
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from parallel101.viz.chromium import Browser, find_chromium
 from parallel101.viz.palette import THEMES
 from parallel101.viz.scene import Scene, data_uri
 
-# A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a page that stands still.
+# A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a
+# page that stands still.
 DRAW = """
 async function draw(source, width, height) {
   const image = new Image(), canvas = document.createElement("canvas");
@@ -34,7 +38,8 @@ def png(scene: Scene, t: float | None = None, *, theme: str = "light", scale: fl
 
 
 def gif(scene: Scene, *, theme: str = "light", scale: float = 1.0, rate: float = 12.5) -> bytes:
-    """The animation as a GIF that plays in a loop, with `rate` images per second and a pause of two seconds at its end.
+    """The animation as a GIF that plays in a loop, with `rate` images per second and a pause of two
+    seconds at its end.
 
     Raises ValueError for a scene that does not move.
     """
@@ -43,14 +48,21 @@ def gif(scene: Scene, *, theme: str = "light", scale: float = 1.0, rate: float =
     if not scene.duration:
         raise ValueError(f"{scene!r} does not move: save it as .png")
     times = [k / rate for k in range(int(scene.duration * rate))] + [scene.duration]
-    drawn = [Image.open(io.BytesIO(image)).convert("RGBA") for image in _drawn(scene, times, theme, scale)]
-    card = Image.new("RGBA", drawn[0].size, THEMES[theme]["bg"])  # the round corners are transparent, and a GIF would show them black
+    drawn = [
+        Image.open(io.BytesIO(image)).convert("RGBA")
+        for image in _drawn(scene, times, theme, scale)
+    ]
+    # the round corners are transparent, and a GIF would show them black
+    card = Image.new("RGBA", drawn[0].size, THEMES[theme]["bg"])
     images = [Image.alpha_composite(card, image).convert("RGB") for image in drawn]
-    colours = images[-1].quantize(128, dither=Image.Dither.NONE)  # one palette for all, or flat areas would flicker
+    # one palette for all, or flat areas would flicker
+    colours = images[-1].quantize(128, dither=Image.Dither.NONE)
     first, *rest = [image.quantize(palette=colours, dither=Image.Dither.NONE) for image in images]
     durations = [int(1000 / rate)] * len(rest) + [2000]  # milliseconds
     file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=rest, duration=durations, loop=0, optimize=True)
+    first.save(
+        file, "GIF", save_all=True, append_images=rest, duration=durations, loop=0, optimize=True
+    )
     return file.getvalue()
 
 
@@ -58,10 +70,15 @@ def _drawn(scene: Scene, times: Sequence[float], theme: str, scale: float) -> It
     """A PNG for each of the times. Raises RuntimeError if there is no Chromium."""
     chromium = find_chromium()
     if chromium is None:
-        raise RuntimeError("PNG and GIF are drawn by Chromium, and none was found: install chromium or Google Chrome, or save as .svg")
+        raise RuntimeError(
+            "PNG and GIF are drawn by Chromium, and none was found: install chromium or Google "
+            "Chrome, or save as .svg"
+        )
     with Browser(chromium) as browser:
         browser.js(DRAW)
         for t in times:
             source = data_uri(scene.svg(t, theme=theme))
-            drawn = browser.js(f"draw({json.dumps(source)}, {scene.width * scale}, {scene.height * scale})")
+            drawn = browser.js(
+                f"draw({json.dumps(source)}, {scene.width * scale}, {scene.height * scale})"
+            )
             yield base64.b64decode(drawn.partition(",")[2])

@@ -1,9 +1,11 @@
-"""The tables at the end of `parallel101 run`, as rows of text: the time of each rank, the slowest links, the slowest calls by line.
+"""The tables at the end of `parallel101 run`, as rows of text: the time of each rank, the slowest
+links, the slowest calls by line.
 
     rank  messages      sent  collectives  their data  computing      waiting  of that, for late ranks
        0         6     24 B            3       96 B      1.2 s       0.3 s 20%  rank 1 0.2 s
 
-`tables` gives the rows, which the page (run_page.py) shows as HTML; `as_text` lines them up for a terminal.
+`tables` gives the rows, which the page (run_page.py) shows as HTML; `as_text` lines them up for a
+terminal.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ MOST_RANKS, MOST_LINKS, MOST_CALLS = 32, 8, 10
 
 
 class Table(NamedTuple):
-    """A table of text. `numbers`: how many of its first columns stand right-aligned; the others are words."""
+    """A table of text. `numbers`: how many of its first columns stand right-aligned; the others
+    are words.
+    """
 
     title: str
     head: list[str]
@@ -56,7 +60,11 @@ def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[Table]:
 
 def heading(trace: Trace) -> str:
     """The run in one line: how many ranks, where, and how long."""
-    clock = " of virtual time, in which only communication and p101.compute take time" if trace.backend == "sim" else ""
+    clock = (
+        " of virtual time, in which only communication and p101.compute take time"
+        if trace.backend == "sim"
+        else ""
+    )
     ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
     begin, end = run_times(trace)
     return f"{ranks} on {trace.backend}, {human_seconds(end - begin)}{clock}"
@@ -73,19 +81,51 @@ def as_text(table: Table) -> str:
     widths = [max(map(len, column)) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if k < table.numbers else c.ljust(w) for k, (c, w) in enumerate(zip(cells, widths))).rstrip()
+        return "  ".join(
+            c.rjust(w) if k < table.numbers else c.ljust(w)
+            for k, (c, w) in enumerate(zip(cells, widths))
+        ).rstrip()
 
     note = [table.note] if table.note else []
-    return "\n".join([table.title, *("  " + line(cells) for cells in (table.head, *table.rows)), *("  " + text for text in note)])
+    return "\n".join(
+        [
+            table.title,
+            *("  " + line(cells) for cells in (table.head, *table.rows)),
+            *("  " + text for text in note),
+        ]
+    )
 
 
 def _ranks(trace: Trace, waited: Sequence[Wait]) -> Table:
     every = rank_times(trace, waited)
-    shown_rows = every if len(every) <= MOST_RANKS else sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
-    has = [True, *(any(pick(row) for row in every) for pick in _COUNTS), True, True, any(row.waited_for for row in every)]
-    head = ["rank", "messages", "sent", "collectives", "their data", "computing", "waiting", "of that, until others called"]
+    shown_rows = (
+        every
+        if len(every) <= MOST_RANKS
+        else sorted(every, key=lambda row: -row.waiting)[:MOST_RANKS]
+    )
+    has = [
+        True,
+        *(any(pick(row) for row in every) for pick in _COUNTS),
+        True,
+        True,
+        any(row.waited_for for row in every),
+    ]
+    head = [
+        "rank",
+        "messages",
+        "sent",
+        "collectives",
+        "their data",
+        "computing",
+        "waiting",
+        "of that, until others called",
+    ]
     rows = [[cell for cell, keep in zip(_rank_cells(row), has) if keep] for row in shown_rows]
-    title = "Time of each rank" if len(rows) == len(every) else f"Time of the {MOST_RANKS} ranks that waited longest"
+    title = (
+        "Time of each rank"
+        if len(rows) == len(every)
+        else f"Time of the {MOST_RANKS} ranks that waited longest"
+    )
     head = [cell for cell, keep in zip(head, has) if keep]
     return Table(title, head, rows, len(head) - has[-1])
 
@@ -127,18 +167,34 @@ def _links(trace: Trace) -> Table:
         for link in links[:MOST_LINKS]
     ]
     return Table(
-        "Slowest links", ["link", "messages", "bytes", "in flight", "longest", "rate"], rows, 6, _more(len(links), MOST_LINKS, "link")
+        "Slowest links",
+        ["link", "messages", "bytes", "in flight", "longest", "rate"],
+        rows,
+        6,
+        _more(len(links), MOST_LINKS, "link"),
     )
 
 
 def _collectives(trace: Trace) -> Table:
     totals, everyone = collective_totals(trace), range(trace.world_size)
     rows = [
-        [str(row.calls), human_bytes(row.nbytes), human_bytes(row.nbytes / row.calls), row.kind, _among(row, everyone)]
+        [
+            str(row.calls),
+            human_bytes(row.nbytes),
+            human_bytes(row.nbytes / row.calls),
+            row.kind,
+            _among(row, everyone),
+        ]
         for row in totals[:MOST_CALLS]
     ]
     note = _more(len(totals), MOST_CALLS, "row")
-    return Table("Collectives, as each rank called them", ["calls", "data", "per call", "operation", "among"], rows, 3, note)
+    return Table(
+        "Collectives, as each rank called them",
+        ["calls", "data", "per call", "operation", "among"],
+        rows,
+        3,
+        note,
+    )
 
 
 def _among(row: CollectiveTotals, everyone: range) -> str:
@@ -160,7 +216,9 @@ def _calls(trace: Trace, waited: Sequence[Wait]) -> Table:
         for call in calls[:MOST_CALLS]
     ]
     head = ["waited", "times", "longest", "called last", "call", "line"]
-    return Table("Slowest calls, all ranks together", head, rows, 2, _more(len(calls), MOST_CALLS, "line"))
+    return Table(
+        "Slowest calls, all ranks together", head, rows, 2, _more(len(calls), MOST_CALLS, "line")
+    )
 
 
 def _last(call: CallTimes) -> str:

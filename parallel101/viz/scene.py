@@ -1,13 +1,16 @@
-"""A scene: SVG elements with keyframes, written once in Python and exported as a still, a loop or a figure with controls.
+"""A scene: SVG elements with keyframes, written once in Python and exported as a still, a loop or a
+figure with controls.
 
-    circle = scene.add("circle", r=5).key("translate", (0.0, (10, 10)), (1.0, (90, 10)), mode="ease")
+    circle = scene.add("circle", r=5).key("translate", (0.0, (10, 10)), (1.0, (90, 10)),
+    mode="ease")
 
     Scene.svg(t)           one moment
     Scene.svg(smil=True)   an SVG that plays in a loop (SMIL animation, no script)
     Scene.html()           that loop in an <img>, and a script (player.js) that replaces it with play, step and scrub controls
 
-Nothing is fetched: the SVG is a data URI and the script is part of the HTML. If a page removes scripts, the loop still plays.
-What the pictures show is in the other files of this folder, one file for each kind of picture.
+Nothing is fetched: the SVG is a data URI and the script is part of the HTML. If a page removes
+scripts, the loop still plays. What the pictures show is in the other files of this folder, one file
+for each kind of picture.
 """
 
 from __future__ import annotations
@@ -24,13 +27,16 @@ from parallel101.viz.palette import FONT, STYLE, THEMES, variables, with_colours
 
 MODES = ("linear", "discrete", "ease")
 HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
-    '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)">'
     '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
 )
 
 
 class Stop(NamedTuple):
-    """One stop of the player: the button "next" plays up to its end, and a screen reader reads its label."""
+    """One stop of the player: the button "next" plays up to its end, and a screen reader reads
+    its label.
+    """
 
     start: float  # seconds from the start of the scene
     end: float
@@ -40,13 +46,16 @@ class Stop(NamedTuple):
 class Node:
     """An SVG element with keyframes.
 
-    Attribute names are SVG's, with underscores for hyphens (`font_size`). A trailing underscore is dropped (`class_`).
+    Attribute names are SVG's, with underscores for hyphens (`font_size`). A trailing underscore is
+    dropped (`class_`).
     """
 
     def __init__(self, tag: str, text: object = None, **attributes: Any):
         self.tag = tag
         self.text = None if text is None else str(text)
-        self.attributes = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
+        self.attributes = {
+            name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()
+        }
         self.children: list[Node] = []
         self.tracks: dict[str, tuple[str, list[tuple[float, Any]]]] = {}
 
@@ -57,11 +66,16 @@ class Node:
         return child
 
     def key(self, attribute: str, *frames: tuple[float, Any], mode: str = "linear") -> Node:
-        """Animate an attribute through (second, value) frames. The value of "translate" is (x, y). `mode` is one of MODES."""
+        """Animate an attribute through (second, value) frames.
+
+        The value of "translate" is (x, y). `mode` is one of MODES.
+        """
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown: expected one of {', '.join(MODES)}")
         if not frames:
-            raise ValueError(f"key() got no frames for {attribute!r}: pass at least one (second, value) pair")
+            raise ValueError(
+                f"key() got no frames for {attribute!r}: pass at least one (second, value) pair"
+            )
         self.tracks[attribute] = (mode, sorted(frames, key=lambda frame: frame[0]))
         return self
 
@@ -77,11 +91,11 @@ class Node:
 class Scene(Node):
     """A picture of `width` × `height`, with an animation of `duration` seconds.
 
-    Attributes:
-        stops: where "next" and "previous" go; empty for a still picture.
-        intro: the caption before the first stop. On phones it is below the picture, also of a still, where it can wrap.
-        narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`; None if there is no such layout.
-        definitions: SVG elements for <defs>. style: CSS rules.
+    Attributes: stops: where "next" and "previous" go; empty for a still picture. intro: the caption
+        before the first stop. On phones it is below the picture, also of a still, where it can
+        wrap. narrow: (width, height) of the layout for phones, in which each panel moves to its
+        `narrow`; None if there is no such layout. definitions: SVG elements for <defs>. style: CSS
+        rules.
     """
 
     def __init__(self, width: int, height: int, title: str, description: str = ""):
@@ -96,10 +110,15 @@ class Scene(Node):
         self.style = STYLE
 
     def __repr__(self) -> str:
-        return f"<Scene {self.title!r}: {self.width} × {self.height}, {len(self.stops)} stops, {self.duration:.3g} s>"
+        return (
+            f"<Scene {self.title!r}: {self.width} × {self.height}, {len(self.stops)} stops, "
+            f"{self.duration:.3g} s>"
+        )
 
     def panel(self, narrow: str, **attributes: Any) -> Node:
-        """Add a group that moves in the layout for phones: `narrow` is its transform there, or "none" to leave it out."""
+        """Add a group that moves in the layout for phones: `narrow` is its transform there, or
+        "none" to leave it out.
+        """
         return self.add("g", data_narrow=narrow, **attributes)
 
     def svg(self, t: float | None = None, smil: bool = False, theme: str | None = None) -> str:
@@ -111,51 +130,73 @@ class Scene(Node):
             theme: "light" or "dark" for fixed colours; None: the reader's preference.
         """
         if theme is not None and theme not in THEMES:
-            raise ValueError(f"theme={theme!r} is unknown: expected one of {', '.join(THEMES)}, or None for the reader's preference")
+            raise ValueError(
+                f"theme={theme!r} is unknown: expected one of {', '.join(THEMES)}, or None for "
+                "the reader's preference"
+            )
         t = self.duration if t is None else min(max(t, 0.0), self.duration)
-        body = "".join(_element(child, t, self.duration if smil and self.duration else None) for child in self.children)
+        body = "".join(
+            _element(child, t, self.duration if smil and self.duration else None)
+            for child in self.children
+        )
         if theme is None:
             light, dark = f"svg{{{variables('light')}}}", f"svg{{{variables('dark')}}}"
             colours = f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}}}"
         else:
             colours = ""
         text = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" '
             f'role="img" font-family="{FONT}"><title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>'
             f'<style class="theme">{colours}</style><style>svg{{font-variant-numeric:tabular-nums}}{self.style}</style>'
             f"<defs>{''.join(self.definitions)}</defs>"
-            f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" height="{self.height - 1}" rx="10"/>'
+            f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" '
+            f'height="{self.height - 1}" rx="10"/>'
             f"{body}</svg>"
         )
         return text if theme is None else with_colours(text, theme)
 
     def html(self) -> str:
-        """The picture with controls, as HTML for a notebook cell or any page. The same scene gives the same text, byte for byte."""
+        """The picture with controls, as HTML for a notebook cell or any page.
+
+        The same scene gives the same text, byte for byte.
+        """
         loop = self.svg(smil=True)
         name = "p101-" + hashlib.sha256(loop.encode()).hexdigest()[:12]
         setup = {
             "duration": self.duration,
-            "stops": [[round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops],
+            "stops": [
+                [round(stop.start, 3), round(stop.end, 3), stop.label] for stop in self.stops
+            ],
             "intro": self.intro,
             "narrow": self.narrow,
             "css": _CSS,
         }
-        still = f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">' if self.stops else ""
+        still = (
+            f'<source media="(prefers-reduced-motion: reduce)" srcset="{data_uri(self.svg())}">'
+            if self.stops
+            else ""
+        )
         alt = escape(f"{self.title}. {self.description}".strip())
         return (
-            f'<figure id="{name}" class="p101" aria-label="{escape(self.title)}" data-lm-suppress-shortcuts="true" '
+            f'<figure id="{name}" class="p101" aria-label="{escape(self.title)}" '
+            'data-lm-suppress-shortcuts="true" '
             f'style="margin:0;max-width:{self.width}px">'
-            f'<picture>{still}<img src="{data_uri(loop)}" alt="{alt}" style="width:100%;height:auto"></picture></figure>'
+            f'<picture>{still}<img src="{data_uri(loop)}" alt="{alt}" '
+            'style="width:100%;height:auto"></picture></figure>'
             f"<script>(() => {{\n{_PLAYER}\n"
-            f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, {_json(setup)}));\n}})()</script>"
+            f"document.querySelectorAll('#{name}').forEach(figure => mount(figure, "
+            f"{_json(setup)}));\n}})()</script>"
         )
 
     def page(self) -> str:
         """The picture as a whole HTML page, in the reader's theme."""
         return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            'content="width=device-width,initial-scale=1">'
             '<meta name="color-scheme" content="light dark">'
-            f"<title>{escape(self.title)}</title><style>body{{margin:24px auto;max-width:{self.width}px;padding:0 12px}}"
+            f"<title>{escape(self.title)}</title><style>body{{margin:24px "
+            f"auto;max-width:{self.width}px;padding:0 12px}}"
             f"@media (prefers-color-scheme:dark){{body{{background:#0e1116}}}}</style></head><body>{self.html()}</body></html>\n"
         )
 
@@ -163,7 +204,8 @@ class Scene(Node):
         return self.html()
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write an HTML page with controls (.html), or an SVG that plays in a loop (.svg); with Chromium also a still (.png) or an
+        """Write an HTML page with controls (.html), or an SVG that plays in a loop (.svg); with
+        Chromium also a still (.png) or an
         animation (.gif) for slides, in light colours. Returns the path."""
         path = Path(path)
         if path.suffix == ".html":
@@ -175,13 +217,21 @@ class Scene(Node):
 
             path.write_bytes(raster.png(self) if path.suffix == ".png" else raster.gif(self))
         else:
-            raise ValueError(f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png or .gif")
+            raise ValueError(
+                f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png "
+                "or .gif"
+            )
         return path
 
 
 _HERE = Path(__file__).parent
 _PLAYER = (_HERE / "player.js").read_text(encoding="utf-8")
-_CSS = (_HERE / "player.css").read_text(encoding="utf-8").replace("/*LIGHT*/", variables("light")).replace("/*DARK*/", variables("dark"))
+_CSS = (
+    (_HERE / "player.css")
+    .read_text(encoding="utf-8")
+    .replace("/*LIGHT*/", variables("light"))
+    .replace("/*DARK*/", variables("dark"))
+)
 
 
 def data_uri(svg: str) -> str:
@@ -235,7 +285,11 @@ def _element(node: Node, t: float, loop: float | None) -> str:
             attributes[name] = now
         if loop:
             animations += _animation(name, track, loop)
-    head = node.tag + "".join(f' {name}="{escape(number(value))}"' for name, value in attributes.items() if value is not None)
+    head = node.tag + "".join(
+        f' {name}="{escape(number(value))}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
     body = escape(node.text, quote=False) if node.text is not None else ""
     body += animations + "".join(_element(child, t, loop) for child in node.children)
     return f"<{head}>{body}</{node.tag}>" if body else f"<{head}/>"
@@ -247,15 +301,26 @@ def _animation(name: str, track: tuple[str, list[tuple[float, Any]]], duration: 
     frames = [(min(max(t, 0.0), duration), value) for t, value in frames]
     if frames[0][0] > 0:
         frames.insert(0, (0.0, frames[0][1]))
-    if frames[-1][0] < duration and mode != "discrete":  # the times of all but discrete tracks must end at 1
+    # the times of all but discrete tracks must end at 1
+    if frames[-1][0] < duration and mode != "discrete":
         frames.append((duration, frames[-1][1]))
     times = ";".join(f"{t / duration:.5f}".rstrip("0").rstrip(".") for t, _ in frames)
-    values = ";".join(" ".join(number(float(x)) for x in v) if isinstance(v, tuple) else number(v) for _, v in frames)
+    values = ";".join(
+        " ".join(number(float(x)) for x in v) if isinstance(v, tuple) else number(v)
+        for _, v in frames
+    )
     how = ""
     if mode == "discrete":
         how = ' calcMode="discrete"'
     elif mode == "ease":
         how = f' calcMode="spline" keySplines="{";".join([".4 0 .6 1"] * (len(frames) - 1))}"'
-    tag, kind, target = ("animateTransform", ' type="translate"', "transform") if name == "translate" else ("animate", "", name)
-    head = f'<{tag} attributeName="{target}"{kind}{how} dur="{number(duration)}s" repeatCount="indefinite"'
+    tag, kind, target = (
+        ("animateTransform", ' type="translate"', "transform")
+        if name == "translate"
+        else ("animate", "", name)
+    )
+    head = (
+        f'<{tag} attributeName="{target}"{kind}{how} dur="{number(duration)}s" '
+        'repeatCount="indefinite"'
+    )
     return f'{head} keyTimes="{times}" values="{values}"/>'

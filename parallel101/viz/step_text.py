@@ -35,7 +35,11 @@ def route_of(replay: Replay, indices: list[int]) -> Route:
     who = "each rank" if everyone else ranks_text(senders)
     many = exchange or (not everyone and len(senders) > 1)
     if ring:
-        to = _neighbour(replay, pairs) if len(pairs) == len(senders) else "each of its two neighbours"
+        to = (
+            _neighbour(replay, pairs)
+            if len(pairs) == len(senders)
+            else "each of its two neighbours"
+        )
         return Route(who, "sends", to, True, False, False, False)
     if everyone and len(receivers) > 1:
         return Route(who, "sends", "another rank", False, exchange, many, False)
@@ -44,11 +48,20 @@ def route_of(replay: Replay, indices: list[int]) -> Route:
 
 
 def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
-    """The rank to which each rank of a ring sends. The right neighbour of a rank is the one with the next higher number."""
+    """The rank to which each rank of a ring sends.
+
+    The right neighbour of a rank is the one with the next higher number.
+    """
     n = len(replay.ranks)
     place = {rank: i for i, rank in enumerate(replay.ranks)}
     shifts = {(place[dst] - place[src]) % n for src, dst in pairs}
-    return "its right neighbour" if shifts == {1} else "its left neighbour" if shifts == {n - 1} else "the next rank"
+    return (
+        "its right neighbour"
+        if shifts == {1}
+        else "its left neighbour"
+        if shifts == {n - 1}
+        else "the next rank"
+    )
 
 
 def contents_of(replay: Replay, indices: list[int], route: Route) -> tuple[str, bool]:
@@ -57,28 +70,50 @@ def contents_of(replay: Replay, indices: list[int], route: Route) -> tuple[str, 
     if not landings and any(replay.unwritten[i] for i in indices):
         return "memory that was never written", False
     if not landings:
-        return ("messages without data", True) if route.many_senders else ("a message without data", False)
+        return (
+            ("messages without data", True)
+            if route.many_senders
+            else ("a message without data", False)
+        )
     whole = len(replay.chunks) == 1
     if len(indices) == 1 and not whole:
         names = [replay.chunks[landing.chunk].label for landing in landings]
         return f"chunk{'s' if len(names) > 1 else ''} {chunk_letters(names)}", len(names) > 1
     plural = route.many_senders or max(len(replay.landings[i]) for i in indices) > 1
     their = "their" if route.many_senders else "its"
-    own = all(sum(x.carried) == 1 == x.carried[replay.messages[i].src] for i in indices for x in replay.landings[i])
+    own = all(
+        sum(x.carried) == 1 == x.carried[replay.messages[i].src]
+        for i in indices
+        for x in replay.landings[i]
+    )
     if not replay.sums:
-        fresh = own and all(replay.chunks[x.chunk].stripes == (replay.messages[i].src,) for i in indices for x in replay.landings[i])
+        fresh = own and all(
+            replay.chunks[x.chunk].stripes == (replay.messages[i].src,)
+            for i in indices
+            for x in replay.landings[i]
+        )
         if whole:
             return "the data", False
         if fresh and len(indices) > 1:
             return f"{their} own chunk{'s' if plural else ''}", plural
         counts = {len(replay.landings[i]) for i in indices}
-        several = f"{counts.pop()} chunks" if len(counts) == 1 and not route.many_senders else "chunks"
+        several = (
+            f"{counts.pop()} chunks" if len(counts) == 1 and not route.many_senders else "chunks"
+        )
         return (several if plural else "a chunk"), plural
     if any(landing.added for landing in landings):
         if not own:
             return ("partial sums" if plural else "a partial sum"), plural
-        return (f"{their} data", False) if whole else (f"{their} chunks" if plural else "a chunk", plural)
-    finished = all(landing.carried[r] == 1 for landing in landings for r in replay.chunks[landing.chunk].stripes)
+        return (
+            (f"{their} data", False)
+            if whole
+            else (f"{their} chunks" if plural else "a chunk", plural)
+        )
+    finished = all(
+        landing.carried[r] == 1
+        for landing in landings
+        for r in replay.chunks[landing.chunk].stripes
+    )
     kind = "finished " if finished else ""
     if whole:
         return f"the {kind}sum", False

@@ -1,11 +1,12 @@
-"""The timeline: one row for each rank, with its spans of compute on top and its messages and collectives below.
+"""The timeline: one row for each rank, with its spans of compute on top and its messages and
+collectives below.
 
     rank 0  ▇▇forward▇▇        ▇▇backward▇▇      compute
               ▬▬send▬▬ ╲                         sends, receives, collectives
     rank 1             ╲▬▬recv▬▬                 an arrow for each message, if there are few; or the critical path
 
-The times are those of the record: on gloo and NCCL, a receive lasts from the call until its data has arrived, so it includes
-the wait. How much communication overlaps with compute is in lanes.py.
+The times are those of the record: on gloo and NCCL, a receive lasts from the call until its data
+has arrived, so it includes the wait. How much communication overlaps with compute is in lanes.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ STYLE = (
     ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
     ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
 )
-JUMP = "Dotted: the next message waited for its receiver, or for a link that the message before it used."
+JUMP = (
+    "Dotted: the next message waited for its receiver, or for a link that the message before "
+    "it used."
+)
 PATH_STYLE = (
     ".dim>:not(text,.arrow){opacity:.3}.dim>.arrow{opacity:.15}.dim>text{fill:var(--ink)}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
     ".under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}"
@@ -48,7 +52,9 @@ PATH_STYLE = (
 
 
 class Bar:
-    """One bar of a row: an event, or several neighbouring events that are too narrow to draw one by one."""
+    """One bar of a row: an event, or several neighbouring events that are too narrow to draw
+    one by one.
+    """
 
     __slots__ = ("count", "end", "event", "start")
 
@@ -59,10 +65,9 @@ class Bar:
 def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool = False) -> Scene:
     """Draw a run's record over time.
 
-    Args:
-        trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
-        title: stands above the picture.
-        critical_path: draw the chain of messages and compute that ends last, and say what lies on it. The rest is faded.
+    Args: trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
+        title: stands above the picture. critical_path: draw the chain of messages and compute that
+        ends last, and say what lies on it. The rest is faded.
 
     Returns:
         A still Scene. A bar's tooltip gives its details and the line of source that made the call.
@@ -82,10 +87,20 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     depth = max((lane + 1 for lane in lanes.values()), default=0)
     tall = 17.0 if n * max(depth, 1) <= 16 else 11.0 if n * max(depth, 1) <= 40 else 4.0
     thin, rim = (10.0, 1.0) if n <= 16 else (6.0, 0.0)  # of a lane of messages
-    row = depth * tall + thin + 14 * (critical_path and n <= 16) + (10 if n <= 16 else 4 if n <= 40 else 1)
+    row = (
+        depth * tall
+        + thin
+        + 14 * (critical_path and n <= 16)
+        + (10 if n <= 16 else 4 if n <= 40 else 1)
+    )
     path = path_of(trace) if critical_path else None
     notes = [JUMP] * bool(path and _jumps(path)) + notes_of(trace.events)
-    scene = Scene(960, math.ceil(TOP + n * row + 44) + 18 * len(notes), title, f"{n} ranks on {trace.backend}, {human_seconds(span)}")
+    scene = Scene(
+        960,
+        math.ceil(TOP + n * row + 44) + 18 * len(notes),
+        title,
+        f"{n} ranks on {trace.backend}, {human_seconds(span)}",
+    )
     scene.style += STYLE + PATH_STYLE * critical_path
     scene.definitions.append(HATCHING)
 
@@ -100,11 +115,20 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
         y = TOP + rank * row
         scene.add("rect", x=LEFT, y=y, width=RIGHT - LEFT, height=depth * tall + thin, class_="row")
         if rank % math.ceil(15 / row) == 0:
-            scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + (depth * tall + thin) / 2 + 4, font_size=12, class_="m e")
+            scene.add(
+                "text",
+                f"rank {rank}",
+                x=LEFT - 10,
+                y=y + (depth * tall + thin) / 2 + 4,
+                font_size=12,
+                class_="m e",
+            )
     colours = span_colours(e for e in trace.spans() if not e.waiting)
     _legend(scene, trace, colours, path)
     drawn = scene.add("g", class_="dim") if path else scene
-    for (rank, kind, lane), bars in _bars(trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0).items():
+    for (rank, kind, lane), bars in _bars(
+        trace.events, lanes, (RIGHT - LEFT) / span if span else 0.0
+    ).items():
         y = TOP + rank * row
         if kind == "span":
             for bar in bars:
@@ -113,7 +137,9 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
             low = {"send": 0.0, "recv": 0.5}.get(kind, 0.0)
             for bar in bars:
                 height = (thin - 2 * rim) * (0.5 if kind in P2P else 1.0) - 0.4
-                draw_bar(drawn, bar, x, y + depth * tall + rim + low * (thin - 2 * rim), height, kind)
+                draw_bar(
+                    drawn, bar, x, y + depth * tall + rim + low * (thin - 2 * rim), height, kind
+                )
     _arrows(drawn, trace, x, message_lane)
     if path:
         _critical_path(scene, path, x, message_lane)
@@ -124,11 +150,24 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
 
 def _head(scene: Scene, trace: Trace, span: float) -> None:
     scene.add("text", scene.title, x=28, y=40, class_="h")
-    scene.add("text", f"{trace_facts(trace)} · {human_seconds(span)}", x=932, y=40, font_size=13, class_="m e")
+    scene.add(
+        "text",
+        f"{trace_facts(trace)} · {human_seconds(span)}",
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
     messages = sum(trace.messages_sent)
     collectives = sum(1 for e in trace.events if e.kind not in P2P and e.kind != "span")
-    parts = [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"] if messages else []
-    parts += [f"{collectives} collective call{'s' if collectives != 1 else ''}"] if collectives else []
+    parts = (
+        [f"{messages} message{'s' if messages != 1 else ''}, {human_bytes(sum(trace.bytes_sent))}"]
+        if messages
+        else []
+    )
+    parts += (
+        [f"{collectives} collective call{'s' if collectives != 1 else ''}"] if collectives else []
+    )
     parts += [f"{len(trace.unfinished)} unfinished"] if trace.unfinished else []
     scene.add("text", " · ".join(parts), x=932, y=64, font_size=13, class_="m e")
 
@@ -136,13 +175,21 @@ def _head(scene: Scene, trace: Trace, span: float) -> None:
 def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalPath | None) -> None:
     kinds = {e.kind for e in trace.events}
     entries = span_entries(colours) + [("wait", "idle")] * any(e.waiting for e in trace.spans())
-    entries += [(label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds]
+    entries += [
+        (label, kind) for kind, label in (("send", "send"), ("recv", "receive")) if kind in kinds
+    ]
     others = sorted(kinds - P2P - {"span"})
-    entries += [(listed(others) if len(others) <= 2 else "collective", "collective")] if others else []
+    entries += (
+        [(listed(others) if len(others) <= 2 else "collective", "collective")] if others else []
+    )
     x = 28.0
     below = "messages and collectives below" if colours else "Messages and collectives"
     parts = ["Compute on top"] * bool(colours) + [below] * bool(kinds - {"span"})
-    sentence = ", ".join(parts) + ". Hover over a bar for details." if entries else unfinished_text(trace) or "Nothing was recorded."
+    sentence = (
+        ", ".join(parts) + ". Hover over a bar for details."
+        if entries
+        else unfinished_text(trace) or "Nothing was recorded."
+    )
     if path:
         sentence = f"On the critical path: {path}."
         scene.add("path", d=f"M{x} 85h14", class_="path")
@@ -154,7 +201,16 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalP
         if x + 20 + 7 * len(label) > 932:
             scene.add("text", "…", x=x, y=89, font_size=12.5, class_="m")
             break
-        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)" if class_ == "idle" else None)
+        scene.add(
+            "rect",
+            x=x,
+            y=80,
+            width=14,
+            height=10,
+            rx=2,
+            class_=class_,
+            style="stroke:var(--line)" if class_ == "idle" else None,
+        )
         scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len(label)
 
@@ -162,21 +218,34 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalP
 def trace_facts(trace: Trace) -> str:
     """ "4 ranks · gloo · as recorded"."""
     clock = "virtual time" if trace.backend == "sim" else "as recorded"
-    return f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''} · {trace.backend} · {clock}"
+    return (
+        f"{trace.world_size} rank{'s' if trace.world_size != 1 else ''} · {trace.backend} · {clock}"
+    )
 
 
 def unfinished_text(trace: Trace) -> str:
     """What had not ended when the run was over, in a sentence. "" if nothing."""
-    kinds = Counter({"send": "send", "recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished)
+    kinds = Counter(
+        {"send": "send", "recv": "receive"}.get(e.kind, e.kind) for e in trace.unfinished
+    )
     if not kinds:
         return ""
-    calls = listed(f"{count} {kind}{'s' if count > 1 and kind in ('send', 'receive') else ''}" for kind, count in sorted(kinds.items()))
+    calls = listed(
+        f"{count} {kind}{'s' if count > 1 and kind in ('send', 'receive') else ''}"
+        for kind, count in sorted(kinds.items())
+    )
     first = min(trace.unfinished, key=lambda e: (e.posted, e.rank))
-    return f"{calls} had not finished when the run ended; the first was posted by rank {first.rank} at {named(first.where)}."
+    return (
+        f"{calls} had not finished when the run ended; the first was posted by rank "
+        f"{first.rank} at {named(first.where)}."
+    )
 
 
 def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
-    """The lane of each span, by the span's id(): a span inside another one is a lane below it. (Events with labels can't be hashed.)"""
+    """The lane of each span, by the span's id(): a span inside another one is a lane below it.
+
+    (Events with labels can't be hashed.)
+    """
     open_: dict[int, list[float]] = defaultdict(list)
     lanes = {}
     for event in sorted(spans, key=lambda e: (e.rank, e.start, -e.end)):
@@ -189,28 +258,44 @@ def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
 
 
 def span_colours(spans: Iterable[Event]) -> dict[str, int]:
-    """A colour for each name: the one in SPAN_COLOURS, or else the next free one in order of appearance."""
+    """A colour for each name: the one in SPAN_COLOURS, or else the next free one in order of
+    appearance.
+    """
     names = list(dict.fromkeys(e.name or "span" for e in spans))
     taken = {SPAN_COLOURS[name] for name in names if name in SPAN_COLOURS}
     free = [c for c in (3, 4, 5, 6, 7, 0, 1, 2) if c not in taken] or list(range(8))
     others = [name for name in names if name not in SPAN_COLOURS]
-    return {name: SPAN_COLOURS[name] if name in SPAN_COLOURS else free[others.index(name) % len(free)] for name in names}
+    return {
+        name: SPAN_COLOURS[name] if name in SPAN_COLOURS else free[others.index(name) % len(free)]
+        for name in names
+    }
 
 
 def span_entries(colours: dict[str, int], most: int = 6) -> list[tuple[str, str]]:
     """The legend of spans as (name, class): each colour once, under the first name that has it."""
     first = {colour: name for name, colour in reversed(colours.items())}
-    return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][:most]
+    return [(name, f"f{colour}") for name, colour in colours.items() if first[colour] == name][
+        :most
+    ]
 
 
-def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[tuple[int, str, int], list[Bar]]:
-    """The bars of each (rank, kind, lane). Neighbouring events of one name that are narrower than a pixel share a bar."""
+def _bars(
+    events: Iterable[Event], lanes: dict[int, int], scale: float
+) -> dict[tuple[int, str, int], list[Bar]]:
+    """The bars of each (rank, kind, lane).
+
+    Neighbouring events of one name that are narrower than a pixel share a bar.
+    """
     rows: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
     for event in events:
         bars = rows[event.rank, event.kind, lanes.get(id(event), 0)]
         last = bars[-1] if bars else None
         small = (event.end - event.start) * scale < 1
-        alike = last is not None and last.event.name == event.name and (last.end - last.start) * scale < 2
+        alike = (
+            last is not None
+            and last.event.name == event.name
+            and (last.end - last.start) * scale < 2
+        )
         if last is not None and alike and small and (event.start - last.end) * scale < 0.5:
             last.end, last.count = max(last.end, event.end), last.count + 1
         else:
@@ -218,35 +303,78 @@ def _bars(events: Iterable[Event], lanes: dict[int, int], scale: float) -> dict[
     return rows
 
 
-def draw_bar(scene: Node, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str) -> Node:
+def draw_bar(
+    scene: Node, bar: Bar, x: Callable[[float], float], y: float, height: float, kind: str
+) -> Node:
     class_ = kind if kind in P2P or kind.startswith("f") or kind == "idle" else "collective"
     width = max(0.8, x(bar.end) - x(bar.start) - 0.6)
-    rect = scene.add("rect", x=x(bar.start), y=y, width=width, height=height, rx=1.5 if width > 3 else 0, class_=class_)
+    rect = scene.add(
+        "rect",
+        x=x(bar.start),
+        y=y,
+        width=width,
+        height=height,
+        rx=1.5 if width > 3 else 0,
+        class_=class_,
+    )
     rect.add("title", _tooltip(bar))
     return rect
 
 
-def draw_span(scene: Node, bar: Bar, x: Callable[[float], float], y: float, height: float, colours: dict[str, int]) -> None:
-    """A span with its name and its first label, or what fits of them. One in which the rank waits is hatched, if it waits at all."""
+def draw_span(
+    scene: Node,
+    bar: Bar,
+    x: Callable[[float], float],
+    y: float,
+    height: float,
+    colours: dict[str, int],
+) -> None:
+    """A span with its name and its first label, or what fits of them.
+
+    One in which the rank waits is hatched, if it waits at all.
+    """
     if bar.event.waiting and bar.end == bar.start:
         return
     event, width, middle = bar.event, x(bar.end) - x(bar.start), (x(bar.start) + x(bar.end)) / 2
-    text = next((t for t in span_texts(event) if 6.6 * len(t) + 6 < width), None) if height >= 11 and bar.count == 1 else None
+    text = (
+        next((t for t in span_texts(event) if 6.6 * len(t) + 6 < width), None)
+        if height >= 11 and bar.count == 1
+        else None
+    )
     if event.waiting:
-        scene.add("rect", x=x(bar.start), y=y + 0.5, width=max(0.8, width - 0.6), height=height - 1, class_="card")
+        scene.add(
+            "rect",
+            x=x(bar.start),
+            y=y + 0.5,
+            width=max(0.8, width - 0.6),
+            height=height - 1,
+            class_="card",
+        )
         draw_bar(scene, bar, x, y + 0.5, height - 1, "idle")
         if text:
             halo = "stroke:var(--bg);stroke-width:3;paint-order:stroke"
-            scene.add("text", text, x=middle, y=y + height / 2 + 3.6, font_size=10.5, class_="m c", style=halo)
+            scene.add(
+                "text",
+                text,
+                x=middle,
+                y=y + height / 2 + 3.6,
+                font_size=10.5,
+                class_="m c",
+                style=halo,
+            )
         return
     colour = colours[event.name or "span"]
     draw_bar(scene, bar, x, y + 0.5, height - 1, f"f{colour}")
     if text:
-        scene.add("text", text, x=middle, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}")
+        scene.add(
+            "text", text, x=middle, y=y + height / 2 + 3.8, font_size=10.5, class_=f"c o{colour}"
+        )
 
 
 def span_texts(event: Event) -> list[str]:
-    """What may stand in a span's bar, the longest first: "forward, microbatch 3", "microbatch 3", "3"."""
+    """What may stand in a span's bar, the longest first: "forward, microbatch 3", "microbatch
+    3", "3".
+    """
     name = event.name or "span"
     if not event.args or event.waiting:
         return [name]
@@ -256,11 +384,18 @@ def span_texts(event: Event) -> list[str]:
 
 
 def notes_of(events: Sequence[Event]) -> list[str]:
-    """What the numbers in the bars and the smallest messages are, in sentences below the picture."""
+    """What the numbers in the bars and the smallest messages are, in sentences below the
+    picture.
+    """
     numbered: dict[str, list[str]] = defaultdict(list)
     for event in events:
         key, value = next(iter((event.args or {}).items()), ("", ""))
-        if event.kind == "span" and not event.waiting and str(value).isdigit() and event.name not in numbered[key]:
+        if (
+            event.kind == "span"
+            and not event.waiting
+            and str(value).isdigit()
+            and event.name not in numbered[key]
+        ):
             numbered[key].append(event.name or "span")
     parts = [f"{key} ({', '.join(names)})" for key, names in numbered.items() if names]
     notes = [f"A number in a bar is its {' or its '.join(parts)}."] if parts else []
@@ -268,10 +403,21 @@ def notes_of(events: Sequence[Event]) -> list[str]:
     for event in events:
         if event.waiting and event.name == "agree":
             agreeing[event.rank].append(event)
-    small = [e.nbytes for e in events if e.kind == "send" and any(a.start <= e.start < a.end for a in agreeing[e.rank])]
+    small = [
+        e.nbytes
+        for e in events
+        if e.kind == "send" and any(a.start <= e.start < a.end for a in agreeing[e.rank])
+    ]
     if small:
-        size = human_bytes(min(small)) if min(small) == max(small) else f"{human_bytes(min(small))} to {human_bytes(max(small))}"
-        notes.append(f"Small messages ({size}): the ranks agree on the number of samples, the loss and errors.")
+        size = (
+            human_bytes(min(small))
+            if min(small) == max(small)
+            else f"{human_bytes(min(small))} to {human_bytes(max(small))}"
+        )
+        notes.append(
+            f"Small messages ({size}): the ranks agree on the number of samples, the loss and "
+            "errors."
+        )
     return notes
 
 
@@ -279,7 +425,14 @@ def draw_notes(scene: Scene, notes: Sequence[str]) -> None:
     """The notes, at the bottom of a scene that has 18 pixels for each."""
     scene.intro = " ".join([scene.intro, *notes])
     for k, note in enumerate(notes):
-        scene.add("text", note, x=28, y=scene.height - 14 - 18 * (len(notes) - 1 - k), font_size=12, class_="m")
+        scene.add(
+            "text",
+            note,
+            x=28,
+            y=scene.height - 14 - 18 * (len(notes) - 1 - k),
+            font_size=12,
+            class_="m",
+        )
 
 
 def _tooltip(bar: Bar) -> str:
@@ -296,11 +449,19 @@ def _tooltip(bar: Bar) -> str:
     return f"{event.kind}{peer}: {human_bytes(event.nbytes)}, {last}{where}"
 
 
-def _arrows(scene: Node, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]) -> None:
-    """A line for each message, from its start at the sender to its end at the receiver, if there are few enough to follow."""
+def _arrows(
+    scene: Node, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]
+) -> None:
+    """A line for each message, from its start at the sender to its end at the receiver, if
+    there are few enough to follow.
+    """
     messages = trace.messages()
     if len(messages) <= MOST_ARROWS:
-        path = "".join(f"M{x(m.start):.1f} {y(m.src):.1f}L{x(m.end):.1f} {y(m.dst):.1f}" for m in messages if m.src != m.dst)
+        path = "".join(
+            f"M{x(m.start):.1f} {y(m.src):.1f}L{x(m.end):.1f} {y(m.dst):.1f}"
+            for m in messages
+            if m.src != m.dst
+        )
         if path:
             scene.add("path", d=path, class_="arrow")
 
@@ -311,22 +472,35 @@ def last_rank(segment: Segment) -> int:
 
 
 def _jumps(path: CriticalPath) -> list[tuple[Segment, Segment]]:
-    """Where a path goes on at another rank: a message waited for its receiver, or for a link that the one before it used."""
+    """Where a path goes on at another rank: a message waited for its receiver, or for a link
+    that the one before it used.
+    """
     return [(a, b) for a, b in zip(path.segments, path.segments[1:]) if last_rank(a) != b.rank]
 
 
-def _critical_path(scene: Scene, path: CriticalPath, x: Callable[[float], float], y: Callable[[int], float]) -> None:
-    """The path as one line: along a row for compute, from row to row for a message. The messages are numbered if they are few."""
+def _critical_path(
+    scene: Scene, path: CriticalPath, x: Callable[[float], float], y: Callable[[int], float]
+) -> None:
+    """The path as one line: along a row for compute, from row to row for a message.
+
+    The messages are numbered if they are few.
+    """
     lines = [(s, (x(s.start), y(s.rank)), (x(s.end), y(last_rank(s)))) for s in path.segments]
     for before, after in _jumps(path):
-        scene.add("path", d=f"M{x(before.end):.1f} {y(last_rank(before)):.1f}V{y(after.rank):.1f}", class_="hop")
+        scene.add(
+            "path",
+            d=f"M{x(before.end):.1f} {y(last_rank(before)):.1f}V{y(after.rank):.1f}",
+            class_="hop",
+        )
     for class_ in ("under", "path"):
         for segment, (x0, y0), (x1, y1) in lines:
             line = scene.add("path", d=f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}", class_=class_)
             if class_ == "path":
                 line.add("title", f"{segment.label}: {human_seconds(segment.end - segment.start)}")
     messages = [line for line in lines if line[0].kind == "message"]
-    for k, (_, (x0, y0), (x1, y1)) in enumerate(messages if len(messages) <= MOST_NUMBERS else [], start=1):
+    for k, (_, (x0, y0), (x1, y1)) in enumerate(
+        messages if len(messages) <= MOST_NUMBERS else [], start=1
+    ):
         scene.add("circle", cx=(x0 + x1) / 2, cy=(y0 + y1) / 2, r=8, class_="number")
         scene.add("text", k, x=(x0 + x1) / 2, y=(y0 + y1) / 2 + 3.8, font_size=10.5, class_="b c")
 
@@ -338,4 +512,11 @@ def time_axis(scene: Scene, span: float, y: float, left: float, right: float) ->
     for k in range(int(span / step + 1e-9) + 1 if span > 0 else 1):
         at = left + (right - left) * (k * step / span if span else 0.0)
         scene.add("path", d=f"M{at:.1f} {y:.1f}v5", class_="axis")
-        scene.add("text", human_seconds(k * step) if k else "0", x=at, y=y + 19, font_size=11, class_="m c")
+        scene.add(
+            "text",
+            human_seconds(k * step) if k else "0",
+            x=at,
+            y=y + 19,
+            font_size=11,
+            class_="m c",
+        )

@@ -1,4 +1,5 @@
-"""From the record's time to the picture's: when each step of a collective is drawn, in seconds of the scene.
+"""From the record's time to the picture's: when each step of a collective is drawn, in seconds of
+the scene.
 
 record     step 1 │ step 2      │3│         every step takes equally long in the picture;
 picture    step 1   │ step 2    │ step 3    within a step, messages start and arrive early or late as in the record
@@ -22,8 +23,10 @@ class Timing:
         self.replay = replay
         self.steps = replay.steps
         self.step = min(1.5, max(0.8, 26.0 / max(self.steps, 1)))
-        self.reveal = self.arrival(self.steps - 1) + 0.7  # from here on, what every rank returned and the verdict
-        self.duration = math.ceil(100 * (self.reveal + 2.2)) / 100 if self.steps else 0.0  # in hundredths, as the SVG writes it
+        # from here on, what every rank returned and the verdict
+        self.reveal = self.arrival(self.steps - 1) + 0.7
+        # in hundredths, as the SVG writes it
+        self.duration = math.ceil(100 * (self.reveal + 2.2)) / 100 if self.steps else 0.0
         self._recorded = [self._interval(s) for s in range(self.steps)]
 
     def start(self, step: int) -> float:
@@ -57,7 +60,10 @@ class Timing:
         return self.start(step) + room * leaves, self.start(step) + room * arrives
 
     def cursor(self) -> list[tuple[float, float]]:
-        """(second of the scene, second of the record) for the cursor. It never moves back, even if steps overlap in the record."""
+        """(second of the scene, second of the record) for the cursor.
+
+        It never moves back, even if steps overlap in the record.
+        """
         frames, latest = [], self.replay.messages[0].start if self.replay.messages else 0.0
         for step, (begin, end) in enumerate(self._recorded):
             begin, end = max(begin, latest), max(end, latest)

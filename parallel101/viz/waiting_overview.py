@@ -1,4 +1,6 @@
-"""An overview of a long run: for each rank, which share of each moment it computed. The rest of the row is the share in which it waited.
+"""An overview of a long run: for each rank, which share of each moment it computed.
+
+The rest of the row is the share in which it waited.
 
     rank 0  ▇▇▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅
     rank 1  ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇      the others wait for it
@@ -29,24 +31,46 @@ def waiting_overview_scene(trace: Trace, waited: Sequence[Wait]) -> Scene:
     n = trace.world_size
     row, tall = (40.0, 32.0) if n <= 16 else (16.0, 14.0) if n <= 40 else (6.0, 5.0)
     begin, end = run_times(trace)
-    scene = Scene(960, math.ceil(TOP + n * row + 40), "Overview", f"Computing and waiting of {n} ranks in {human_seconds(end - begin)}.")
+    scene = Scene(
+        960,
+        math.ceil(TOP + n * row + 40),
+        "Overview",
+        f"Computing and waiting of {n} ranks in {human_seconds(end - begin)}.",
+    )
     scene.style += ".idle{fill:url(#hatching)}"
     scene.definitions.append(HATCHING)
     scene.add("text", "Overview", x=28, y=40, class_="h")
-    scene.add("text", f"{trace_facts(trace)} · {human_seconds(end - begin)}", x=932, y=40, font_size=13, class_="m e")
+    scene.add(
+        "text",
+        f"{trace_facts(trace)} · {human_seconds(end - begin)}",
+        x=932,
+        y=40,
+        font_size=13,
+        class_="m e",
+    )
     scene.intro = "How much of each moment a rank computed and waited."
     scene.add("text", scene.intro, x=28, y=64, font_size=14, class_="m")
     for x, label, class_ in ((28, "computing", "f4"), (128, "waiting", "idle")):
-        scene.add("rect", x=x, y=76, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)")
+        scene.add(
+            "rect", x=x, y=76, width=14, height=10, rx=2, class_=class_, style="stroke:var(--line)"
+        )
         scene.add("text", label, x=x + 20, y=85, font_size=12.5, class_="m")
     width = (RIGHT - LEFT) / BINS
     for rank, shares in enumerate(waiting_shares(trace, waited, BINS)):
         y = TOP + rank * row
         if rank % math.ceil(15 / row) == 0:
-            scene.add("text", f"rank {rank}", x=LEFT - 10, y=y + tall / 2 + 4, font_size=12, class_="m e")
+            scene.add(
+                "text", f"rank {rank}", x=LEFT - 10, y=y + tall / 2 + 4, font_size=12, class_="m e"
+            )
         alive = [(place, share) for place, share in enumerate(shares) if share is not None]
-        waiting = "".join(box(LEFT + place * width, y, width, tall) for place, share in alive if share > 0)
-        computing = "".join(box(LEFT + k * width, y + tall * share, width, tall * (1 - share)) for k, share in alive if share < 1)
+        waiting = "".join(
+            box(LEFT + place * width, y, width, tall) for place, share in alive if share > 0
+        )
+        computing = "".join(
+            box(LEFT + k * width, y + tall * share, width, tall * (1 - share))
+            for k, share in alive
+            if share < 1
+        )
         for path, class_ in ((waiting, "idle"), (computing, "f4")):
             if path:
                 scene.add("path", d=path, class_=class_)

@@ -1,4 +1,7 @@
-"""The critical path covers the run without a gap. On sim, its messages and bytes are those that the closed forms give."""
+"""The critical path covers the run without a gap.
+
+On sim, its messages and bytes are those that the closed forms give.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def covered(trace: Trace) -> CriticalPath:
     """The path, if it covers the record from its first start to its last end without a gap."""
     path = critical_path(trace)
     ends = [min(e.start for e in trace.events), *(s.end for s in path.segments)]
-    assert [s.start for s in path.segments] == ends[:-1] and ends[-1] == max(e.end for e in trace.events)
+    assert [s.start for s in path.segments] == ends[:-1] and ends[-1] == max(
+        e.end for e in trace.events
+    )
     return path
 
 
@@ -38,10 +43,15 @@ def run_all() -> None:
     p = dist.get_world_size()
     for operation, name in ALGORITHMS:
         function = collectives.fixed(operation, vars(collectives))[name]
-        x = torch.ones(array_bytes(name, p) // (p if operation in ("gather", "all_gather") else 1), dtype=torch.uint8)
+        x = torch.ones(
+            array_bytes(name, p) // (p if operation in ("gather", "all_gather") else 1),
+            dtype=torch.uint8,
+        )
         dist.barrier()
         with p101.span(f"{operation} {name}"):
-            function() if operation == "barrier" else function(x, p - 1) if operation in ROOTED else function(x)
+            function() if operation == "barrier" else function(
+                x, p - 1
+            ) if operation in ROOTED else function(x)
 
 
 @pytest.mark.parametrize("p", [2, 4, 7])
@@ -55,7 +65,11 @@ def test_every_algorithm_on_sim(p, unit):
         part = Trace([e for e in part.events if e.kind in ("send", "recv")], p, "sim")
         path, cost = covered(part), closed_form(operation, name, p, array_bytes(name, p))
         assert {s.kind for s in path.segments} == {"message"}, (operation, name)
-        assert (path.messages if unit == "steps" else path.nbytes) == part.makespan == (cost.steps if unit == "steps" else cost.path)
+        assert (
+            (path.messages if unit == "steps" else path.nbytes)
+            == part.makespan
+            == (cost.steps if unit == "steps" else cost.path)
+        )
 
 
 def late_rank() -> None:
@@ -79,28 +93,52 @@ def test_compute_collectives_and_links_on_a_late_rank():
         ("between calls", 2.0),
         ("compute", 3.0),
     ]
-    assert path.segments[0].label == "rank 2: forward" and path.messages == 6 == path.seconds("message")
-    assert str(path) == "6 messages with 24 B take 6 s, compute 8 s, all_reduce 6 s, between calls 2 s"
+    assert path.segments[0].label == "rank 2: forward" and path.messages == 6 == path.seconds(
+        "message"
+    )
+    assert (
+        str(path) == "6 messages with 24 B take 6 s, compute 8 s, all_reduce 6 s, between calls 2 s"
+    )
     svg = run.timeline(critical_path=True).svg()
-    assert "On the critical path: 6 messages with 24 B take 6 s" in svg and svg.count('class="number"') == 6
+    assert (
+        "On the critical path: 6 messages with 24 B take 6 s" in svg
+        and svg.count('class="number"') == 6
+    )
     assert 'class="number"' not in run.timeline().svg()
 
 
 def test_on_a_congested_ring_messages_wait_for_links():
     network = p101.Network.ring(latency=1.0, bandwidth=1.0)
-    trace = p101.launch(lambda: p101.all_gather(torch.ones(1), algorithm="direct"), world_size=8, backend="sim", network=network).trace
+    trace = p101.launch(
+        lambda: p101.all_gather(torch.ones(1), algorithm="direct"),
+        world_size=8,
+        backend="sim",
+        network=network,
+    ).trace
     assert covered(trace).seconds() == pytest.approx(trace.makespan)
 
 
-def message(seq: int, src: int, dst: int, sent: tuple[float, float], received: tuple[float, float]) -> list[Event]:
+def message(
+    seq: int, src: int, dst: int, sent: tuple[float, float], received: tuple[float, float]
+) -> list[Event]:
     rest = ("train.py:9",), (EventGroup("world", (0, 1, 2), None), seq, (2,), "float32")
     sides = (src, "send", dst, sent), (dst, "recv", src, received)
-    return [Event(rank, kind, peer, 0, 8, start, end, *rest[0], start, *rest[1]) for rank, kind, peer, (start, end) in sides]
+    return [
+        Event(rank, kind, peer, 0, 8, start, end, *rest[0], start, *rest[1])
+        for rank, kind, peer, (start, end) in sides
+    ]
 
 
 def test_on_a_measured_clock_a_wait_that_returned_at_once_is_not_on_the_path():
-    """Rank 1 posts a receive and a send, and waits for the receive first. The send had ended long before."""
-    events = message(0, 0, 1, (4.0, 5.0), (0.0, 5.0)) + message(0, 1, 2, (0.0, 5.01), (0.5, 1.0)) + message(1, 1, 0, (5.5, 6.0), (5.0, 6.0))
+    """Rank 1 posts a receive and a send, and waits for the receive first.
+
+    The send had ended long before.
+    """
+    events = (
+        message(0, 0, 1, (4.0, 5.0), (0.0, 5.0))
+        + message(0, 1, 2, (0.0, 5.01), (0.5, 1.0))
+        + message(1, 1, 0, (5.5, 6.0), (5.0, 6.0))
+    )
     path = covered(Trace([*events, span(0, "forward", 0.0, 4.0)], 3, "gloo"))
     assert [(s.kind, s.rank, s.peer) for s in path.segments] == [
         ("compute", 0, None),
@@ -112,11 +150,18 @@ def test_on_a_measured_clock_a_wait_that_returned_at_once_is_not_on_the_path():
 
 def test_a_message_behind_compute_is_not_on_the_path():
     """It was posted before the span and arrived while the rank computed."""
-    events = [*message(0, 0, 1, (0.0, 3.0), (0.0, 3.0)), span(1, "backward", 1.0, 6.0), span(1, "forward", 0.0, 1.0)]
+    events = [
+        *message(0, 0, 1, (0.0, 3.0), (0.0, 3.0)),
+        span(1, "backward", 1.0, 6.0),
+        span(1, "forward", 0.0, 1.0),
+    ]
     path = covered(Trace(events, 2, "sim"))
     assert [s.label for s in path.segments] == ["rank 1: forward", "rank 1: backward"]
     waited = [*message(0, 0, 1, (0.0, 3.0), (0.0, 3.0)), span(1, "step", 0.0, 6.0)]
-    assert [(s.kind, s.end) for s in covered(Trace(waited, 2, "sim")).segments] == [("message", 3.0), ("compute", 6.0)]
+    assert [(s.kind, s.end) for s in covered(Trace(waited, 2, "sim")).segments] == [
+        ("message", 3.0),
+        ("compute", 6.0),
+    ]
 
 
 def test_an_empty_record():
@@ -124,6 +169,8 @@ def test_an_empty_record():
 
 
 def test_real_ranks():
-    trace = p101.launch(lambda: p101.all_reduce(torch.ones(1000), algorithm="ring"), world_size=3, trace=True).trace
+    trace = p101.launch(
+        lambda: p101.all_reduce(torch.ones(1000), algorithm="ring"), world_size=3, trace=True
+    ).trace
     path = covered(trace)
     assert path.messages >= 1 and path.seconds() == pytest.approx(trace.makespan)

@@ -1,4 +1,6 @@
-"""Values that encode their origin: copies and sums are decoded, and other values are recognised as such."""
+"""Values that encode their origin: copies and sums are decoded, and other values are recognised
+as such.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel101.analysis.provenance import MOST, Term, decode, flat_values, most_elements, origin_tensor
+from parallel101.analysis.provenance import (
+    MOST,
+    Term,
+    decode,
+    flat_values,
+    most_elements,
+    origin_tensor,
+)
 from parallel101.analysis.unwritten import MarkUnwritten
 
 
@@ -17,7 +26,10 @@ from parallel101.analysis.unwritten import MarkUnwritten
 def test_a_sum_shows_how_often_each_rank_is_in_it(n, data):
     numel = data.draw(st.integers(1, min(40, most_elements(n))))
     counts = data.draw(st.lists(st.integers(0, MOST), min_size=n, max_size=n))
-    total = sum((c * origin_tensor(r, n, numel) for r, c in enumerate(counts)), torch.zeros(numel, dtype=torch.int64))
+    total = sum(
+        (c * origin_tensor(r, n, numel) for r, c in enumerate(counts)),
+        torch.zeros(numel, dtype=torch.int64),
+    )
     expected = Term(None, tuple(counts)) if not any(counts) else None
     assert decode(total.tolist(), n) == [expected or Term(j, tuple(counts)) for j in range(numel)]
 
@@ -40,14 +52,19 @@ def test_a_sum_of_different_positions_is_mixed():
         for a in range(32):
             for b in range(32):
                 if a != b:
-                    (term,) = decode([int(origin_tensor(0, n, 32)[a] + origin_tensor(1, n, 32)[b])], n)
+                    (term,) = decode(
+                        [int(origin_tensor(0, n, 32)[a] + origin_tensor(1, n, 32)[b])], n
+                    )
                     assert term.counts[:2] == (1, 1)
                     mixed += term.mixed
                     missed += not term.mixed
-    assert missed / (mixed + missed) < 0.02  # the check has 61 values, so a mixture rarely passes it
+    # the check has 61 values, so a mixture rarely passes it
+    assert missed / (mixed + missed) < 0.02
 
 
-@pytest.mark.parametrize("values", [[0.5], [float("inf")], [-1], [1], [True], [3, 1.25], list(range(1, 9)), [8**4 * 3]])
+@pytest.mark.parametrize(
+    "values", [[0.5], [float("inf")], [-1], [1], [True], [3, 1.25], list(range(1, 9)), [8**4 * 3]]
+)
 def test_other_values_are_not_decoded(values):
     assert decode(values, 4) is None
 
@@ -101,7 +118,11 @@ def test_a_mean_is_exact_however_often_it_was_divided(n, dtype):
         assert decode((total // divisor).tolist(), n) == expected
         assert decode((total.double() / divisor).tolist(), n) == expected
         assert (
-            decode(sum((origin_tensor(r, n, 9, dtype) / divisor).double() for r in range(n)).tolist(), n) == expected
+            decode(
+                sum((origin_tensor(r, n, 9, dtype) / divisor).double() for r in range(n)).tolist(),
+                n,
+            )
+            == expected
             or dtype != torch.float64
         )
 
@@ -109,7 +130,9 @@ def test_a_mean_is_exact_however_often_it_was_divided(n, dtype):
 def test_other_factors_are_found():
     total = sum(origin_tensor(r, 4, 6) for r in range(4))
     for divisor in (2, 3, 5, 8, 12):
-        assert decode((total // divisor).tolist(), 4) == [Term(j, (1,) * 4, divisor) for j in range(6)]
+        assert decode((total // divisor).tolist(), 4) == [
+            Term(j, (1,) * 4, divisor) for j in range(6)
+        ]
     assert decode((3 * total).tolist(), 4) == [Term(j, (3,) * 4) for j in range(6)]
 
 
@@ -123,6 +146,9 @@ def test_memory_that_was_never_written_is_recognised(n, dtype):
     if n < 12 or dtype == torch.int64:  # beside more ranks, a float64 has no room for marks
         assert [term.mark for term in terms] == [(1, 1, j) for j in range(4)]
         assert marks.places(torch.cat([data, second, first])) == {1: 4, 0: 8}
-        assert all(term.mark == () for term in decode([*(data + first).tolist(), *(first + second).tolist()], n))
+        assert all(
+            term.mark == ()
+            for term in decode([*(data + first).tolist(), *(first + second).tolist()], n)
+        )
     assert [term.mark for term in decode([float("nan"), 2**63 - 1], n)] == [(), ()]
     assert all(term.mark is None for term in decode([0, *data.tolist()], n))

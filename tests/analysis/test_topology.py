@@ -53,7 +53,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES])
+@pytest.mark.parametrize(
+    ("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES]
+)
 def test_the_topology_of_the_messages(n, pairs, kind):
     topology = topology_of(range(n), pairs)
     assert topology.kind == kind
@@ -79,23 +81,42 @@ def test_the_root_of_a_tree():
 
 
 def test_the_wrap_around_links_of_a_torus():
-    assert topology_of(range(12), torus(3, 4)).wrap_around == {(3, 0), (7, 4), (11, 8), (8, 0), (9, 1), (10, 2), (11, 3)}
+    assert topology_of(range(12), torus(3, 4)).wrap_around == {
+        (3, 0),
+        (7, 4),
+        (11, 8),
+        (8, 0),
+        (9, 1),
+        (10, 2),
+        (11, 3),
+    }
     assert not topology_of(range(4), hypercube(4)).wrap_around
     assert not topology_of(range(4), ring(4)).wrap_around
 
 
 def test_connected_ranks():
-    assert connected_ranks(range(5), [(0, 1), (2, 3), (3, 2)]) == {0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}, 4: {4}}
+    assert connected_ranks(range(5), [(0, 1), (2, 3), (3, 2)]) == {
+        0: {0, 1},
+        1: {0, 1},
+        2: {2, 3},
+        3: {2, 3},
+        4: {4},
+    }
 
 
 def lines(*extents):
-    """The groups along each axis of a mesh, whose last axis runs fastest, with the names x, y, z from the last one."""
+    """The groups along each axis of a mesh, whose last axis runs fastest, with the names x, y,
+    z from the last one.
+    """
     n = math.prod(extents)
     found = []
     for axis, extent in enumerate(extents):
         stride = math.prod(extents[axis + 1 :])
         starts = [rank for rank in range(n) if rank // stride % extent == 0]
-        found += [(tuple(start + k * stride for k in range(extent)), "xyz"[len(extents) - 1 - axis]) for start in starts]
+        found += [
+            (tuple(start + k * stride for k in range(extent)), "xyz"[len(extents) - 1 - axis])
+            for start in starts
+        ]
     return found
 
 
@@ -122,4 +143,9 @@ def test_groups_of_one_kind_are_a_mesh_if_they_are_whole_rows_or_columns():
     ):
         assert topology_of(range(8), hypercube(8), groups).kind == "circle"
     assert topology_of(range(8), [(a, b) for a, b in torus(4, 2) if a != b]).columns == 2
-    assert topology_of(range(6), [(a, b) for row in ((0, 1, 2), (3, 4, 5)) for a, b in zip(row, row[1:])]).columns == 3
+    assert (
+        topology_of(
+            range(6), [(a, b) for row in ((0, 1, 2), (3, 4, 5)) for a, b in zip(row, row[1:])]
+        ).columns
+        == 3
+    )

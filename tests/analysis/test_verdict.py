@@ -44,26 +44,44 @@ RIGHT = {
     "scatter": (p.flat_scatter, "its own part of rank 0's data."),
     "all-to-all": (p.pairwise_all_to_all, "its part of every rank's data."),
 }
-SHIFTED = {"reduce-scatter": one_further, "scatter": shifted_scatter, "all-to-all": shifted_all_to_all}
+SHIFTED = {
+    "reduce-scatter": one_further,
+    "scatter": shifted_scatter,
+    "all-to-all": shifted_all_to_all,
+}
 
 
 @pytest.mark.parametrize("numel", [lambda n: n, lambda n: 2 * n + 1], ids=["even", "uneven"])
 @pytest.mark.parametrize("n", [3, 4, 6])
 @pytest.mark.parametrize("operation", RIGHT)
-def test_a_rank_has_its_own_part_only_if_the_parts_are_in_the_order_of_the_ranks(operation, n, numel):
+def test_a_rank_has_its_own_part_only_if_the_parts_are_in_the_order_of_the_ranks(
+    operation, n, numel
+):
     program, ending = RIGHT[operation]
-    right, shifted = (collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation]))
-    assert right.title.lower().endswith(operation) and f"Each rank ends with {ending}" in right.stops[-1].label
+    right, shifted = (
+        collective_scene(*recorded(each, n, numel(n))) for each in (program, SHIFTED[operation])
+    )
+    assert (
+        right.title.lower().endswith(operation)
+        and f"Each rank ends with {ending}" in right.stops[-1].label
+    )
     assert operation not in shifted.title.lower() and "its own part" not in shifted.stops[-1].label
-    others = {3: "rank 1 with c and rank 2 with a", 4: "rank 1 with c, rank 2 with d and rank 3 with a"}
+    others = {
+        3: "rank 1 with c and rank 2 with a",
+        4: "rank 1 with c, rank 2 with d and rank 3 with a",
+    }
     others[6] = "rank 1 with c, rank 2 with d and 3 more ranks with another's"
-    assert shifted.stops[-1].label.endswith(f" Rank 0 ends with chunk b, which is rank 1's part; {others[n]}.")
+    assert shifted.stops[-1].label.endswith(
+        f" Rank 0 ends with chunk b, which is rank 1's part; {others[n]}."
+    )
 
 
 def exchange_with_all(x):
     rank, n = me()
     others = [r for r in range(n) if r != rank]
-    got = dict(zip(others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True))
+    got = dict(
+        zip(others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True)
+    )
     return torch.cat([got.get(r, x) for r in range(n)])
 
 
@@ -89,5 +107,7 @@ def there_and_back(x):
     ],
     ids=["ring", "both directions", "exchange with all", "pairwise", "there and back"],
 )
-def test_three_ranks_that_send_in_both_directions_are_not_called_a_ring(program, numel, three, five):
+def test_three_ranks_that_send_in_both_directions_are_not_called_a_ring(
+    program, numel, three, five
+):
     assert [collective_scene(*recorded(program, n, numel)).title for n in (3, 5)] == [three, five]

@@ -1,4 +1,6 @@
-"""Who waits for whom, by rank and by line, adds up to the run's time: on the virtual clock exactly, on gloo within what was slept."""
+"""Who waits for whom, by rank and by line, adds up to the run's time: on the virtual clock
+exactly, on gloo within what was slept.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.waiting import rank_times, slowest_calls, slowest_links, waiting_shares, waits, with_compute
+from parallel101.analysis.waiting import (
+    rank_times,
+    slowest_calls,
+    slowest_links,
+    waiting_shares,
+    waits,
+    with_compute,
+)
 from parallel101.record.spans import recorder, span
 from parallel101.record.where import shown
 
@@ -59,12 +68,19 @@ def test_a_receive_waits_for_its_sender_and_then_for_the_data():
             work.wait()
 
     trace = recorded(program, 3)
-    found = {(wait.rank, wait.kind): (wait.end - wait.start, wait.last, wait.late) for wait in waits(trace)}
+    found = {
+        (wait.rank, wait.kind): (wait.end - wait.start, wait.last, wait.late)
+        for wait in waits(trace)
+    }
     assert found[1, "recv"] == (4.0, 0, 3.0)
-    assert found[2, "recv"] == (4.0, 1, 3.0)  # from 1.0, when it began to wait, to 4.0, when rank 1 sent, and on to 5.0
+    # from 1.0, when it began to wait, to 4.0, when rank 1 sent, and on to 5.0
+    assert found[2, "recv"] == (4.0, 1, 3.0)
     assert found[0, "send"] == (1.0, 1, 0.0)
     links = slowest_links(trace)
-    assert [(link.src, link.dst, link.messages, link.nbytes, link.seconds) for link in links] == [(0, 1, 1, 8, 1.0), (1, 2, 1, 12, 1.0)]
+    assert [(link.src, link.dst, link.messages, link.nbytes, link.seconds) for link in links] == [
+        (0, 1, 1, 8, 1.0),
+        (1, 2, 1, 12, 1.0),
+    ]
 
 
 def test_only_the_root_of_a_broadcast_is_waited_for():
@@ -101,7 +117,10 @@ def test_pictures_show_compute_between_the_waits():
     drawn = with_compute(recorded(program, 2))
     for rank in (0, 1):
         assert [e.end - e.start for e in drawn.spans("compute") if e.rank == rank] == [2.0, 3.0]
-        assert [e.name for e in drawn.spans() if e.waiting and e.rank == rank] == ["all_reduce", "barrier"]
+        assert [e.name for e in drawn.spans() if e.waiting and e.rank == rank] == [
+            "all_reduce",
+            "barrier",
+        ]
 
 
 def test_a_call_that_never_ended_is_a_wait():
@@ -140,11 +159,17 @@ def test_on_gloo_waits_are_seen_where_the_program_is_blocked():
 
     trace = p101.launch(program, world_size=2, trace=True).trace
     waited = waits(trace)
-    slept = {(rank, kind): sum(w.end - w.start for w in waited if (w.rank, w.kind) == (rank, kind)) for rank in (0, 1) for kind in KINDS}
+    slept = {
+        (rank, kind): sum(w.end - w.start for w in waited if (w.rank, w.kind) == (rank, kind))
+        for rank in (0, 1)
+        for kind in KINDS
+    }
     assert slept[0, "all_reduce"] > 0.25 > slept[1, "all_reduce"]
     assert slept[1, "barrier"] > 0.25
     assert slept[0, "new_group"] > 0.25
-    assert "loss.backward()" in shown(next(w.where for w in waited if w.kind == "all_reduce" and w.end - w.start > 0.25))
+    assert "loss.backward()" in shown(
+        next(w.where for w in waited if w.kind == "all_reduce" and w.end - w.start > 0.25)
+    )
     late = [row.waited_for for row in rank_times(trace, waited)]
     assert late[0][1] > 0.25 and late[1][0] > 0.25
 

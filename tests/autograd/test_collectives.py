@@ -1,4 +1,6 @@
-"""Gradients: ⟨Fx, y⟩ = ⟨x, F*y⟩ for every operation, algorithm and set of axes, and the same gradients as in one process."""
+"""Gradients: ⟨Fx, y⟩ = ⟨x, F*y⟩ for every operation, algorithm and set of axes, and the same
+gradients as in one process.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ LINEAR = [
 def random(shape, salt):
     """Different on every rank and in every call."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + salt)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(torch.get_default_device())
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        torch.get_default_device()
+    )
 
 
 def inner_products(function, x, *args, **kwargs):
@@ -47,9 +51,13 @@ def inner_products(function, x, *args, **kwargs):
 
 
 def unequal(products, within=1e-12):
-    """Those of the inner products that differ by more than this part of their norm, over all ranks of the world."""
+    """Those of the inner products that differ by more than this part of their norm, over all
+    ranks of the world.
+    """
     here = torch.tensor(list(products.values()), dtype=torch.float64)
-    there, back, norm = collectives.all_reduce(torch.cat([here, here.abs().sum(1, keepdim=True)], 1)).unbind(1)
+    there, back, norm = collectives.all_reduce(
+        torch.cat([here, here.abs().sum(1, keepdim=True)], 1)
+    ).unbind(1)
     errors = ((there - back).abs() / (norm + 1)).tolist()
     return {key: error for key, error in zip(products, errors) if not error < within}
 
@@ -69,18 +77,30 @@ def adjoints_on_a_box(shape):
             group = mesh[axes]
             for i, (operation, kwargs) in enumerate(LINEAR):
                 for name, function in named(operation):
-                    products[axes, operation, name, i] = inner_products(function, random((5, 7), i), group=group, **kwargs)
+                    products[axes, operation, name, i] = inner_products(
+                        function, random((5, 7), i), group=group, **kwargs
+                    )
             if count > 1:
                 for name in ("two_level", "torus"):
                     for op in ("sum", "mean"):
                         products[axes, name, op] = inner_products(
-                            autograd.all_reduce, random((5, 7), 0), op=op, group=group, algorithm=name
+                            autograd.all_reduce,
+                            random((5, 7), 0),
+                            op=op,
+                            group=group,
+                            algorithm=name,
                         )
                 for function in (autograd.all_gather, autograd.reduce_scatter):
-                    products[axes, function.__name__] = inner_products(function, random((5, 7), 0), dim=1, group=group, algorithm="torus")
+                    products[axes, function.__name__] = inner_products(
+                        function, random((5, 7), 0), dim=1, group=group, algorithm="torus"
+                    )
                 for dims in ((0, 0), (0, 1), (1, 0)):
                     products[axes, "all_to_all", dims] = inner_products(
-                        autograd.all_to_all, random((5, 7), 0), *dims, group=group, algorithm="torus"
+                        autograd.all_to_all,
+                        random((5, 7), 0),
+                        *dims,
+                        group=group,
+                        algorithm="torus",
                     )
     return unequal(products), len(products)
 
@@ -93,42 +113,70 @@ def test_adjoints_for_every_operation_algorithm_and_axis_subset():
 
 def adjoints_of_uneven_shards_and_groups():
     p, products = dist.get_world_size(), {}
-    everybody, some = list(range(p)), list(range(p - 1, 0, -1)) or [0]  # some: in reverse order, with rank 0 idle
-    for where, group in {"all": None, "in reverse order": everybody[::-1], "without rank 0": some}.items():
+    # some: in reverse order, with rank 0 idle
+    everybody, some = list(range(p)), list(range(p - 1, 0, -1)) or [0]
+    for where, group in {
+        "all": None,
+        "in reverse order": everybody[::-1],
+        "without rank 0": some,
+    }.items():
         members = group_of(group)
         size, position = members.size, members.position
         sizes = [(3 * i + 1) % 4 for i in range(size)]
         mine = sizes[position] if position is not None else 2
         x, shard = random((sum(sizes), 2), 1), random((mine, 2), 2)
         for name, function in named("scatter"):
-            products[where, name, "scatter"] = inner_products(function, x, src=size - 1, sizes=sizes, group=group)
+            products[where, name, "scatter"] = inner_products(
+                function, x, src=size - 1, sizes=sizes, group=group
+            )
         for name, function in named("gather"):
-            products[where, name, "gather"] = inner_products(function, shard, dst=size - 1, sizes=sizes, group=group)
+            products[where, name, "gather"] = inner_products(
+                function, shard, dst=size - 1, sizes=sizes, group=group
+            )
         for name, function in named("all_gather"):
-            products[where, name, "all_gather"] = inner_products(function, shard, sizes=sizes, group=group)
+            products[where, name, "all_gather"] = inner_products(
+                function, shard, sizes=sizes, group=group
+            )
         for name, function in named("reduce_scatter"):
-            products[where, name, "reduce_scatter"] = inner_products(function, x, sizes=sizes, op="mean", group=group)
+            products[where, name, "reduce_scatter"] = inner_products(
+                function, x, sizes=sizes, op="mean", group=group
+            )
         for name, function in named("all_to_all"):
             across = random((sum(sizes), mine), 3)
             products[where, name, "all_to_all"] = inner_products(
-                function, across, split_dim=0, concat_dim=1, split_sizes=sizes, concat_sizes=sizes, group=group
+                function,
+                across,
+                split_dim=0,
+                concat_dim=1,
+                split_sizes=sizes,
+                concat_sizes=sizes,
+                group=group,
             )
             if name != "bruck":
                 count = [[(2 * i + j) % 3 for j in range(size)] for i in range(size)]
                 row = count[position or 0]
                 column = [count[i][position or 0] for i in range(size)]
                 along = random((sum(row), 2), 4)
-                products[where, name, "alltoallv"] = inner_products(function, along, split_sizes=row, concat_sizes=column, group=group)
+                products[where, name, "alltoallv"] = inner_products(
+                    function, along, split_sizes=row, concat_sizes=column, group=group
+                )
     return unequal(products)
 
 
 @on_backends(gloo=[1, 3], sim=[2, 5])
 def test_adjoints_of_uneven_shards_idle_ranks_and_groups_in_another_order(backend, world_size):
-    assert p101.launch(adjoints_of_uneven_shards_and_groups, world_size=world_size, backend=backend).results == [{}] * world_size
+    assert (
+        p101.launch(
+            adjoints_of_uneven_shards_and_groups, world_size=world_size, backend=backend
+        ).results
+        == [{}] * world_size
+    )
 
 
 def objective_of_all_ranks(weights):
-    """This rank's gradient of a small program with several collectives: that of the sum over ranks of their losses."""
+    """This rank's gradient of a small program with several collectives: that of the sum over
+    ranks of their losses.
+    """
     rank = dist.get_rank()
     w = weights[rank].clone().requires_grad_()
     whole = autograd.all_gather(w, 0)
@@ -140,19 +188,28 @@ def objective_of_all_ranks(weights):
 
 def test_gradients_are_those_of_one_process():
     p = 3
-    weights = [torch.randn(2, 5, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(p)]
+    weights = [
+        torch.randn(2, 5, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+        for r in range(p)
+    ]
     together = [w.clone().requires_grad_() for w in weights]
     whole = torch.cat(together)
     mean = sum(whole.sin() * (r + 1) for r in range(p)) / p
     shards = (p * mean * whole).split(split_sizes(5, p), 1)
     sum(shard.pow(2).sum() * (r + 2) for r, shard in enumerate(shards)).backward()
     for backend in ("gloo", "sim"):
-        for grad, w in zip(p101.launch(objective_of_all_ranks, weights, world_size=p, backend=backend).results, together):
+        for grad, w in zip(
+            p101.launch(objective_of_all_ranks, weights, world_size=p, backend=backend).results,
+            together,
+        ):
             torch.testing.assert_close(grad, w.grad, rtol=1e-12, atol=1e-12)
 
 
 def backward_of_nothing():
-    """A rank that got no part of the result calls backward too. Its x gets its gradient, or zeros if no rank used it."""
+    """A rank that got no part of the result calls backward too.
+
+    Its x gets its gradient, or zeros if no rank used it.
+    """
     x = torch.full((2, 2), 1.0, requires_grad=True)
     received = []
     for function in (autograd.gather, autograd.reduce):
@@ -215,19 +272,28 @@ def graph_of_every_collective():
 
 
 def test_recording_does_not_change_what_runs():
-    plain, recorded = (p101.launch(graph_of_every_collective, world_size=2, trace=trace).results for trace in (False, True))
+    plain, recorded = (
+        p101.launch(graph_of_every_collective, world_size=2, trace=trace).results
+        for trace in (False, True)
+    )
     assert plain == recorded
-    assert all((node is not None) == wanted for of_rank in plain for (_, wanted), node in of_rank.items())
+    assert all(
+        (node is not None) == wanted for of_rank in plain for (_, wanted), node in of_rank.items()
+    )
     assert plain[0]["all_reduce", True] == "AllReduceBackward"
 
 
 def replicated_gradients():
-    """A tensor-parallel product of two layers. Every rank computes the same loss, which counts once."""
+    """A tensor-parallel product of two layers.
+
+    Every rank computes the same loss, which counts once.
+    """
     rank, p = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, a, b = (torch.randn(2 * p, 2 * p, dtype=torch.float64, requires_grad=True) for _ in range(3))
     mine = slice(2 * rank, 2 * rank + 2)
-    hidden = (replicated.copy_to_group(x) @ a[mine].t()).sin()  # rows of a: each rank has two hidden units
+    # rows of a: each rank has two hidden units
+    hidden = (replicated.copy_to_group(x) @ a[mine].t()).sin()
     out = replicated.reduce_from_group(hidden @ b[:, mine].t())  # columns of b
     shard = replicated.scatter_to_group(out, 0)
     loss = (replicated.gather_from_group(shard.cos(), 0) ** 2).sum()
@@ -245,7 +311,10 @@ def replicated_gradients():
 
 @on_backends(gloo=[2], sim=[3])
 def test_the_replicated_pair_counts_a_loss_once(backend, world_size):
-    assert p101.launch(replicated_gradients, world_size=world_size, backend=backend).results == [[True] * 3] * world_size
+    assert (
+        p101.launch(replicated_gradients, world_size=world_size, backend=backend).results
+        == [[True] * 3] * world_size
+    )
 
 
 def both_conventions():

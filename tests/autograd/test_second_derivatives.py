@@ -1,4 +1,6 @@
-"""Gradients of gradients, up to third order, equal those of one process for every operation and algorithm."""
+"""Gradients of gradients, up to third order, equal those of one process for every operation and
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ORDERS = 3
 
 
 def start(rank):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True)
+    return torch.randn(
+        5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True
+    )
 
 
 def in_one_process(operation, xs, root=0, position=0, src=0, dst=0, **kwargs):
@@ -27,7 +31,9 @@ def in_one_process(operation, xs, root=0, position=0, src=0, dst=0, **kwargs):
 
 
 def gradients(objective, xs):
-    """The gradients by xs: of the objective, of the sum of the sines of that gradient, and so on."""
+    """The gradients by xs: of the objective, of the sum of the sines of that gradient, and so
+    on.
+    """
     found = []
     for _ in range(ORDERS):
         grads = torch.autograd.grad(objective, xs, create_graph=True, materialize_grads=True)
@@ -38,7 +44,8 @@ def gradients(objective, xs):
 
 def derivatives_that_differ():
     rank, p, wrong = dist.get_rank(), dist.get_world_size(), []
-    for group in (None, list(range(p - 1, 0, -1)) or [0]):  # the second: in reverse order, with rank 0 idle
+    # the second: in reverse order, with rank 0 idle
+    for group in (None, list(range(p - 1, 0, -1)) or [0]):
         members = group_of(group)
         for operation, kwargs in LINEAR:
             if members.size == 1:
@@ -46,26 +53,40 @@ def derivatives_that_differ():
             expected = [[torch.zeros(5, 4)]] * ORDERS
             if members.position is not None:
                 xs = [start(r) for r in members.ranks]
-                each = [in_one_process(operation, xs, position=i, **kwargs).pow(3).sum() for i in range(members.size)]
+                each = [
+                    in_one_process(operation, xs, position=i, **kwargs).pow(3).sum()
+                    for i in range(members.size)
+                ]
                 expected = [[order[members.position]] for order in gradients(sum(each), xs)]
             for name, function in named(operation):
                 x = start(rank)
                 found = gradients(function(x, group=group, **kwargs).pow(3).sum(), [x])
-                same = [torch.allclose(a[0], b[0].double(), rtol=1e-9, atol=1e-9) for a, b in zip(found, expected)]
+                same = [
+                    torch.allclose(a[0], b[0].double(), rtol=1e-9, atol=1e-9)
+                    for a, b in zip(found, expected)
+                ]
                 wrong += [(operation, name, group, same)] * (not all(same))
     return wrong
 
 
 @on_backends(gloo=[2], sim=[1, 3, 4])
 def test_gradients_of_gradients_are_those_of_one_process(backend, world_size):
-    assert p101.launch(derivatives_that_differ, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(derivatives_that_differ, world_size=world_size, backend=backend).results
+        == [[]] * world_size
+    )
 
 
 def only_the_root_goes_on(operation):
-    """The root's loss is a cube. The others call backward on the sum of their empty result, which is linear."""
+    """The root's loss is a cube.
+
+    The others call backward on the sum of their empty result, which is linear.
+    """
     x = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64, requires_grad=True)
     y = getattr(autograd, operation)(x)
-    (g,) = torch.autograd.grad(y.pow(3).sum() if dist.get_rank() == 0 else y.sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(
+        y.pow(3).sum() if dist.get_rank() == 0 else y.sum(), x, create_graph=True
+    )
     (h,) = torch.autograd.grad(g.pow(2).sum(), x)
     return g.item(), h.item()
 
@@ -73,14 +94,24 @@ def only_the_root_goes_on(operation):
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_rank_that_got_no_part_of_the_result_takes_part_in_the_second_backward(backend):
     # ∂aᵢ = 3 aᵢ², squared and summed: 9 aᵢ⁴, whose gradient is 36 aᵢ³
-    assert p101.launch(only_the_root_goes_on, "gather", world_size=2, backend=backend).results == [(3.0, 36.0), (12.0, 288.0)]
+    assert p101.launch(only_the_root_goes_on, "gather", world_size=2, backend=backend).results == [
+        (3.0, 36.0),
+        (12.0, 288.0),
+    ]
     # ∂aᵢ = 3 s² on both, squared and summed: 18 s⁴, whose gradient is 72 s³
-    assert p101.launch(only_the_root_goes_on, "reduce", world_size=2, backend=backend).results == [(27.0, 1944.0)] * 2
+    assert (
+        p101.launch(only_the_root_goes_on, "reduce", world_size=2, backend=backend).results
+        == [(27.0, 1944.0)] * 2
+    )
 
 
 def square_there_cube_here():
     x = torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64, requires_grad=True)
-    loss = point_to_point.send(x * x, 1).sum() if dist.get_rank() == 0 else point_to_point.receive(x, 0).pow(3).sum()
+    loss = (
+        point_to_point.send(x * x, 1).sum()
+        if dist.get_rank() == 0
+        else point_to_point.receive(x, 0).pow(3).sum()
+    )
     return [grads[0].item() for grads in gradients_of_squares(loss, x)]
 
 
@@ -92,24 +123,37 @@ def gradients_of_squares(loss, x):
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_sent_value_has_a_second_derivative(backend):
     # x⁶ at 1: 6 x⁵, and of its square 360 x⁹
-    assert p101.launch(square_there_cube_here, world_size=2, backend=backend).results == [[6.0, 360.0], [0.0, 0.0]]
+    assert p101.launch(square_there_cube_here, world_size=2, backend=backend).results == [
+        [6.0, 360.0],
+        [0.0, 0.0],
+    ]
 
 
 def second_of_the_replicated_pair():
-    """A tensor-parallel product. The loss, and the second loss computed from the gradient of x, are replicated and count once."""
+    """A tensor-parallel product.
+
+    The loss, and the second loss computed from the gradient of x, are replicated and count once.
+    """
     rank, p = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, a, b = (torch.randn(2 * p, 2 * p, dtype=torch.float64, requires_grad=True) for _ in range(3))
     mine = slice(2 * rank, 2 * rank + 2)
-    out = replicated.reduce_from_group((replicated.copy_to_group(x) @ a[mine].t()).sin() @ b[:, mine].t())
+    out = replicated.reduce_from_group(
+        (replicated.copy_to_group(x) @ a[mine].t()).sin() @ b[:, mine].t()
+    )
     out = replicated.gather_from_group(replicated.scatter_to_group(out, 0).cos(), 0)
     whole = ((x @ a.t()).sin() @ b.t()).cos()
-    return [torch.allclose(*pair, rtol=1e-9) for pair in zip(*(sum(gradients(y.pow(2).sum(), [x]), ()) for y in (out, whole)))]
+    return [
+        torch.allclose(*pair, rtol=1e-9)
+        for pair in zip(*(sum(gradients(y.pow(2).sum(), [x]), ()) for y in (out, whole)))
+    ]
 
 
 @on_backends(gloo=[2], sim=[3])
 def test_the_replicated_pair_has_second_derivatives(backend, world_size):
-    results = p101.launch(second_of_the_replicated_pair, world_size=world_size, backend=backend).results
+    results = p101.launch(
+        second_of_the_replicated_pair, world_size=world_size, backend=backend
+    ).results
     assert results == [[True] * ORDERS] * world_size
 
 
@@ -132,4 +176,7 @@ def a_graph_that_is_walked_twice():
 
 
 def test_a_backward_may_be_repeated():
-    assert p101.launch(a_graph_that_is_walked_twice, world_size=2, backend="sim").results == [[4.0, 4.0]] * 2
+    assert (
+        p101.launch(a_graph_that_is_walked_twice, world_size=2, backend="sim").results
+        == [[4.0, 4.0]] * 2
+    )

@@ -1,4 +1,7 @@
-"""Screenshots of what the browser tests see. They are kept in the folder named by SCREENSHOTS, or in build/screenshots."""
+"""Screenshots of what the browser tests see.
+
+They are kept in the folder named by SCREENSHOTS, or in build/screenshots.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ FOLDER = Path(os.environ.get("SCREENSHOTS") or Path(__file__).parents[2] / "buil
 
 @pytest.fixture(scope="session")
 def keep() -> Callable[..., None]:
-    """keep(browser, "page-dark") writes page-dark.png; with whole=True also what lies below the window."""
+    """keep(browser, "page-dark") writes page-dark.png; with whole=True also what lies below the
+    window.
+    """
     FOLDER.mkdir(parents=True, exist_ok=True)
 
     def keep(browser: Browser, name: str, whole: bool = False) -> None:

@@ -18,7 +18,10 @@ TOKEN = "for-this-test-only"
 
 @contextlib.contextmanager
 def jupyterlab(folder: Path, scratch: Path) -> Iterator[str]:
-    """A JupyterLab that shows `folder`. Yields its address; it is stopped at the end, with its kernels."""
+    """A JupyterLab that shows `folder`.
+
+    Yields its address; it is stopped at the end, with its kernels.
+    """
     folders = (
         "JUPYTER_CONFIG_DIR",
         "JUPYTER_RUNTIME_DIR",
@@ -27,10 +30,16 @@ def jupyterlab(folder: Path, scratch: Path) -> Iterator[str]:
         "JUPYTERLAB_WORKSPACES_DIR",
         "IPYTHONDIR",
     )
-    environment = {**os.environ, **{name: str(scratch / name) for name in folders}, "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        **{name: str(scratch / name) for name in folders},
+        "PYTHONPATH": str(ROOT),
+    }
     settings = scratch / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)  # no question about news, which would lie over the notebook
-    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    (settings / "notification.jupyterlab-settings").write_text(
+        '{"fetchNews": "false", "checkForUpdates": false}'
+    )
     options = [
         "--no-browser",
         "--allow-root",
@@ -39,15 +48,26 @@ def jupyterlab(folder: Path, scratch: Path) -> Iterator[str]:
         "--LabApp.expose_app_in_browser=True",
     ]
     command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={folder}"]
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    address = next((match[1] for line in server.stderr if (match := re.search(r"(http://(?:localhost|127\.0\.0\.1):\d+)/lab", line))), None)
+    server = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    address = next(
+        (
+            match[1]
+            for line in server.stderr
+            if (match := re.search(r"(http://(?:localhost|127\.0\.0\.1):\d+)/lab", line))
+        ),
+        None,
+    )
     assert address, "JupyterLab did not start"
     drain = threading.Thread(target=server.stderr.read, daemon=True)
     drain.start()
     try:
         yield address.replace("localhost", "127.0.0.1")
     finally:  # the server ends its kernels first
-        request = urllib.request.Request(f"{address}/api/shutdown", data=b"", headers={"Authorization": f"token {TOKEN}"})
+        request = urllib.request.Request(
+            f"{address}/api/shutdown", data=b"", headers={"Authorization": f"token {TOKEN}"}
+        )
         with urllib.request.urlopen(request, timeout=30):
             pass
         server.wait(30)

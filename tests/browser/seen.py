@@ -1,4 +1,5 @@
-"""What a reader sees of a page in a browser: text that is cut off, too small or too pale, and what the keyboard and a screen reader reach.
+"""What a reader sees of a page in a browser: text that is cut off, too small or too pale, and what
+the keyboard and a screen reader reach.
 
 Each function returns a list of findings in words, which is empty if all is well.
 """
@@ -9,7 +10,19 @@ import json
 
 from parallel101.viz.chromium import Browser
 
-CONTROLS = {"button", "slider", "combobox", "checkbox", "textbox", "spinbutton", "radio", "link", "DisclosureTriangle", "image", "figure"}
+CONTROLS = {
+    "button",
+    "slider",
+    "combobox",
+    "checkbox",
+    "textbox",
+    "spinbutton",
+    "radio",
+    "link",
+    "DisclosureTriangle",
+    "image",
+    "figure",
+}
 EVERYTHING = """
 const inside = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...(e.shadowRoot ? inside(e.shadowRoot) : [])]);
 const parent = e => e.parentElement ?? e.getRootNode().host;
@@ -26,7 +39,10 @@ def find(browser: Browser, script: str) -> list[str]:
 
 
 def cut_off(browser: Browser, scrolls: bool = True) -> list[str]:
-    """Elements that reach beyond the window, or beyond an element that hides them. `scrolls`: the reader can scroll, which paper can't."""
+    """Elements that reach beyond the window, or beyond an element that hides them.
+
+    `scrolls`: the reader can scroll, which paper can't.
+    """
     return find(
         browser,
         f"""
@@ -65,7 +81,10 @@ def too_small(browser: Browser, least: float) -> list[str]:
 
 
 def too_pale(browser: Browser, least: float = 4.5) -> list[str]:
-    """Texts whose contrast with what lies under them is below WCAG's 4.5 (3 for large text). The whole page must be in the window."""
+    """Texts whose contrast with what lies under them is below WCAG's 4.5 (3 for large text).
+
+    The whole page must be in the window.
+    """
     return find(
         browser,
         f"""
@@ -104,15 +123,26 @@ def without_a_name(browser: Browser) -> list[str]:
     return [
         f"{node['role']['value']} {node.get('properties')}"
         for node in nodes
-        if not node["ignored"] and node["role"]["value"] in CONTROLS and not node.get("name", {}).get("value", "").strip()
+        if not node["ignored"]
+        and node["role"]["value"] in CONTROLS
+        and not node.get("name", {}).get("value", "").strip()
     ]
 
 
 def out_of_reach(browser: Browser) -> list[str]:
     """Controls that the tab key does not reach."""
-    focusable = "everything.filter(e => e.matches('a[href], button, input, select, summary, [tabindex]') && !e.disabled)"
-    count = browser.js(f"(() => {{ {EVERYTHING} globalThis.unreached = new Set({focusable}); return unreached.size; }})()")
-    deepest = "(e => { while (e.shadowRoot?.activeElement) e = e.shadowRoot.activeElement; return e; })(document.activeElement)"
+    focusable = (
+        "everything.filter(e => e.matches('a[href], button, input, select, summary, "
+        "[tabindex]') && !e.disabled)"
+    )
+    count = browser.js(
+        f"(() => {{ {EVERYTHING} globalThis.unreached = new Set({focusable}); return "
+        f"unreached.size; }})()"
+    )
+    deepest = (
+        "(e => { while (e.shadowRoot?.activeElement) e = e.shadowRoot.activeElement; return e; "
+        "})(document.activeElement)"
+    )
     browser.js("(document.activeElement.blur(), scrollTo(0, 0))")
     for _ in range(2 * count + 5):  # places that scroll take a key press, too
         browser.key("Tab")

@@ -1,4 +1,6 @@
-"""Homework 1 in a real JupyterLab: write a wrong solution, check it, read the verdict, look at the picture, fix it, check again."""
+"""Homework 1 in a real JupyterLab: write a wrong solution, check it, read the verdict, look at
+the picture, fix it, check again.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ DRAWN = "document.querySelector('figure.p101 > div').shadowRoot"
 def save(browser: Browser, name: str, content: str) -> None:
     """Save a file as JupyterLab's editor does."""
     model = json.dumps({"type": "file", "format": "text", "content": content})
-    browser.js(f"jupyterapp.serviceManager.contents.save({json.dumps(name)}, {model}).then(() => true)")
+    browser.js(
+        f"jupyterapp.serviceManager.contents.save({json.dumps(name)}, {model}).then(() => true)"
+    )
 
 
 def execute(browser: Browser, command: str, times: int = 1) -> None:
@@ -43,12 +47,19 @@ def execute(browser: Browser, command: str, times: int = 1) -> None:
 
 def test_a_wrong_solution_is_explained_and_drawn_and_the_fixed_one_passes(tmp_path, chromium):
     folder = tmp_path / "hw1_moving"
-    shutil.copytree(ROOT / "homework" / "hw1_moving", folder, ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"))
+    shutil.copytree(
+        ROOT / "homework" / "hw1_moving",
+        folder,
+        ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"),
+    )
     notebook = json.loads((folder / "hw1.ipynb").read_text(encoding="utf-8"))
     place = next(i for i, cell in enumerate(notebook["cells"]) if cell["id"] == "shift-check")
     with jupyterlab(folder, tmp_path) as lab, Browser(chromium, 1280, 1000) as browser:
         browser.call("Page.navigate", url=f"{lab}/lab/tree/hw1.ipynb?token={TOKEN}")
-        browser.until("location.pathname.includes('hw1.ipynb') && document.body.innerText.includes('| Idle')", 60)
+        browser.until(
+            "location.pathname.includes('hw1.ipynb') && document.body.innerText.includes('| Idle')",
+            60,
+        )
         save(browser, "hw1.py", SENDS_FIRST)
         execute(browser, "notebook:run-cell-and-select-next", place + 1)
         browser.until(f"{OUTPUT}.innerText.includes('Everyone sends first.')", 60)

@@ -1,4 +1,5 @@
-"""A lesson in a real JupyterLab: it runs without an error, its animation plays, its explorer runs again, and both keep their keys.
+"""A lesson in a real JupyterLab: it runs without an error, its animation plays, its explorer runs
+again, and both keep their keys.
 
 LESSONS=all tries every lesson; `make test` tries one, which has an animation and an explorer.
 """
@@ -18,7 +19,11 @@ from tests.lessons.lesson import LESSONS
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 
-NAMES = sorted(path.stem for path in LESSONS.glob("*.ipynb")) if os.environ.get("LESSONS") == "all" else ["01_collectives"]
+NAMES = (
+    sorted(path.stem for path in LESSONS.glob("*.ipynb"))
+    if os.environ.get("LESSONS") == "all"
+    else ["01_collectives"]
+)
 
 LAB = "jupyterapp.shell.currentWidget"
 NOTEBOOK = f"{LAB}.content"
@@ -27,7 +32,10 @@ FIGURE = "[...document.querySelectorAll('figure')].find(figure => figure.dataset
 PLAYER = f"{FIGURE}.querySelector('div').shadowRoot"
 BUTTON = f"{PLAYER}.querySelector('[data-do=play]')"
 EXPLORER = "document.querySelector('.p101-explorer')"
-DARK = "[...document.querySelectorAll('figure')].map(f => f.querySelector('div').shadowRoot.querySelector('.player').matches('.dark'))"
+DARK = (
+    "[...document.querySelectorAll('figure')].map(f => "
+    "f.querySelector('div').shadowRoot.querySelector('.player').matches('.dark'))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +53,19 @@ def notebook(name, lab, chromium) -> Iterator[Browser]:
     with Browser(chromium) as browser:
         browser.resize(1280, 1000)
         browser.call("Page.navigate", url=f"{lab}/lab/tree/{name}.ipynb?token={TOKEN}&reset")
-        browser.until(f"{LAB}.context.path == '{name}.ipynb' && {LAB}.sessionContext.session.kernel.status == 'idle'", 120)
-        browser.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Light' }), true)")
-        browser.js("(jupyterapp.commands.execute('notebook:run-all-cells').then(() => { globalThis.finished = true; }), true)")
+        browser.until(
+            f"{LAB}.context.path == '{name}.ipynb' && "
+            f"{LAB}.sessionContext.session.kernel.status == 'idle'",
+            120,
+        )
+        browser.js(
+            "(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Light' "
+            "}), true)"
+        )
+        browser.js(
+            "(jupyterapp.commands.execute('notebook:run-all-cells').then(() => { "
+            "globalThis.finished = true; }), true)"
+        )
         browser.until("globalThis.finished", 170)
         yield browser
         assert browser.errors == []
@@ -59,8 +77,13 @@ def test_a_lesson_runs_plays_and_runs_again(name, notebook, keep):
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         failed = [output["ename"] for output in cell["outputs"] if output["output_type"] == "error"]
         assert cell["execution_count"], f"{cell['id']} did not run"
-        assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), (cell["id"], failed)
-    bundles = [output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
+        assert bool(failed) == ("raises-exception" in cell["metadata"].get("tags", [])), (
+            cell["id"],
+            failed,
+        )
+    bundles = [
+        output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output
+    ]
     shown = str([bundle for bundle in bundles if WIDGET not in bundle])
     pictures = "document.querySelectorAll('figure:not(.p101-explorer figure)').length"
     assert notebook.js(pictures) == shown.count("<figure"), "each picture is in its cell"
@@ -75,7 +98,9 @@ def test_a_lesson_runs_plays_and_runs_again(name, notebook, keep):
     notebook.picture()  # draws the cells that were out of sight
     keep(notebook, f"jupyterlab-{name}-light")
     notebook.until(f"{DARK}.every(dark => !dark)")
-    notebook.js("(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)")
+    notebook.js(
+        "(jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }), true)"
+    )
     notebook.until(f"{DARK}.every(dark => dark)", 60)
     keep(notebook, f"jupyterlab-{name}-dark")
 
@@ -104,7 +129,10 @@ def runs_again(notebook: Browser) -> None:
     if "First predict" in notebook.js(f"{EXPLORER}.querySelector('.p101-status').textContent"):
         notebook.until(f"{EXPLORER}.querySelector('button').getBoundingClientRect().width")
         notebook.click(f"{EXPLORER}.querySelector('button')")
-        notebook.until(f"{EXPLORER}.querySelector('.p101-status').textContent.includes('Write down a prediction first')")
+        notebook.until(
+            f"{EXPLORER}.querySelector('.p101-status').textContent.includes('Write down a "
+            "prediction first')"
+        )
         assert not notebook.js(f"!!{EXPLORER}.querySelector('figure')")
     runs(notebook, "button")
     if notebook.js(f"!!{EXPLORER}.querySelector('[role=slider]')"):
@@ -114,7 +142,9 @@ def runs_again(notebook: Browser) -> None:
 
 def runs(notebook: Browser, control: str, *keys: str) -> None:
     """Click on a control, press keys, and wait for a new picture."""
-    notebook.js(f"{EXPLORER}.querySelectorAll('figure').forEach(figure => {{ figure.old = true; }})")
+    notebook.js(
+        f"{EXPLORER}.querySelectorAll('figure').forEach(figure => {{ figure.old = true; }})"
+    )
     notebook.until(f"{EXPLORER}.querySelector('{control}').getBoundingClientRect().width")
     notebook.click(f"{EXPLORER}.querySelector('{control}')")
     for key in keys:

@@ -1,4 +1,6 @@
-"""A lesson's page as a reader and a lecturer use it: folded answers, paper, and the presenter's view with the keys of a clicker."""
+"""A lesson's page as a reader and a lecturer use it: folded answers, paper, and the presenter's
+view with the keys of a clicker.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from parallel101.viz.collective import collective_scene
 from parallel101.viz.explore import explore_memory, explore_schedule
 from parallel101.viz.plots import sweep
 from parallel101.viz.timeline import timeline_scene
-from tests.browser.seen import cut_off, out_of_reach, scrolls_without_a_cue, too_pale, too_small, without_a_name
+from tests.browser.seen import (
+    cut_off,
+    out_of_reach,
+    scrolls_without_a_cue,
+    too_pale,
+    too_small,
+    without_a_name,
+)
 from tests.viz.programs import recorded, ring_all_reduce
 
 pytestmark = pytest.mark.browser
@@ -26,7 +35,11 @@ SITE = os.environ.get("SITE")
 
 def shown(value: object) -> v4.NotebookNode:
     """The output of a cell with this value."""
-    bundle = value._repr_mimebundle_()[0] if hasattr(value, "_repr_mimebundle_") else {"text/html": value._repr_html_()}
+    bundle = (
+        value._repr_mimebundle_()[0]
+        if hasattr(value, "_repr_mimebundle_")
+        else {"text/html": value._repr_html_()}
+    )
     return v4.new_output("display_data", bundle)
 
 
@@ -36,15 +49,33 @@ def lesson(tmp_path_factory) -> str:
     trace, results = recorded(ring_all_reduce, 4, 8)
     animation, timeline = collective_scene(trace, results), timeline_scene(trace)
     times = {2.0**k: 1e-4 + 2.0**k / 1e9 for k in range(6, 27, 4)}
-    plot = sweep({"ring": times}, {"ring": times}, title="Time against size", subtitle="one message")
-    lines = v4.new_output("stream", name="stdout", text="".join(f"[rank 0] line {i}\n" for i in range(2_000)))
-    error = v4.new_output("error", ename="ValueError", evalue="no", traceback=["\x1b[0;31mValueError\x1b[0m: " + "no, " * 60])
-    long_line = 'seen = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8, backend="sim")  # the same ring as above'
+    plot = sweep(
+        {"ring": times}, {"ring": times}, title="Time against size", subtitle="one message"
+    )
+    lines = v4.new_output(
+        "stream", name="stdout", text="".join(f"[rank 0] line {i}\n" for i in range(2_000))
+    )
+    error = v4.new_output(
+        "error",
+        ename="ValueError",
+        evalue="no",
+        traceback=["\x1b[0;31mValueError\x1b[0m: " + "no, " * 60],
+    )
+    long_line = (
+        'seen = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8, '
+        'backend="sim")  # the same ring as above'
+    )
     table = "\n".join(
-        ["| " + " | ".join(f"the heading of column {i}" for i in range(7)) + " |", "|---" * 7 + "|", "| 1.25 GB/s " * 7 + "|"]
+        [
+            "| " + " | ".join(f"the heading of column {i}" for i in range(7)) + " |",
+            "|---" * 7 + "|",
+            "| 1.25 GB/s " * 7 + "|",
+        ]
     )
     cells = [
-        v4.new_markdown_cell("# A lesson\n\nIts first words, and a formula: $$T = \\alpha + \\frac{m}{\\beta}$$"),
+        v4.new_markdown_cell(
+            "# A lesson\n\nIts first words, and a formula: $$T = \\alpha + \\frac{m}{\\beta}$$"
+        ),
         v4.new_markdown_cell("## A run\n\n> **Predict.** What happens?"),
         v4.new_code_cell("run.animate()", outputs=[shown(animation)]),
         v4.new_markdown_cell("The end of the answer."),
@@ -53,11 +84,17 @@ def lesson(tmp_path_factory) -> str:
         v4.new_code_cell("plot", outputs=[shown(plot)]),
         v4.new_code_cell("explore_memory()", outputs=[shown(explore_memory()), error]),
         v4.new_markdown_cell("## An explorer"),
-        v4.new_code_cell("explore_schedule()", outputs=[shown(explore_schedule("1f1b", stages=2, microbatches=4))]),
+        v4.new_code_cell(
+            "explore_schedule()",
+            outputs=[shown(explore_schedule("1f1b", stages=2, microbatches=4))],
+        ),
     ]
     lesson = Lesson("00_a", "A lesson", "")
     page = tmp_path_factory.mktemp("site") / "00_a.html"
-    page.write_text(lesson_page(lesson, lesson_body(v4.new_notebook(cells=cells), Path()), 1.0, [lesson]), encoding="utf-8")
+    page.write_text(
+        lesson_page(lesson, lesson_body(v4.new_notebook(cells=cells), Path()), 1.0, [lesson]),
+        encoding="utf-8",
+    )
     return page.as_uri()
 
 
@@ -74,7 +111,9 @@ def opened(browser, lesson):
     return browser
 
 
-def view(browser: Browser, page: str, width: int, height: int = 900, scheme: str = "light") -> Browser:
+def view(
+    browser: Browser, page: str, width: int, height: int = 900, scheme: str = "light"
+) -> Browser:
     """Open a page in a new window, so to speak."""
     browser.open("about:blank")
     browser.emulate(prefers_color_scheme=scheme)
@@ -84,13 +123,21 @@ def view(browser: Browser, page: str, width: int, height: int = 900, scheme: str
 
 
 def unfold(browser: Browser) -> None:
-    """Open all that is folded, except thousands of lines, and make the window as high as the page."""
-    browser.js("document.querySelectorAll('details:not(.lines)').forEach(folded => { folded.open = true; })")
+    """Open all that is folded, except thousands of lines, and make the window as high as the
+    page.
+    """
+    browser.js(
+        "document.querySelectorAll('details:not(.lines)').forEach(folded => { folded.open = "
+        "true; })"
+    )
     browser.picture()  # draws a frame, in which pictures take their size
     browser.resize(browser.js("innerWidth"), browser.js("document.documentElement.scrollHeight"))
 
 
-@pytest.fixture(params=sorted(Path(SITE).glob("*.html")) if SITE else [None], ids=lambda path: path.stem if path else "lesson")
+@pytest.fixture(
+    params=sorted(Path(SITE).glob("*.html")) if SITE else [None],
+    ids=lambda path: path.stem if path else "lesson",
+)
 def page(request) -> str:
     """The address of a page to look at: the lesson above, or each page of the folder SITE."""
     return request.param.resolve().as_uri() if request.param else request.getfixturevalue("lesson")
@@ -117,7 +164,9 @@ def test_the_tab_key_reaches_every_control(browser, page):
     assert out_of_reach(browser) == []
 
 
-def test_on_a_phone_the_page_is_as_wide_as_the_screen_and_pictures_are_readable(browser, page, keep):
+def test_on_a_phone_the_page_is_as_wide_as_the_screen_and_pictures_are_readable(
+    browser, page, keep
+):
     view(browser, page, 375, 812)
     assert browser.js("document.documentElement.scrollWidth") <= 375
     unfold(browser)
@@ -133,11 +182,19 @@ def test_on_paper_everything_is_open_and_still_and_nothing_is_cut_off(browser, p
     browser.emulate("print", prefers_color_scheme="dark")
     browser.js("dispatchEvent(new Event('beforeprint'))")
     keep(browser, f"{name_of(page)}-print", whole=True)
-    assert browser.js("[...document.querySelectorAll('details.answer, details.code')].every(folded => folded.open)")
+    assert browser.js(
+        "[...document.querySelectorAll('details.answer, details.code')].every(folded => "
+        "folded.open)"
+    )
     assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert cut_off(browser, scrolls=False) == []
-    bars = "[...document.querySelectorAll('figure > div')].map(host => host.shadowRoot.querySelector('.bar'))"
-    assert browser.js(f"{bars}.every(bar => getComputedStyle(bar).display == 'none')"), "no controls on paper"
+    bars = (
+        "[...document.querySelectorAll('figure > div')].map(host => "
+        "host.shadowRoot.querySelector('.bar'))"
+    )
+    assert browser.js(f"{bars}.every(bar => getComputedStyle(bar).display == 'none')"), (
+        "no controls on paper"
+    )
 
 
 def test_without_scripts_the_pictures_play_and_nothing_needs_a_script(browser, page, keep):
@@ -146,10 +203,15 @@ def test_without_scripts_the_pictures_play_and_nothing_needs_a_script(browser, p
         view(browser, page, 1280)
         figures = browser.js("document.querySelectorAll('figure.p101').length")
         assert (
-            browser.js("[...document.querySelectorAll('figure.p101 img')].filter(image => image.complete && image.naturalWidth).length")
+            browser.js(
+                "[...document.querySelectorAll('figure.p101 img')].filter(image => "
+                "image.complete && image.naturalWidth).length"
+            )
             == figures
         )
-        assert not browser.js("document.querySelector('.present')?.checkVisibility()"), "no button that does nothing"
+        assert not browser.js("document.querySelector('.present')?.checkVisibility()"), (
+            "no button that does nothing"
+        )
         unfold(browser)
         keep(browser, f"{name_of(page)}-without-scripts")
         assert cut_off(browser) == []
@@ -179,7 +241,10 @@ def test_each_section_fits_a_projector(browser, page, keep):
 
 def seen(browser: Browser, text: str) -> bool:
     """Whether an element with this text is laid out, wherever it is on the page."""
-    return browser.js(f"[...document.querySelectorAll('p, h1, h2')].some(e => e.textContent.includes({text!r}) && e.checkVisibility())")
+    return browser.js(
+        "[...document.querySelectorAll('p, h1, h2')].some(e => "
+        f"e.textContent.includes({text!r}) && e.checkVisibility())"
+    )
 
 
 def test_an_answer_opens_with_the_keyboard_and_is_open_on_paper(opened):
@@ -197,7 +262,10 @@ def test_a_printed_page_shows_the_answers(opened):
 
 
 def test_the_presenters_controls_are_larger_on_a_larger_screen(browser, lesson):
-    high = "document.querySelector('figure.p101 div').shadowRoot.querySelector('[data-do=play]').getBoundingClientRect().height"
+    high = (
+        "document.querySelector('figure.p101 "
+        "div').shadowRoot.querySelector('[data-do=play]').getBoundingClientRect().height"
+    )
     view(browser, lesson, 1920, 1080)
     browser.js("document.querySelector('details.answer').open = true")
     usual = browser.js(high)
@@ -213,22 +281,38 @@ def test_a_clicker_goes_through_the_page_section_by_section(opened):
     assert opened.js("document.documentElement.classList.contains('presenting')")
     assert seen(opened, "Its first words") and not seen(opened, "What happens?")
     opened.key("PageDown")
-    assert seen(opened, "What happens?") and not seen(opened, "Its first words") and not seen(opened, "The end of the answer")
+    assert (
+        seen(opened, "What happens?")
+        and not seen(opened, "Its first words")
+        and not seen(opened, "The end of the answer")
+    )
     assert not opened.js("document.querySelector('.input').checkVisibility()"), "the code is folded"
     opened.key("PageDown")
     assert seen(opened, "The end of the answer"), "the second press opens the answer"
-    height, bottom = opened.js("(r => [r.height, r.bottom])(document.querySelector('figure.p101').getBoundingClientRect())")
-    assert 0.8 * 720 < height <= 720 and bottom <= 721, "the picture and its controls fill the screen"
-    opened.js("document.querySelector('section.now .output_area:has(figure)').style.minHeight = '2000px'")  # taller than the screen
+    height, bottom = opened.js(
+        "(r => [r.height, r.bottom])(document.querySelector('figure.p101').getBoundingClientRect())"
+    )
+    assert 0.8 * 720 < height <= 720 and bottom <= 721, (
+        "the picture and its controls fill the screen"
+    )
+    # taller than the screen
+    opened.js(
+        "document.querySelector('section.now .output_area:has(figure)').style.minHeight = '2000px'"
+    )
     for _ in range(5):
         if not seen(opened, "More words"):
             opened.key("PageDown")
-    assert seen(opened, "More words") and opened.js("document.querySelector('.place').textContent") == "3 / 4"
+    assert (
+        seen(opened, "More words")
+        and opened.js("document.querySelector('.place').textContent") == "3 / 4"
+    )
     opened.key("PageUp")
     assert seen(opened, "What happens?")
     opened.key("c", text="c")
     assert opened.js("document.querySelector('.input').checkVisibility()")
     opened.key("Escape")
     assert (
-        seen(opened, "Its first words") and seen(opened, "More words") and opened.js("document.querySelector('.input').checkVisibility()")
+        seen(opened, "Its first words")
+        and seen(opened, "More words")
+        and opened.js("document.querySelector('.input').checkVisibility()")
     )

@@ -1,4 +1,6 @@
-"""The player in a real browser: buttons, keys, theme, narrow screens, print, and pages without scripts."""
+"""The player in a real browser: buttons, keys, theme, narrow screens, print, and pages without
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     timeline_scene(trace).save(folder / "timeline.html")
     ring = collective_scene(trace, results).save(folder / "ring.html")
-    (folder / "bare.html").write_text(re.sub(r"<script>.*</script>", "", ring.read_text(), flags=re.S))
+    (folder / "bare.html").write_text(
+        re.sub(r"<script>.*</script>", "", ring.read_text(), flags=re.S)
+    )
     return ring
 
 
@@ -48,7 +52,9 @@ def player(browser, page) -> Iterator[Browser]:
 
 def state(browser: Browser) -> tuple[str, float]:
     """The text of the counter, and the time that is shown, in seconds."""
-    return browser.js(f"{ROOT}.querySelector('.count').textContent"), float(browser.js(f"{FIGURE}.dataset.time"))
+    return browser.js(f"{ROOT}.querySelector('.count').textContent"), float(
+        browser.js(f"{FIGURE}.dataset.time")
+    )
 
 
 def press(browser: Browser, button: str) -> None:
@@ -61,10 +67,14 @@ def test_it_waits_to_be_played_and_plays_to_the_end(player):
     press(player, "play")
     player.until(f"{FIGURE}.dataset.step == 2")
     assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") > 1.5
-    assert player.js(f"{ROOT}.querySelector('[data-do=play]').getAttribute('aria-label')") == "Pause"
+    assert (
+        player.js(f"{ROOT}.querySelector('[data-do=play]').getAttribute('aria-label')") == "Pause"
+    )
     player.until(f"{ROOT}.querySelector('[data-do=play]').getAttribute('aria-label') == 'Play'")
     count, time = state(player)
-    assert count == "6 / 6" and time == pytest.approx(float(player.js(f"{ROOT}.querySelector('input').max")))
+    assert count == "6 / 6" and time == pytest.approx(
+        float(player.js(f"{ROOT}.querySelector('input').max"))
+    )
     assert "all 4 ranks" in player.js(f"{ROOT}.querySelector('[aria-live]').textContent")
 
 
@@ -72,7 +82,10 @@ def test_steps_and_keys(player):
     player.js(f"{ROOT}.querySelector('.stage').focus()")
     player.js(f"{ROOT}.querySelector('select').value = 4")
     player.key("ArrowRight")
-    player.until(f"{ROOT}.querySelector('[data-do=play]').getAttribute('aria-label') == 'Play' && {FIGURE}.dataset.step == 1")
+    player.until(
+        f"{ROOT}.querySelector('[data-do=play]').getAttribute('aria-label') == 'Play' && "
+        f"{FIGURE}.dataset.step == 1"
+    )
     assert "Step 1 of 6" in player.js(f"{ROOT}.querySelector('[aria-live]').textContent")
     player.key("End")
     assert state(player)[0] == "6 / 6"
@@ -89,9 +102,14 @@ def test_steps_and_keys(player):
 
 
 def test_scrubbing_shows_that_moment(player):
-    player.js(f"(i => {{ i.value = 5; i.dispatchEvent(new Event('input')); }})({ROOT}.querySelector('input'))")
+    player.js(
+        f"(i => {{ i.value = 5; i.dispatchEvent(new Event('input')); "
+        f"}})({ROOT}.querySelector('input'))"
+    )
     assert state(player) == ("4 / 6", 5.0)
-    assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") == pytest.approx(5.0, abs=0.01)
+    assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") == pytest.approx(
+        5.0, abs=0.01
+    )
     assert player.js(f"{ROOT}.querySelectorAll('.tick').length") == 6
 
 
@@ -125,7 +143,13 @@ def test_on_a_phone_the_panels_stand_below_each_other(player):
 
 def test_it_adds_no_styles_to_the_page_and_loads_nothing(player):
     assert player.js("document.querySelectorAll('svg, style:not(head style)').length") == 0
-    assert player.js("performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0
+    assert (
+        player.js(
+            "performance.getEntriesByType('resource').filter(e => "
+            "!e.name.startsWith('data:')).length"
+        )
+        == 0
+    )
     for node in (FIGURE, "document.querySelector('figure > div')"):
         assert player.js(f"{node}.getAttribute('data-lm-suppress-shortcuts')") == "true"
 
@@ -133,7 +157,9 @@ def test_it_adds_no_styles_to_the_page_and_loads_nothing(player):
 def test_printing_shows_the_last_frame(player):
     player.js("dispatchEvent(new Event('beforeprint'))")
     duration = float(player.js(f"{ROOT}.querySelector('input').max"))
-    assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") == pytest.approx(duration, abs=0.01)
+    assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") == pytest.approx(
+        duration, abs=0.01
+    )
     player.js("dispatchEvent(new Event('afterprint'))")
     assert player.js(f"{ROOT}.querySelector('svg').getCurrentTime()") < 0.01
 
@@ -148,7 +174,10 @@ def test_a_picture_without_animation_has_no_controls(player, page):
 def test_without_scripts_the_animation_plays_in_a_loop(player, page):
     player.open(page.with_name("bare.html").as_uri())
     player.until("document.images.length === 1 && document.images[0].complete")
-    assert player.js("document.images[0].naturalWidth") == 960 and player.js("document.scripts.length") == 0
+    assert (
+        player.js("document.images[0].naturalWidth") == 960
+        and player.js("document.scripts.length") == 0
+    )
     first = player.picture()
     assert any(player.picture() != first for _ in range(100))
 

@@ -1,4 +1,6 @@
-"""Shared by the tests of the collectives: input values that all differ, and the results that one process computes."""
+"""Shared by the tests of the collectives: input values that all differ, and the results that
+one process computes.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ OPS = ("sum", "mean", "product", "max", "min")
 
 
 def on_backends(**world_sizes: Sequence[int]) -> Any:
-    """Parametrize a test over (backend, world_size); NCCL too, skipped if there are too few GPUs."""
+    """Parametrize a test over (backend, world_size); NCCL too, skipped if there are too few
+    GPUs.
+    """
     gpus = torch.cuda.device_count()
     nccl = [
         pytest.param(
-            "nccl", p, marks=[pytest.mark.nccl, pytest.mark.skipif(gpus < p, reason=f"NCCL needs one GPU per rank: {p} ranks, {gpus} GPUs")]
+            "nccl",
+            p,
+            marks=[
+                pytest.mark.nccl,
+                pytest.mark.skipif(
+                    gpus < p, reason=f"NCCL needs one GPU per rank: {p} ranks, {gpus} GPUs"
+                ),
+            ],
         )
         for p in (1, 2, 4)
     ]
@@ -33,7 +44,10 @@ def on_backends(**world_sizes: Sequence[int]) -> Any:
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Different at every index and on every rank (in float64 and int64). Whole numbers, small enough for exact sums in every dtype."""
+    """Different at every index and on every rank (in float64 and int64).
+
+    Whole numbers, small enough for exact sums in every dtype.
+    """
     count = torch.arange(math.prod(shape)).reshape(tuple(shape))
     if dtype == torch.bool:
         return (count * 5 + rank * 3) % 7 < 3
@@ -43,8 +57,14 @@ def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) 
 
 
 def negative(x: Tensor) -> Tensor:
-    """−x, lazily negated like the imaginary part of a conjugate: the memory holds x (contiguous, an even number of floats)."""
-    return torch.view_as_complex(x.view(x.numel() // 2, 2)).conj().imag.as_strided(x.shape, x.stride(), 0)
+    """−x, lazily negated like the imaginary part of a conjugate: the memory holds x
+    (contiguous, an even number of floats).
+    """
+    return (
+        torch.view_as_complex(x.view(x.numel() // 2, 2))
+        .conj()
+        .imag.as_strided(x.shape, x.stride(), 0)
+    )
 
 
 def combined(xs: Sequence[Tensor], op: str) -> Tensor:
@@ -59,9 +79,19 @@ def combined(xs: Sequence[Tensor], op: str) -> Tensor:
 
 
 def answer(
-    operation: str, xs: Sequence[Tensor], position: int, *, root: int = 0, dim: int = 0, op: str = "sum", sizes: Any = None
+    operation: str,
+    xs: Sequence[Tensor],
+    position: int,
+    *,
+    root: int = 0,
+    dim: int = 0,
+    op: str = "sum",
+    sizes: Any = None,
 ) -> Tensor:
-    """The result, computed by one process from all ranks' tensors. `sizes`: of the blocks or shards."""
+    """The result, computed by one process from all ranks' tensors.
+
+    `sizes`: of the blocks or shards.
+    """
     p, nothing = len(xs), xs[0].new_empty(0)
     if operation == "broadcast":
         return xs[root]
@@ -82,7 +112,10 @@ def answer(
 
 def transposed(xs: Sequence[Tensor], position: int, split_dim: int, concat_dim: int) -> Tensor:
     """The result of an all-to-all with balanced blocks, computed by one process."""
-    return torch.cat([x.split(split_sizes(x.shape[split_dim], len(xs)), split_dim)[position] for x in xs], concat_dim)
+    return torch.cat(
+        [x.split(split_sizes(x.shape[split_dim], len(xs)), split_dim)[position] for x in xs],
+        concat_dim,
+    )
 
 
 def arguments(operation: str, *, root: int = 0, dim: int = 0, op: str = "sum") -> dict[str, Any]:
@@ -97,12 +130,19 @@ def arguments(operation: str, *, root: int = 0, dim: int = 0, op: str = "sum") -
     return given
 
 
-def differs(expected: Tensor, function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> str | None:
-    """What is wrong with a collective's result, or None. Checks values, shape, dtype, own memory, contiguity, and that x did not change."""
+def differs(
+    expected: Tensor, function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> str | None:
+    """What is wrong with a collective's result, or None.
+
+    Checks values, shape, dtype, own memory, contiguity, and that x did not change.
+    """
     before = x.clone()
     result = function(x, *args, **kwargs)
     if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{tuple(result.shape)} {result.dtype} and not {tuple(expected.shape)} {expected.dtype}"
+        return (
+            f"{tuple(result.shape)} {result.dtype} and not {tuple(expected.shape)} {expected.dtype}"
+        )
     if not torch.equal(result, expected):
         return f"{result.flatten().tolist()[:12]} and not {expected.flatten().tolist()[:12]}"
     if not torch.equal(x, before):

@@ -1,4 +1,7 @@
-"""A wrong call is an error at once, on every rank, before any message. A group is anything that names ranks in order."""
+"""A wrong call is an error at once, on every rank, before any message.
+
+A group is anything that names ranks in order.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,60 @@ from parallel101 import autograd, collectives
 from parallel101.collectives.auto import AUTO, KiB, MiB, choose
 from parallel101.collectives.comm import backends_in, batches, comm_of
 from parallel101.mesh import group_of
-from tests.collectives.cases import MOVING, REDUCING, WITH_DIM, answer, arguments, differs, transposed, values
+from tests.collectives.cases import (
+    MOVING,
+    REDUCING,
+    WITH_DIM,
+    answer,
+    arguments,
+    differs,
+    transposed,
+    values,
+)
 
 X = torch.ones(4, 6)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch calls complex32 experimental
     HALF = torch.zeros(4, dtype=torch.complex32)
 WRONG = [  # call, error, what its message must contain
-    (lambda c, g: c.all_gather(X, algorithm="rign", group=g), ValueError, "'rign'.*'auto', 'direct', 'ring'"),
-    (lambda c, g: c.all_reduce(X, algorithm="no such algorithm", group=g), ValueError, "all_reduce has 'auto'.*'torus'"),
+    (
+        lambda c, g: c.all_gather(X, algorithm="rign", group=g),
+        ValueError,
+        "'rign'.*'auto', 'direct', 'ring'",
+    ),
+    (
+        lambda c, g: c.all_reduce(X, algorithm="no such algorithm", group=g),
+        ValueError,
+        "all_reduce has 'auto'.*'torus'",
+    ),
     (lambda c, g: c.barrier(algorithm="tree", group=g), ValueError, "'dissemination'"),
-    (lambda c, g: c.all_reduce(X, "avg", group=g), ValueError, "op='avg' is unknown.*'sum', 'mean', 'product', 'max', 'min'"),
+    (
+        lambda c, g: c.all_reduce(X, "avg", group=g),
+        ValueError,
+        "op='avg' is unknown.*'sum', 'mean', 'product', 'max', 'min'",
+    ),
     (lambda c, g: c.reduce(X, op=torch.sum, group=g), ValueError, "expected one of 'sum'"),
     (lambda c, g: c.all_reduce(X.long(), "mean", group=g), TypeError, "mean.*int64"),
-    (lambda c, g: c.reduce_scatter(X.bool(), group=g), TypeError, "'sum' has no meaning for bool.*'max'"),
-    (lambda c, g: c.all_reduce(X.cfloat(), "max", group=g), TypeError, "'max' has no meaning for torch.complex64"),
-    (lambda c, g: c.all_reduce(HALF, "mean", group=g), TypeError, "'mean' has no meaning for torch.complex32"),
-    (lambda c, g: c.all_gather(X, 2, group=g), ValueError, r"dim=2.*shape \(4, 6\).*expected a dim from -2 to 1"),
+    (
+        lambda c, g: c.reduce_scatter(X.bool(), group=g),
+        TypeError,
+        "'sum' has no meaning for bool.*'max'",
+    ),
+    (
+        lambda c, g: c.all_reduce(X.cfloat(), "max", group=g),
+        TypeError,
+        "'max' has no meaning for torch.complex64",
+    ),
+    (
+        lambda c, g: c.all_reduce(HALF, "mean", group=g),
+        TypeError,
+        "'mean' has no meaning for torch.complex32",
+    ),
+    (
+        lambda c, g: c.all_gather(X, 2, group=g),
+        ValueError,
+        r"dim=2.*shape \(4, 6\).*expected a dim from -2 to 1",
+    ),
     (lambda c, g: c.all_gather(X[0, 0], group=g), ValueError, "0-dim.*reshape"),
     (lambda c, g: c.scatter(X, dim="rows", group=g), TypeError, "dim='rows'"),
     (lambda c, g: c.all_gather(X, dim=True, group=g), TypeError, "dim=True"),
@@ -41,18 +81,62 @@ WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.broadcast(X, 3, group=g), ValueError, "src=3.*0 to 2"),
     (lambda c, g: c.gather(X, -1, group=g), ValueError, "dst=-1"),
     (lambda c, g: c.reduce(X, "sum", group=g), TypeError, "dst='sum'"),
-    (lambda c, g: c.scatter(X, sizes=[1, 1, 1], group=g), ValueError, r"sum to 3, but x has 4 along dim 0"),
-    (lambda c, g: c.reduce_scatter(X, sizes=[2, 2], group=g), ValueError, "2 sizes.*each of the group's 3"),
-    (lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g), TypeError, "one for each rank, all 0 or more"),
-    (lambda c, g: c.all_gather(X, sizes=[7, 7, 7], group=g), ValueError, r"sizes=\[7, 7, 7\].*shape \(4, 6\)"),
+    (
+        lambda c, g: c.scatter(X, sizes=[1, 1, 1], group=g),
+        ValueError,
+        r"sum to 3, but x has 4 along dim 0",
+    ),
+    (
+        lambda c, g: c.reduce_scatter(X, sizes=[2, 2], group=g),
+        ValueError,
+        "2 sizes.*each of the group's 3",
+    ),
+    (
+        lambda c, g: c.gather(X, sizes=[4, 4, -4], group=g),
+        TypeError,
+        "one for each rank, all 0 or more",
+    ),
+    (
+        lambda c, g: c.all_gather(X, sizes=[7, 7, 7], group=g),
+        ValueError,
+        r"sizes=\[7, 7, 7\].*shape \(4, 6\)",
+    ),
     (lambda c, g: c.all_gather(X, sizes=4, group=g), TypeError, "sizes=4: expected a list"),
-    (lambda c, g: c.gather(X[:1], sizes=[True] * 3, group=g), TypeError, "expected a list of sizes"),
-    (lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g), ValueError, "keeps"),
-    (lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"), ValueError, "'bruck' passes on blocks"),
-    (lambda c, g: c.all_reduce(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
-    (lambda c, g: c.all_gather(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
-    (lambda c, g: c.reduce_scatter(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
-    (lambda c, g: c.all_to_all(X, group=g, algorithm="torus"), ValueError, "'torus' needs a DeviceMesh of two axes"),
+    (
+        lambda c, g: c.gather(X[:1], sizes=[True] * 3, group=g),
+        TypeError,
+        "expected a list of sizes",
+    ),
+    (
+        lambda c, g: c.all_to_all(X, 0, 0, split_sizes=[2, 1, 1], concat_sizes=[3, 3, 3], group=g),
+        ValueError,
+        "keeps",
+    ),
+    (
+        lambda c, g: c.all_to_all(X[:3], 0, 0, concat_sizes=[1, 1, 1], group=g, algorithm="bruck"),
+        ValueError,
+        "'bruck' passes on blocks",
+    ),
+    (
+        lambda c, g: c.all_reduce(X, group=g, algorithm="torus"),
+        ValueError,
+        "'torus' needs a DeviceMesh of two axes",
+    ),
+    (
+        lambda c, g: c.all_gather(X, group=g, algorithm="torus"),
+        ValueError,
+        "'torus' needs a DeviceMesh of two axes",
+    ),
+    (
+        lambda c, g: c.reduce_scatter(X, group=g, algorithm="torus"),
+        ValueError,
+        "'torus' needs a DeviceMesh of two axes",
+    ),
+    (
+        lambda c, g: c.all_to_all(X, group=g, algorithm="torus"),
+        ValueError,
+        "'torus' needs a DeviceMesh of two axes",
+    ),
     (lambda c, g: c.all_gather([1, 2], group=g), TypeError, "x is a list: expected a tensor"),
     (lambda c, g: c.all_gather(X.to_sparse(), group=g), TypeError, "dense"),
     (lambda c, g: c.all_reduce(X, group="world"), TypeError, "group='world': expected None"),
@@ -61,7 +145,11 @@ WRONG = [  # call, error, what its message must contain
     (lambda c, g: c.all_reduce(X, group=np.array([0, 1, 2])), TypeError, "ranks in order"),
     (lambda c, g: c.all_reduce(X, group=torch.tensor([0, 1, 2])), TypeError, "ranks in order"),
     (lambda c, g: p101.copy_to_group(X, group=[0, 0]), ValueError, "twice"),
-    (lambda c, g: p101.copy_to_group(X, algorithm="two_level"), ValueError, "'two_level' needs a DeviceMesh"),
+    (
+        lambda c, g: p101.copy_to_group(X, algorithm="two_level"),
+        ValueError,
+        "'two_level' needs a DeviceMesh",
+    ),
     (lambda c, g: c.all_reduce(X, group=[]), TypeError, r"group=\[\]"),
     (lambda c, g: c.all_reduce(X, group=[0, 1, 1]), ValueError, "twice"),
     (lambda c, g: c.all_reduce(X, group=[0, 3]), ValueError, "ranks 0 to 2"),
@@ -116,7 +204,10 @@ def every_operation_on_every_group():
         xs = [values(r, (7, 5)) for r in ranks]
         x = values(rank, (7, 5))
         for operation in MOVING | REDUCING:
-            for name, function in {**autograd.algorithms(operation), "auto": getattr(autograd, operation)}.items():
+            for name, function in {
+                **autograd.algorithms(operation),
+                "auto": getattr(autograd, operation),
+            }.items():
                 root, dim = len(ranks) - 1, -1 if operation in WITH_DIM else 0
                 if position is None:
                     expected = x.new_empty(0)
@@ -124,7 +215,9 @@ def every_operation_on_every_group():
                     expected = transposed(xs, position, 0, 0)
                 else:
                     expected = answer(operation, xs, position, root=root, dim=dim)
-                fault = differs(expected, function, x, group=group, **arguments(operation, root=root, dim=-1))
+                fault = differs(
+                    expected, function, x, group=group, **arguments(operation, root=root, dim=-1)
+                )
                 wrong += [(label, operation, name, fault)] * bool(fault)
         collectives.barrier(group=group)
     return wrong
@@ -132,7 +225,10 @@ def every_operation_on_every_group():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_any_group(backend):
-    assert p101.launch(every_operation_on_every_group, world_size=6, backend=backend).results == [[]] * 6
+    assert (
+        p101.launch(every_operation_on_every_group, world_size=6, backend=backend).results
+        == [[]] * 6
+    )
 
 
 def one_group_only(ranks):
@@ -153,7 +249,12 @@ def on_a_mesh(shapes):
 
     def check(operation, xs, algorithm, **given):
         fault = differs(
-            answer(operation, xs, rank, **given), getattr(autograd, operation), xs[rank], group=mesh, algorithm=algorithm, **given
+            answer(operation, xs, rank, **given),
+            getattr(autograd, operation),
+            xs[rank],
+            group=mesh,
+            algorithm=algorithm,
+            **given,
         )
         wrong.extend([(shape, operation, algorithm, given, fault)] * bool(fault))
 
@@ -165,14 +266,38 @@ def on_a_mesh(shapes):
                 check("all_reduce", [values(r, (13, 3)) for r in range(p)], algorithm, op=op)
         for dim in (0, 1):
             whole, shards = (3, sum(sizes)), [(3, size) for size in sizes]
-            check("all_gather", [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)], "torus", dim=dim, sizes=sizes)
+            check(
+                "all_gather",
+                [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)],
+                "torus",
+                dim=dim,
+                sizes=sizes,
+            )
             check("all_gather", [values(r, (2, 3)) for r in range(p)], "torus", dim=dim)
-            check("reduce_scatter", [values(r, whole if dim else whole[::-1]) for r in range(p)], "torus", dim=dim, sizes=sizes)
-            check("reduce_scatter", [values(r, (13, 5)) for r in range(p)], "torus", dim=dim, op="max")
+            check(
+                "reduce_scatter",
+                [values(r, whole if dim else whole[::-1]) for r in range(p)],
+                "torus",
+                dim=dim,
+                sizes=sizes,
+            )
+            check(
+                "reduce_scatter", [values(r, (13, 5)) for r in range(p)], "torus", dim=dim, op="max"
+            )
             uneven = [values(r, shards[r] if dim else shards[r][::-1]) for r in range(p)]
-            for xs, split, given in ((uneven, 1 - dim, {"concat_sizes": sizes}), ([values(r, (13, 7)) for r in range(p)], dim, {})):
+            for xs, split, given in (
+                (uneven, 1 - dim, {"concat_sizes": sizes}),
+                ([values(r, (13, 7)) for r in range(p)], dim, {}),
+            ):
                 arguments = {"split_dim": split, "concat_dim": dim, **given}
-                fault = differs(transposed(xs, rank, split, dim), autograd.all_to_all, xs[rank], group=mesh, algorithm="torus", **arguments)
+                fault = differs(
+                    transposed(xs, rank, split, dim),
+                    autograd.all_to_all,
+                    xs[rank],
+                    group=mesh,
+                    algorithm="torus",
+                    **arguments,
+                )
                 wrong.extend([(shape, "all_to_all", arguments, fault)] * bool(fault))
     return wrong
 
@@ -191,11 +316,16 @@ def on_a_mesh(shapes):
 )
 def test_along_the_axes_of_a_mesh(backend, rules, shapes):
     p = math.prod(shapes[0])
-    assert p101.launch(on_a_mesh, shapes, world_size=p, backend=backend, rules=rules).results == [[]] * p
+    assert (
+        p101.launch(on_a_mesh, shapes, world_size=p, backend=backend, rules=rules).results
+        == [[]] * p
+    )
 
 
 def overlapping_groups():
-    """Any two of these groups share a rank, and ranks call their all-reduces in different orders."""
+    """Any two of these groups share a rank, and ranks call their all-reduces in different
+    orders.
+    """
     rank = dist.get_rank()
     total = torch.tensor([0.0])
     for ranks in ([0, 1], [1, 2], [2, 0]):
@@ -227,7 +357,9 @@ def test_algorithms_have_the_operations_arguments_and_show_their_own_source():
     for operation, table in collectives.TEXTBOOK.items():
         public = inspect.signature(getattr(autograd, operation)).parameters
         for name, function in autograd.algorithms(operation).items():
-            assert list(inspect.signature(function).parameters) == [p for p in public if p != "algorithm"]
+            assert list(inspect.signature(function).parameters) == [
+                p for p in public if p != "algorithm"
+            ]
             assert inspect.getsource(function) == inspect.getsource(table[name])
             assert inspect.getsource(function).startswith((f"def {name}(", f"def {name}_steps("))
             assert function.__name__ == name
@@ -241,8 +373,14 @@ def in_words(operation: str) -> str:
     for rule in AUTO[operation]:
         row = rule.algorithm
         if rule.max_bytes < float("inf"):
-            row += f" up to {rule.max_bytes // MiB} MiB" if rule.max_bytes >= MiB else f" up to {rule.max_bytes // KiB} KiB"
-        rows.append(row + (f" on up to {rule.max_ranks} ranks" if rule.max_ranks < float("inf") else ""))
+            row += (
+                f" up to {rule.max_bytes // MiB} MiB"
+                if rule.max_bytes >= MiB
+                else f" up to {rule.max_bytes // KiB} KiB"
+            )
+        rows.append(
+            row + (f" on up to {rule.max_ranks} ranks" if rule.max_ranks < float("inf") else "")
+        )
     return ", else ".join(rows)
 
 
@@ -265,14 +403,23 @@ def test_both_forms_of_an_operation_have_the_same_arguments_and_documentation():
         assert inspect.signature(values_only) == inspect.signature(differentiable)
         assert len(inspect.getdoc(differentiable)) > 200
         if operation != "barrier":
-            assert "no part of the graph" in values_only.__doc__ and "no part of the graph" not in differentiable.__doc__
-            assert all(said in differentiable.__doc__ for said in ("differentiable", "\nBackward: ", "─▶"))
+            assert (
+                "no part of the graph" in values_only.__doc__
+                and "no part of the graph" not in differentiable.__doc__
+            )
+            assert all(
+                said in differentiable.__doc__ for said in ("differentiable", "\nBackward: ", "─▶")
+            )
 
 
 def sent_from(device):
-    with pytest.raises(ValueError, match=r"on cuda:0, and the group \(cpu:.*gloo\) sends from cpu only: move it there"):
+    with pytest.raises(
+        ValueError,
+        match=r"on cuda:0, and the group \(cpu:.*gloo\) sends from cpu only: move it there",
+    ):
         comm_of(group_of(None), torch.device(device), "all_reduce")
-    comm_of(group_of([dist.get_rank()]), torch.device(device), "all_reduce")  # a single rank sends nothing
+    # a single rank sends nothing
+    comm_of(group_of([dist.get_rank()]), torch.device(device), "all_reduce")
     return True
 
 
@@ -284,7 +431,10 @@ def test_a_group_knows_the_devices_from_which_it_sends():
 
 
 def test_messages_start_in_batches_if_the_backend_is_nccl():
-    assert [batches(backend) for backend in ("gloo", "parallel101_gloo", "sim", "nccl", "parallel101_nccl")] == [False] * 3 + [True] * 2
+    assert [
+        batches(backend)
+        for backend in ("gloo", "parallel101_gloo", "sim", "nccl", "parallel101_nccl")
+    ] == [False] * 3 + [True] * 2
 
 
 def test_gloo_says_that_it_cannot_send_from_a_gpu():

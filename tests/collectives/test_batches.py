@@ -1,11 +1,17 @@
-"""Every algorithm under NCCL's rules: messages in batches, each of which starts when the one before has ended (see sim/queues.py)."""
+"""Every algorithm under NCCL's rules: messages in batches, each of which starts when the one
+before has ended (see sim/queues.py).
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.collectives.asynchronous import all_gather_async, all_reduce_async, reduce_scatter_async
+from parallel101.collectives.asynchronous import (
+    all_gather_async,
+    all_reduce_async,
+    reduce_scatter_async,
+)
 from tests.collectives.cases import MOVING, REDUCING, answer, arguments, differs, transposed, values
 
 OPERATIONS = sorted(MOVING | REDUCING)
@@ -30,7 +36,9 @@ def found(operation, algorithm, root):
 
 
 def begun_and_finished():
-    """Three asynchronous collectives, which start their batches when they begin, whatever is waited for first."""
+    """Three asynchronous collectives, which start their batches when they begin, whatever is
+    waited for first.
+    """
     rank, p = dist.get_rank(), dist.get_world_size()
     xs = [values(r, (2 * p, 3)) for r in range(p)]
     first, second = all_reduce_async(xs[rank]), reduce_scatter_async(xs[rank] * 2)
@@ -44,6 +52,13 @@ def begun_and_finished():
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8])
 def test_every_algorithm_in_batches(world_size):
-    cases = [(operation, name, root) for operation in OPERATIONS for name in p101.algorithms(operation) for root in (0, world_size - 1)]
-    results = p101.launch(wrong_results, cases, world_size=world_size, backend="sim", rules="nccl").results
+    cases = [
+        (operation, name, root)
+        for operation in OPERATIONS
+        for name in p101.algorithms(operation)
+        for root in (0, world_size - 1)
+    ]
+    results = p101.launch(
+        wrong_results, cases, world_size=world_size, backend="sim", rules="nccl"
+    ).results
     assert results == [([], [True] * 3)] * world_size

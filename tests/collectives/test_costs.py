@@ -1,4 +1,6 @@
-"""Steps and bytes counted on the virtual clock equal the closed forms exactly: on a switch, on rings, on tori and on nodes."""
+"""Steps and bytes counted on the virtual clock equal the closed forms exactly: on a switch, on
+rings, on tori and on nodes.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,20 @@ from tests.collectives.cases import ROOTED
 BLOCK = 3  # bytes of a block: the whole array has p of them
 STEPS = {"latency": 1.0, "bandwidth": math.inf}  # the makespan is the number of steps
 BYTES = {"latency": 0.0, "bandwidth": 1.0}  # the bytes on the critical path
-NETWORKS = {"switch": Network, "ring": Network.ring, "one_way_ring": partial(Network.ring, bidirectional=False)}
-LOGARITHMIC = {"binomial", "recursive_doubling", "recursive_halving", "rabenseifner", "bruck", "dissemination", "reduce_broadcast"}
+NETWORKS = {
+    "switch": Network,
+    "ring": Network.ring,
+    "one_way_ring": partial(Network.ring, bidirectional=False),
+}
+LOGARITHMIC = {
+    "binomial",
+    "recursive_doubling",
+    "recursive_halving",
+    "rabenseifner",
+    "bruck",
+    "dissemination",
+    "reduce_broadcast",
+}
 
 
 def array_bytes(algorithm: str, p: int) -> int:
@@ -38,7 +52,9 @@ def roots(operation: str, p: int, links: str = "switch") -> list[int]:
 
 
 def run_all(names: list[tuple[str, str]], links: str) -> None:
-    """Each algorithm once for each of a few roots, in its own span; all ranks start at the same time."""
+    """Each algorithm once for each of a few roots, in its own span; all ranks start at the same
+    time.
+    """
     p = dist.get_world_size()
     for operation, name in names:
         function = collectives.fixed(operation, vars(collectives))[name]
@@ -54,8 +70,15 @@ def run_all(names: list[tuple[str, str]], links: str) -> None:
 
 
 def measured(trace: p101.Trace) -> dict[str, tuple[float, int]]:
-    """For each span name: seconds from the first start to the last end, and the bytes of the rank that sent most."""
-    spans, sent, starts, ends = defaultdict(list), defaultdict(int), defaultdict(list), defaultdict(list)
+    """For each span name: seconds from the first start to the last end, and the bytes of the
+    rank that sent most.
+    """
+    spans, sent, starts, ends = (
+        defaultdict(list),
+        defaultdict(int),
+        defaultdict(list),
+        defaultdict(list),
+    )
     for event in trace.spans():
         spans[event.rank].append(event)
         starts[event.name].append(event.start)
@@ -66,16 +89,29 @@ def measured(trace: p101.Trace) -> dict[str, tuple[float, int]]:
             span = spans[event.rank][bisect_right(times[event.rank], event.posted) - 1]
             assert event.end <= span.end
             sent[span.name, event.rank] += event.nbytes
-    return {name: (max(ends[name]) - min(starts[name]), max(sent[name, rank] for rank in spans)) for name in starts}
+    return {
+        name: (max(ends[name]) - min(starts[name]), max(sent[name, rank] for rank in spans))
+        for name in starts
+    }
 
 
 def mismatches(p: int, names: list[tuple[str, str]], links: str = "switch") -> list:
-    """The algorithms that a run on these links contradicts. Where there is no closed form, only the bytes that a rank sends count."""
+    """The algorithms that a run on these links contradicts.
+
+    Where there is no closed form, only the bytes that a rank sends count.
+    """
     networks = [NETWORKS[links](**speed) for speed in (STEPS, BYTES)]
-    steps, path = (measured(p101.launch(run_all, names, links, world_size=p, backend="sim", network=network).trace) for network in networks)
+    steps, path = (
+        measured(
+            p101.launch(run_all, names, links, world_size=p, backend="sim", network=network).trace
+        )
+        for network in networks
+    )
     wrong = []
     for operation, name in names:
-        expected = form(operation, name, p, p if operation == "barrier" else array_bytes(name, p), links)
+        expected = form(
+            operation, name, p, p if operation == "barrier" else array_bytes(name, p), links
+        )
         for root in roots(operation, p, links):
             label = f"{operation} {name} {root}"
             (count, sent), (seconds, sent_again) = steps[label], path[label]
@@ -102,14 +138,20 @@ def with_nothing_in_it(names: list[tuple[str, str]]) -> None:
 def test_an_empty_array_costs_nothing():
     names = [(operation, name) for operation, name in ALL if operation != "barrier"]
     assert p101.launch(with_nothing_in_it, names, world_size=5, backend="sim").trace.events == []
-    assert {closed_form(operation, name, 5, 0) for operation, name in names} == {torus_form("all_reduce", (2, 3), 0)} == {Cost(0, 0, 0)}
+    assert (
+        {closed_form(operation, name, 5, 0) for operation, name in names}
+        == {torus_form("all_reduce", (2, 3), 0)}
+        == {Cost(0, 0, 0)}
+    )
 
 
 ALL = [(operation, name) for operation, forms in FORMS.items() for name in forms]
 
 
 def test_there_is_a_closed_form_for_every_algorithm():
-    assert {op: set(forms) for op, forms in FORMS.items()} == {op: set(table) for op, table in collectives.TEXTBOOK.items()}
+    assert {op: set(forms) for op, forms in FORMS.items()} == {
+        op: set(table) for op, table in collectives.TEXTBOOK.items()
+    }
 
 
 @pytest.mark.parametrize("p", [*range(2, 10), 12, 13, 17])
@@ -124,13 +166,23 @@ def test_steps_and_bytes_on_rings(links, p):
 
 
 def test_what_has_no_closed_form_on_a_ring():
-    """Where messages of different rounds meet: what doubles or halves, and on a two-way ring Bruck's all-to-all and the barrier."""
+    """Where messages of different rounds meet: what doubles or halves, and on a two-way ring
+    Bruck's all-to-all and the barrier.
+    """
     missing = {
-        (links, p): {f"{operation} {name}" for operation, name in ALL if form(operation, name, p, 5 * p, links).steps is None}
+        (links, p): {
+            f"{operation} {name}"
+            for operation, name in ALL
+            if form(operation, name, p, 5 * p, links).steps is None
+        }
         for links in RINGS
         for p in (8, 12)
     }
-    doubling = {"all_gather recursive_doubling", "reduce_scatter recursive_halving", "all_reduce recursive_doubling"}
+    doubling = {
+        "all_gather recursive_doubling",
+        "reduce_scatter recursive_halving",
+        "all_reduce recursive_doubling",
+    }
     doubling.add("all_reduce rabenseifner")
     bruck = {"all_to_all bruck", "barrier dissemination"}
     assert missing == {
@@ -139,13 +191,21 @@ def test_what_has_no_closed_form_on_a_ring():
         ("one_way_ring", 8): set(),
         ("one_way_ring", 12): doubling,
     }
-    with pytest.raises(ValueError, match="all_to_all by bruck has no simple closed form on links='ring' for p=8: run it on backend='sim'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "all_to_all by bruck has no simple closed form on links='ring' for p=8: run it on "
+            "backend='sim'"
+        ),
+    ):
         closed_form("all_to_all", "bruck", 8, 16, "ring")
 
 
 @pytest.mark.parametrize("p", [32, 45])
 def test_steps_and_bytes_of_the_logarithmic_forms(p):
-    assert mismatches(p, [(operation, name) for operation, name in ALL if name in LOGARITHMIC]) == []
+    assert (
+        mismatches(p, [(operation, name) for operation, name in ALL if name in LOGARITHMIC]) == []
+    )
 
 
 def test_the_textbooks_own_numbers():
@@ -154,7 +214,11 @@ def test_the_textbooks_own_numbers():
     assert closed_form("broadcast", "binomial", 16, n) == Cost(4, 4 * n, 4 * n)
     assert closed_form("broadcast", "scatter_all_gather", 16, n) == Cost(4 + 15, 3000, 3000)
     assert closed_form("all_gather", "ring", 16, n) == Cost(15, 1500, 1500)
-    assert closed_form("all_gather", "bruck", 16, n) == closed_form("reduce_scatter", "recursive_halving", 16, n) == Cost(4, 1500, 1500)
+    assert (
+        closed_form("all_gather", "bruck", 16, n)
+        == closed_form("reduce_scatter", "recursive_halving", 16, n)
+        == Cost(4, 1500, 1500)
+    )
     assert closed_form("all_reduce", "recursive_doubling", 16, n) == Cost(4, 4 * n, 4 * n)
     assert closed_form("all_reduce", "rabenseifner", 16, n) == Cost(8, 3000, 3000)
     assert closed_form("all_reduce", "rabenseifner", 20, n).steps == 2 * 4 + 2
@@ -181,7 +245,9 @@ ON_A_TORUS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def on_a_mesh(shape, names):
-    """Each algorithm once over the mesh, with a block of twelve bytes for each rank, in its own span."""
+    """Each algorithm once over the mesh, with a block of twelve bytes for each rank, in its own
+    span.
+    """
     mesh, p = dist.device_mesh.init_device_mesh("cpu", shape), math.prod(shape)
     for operation, name in names:
         group = mesh if name in ("torus", "two_level") else None
@@ -194,18 +260,32 @@ def on_a_mesh(shape, names):
 def counted(shape, names, network):
     """What runs of these algorithms cost on `network(latency=, bandwidth=)`."""
     p = math.prod(shape)
-    runs = [p101.launch(on_a_mesh, shape, names, world_size=p, backend="sim", network=network(**speed)) for speed in (STEPS, BYTES)]
+    runs = [
+        p101.launch(on_a_mesh, shape, names, world_size=p, backend="sim", network=network(**speed))
+        for speed in (STEPS, BYTES)
+    ]
     steps, path = (measured(run.trace) for run in runs)
     return {label: Cost(steps[label][0], steps[label][1], path[label][0]) for label in steps}
 
 
 @pytest.mark.parametrize(
-    ("shape", "links"), [((3, 3), "torus"), ((2, 4), "torus"), ((1, 4), "torus"), ((2, 2, 3), "torus"), ((3, 4), "switch")], ids=str
+    ("shape", "links"),
+    [
+        ((3, 3), "torus"),
+        ((2, 4), "torus"),
+        ((1, 4), "torus"),
+        ((2, 2, 3), "torus"),
+        ((3, 4), "switch"),
+    ],
+    ids=str,
 )
 def test_all_axes_of_a_torus_at_once(shape, links):
     network = partial(Network.torus, shape) if links == "torus" else Network
     runs = counted(shape, [(operation, "torus") for operation in ON_A_TORUS], network)
-    assert runs == {f"{operation} torus": torus_form(operation, shape, 12 * math.prod(shape), links) for operation in ON_A_TORUS}
+    assert runs == {
+        f"{operation} torus": torus_form(operation, shape, 12 * math.prod(shape), links)
+        for operation in ON_A_TORUS
+    }
 
 
 def test_on_axes_of_one_length_the_bytes_leave_over_all_links():
@@ -214,7 +294,11 @@ def test_on_axes_of_one_length_the_bytes_leave_over_all_links():
         p, axes = math.prod(shape), len(shape)
         cost = torus_form("all_gather", shape, 60 * p)
         assert (cost.steps, cost.sent) == (sum(shape) - axes, 60 * (p - 1)) or shape == (3, 5)
-        assert cost.path == cost.sent / (2 * axes) if len(set(shape)) == 1 else cost.path > cost.sent / (2 * axes)
+        assert (
+            cost.path == cost.sent / (2 * axes)
+            if len(set(shape)) == 1
+            else cost.path > cost.sent / (2 * axes)
+        )
 
 
 def test_a_flat_ring_costs_the_same_on_a_torus():
@@ -225,7 +309,9 @@ def test_a_flat_ring_costs_the_same_on_a_torus():
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3), (1, 3)])
 def test_two_levels(shape):
-    """Inside the nodes and across them; a flat ring goes at the speed of the links between nodes."""
+    """Inside the nodes and across them; a flat ring goes at the speed of the links between
+    nodes.
+    """
     p, names = math.prod(shape), [("all_reduce", "two_level"), ("all_reduce", "ring")]
 
     def across(latency, bandwidth):
@@ -233,12 +319,21 @@ def test_two_levels(shape):
         return Network.two_level(shape[1], latency=latency, bandwidth=bandwidth, **fast)
 
     def inside(latency, bandwidth):
-        return Network.two_level(shape[1], latency=0.0, bandwidth=math.inf, inside_latency=latency, inside_bandwidth=bandwidth)
+        return Network.two_level(
+            shape[1],
+            latency=0.0,
+            bandwidth=math.inf,
+            inside_latency=latency,
+            inside_bandwidth=bandwidth,
+        )
 
     form = two_level_form(shape, 12 * p)
     for network, cost in ((across, form.across), (inside, form.inside)):
         run = counted(shape, names, network)
-        assert (run["all_reduce two_level"].steps, run["all_reduce two_level"].path) == (cost.steps, cost.path)
+        assert (run["all_reduce two_level"].steps, run["all_reduce two_level"].path) == (
+            cost.steps,
+            cost.path,
+        )
         if cost.steps:  # otherwise no time passes
             assert run["all_reduce two_level"].sent == form.inside.sent + form.across.sent
         if network is across and shape[0] > 1:

@@ -1,4 +1,6 @@
-"""Collectives inside a program: results changed in place, other messages in flight, torch.compile, unusual tensors."""
+"""Collectives inside a program: results changed in place, other messages in flight,
+torch.compile, unusual tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ def written_to():
         y += 1  # as a bias is added
         y.relu_()
         y.sum().backward()
-        wrong += [name] * (not torch.equal(x.grad, expected) or not torch.equal(x, torch.ones(6, 6)))
+        wrong += [name] * (
+            not torch.equal(x.grad, expected) or not torch.equal(x, torch.ones(6, 6))
+        )
     return wrong
 
 
 @on_backends(gloo=[1, 2], sim=[1, 3])
 def test_a_result_may_be_changed_in_place(backend, world_size):
-    assert p101.launch(written_to, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(written_to, world_size=world_size, backend=backend).results == [[]] * world_size
+    )
 
 
 def with_a_message_in_flight():
@@ -56,7 +62,10 @@ def with_a_message_in_flight():
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_message_of_the_program_never_matches_one_of_a_collective(backend, world_size):
-    assert p101.launch(with_a_message_in_flight, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(with_a_message_in_flight, world_size=world_size, backend=backend).results
+        == [[]] * world_size
+    )
 
 
 def compiled():
@@ -76,15 +85,24 @@ def compiled():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_compiled_function_may_call_them(backend):
-    assert p101.launch(compiled, world_size=2, backend=backend, trace=True).results == [[True, True, [4.0] * 3]] * 2
+    assert (
+        p101.launch(compiled, world_size=2, backend=backend, trace=True).results
+        == [[True, True, [4.0] * 3]] * 2
+    )
 
 
 def unlike_a_plain_tensor():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with FakeTensorMode():
         yield torch.ones(4), "x is a FakeTensor"
-    yield distribute_tensor(torch.ones(4), mesh, [Shard(0)]), r"x is a DTensor: expected a plain tensor\. Call x\.to_local\(\)"
-    yield functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD), "x is a AsyncCollectiveTensor"
+    yield (
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
+        r"x is a DTensor: expected a plain tensor\. Call x\.to_local\(\)",
+    )
+    yield (
+        functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD),
+        "x is a AsyncCollectiveTensor",
+    )
 
 
 def refused():
@@ -120,19 +138,28 @@ def test_one_element_may_have_any_stride(backend):
 
 
 def uneven_exchange():
-    """Sizes on both sides of each limit in the rules: all ranks must choose the same algorithm, forward and backward."""
+    """Sizes on both sides of each limit in the rules: all ranks must choose the same algorithm,
+    forward and backward.
+    """
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
     for width in (10, 100, 115, 120, 1000):
         sizes = [width] * (p - 1) + [2 * width]
         x = torch.full((p + 1, sizes[rank]), float(rank), requires_grad=True)
         y = autograd.all_to_all(x, 0, 1, concat_sizes=sizes)
-        expected = torch.cat([torch.full((2 if rank == 0 else 1, size), float(r)) for r, size in enumerate(sizes)], 1)
+        expected = torch.cat(
+            [torch.full((2 if rank == 0 else 1, size), float(r)) for r, size in enumerate(sizes)], 1
+        )
         y.sum().backward()
-        wrong += [width] * (not torch.equal(y, expected) or not torch.equal(x.grad, torch.ones_like(x)))
+        wrong += [width] * (
+            not torch.equal(y, expected) or not torch.equal(x.grad, torch.ones_like(x))
+        )
     return wrong
 
 
 @pytest.mark.parametrize("world_size", [9, 12])
 def test_auto_chooses_the_same_on_ranks_with_different_sizes(world_size):
-    assert p101.launch(uneven_exchange, world_size=world_size, backend="sim").results == [[]] * world_size
+    assert (
+        p101.launch(uneven_exchange, world_size=world_size, backend="sim").results
+        == [[]] * world_size
+    )

@@ -1,4 +1,6 @@
-"""Every operation by every algorithm gives the values that one process computes: any world size, root, dim, shape, stride, dtype, op."""
+"""Every operation by every algorithm gives the values that one process computes: any world
+size, root, dim, shape, stride, dtype, op.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def shapes_and_dims():
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
     for operation, name, function in each_algorithm((MOVING | REDUCING) - {"all_to_all"}):
-        shapes = [(3 * p, 2), (7,), (2, 3), (0, 3), (3, 0), (3, 2, 5)] + [()] * (operation not in WITH_DIM)
+        shapes = [(3 * p, 2), (7,), (2, 3), (0, 3), (3, 0), (3, 2, 5)] + [()] * (
+            operation not in WITH_DIM
+        )
         for shape in shapes:
             for dim in range(-len(shape), len(shape)) if operation in WITH_DIM else [0]:
                 xs = [values(r, shape) for r in range(p)]
@@ -52,13 +56,18 @@ def shapes_and_dims():
                     xs = [values(r, shape) for r in range(p)]
                     expected = transposed(xs, rank, split_dim, concat_dim)
                     fault = differs(expected, function, xs[rank], split_dim, concat_dim)
-                    wrong += [("all_to_all", name, shape, split_dim, concat_dim, fault)] * bool(fault)
+                    wrong += [("all_to_all", name, shape, split_dim, concat_dim, fault)] * bool(
+                        fault
+                    )
     return wrong
 
 
 @on_backends(gloo=GLOO, sim=SIM)
 def test_any_shape_and_dim(backend, world_size):
-    assert p101.launch(shapes_and_dims, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(shapes_and_dims, world_size=world_size, backend=backend).results
+        == [[]] * world_size
+    )
 
 
 def roots_ops_strides_and_dtypes():
@@ -73,29 +82,57 @@ def roots_ops_strides_and_dtypes():
 
     for operation, name, function in each_algorithm(ROOTED):
         for root in {0, p // 2, p - 1}:
-            check(operation, name, function, [values(r, (p + 2, 3)) for r in range(p)], "root", root=root)
+            check(
+                operation,
+                name,
+                function,
+                [values(r, (p + 2, 3)) for r in range(p)],
+                "root",
+                root=root,
+            )
     for operation, name, function in each_algorithm(REDUCING):
         for op in OPS:
-            check(operation, name, function, [values(r, (p + 2, 3), torch.int16).double() for r in range(p)], "op", op=op)
+            check(
+                operation,
+                name,
+                function,
+                [values(r, (p + 2, 3), torch.int16).double() for r in range(p)],
+                "op",
+                op=op,
+            )
     for operation, name, function in each_algorithm((MOVING | REDUCING) - {"all_to_all"}):
         whole = [values(r, (6, 2 * p)) for r in range(p)]
         check(operation, name, function, [x.t() for x in whole], "transposed", root=p - 1)
         check(operation, name, function, [x[::2, 1::2] for x in whole], "every second", root=p - 1)
-        check(operation, name, function, [x[:1].expand(5, -1) for x in whole], "expanded", root=p - 1)
+        check(
+            operation, name, function, [x[:1].expand(5, -1) for x in whole], "expanded", root=p - 1
+        )
         for dtype in DTYPES if p <= 5 else FLOATS[-1:]:
             op = "max" if dtype == torch.bool else "sum"
-            check(operation, name, function, [values(r, (p, 3), dtype) for r in range(p)], dtype, op=op)
+            check(
+                operation,
+                name,
+                function,
+                [values(r, (p, 3), dtype) for r in range(p)],
+                dtype,
+                op=op,
+            )
     for _, name, function in each_algorithm(["all_to_all"]):
         for dtype in DTYPES if p <= 5 else FLOATS[-1:]:
             xs = [values(r, (2 * p, p), dtype) for r in range(p)]
-            fault = differs(transposed([x.t() for x in xs], rank, 0, 1), function, xs[rank].t(), 0, 1)
+            fault = differs(
+                transposed([x.t() for x in xs], rank, 0, 1), function, xs[rank].t(), 0, 1
+            )
             wrong.extend([("all_to_all", name, dtype, fault)] * bool(fault))
     return wrong
 
 
 @on_backends(gloo=GLOO, sim=SIM)
 def test_any_root_op_stride_and_dtype(backend, world_size):
-    assert p101.launch(roots_ops_strides_and_dtypes, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(roots_ops_strides_and_dtypes, world_size=world_size, backend=backend).results
+        == [[]] * world_size
+    )
 
 
 def conjugate(x):
@@ -103,7 +140,9 @@ def conjugate(x):
 
 
 def conjugates_and_negatives():
-    """What is wrong: each operation of a lazily conjugated or negated tensor, and its backward with such a gradient."""
+    """What is wrong: each operation of a lazily conjugated or negated tensor, and its backward
+    with such a gradient.
+    """
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
     for mark in (negative, conjugate):
@@ -114,26 +153,44 @@ def conjugates_and_negatives():
             fault = differs(function(plain), function, x)
             y = getattr(p101, operation)(plain, algorithm=name)
             g = mark(values(rank, y.shape))
-            (one,), (other,) = (torch.autograd.grad(y, plain, h, retain_graph=True) for h in (g, g.resolve_conj().resolve_neg()))
-            wrong += [(operation, name, mark.__name__, fault)] * (bool(fault) or not torch.equal(one, other))
+            (one,), (other,) = (
+                torch.autograd.grad(y, plain, h, retain_graph=True)
+                for h in (g, g.resolve_conj().resolve_neg())
+            )
+            wrong += [(operation, name, mark.__name__, fault)] * (
+                bool(fault) or not torch.equal(one, other)
+            )
     return wrong
 
 
 @on_backends(gloo=[2], sim=[1, 3])
 def test_lazily_conjugated_or_negated_tensors(backend, world_size):
-    assert p101.launch(conjugates_and_negatives, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(conjugates_and_negatives, world_size=world_size, backend=backend).results
+        == [[]] * world_size
+    )
 
 
 def uneven_shards():
     rank, p = dist.get_rank(), dist.get_world_size()
     wrong = []
-    for sizes in ([(3 * r + 2) % 5 for r in range(p)], [0] * (p - 1) + [4], [5] + [0] * (p - 1), [0] * p):
+    for sizes in (
+        [(3 * r + 2) % 5 for r in range(p)],
+        [0] * (p - 1) + [4],
+        [5] + [0] * (p - 1),
+        [0] * p,
+    ):
         for operation, name, function in each_algorithm(WITH_DIM):
             for dim in (0, 1, 2):
                 if operation in ("gather", "all_gather"):
-                    xs = [values(r, [sizes[r] if d == dim else 3 for d in range(3)]) for r in range(p)]
+                    xs = [
+                        values(r, [sizes[r] if d == dim else 3 for d in range(3)]) for r in range(p)
+                    ]
                 else:
-                    xs = [values(r, [sum(sizes) if d == dim else 3 for d in range(3)]) for r in range(p)]
+                    xs = [
+                        values(r, [sum(sizes) if d == dim else 3 for d in range(3)])
+                        for r in range(p)
+                    ]
                 expected = answer(operation, xs, rank, root=p - 1, dim=dim, sizes=sizes)
                 given = {**arguments(operation, root=p - 1, dim=dim), "sizes": sizes}
                 fault = differs(expected, function, xs[rank], **given)
@@ -142,21 +199,28 @@ def uneven_shards():
             joined = sizes[::-1]
             xs = [values(r, (sum(sizes), joined[r])) for r in range(p)]
             expected = torch.cat([x.split(sizes)[rank] for x in xs], 1)
-            fault = differs(expected, function, xs[rank], 0, 1, split_sizes=sizes, concat_sizes=joined)
+            fault = differs(
+                expected, function, xs[rank], 0, 1, split_sizes=sizes, concat_sizes=joined
+            )
             wrong += [("all_to_all", name, sizes, fault)] * bool(fault)
             if name != "bruck":  # only sender and receiver know these sizes
                 count = [[(2 * i + j) % 3 for j in range(p)] for i in range(p)]
                 xs = [values(r, (2, sum(count[r]))) for r in range(p)]
                 expected = torch.cat([xs[r].split(count[r], 1)[rank] for r in range(p)], 1)
                 column = [count[r][rank] for r in range(p)]
-                fault = differs(expected, function, xs[rank], 1, 1, split_sizes=count[rank], concat_sizes=column)
+                fault = differs(
+                    expected, function, xs[rank], 1, 1, split_sizes=count[rank], concat_sizes=column
+                )
                 wrong += [("all_to_all, one dim", name, fault)] * bool(fault)
     return wrong
 
 
 @on_backends(gloo=GLOO, sim=SIM)
 def test_uneven_shards(backend, world_size):
-    assert p101.launch(uneven_shards, world_size=world_size, backend=backend).results == [[]] * world_size
+    assert (
+        p101.launch(uneven_shards, world_size=world_size, backend=backend).results
+        == [[]] * world_size
+    )
 
 
 def chain_of_many_segments():
@@ -166,7 +230,10 @@ def chain_of_many_segments():
 
 @on_backends(gloo=[3], sim=[3])
 def test_a_chain_passes_on_every_segment(backend, world_size):
-    assert p101.launch(chain_of_many_segments, world_size=world_size, backend=backend).results == [None] * world_size
+    assert (
+        p101.launch(chain_of_many_segments, world_size=world_size, backend=backend).results
+        == [None] * world_size
+    )
 
 
 def non_sources_are_ignored():
@@ -174,7 +241,11 @@ def non_sources_are_ignored():
     x = values(rank, (4, 4)) if rank == 1 else torch.full((4, 4), float("nan"), dtype=torch.float64)
     fine = []
     for operation, _, function in each_algorithm(["broadcast", "scatter"]):
-        fine.append(torch.equal(function(x, 1), answer(operation, [values(1, (4, 4))] * dist.get_world_size(), rank)))
+        fine.append(
+            torch.equal(
+                function(x, 1), answer(operation, [values(1, (4, 4))] * dist.get_world_size(), rank)
+            )
+        )
     return all(fine)
 
 
@@ -191,7 +262,10 @@ def bits_of_awkward_floats():
     bits = {}
     for op in OPS:
         for name in collectives.TEXTBOOK["all_reduce"]:
-            once, again = (collectives.all_reduce(x, op, algorithm=name).view(torch.int32).tolist() for _ in range(2))
+            once, again = (
+                collectives.all_reduce(x, op, algorithm=name).view(torch.int32).tolist()
+                for _ in range(2)
+            )
             bits[op, name] = once if once == again else "not the same twice"
     return bits
 

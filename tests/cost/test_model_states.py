@@ -1,4 +1,7 @@
-"""Bytes of model states are the figures of ZeRO's Table 1. Those of a trainer are counted in trainers/test_sharded_memory.py."""
+"""Bytes of model states are the figures of ZeRO's Table 1.
+
+Those of a trainer are counted in trainers/test_sharded_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import pytest
 
 from parallel101.cost import PRECISIONS, model_states
 
-TABLE = {  # ranks → GB with 7.5, 128 and 1000 · 10⁹ parameters, each with ZeRO-1, 2 and 3 (arXiv 1910.02054, Table 1)
+# ranks → GB with 7.5, 128 and 1000 · 10⁹ parameters, each with ZeRO-1, 2 and 3 (arXiv 1910.02054,
+# Table 1)
+TABLE = {
     1: [(120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)],
     4: [(52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)],
     16: [(35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)],
@@ -21,7 +26,8 @@ def test_zeros_table(ranks):
     for billions, row in zip((7.5, 128, 1000), TABLE[ranks]):
         for stage, printed in enumerate(row, 1):
             total = model_states(round(billions * 1e9), ranks, zero_stage=stage).total
-            assert total / 1e9 == pytest.approx(printed, rel=4e-3, abs=5e-3), (billions, stage)  # the paper rounds, or cuts
+            # the paper rounds, or cuts
+            assert total / 1e9 == pytest.approx(printed, rel=4e-3, abs=5e-3), (billions, stage)
 
 
 def test_every_precision_on_one_rank_and_on_four():

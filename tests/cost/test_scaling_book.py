@@ -1,6 +1,9 @@
-"""The worked answers of "How to Scale Your Model" (Austin et al., 2025), to 1 %. Each test quotes the number that the book prints.
+"""The worked answers of "How to Scale Your Model" (Austin et al., 2025), to 1 %.
 
-The book rounds what it prints to two or three digits, so some numbers below are its formula with its figures in it, as it writes them.
+Each test quotes the number that the book prints.
+
+The book rounds what it prints to two or three digits, so some numbers below are its formula with
+its figures in it, as it writes them.
 """
 
 from __future__ import annotations
@@ -21,15 +24,20 @@ def about(seconds: float):
 
 
 def test_case_2_pop_quiz_2_with_a_full_ring():
-    """AllGather_Y([E_Y, F]), E = 2048, F = 8192, Y = 4, TPU v5e: "T_comms = 34e6 / 9e10 = 377 µs"."""
+    """AllGather_Y([E_Y, F]), E = 2048, F = 8192, Y = 4, TPU v5e: "T_comms = 34e6 / 9e10 = 377
+    µs".
+    """
     assert cost.all_gather(34e6, 4, "TPU v5e", wraparound=True).seconds == about(377 * µs)
 
 
 def test_case_2_pop_quiz_2_without_wraparound():
-    """ "here we actually can't do a fully bidirectional AllGather … 3 * 8.4e6 / 4.5e10 = 560 µs"; the wrap is known from the chip."""
+    """ "here we actually can't do a fully bidirectional AllGather … 3 * 8.4e6 / 4.5e10 = 560
+    µs"; the wrap is known from the chip.
+    """
     time = cost.all_gather(2048 * 8192 * BF16, 4, "TPU v5e")
     assert (time.seconds, time.bound) == (about(560 * µs), "bandwidth")
-    assert time.latency_seconds == about(3 * µs)  # "at most 3 hops, so our latency bound is something like 3us"
+    # "at most 3 hops, so our latency bound is something like 3us"
+    assert time.latency_seconds == about(3 * µs)
 
 
 def test_case_2_pop_quiz_2_of_a_small_array():
@@ -39,9 +47,13 @@ def test_case_2_pop_quiz_2_of_a_small_array():
 
 
 def test_a_note_on_ici_latency():
-    """ "T_total = max[T_min · |X| / 2, V / W_ICI]"; "sending any buffer under 4.5e10 * 1e-6 = 45kB will be latency bound"."""
+    """ "T_total = max[T_min · |X| / 2, V / W_ICI]"; "sending any buffer under 4.5e10 * 1e-6 =
+    45kB will be latency bound".
+    """
     n, shard = 16, 45e3
-    assert cost.all_gather(n * shard, n, "TPU v5e").bandwidth_seconds == about(cost.all_gather(n * shard, n, "TPU v5e").latency_seconds)
+    assert cost.all_gather(n * shard, n, "TPU v5e").bandwidth_seconds == about(
+        cost.all_gather(n * shard, n, "TPU v5e").latency_seconds
+    )
     assert cost.all_gather(n * 0.9 * shard, n, "TPU v5e").bound == "latency"
     assert cost.all_gather(n * 1.1 * shard, n, "TPU v5e").bound == "bandwidth"
 
@@ -55,7 +67,9 @@ def test_what_happens_when_we_gather_over_multiple_axes(axes):
 
 
 def test_question_2_all_gather_over_x():
-    """AllGather_X([B_X, D_Y]), B = 1024, D = 4096, TPU v4p 4x4x4: "2 · 1024 · 4096 / (9e10 · 4) = 23 µs"."""
+    """AllGather_X([B_X, D_Y]), B = 1024, D = 4096, TPU v4p 4x4x4: "2 · 1024 · 4096 / (9e10 · 4)
+    = 23 µs".
+    """
     assert (
         cost.all_gather(2 * 1024 * 4096 / 4, 4, "TPU v4p").seconds
         == about(2 * 1024 * 4096 / (9e10 * 4))
@@ -64,7 +78,10 @@ def test_question_2_all_gather_over_x():
 
 
 def test_question_2_all_gather_over_x_and_y():
-    """ "T = 2BD / (2 * W) = 2*1024*4096 / (2 * 9e10) = 46us. This is far from the latency bound of 4us"."""
+    """ "T = 2BD / (2 * W) = 2*1024*4096 / (2 * 9e10) = 46us.
+
+    This is far from the latency bound of 4us".
+    """
     time = cost.all_gather(2 * 1024 * 4096, [4, 4], "TPU v4p")
     assert time.seconds == about(2 * 1024 * 4096 / (2 * 9e10)) == pytest.approx(46 * µs, rel=0.02)
     assert time.latency_seconds == about(4 * µs)
@@ -76,24 +93,34 @@ def test_question_2_all_reduce_over_z():
 
 
 def test_question_3_latency_bound_all_gather():
-    """AllGather_X([B_X]), 256 bytes, TPU v4p: "we can do the full gather in only 2 hops, so roughly 2us"."""
+    """AllGather_X([B_X]), 256 bytes, TPU v4p: "we can do the full gather in only 2 hops, so
+    roughly 2us".
+    """
     time = cost.all_gather(128 * BF16, 4, "TPU v4p")
     assert (time.seconds, time.bound) == (about(2 * µs), "latency")
 
 
 def test_question_4_matmul_strategies():
-    """ "C / W_ici ≈ 2550": flops for each byte over one axis of TPU v5p. Gathering Y[D, F] costs 2DF / W, all-reducing Z[B, F] 4BF / W."""
+    """ "C / W_ici ≈ 2550": flops for each byte over one axis of TPU v5p.
+
+    Gathering Y[D, F] costs 2DF / W, all-reducing Z[B, F] 4BF / W.
+    """
     assert cost.flops_per_byte("TPU v5p") == about(2550)
     D, F, W = 8192, 32768, 1.8e11
     for B in (512, 8192):
-        gather, reduce = cost.all_gather(2 * D * F, 4, "TPU v5p"), cost.all_reduce(2 * B * F, 4, "TPU v5p")
+        gather, reduce = (
+            cost.all_gather(2 * D * F, 4, "TPU v5p"),
+            cost.all_reduce(2 * B * F, 4, "TPU v5p"),
+        )
         assert (gather.seconds, reduce.seconds) == (about(2 * D * F / W), about(4 * B * F / W))
         assert (reduce.seconds < gather.seconds) == (D > 2 * B)  # "which is true when D > 2B"
         assert cost.matmul(B, D, F, "TPU v5p").flop_seconds == about(2 * B * D * F / 4.59e14)
 
 
 def test_what_have_we_learned():
-    """ "ReduceScatter: Same as AllGather; AllReduce: 2 * AllGather; AllToAll: AllGather / 4 for a bidirectional ring"."""
+    """ "ReduceScatter: Same as AllGather; AllReduce: 2 * AllGather; AllToAll: AllGather / 4 for
+    a bidirectional ring".
+    """
     V = 1e9
     gather = cost.all_gather(V, 16, "TPU v5e").seconds
     assert gather == about(V / 9e10)
@@ -112,7 +139,9 @@ def test_all_to_all_over_multiple_axes(axes):
 
 
 def test_question_10_one_way_links():
-    """One-way, N²(1 − 1/D) scalars cross each link in an all-gather, and half of that in an all-to-all. On a line that is what w allows."""
+    """One-way, N²(1 − 1/D) scalars cross each link in an all-gather, and half of that in an
+    all-to-all. On a line that is what w allows.
+    """
     V, D, w = 1e9, 8, 4.5e10
     assert cost.all_gather(V, D, "TPU v5e", wraparound=False).seconds == about(V * (1 - 1 / D) / w)
 
@@ -121,12 +150,16 @@ def test_question_10_one_way_links():
 
 
 def test_part_2_question_6_gather_on_a_4x4():
-    """A 16 GB array on a TPU v5e 4x4, no wraparound: "a full AllGather would also take roughly 16e9 / (4.5e10 * 2)"."""
+    """A 16 GB array on a TPU v5e 4x4, no wraparound: "a full AllGather would also take roughly
+    16e9 / (4.5e10 * 2)".
+    """
     assert cost.all_gather(16e9, [4, 4], "TPU v5e").seconds == about(16e9 / (4.5e10 * 2))
 
 
 def test_part_2_question_4_flops_against_memory():
-    """int8[B, 4096] · int8[4096, 16384] on TPU v5e: max{(6.7e7 + 2e4 · B) / 8.1e11, …}; int8 does twice the flops of bf16, 3.94e14."""
+    """int8[B, 4096] · int8[4096, 16384] on TPU v5e: max{(6.7e7 + 2e4 · B) / 8.1e11, …}; int8
+    does twice the flops of bf16, 3.94e14.
+    """
     for B in (64, 1024):
         product = cost.matmul(B, 4096, 16384, "TPU v5e", element_bytes=1)
         assert product.memory_seconds == about((6.71e7 + 2.048e4 * B) / 8.1e11)
@@ -137,7 +170,9 @@ def test_part_2_question_4_flops_against_memory():
 
 
 def test_gpus_quiz_2_question_3():
-    """AllGather of bf16[D_X, F], D = 4096, F = 65536, on eight H100: "536e6 * (8 - 1) / 3.6e12 = 1.04ms"."""
+    """AllGather of bf16[D_X, F], D = 4096, F = 65536, on eight H100: "536e6 * (8 - 1) / 3.6e12
+    = 1.04ms".
+    """
     assert cost.all_gather(4096 * 65536 * BF16, 8, "H100").seconds == about(1.04e-3)
 
 
@@ -153,7 +188,9 @@ def test_gpus_intra_node_pop_quiz_2():
 
 
 def test_gpus_cross_node_collectives():
-    """ "min(514GB/s, 413GB/s, 17.1TB/s) = 413GB/s" over 4 × 32 nodes of 8 H100; "AllReduces are still 2x the above cost"."""
+    """ "min(514GB/s, 413GB/s, 17.1TB/s) = 413GB/s" over 4 × 32 nodes of 8 H100; "AllReduces are
+    still 2x the above cost".
+    """
     B = 1e9
     assert B / cost.all_gather(B, 8, "H100").seconds == about(514e9)
     assert B / cost.all_gather(B, [32, 8], "H100").seconds == about(413e9)
@@ -163,7 +200,9 @@ def test_gpus_cross_node_collectives():
 
 
 def test_gpus_cross_node_all_to_all():
-    """ "B · (M − 1) / (M² · W_node egress)"; "B / (8 * 450e9) within a single node, B / (2 * 400e9) when spanning 2: more than 4x"."""
+    """ "B · (M − 1) / (M² · W_node egress)"; "B / (8 * 450e9) within a single node, B / (2 *
+    400e9) when spanning 2: more than 4x".
+    """
     B = 1e9
     for M in (4, 16, 32):
         assert cost.all_to_all(B, [M, 8], "H100").seconds == about(B * (M - 1) / (M**2 * 400e9))
@@ -177,21 +216,28 @@ def test_gpus_quiz_4_question_1():
 
 
 def test_gpus_quiz_4_question_5():
-    """Exactly two nodes: "B * 7 / (8 * 450e9) = B / 514e9 while beyond … B / 800e9. We're actually bounded by the node level"."""
+    """Exactly two nodes: "B * 7 / (8 * 450e9) = B / 514e9 while beyond … B / 800e9.
+
+    We're actually bounded by the node level".
+    """
     B = 1e9
     assert B / cost.all_gather(B, [2, 8], "H100").seconds == about(514e9)
     assert B / cost.all_gather(B, [2, 1], "H100").seconds == about(800e9)
 
 
 def test_gpus_quiz_1_questions_3_and_4():
-    """ "990e12 / 3.35e12 = 295"; fp16[64, 4096] · fp16[4096, 8192] on a B200: "69e6 / 8e12 = 8.6us"."""
+    """ "990e12 / 3.35e12 = 295"; fp16[64, 4096] · fp16[4096, 8192] on a B200: "69e6 / 8e12 =
+    8.6us".
+    """
     assert cost.CHIPS["H100"].flops / cost.CHIPS["H100"].hbm_bandwidth == about(295)
     product = cost.matmul(64, 4096, 8192, "B200")
     assert (product.seconds, product.bound) == (about(8.6 * µs), "memory")
 
 
 def test_gpus_data_parallelism():
-    """ "Within a node, we just need the per-GPU token batch size > 990e12 / 450e9 = 2200"; a TPU v5p with all three axes: 850."""
+    """ "Within a node, we just need the per-GPU token batch size > 990e12 / 450e9 = 2200"; a
+    TPU v5p with all three axes: 850.
+    """
     assert cost.flops_per_byte("H100") == about(2200)
     assert cost.flops_per_byte("TPU v5p", axes=3) == about(850)
 
@@ -200,12 +246,16 @@ def test_gpus_data_parallelism():
 
 
 def test_question_1_replicated_sharding():
-    """A[I_X, J, K, …] on {'X': 4, 'Y': 8, 'Z': 2}: over all chips, 16 times the bytes of one copy."""
+    """A[I_X, J, K, …] on {'X': 4, 'Y': 8, 'Z': 2}: over all chips, 16 times the bytes of one
+    copy.
+    """
     assert cost.memory("all_gather", 1024, 4).before * 4 * 8 * 2 / 1024 == 16
 
 
 def test_memory_of_the_four_collectives():
-    """ "AllGathers remove sharding along an axis": |X| times the bytes; a reduce-scatter is the reverse."""
+    """ "AllGathers remove sharding along an axis": |X| times the bytes; a reduce-scatter is the
+    reverse.
+    """
     assert cost.memory("all_gather", 1024, [4, 2]) == (128, 1024)
     assert cost.memory("reduce_scatter", 1024, [4, 2]) == (1024, 128)
     assert cost.memory("all_reduce", 1024, 8) == (1024, 1024)
@@ -220,12 +270,21 @@ def test_memory_of_the_four_collectives():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cost.all_gather(1, 16, "TPU v9"), "chip='TPU v9' is not in the table: expected one of 'TPU v4p'"),
-        (lambda: cost.all_gather(1, 16, "H100"), r"axes=\[16\]: a node of H100 joins at most 8. .* as in \[2, 8\]"),
+        (
+            lambda: cost.all_gather(1, 16, "TPU v9"),
+            "chip='TPU v9' is not in the table: expected one of 'TPU v4p'",
+        ),
+        (
+            lambda: cost.all_gather(1, 16, "H100"),
+            r"axes=\[16\]: a node of H100 joins at most 8. .* as in \[2, 8\]",
+        ),
         (lambda: cost.all_gather(1, [2, 2, 2], "TPU v5e"), r"axes=\[2, 2, 2\]: TPU v5e has 2 axes"),
         (lambda: cost.all_gather(1, [], "TPU v5e"), "expected the length of a mesh axis"),
         (lambda: cost.all_gather(1, 0, "TPU v5e"), "expected the length of a mesh axis"),
-        (lambda: cost.all_gather(-1, 4, "TPU v5e"), "nbytes=-1: expected the bytes of the whole array"),
+        (
+            lambda: cost.all_gather(-1, 4, "TPU v5e"),
+            "nbytes=-1: expected the bytes of the whole array",
+        ),
         (lambda: cost.all_gather(1, 8, "H100", wraparound=True), "no axis is a ring or a line"),
         (lambda: cost.matmul(1.0, 2, 3, "H100"), "expected ints, 0 or more"),
         (lambda: cost.flops_per_byte("TPU v5e", 3), "TPU v5e has 1 to 2 axes"),
@@ -248,5 +307,6 @@ def test_nothing_to_send_takes_no_time():
 
 def test_a_time_reads_as_a_sentence():
     assert repr(cost.all_gather(2048 * 8192 * BF16, 4, "TPU v5e")) == (
-        "all-gather of 33.6 MB on 4 TPU v5e: 559 µs, bandwidth-bound (bandwidth 559 µs, latency 3 µs)"
+        "all-gather of 33.6 MB on 4 TPU v5e: 559 µs, bandwidth-bound (bandwidth 559 µs, "
+        "latency 3 µs)"
     )

@@ -1,6 +1,8 @@
-"""Cheating earns nothing: each attempt here was written to get the points of an all-gather without sending what it takes.
+"""Cheating earns nothing: each attempt here was written to get the points of an all-gather without
+sending what it takes.
 
-The grade is decided in this process, which runs no line of these programs, on inputs that only it knows.
+The grade is decided in this process, which runs no line of these programs, on inputs that only it
+knows.
 """
 
 from __future__ import annotations
@@ -182,7 +184,13 @@ class Evil:
 def all_gather(x): return Evil()""",
 }
 
-AROUND = {"a file", "a file, on another thread", "a store", "a network connection", "a process group of one's own"}
+AROUND = {
+    "a file",
+    "a file, on another thread",
+    "a store",
+    "a network connection",
+    "a process group of one's own",
+}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +201,10 @@ def exercise(tmp_path_factory):
 
 
 def submission(code: str, key: str) -> Submission:
-    return Submission(Path("hw0.py"), (HEAD + code).replace("{key}", f"{os.getpid()}_{key.replace(' ', '_').replace('/', '_')}"))
+    return Submission(
+        Path("hw0.py"),
+        (HEAD + code).replace("{key}", f"{os.getpid()}_{key.replace(' ', '_').replace('/', '_')}"),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +223,9 @@ def test_no_points(exercise, name):
     verdict = grade(exercise, submission(CHEATS[name], name), "a secret")
     assert verdict.points == 0, verdict
     if name in AROUND:  # the values are right, and earn nothing
-        assert "received 0 bytes in messages" in verdict.findings[0].message, verdict.problem or verdict.findings[0].message
+        assert "received 0 bytes in messages" in verdict.findings[0].message, (
+            verdict.problem or verdict.findings[0].message
+        )
 
 
 def test_a_case_for_which_no_time_is_left_fails(exercise, monkeypatch):
@@ -230,19 +243,30 @@ def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch
             raise failures.pop(0)
 
     monkeypatch.setattr(Ranks, "_start", fails)
-    assert "rank 1's process did not start" in grade(exercise, submission(HONEST, "start"), "a secret").problem
-    assert grade(exercise, submission(HONEST, "start"), "a secret").points == 10  # the third failure, and a second try
+    assert (
+        "rank 1's process did not start"
+        in grade(exercise, submission(HONEST, "start"), "a secret").problem
+    )
+    # the third failure, and a second try
+    assert grade(exercise, submission(HONEST, "start"), "a secret").points == 10
 
 
 RECEIVE = '{"call": 9, "group": "0", "peer": 0, "tag": 0, "dtype": "int8", "shape": %s}'
-BROADCAST = '{"call": 9, "group": "0", "method": "broadcast", "given": {"list": []}, "options": {"rootRank": 1e999}}'
+BROADCAST = (
+    '{"call": 9, "group": "0", "method": "broadcast", "given": {"list": []}, "options": '
+    '{"rootRank": 1e999}}'
+)
 HOSTILE = {
     "a shape that overflows": (f"c.send(b'R', {RECEIVE % '[2**28] * 9 + [0]'})", "can't repeat"),
     "a root that is no number": (f"c.send(b'A', {BROADCAST})", "called broadcast"),
-    "256 MiB and more": (f"[c.send(b'R', {RECEIVE % '[1 << 26]'}) for _ in range(6)]", "more than 256 MiB"),
+    "256 MiB and more": (
+        f"[c.send(b'R', {RECEIVE % '[1 << 26]'}) for _ in range(6)]",
+        "more than 256 MiB",
+    ),
     "half a character": ("raise ValueError(chr(0xD800))", "ValueError: ?"),
     "a frame that comes byte by byte": (
-        "c.sock.send(struct.pack('<cIQ', b'Y', 99, 0)); [(c.sock.send(b' '), time.sleep(0.2)) for _ in range(99)]",
+        "c.sock.send(struct.pack('<cIQ', b'Y', 99, 0)); [(c.sock.send(b' '), time.sleep(0.2)) "
+        "for _ in range(99)]",
         "still running",
     ),
 }
@@ -251,8 +275,14 @@ HOSTILE = {
 @pytest.mark.parametrize(("code", "problem"), HOSTILE.values(), ids=HOSTILE)
 def test_the_grader_survives(exercise, code, problem):
     verdict = grade(
-        replace(exercise, cases=lambda draw: [replace(case, seconds=1.5) for case in exercise.cases(draw)]),
-        submission(f"def all_gather(x):\n    c = dist.group.WORLD.connection\n    {code}\n    return x", "hostile"),
+        replace(
+            exercise,
+            cases=lambda draw: [replace(case, seconds=1.5) for case in exercise.cases(draw)],
+        ),
+        submission(
+            f"def all_gather(x):\n    c = dist.group.WORLD.connection\n    {code}\n    return x",
+            "hostile",
+        ),
         "a secret",
     )
     json.dumps(exercise_result(verdict), ensure_ascii=False).encode()
@@ -262,14 +292,18 @@ def test_the_grader_survives(exercise, code, problem):
 READY_MADE = {
     "DDP": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
     "ZeRO": "from torch.distributed.optim import ZeroRedundancyOptimizer",
-    "FSDP": "from torch.distributed.fsdp import FullyShardedDataParallel as F; F(torch.nn.Linear(2, 2))",
+    "FSDP": (
+        "from torch.distributed.fsdp import FullyShardedDataParallel as F; F(torch.nn.Linear(2, 2))"
+    ),
 }
 
 
 @pytest.mark.parametrize("code", READY_MADE.values(), ids=READY_MADE)
 def test_what_torch_has_ready_made_is_hidden(exercise, code):
     imports_it = replace(exercise, allowed=P2P | COLLECTIVES, imports=OPTIM)
-    verdict = grade(imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret")
+    verdict = grade(
+        imports_it, submission(HONEST.replace("(x):", f"(x):\n    {code}"), "ready"), "a secret"
+    )
     assert verdict.points == 0 and "is what the homework asks you to write" in verdict.problem
 
 
@@ -278,7 +312,9 @@ def test_two_graders_whose_process_numbers_are_alike_have_different_users():
     assert claimed(os.getpid()) != claimed(os.getpid() + GRADERS)
 
 
-@pytest.mark.skipif(not separate_users(), reason="needs root, and a torch that other users can read")
+@pytest.mark.skipif(
+    not separate_users(), reason="needs root, and a torch that other users can read"
+)
 def test_as_root_a_rank_is_a_user_that_reads_and_ends_nothing_of_others(exercise, tmp_path):
     secret = tmp_path / "seed.txt"
     secret.write_text("secret")

@@ -1,4 +1,6 @@
-"""What a learner sees: verdict, misconception, picture, predictions and hints, in a terminal, in a notebook and with pytest."""
+"""What a learner sees: verdict, misconception, picture, predictions and hints, in a terminal,
+in a notebook and with pytest.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,34 @@ from parallel101.ranks.processes import start_method
 ROOT = Path(__file__).parents[2]
 HEAD = "import torch\nimport torch.distributed as dist\n\n\ndef ring_shift(x):\n"
 HEAD += "    rank, n, x = dist.get_rank(), dist.get_world_size(), x.contiguous()\n"
-RIGHT = HEAD + "    y = torch.empty_like(x)\n    work = dist.isend(x, (rank + 1) % n) if n > 1 else None\n"
-RIGHT += "    if n == 1:\n        return x.clone()\n    dist.recv(y, (rank - 1) % n)\n    work.wait()\n    return y\n"
+RIGHT = (
+    HEAD
+    + "    y = torch.empty_like(x)\n    work = dist.isend(x, (rank + 1) % n) if n > 1 else None\n"
+)
+RIGHT += (
+    "    if n == 1:\n        return x.clone()\n    dist.recv(y, (rank - 1) % n)\n    "
+    "work.wait()\n    return y\n"
+)
 SENDS_FIRST = RIGHT.replace("isend", "send").replace("    work.wait()\n", "")
-AGAIN = "    again = dist.isend(x, (rank + 1) % n)\n    dist.recv(y, (rank - 1) % n)\n    again.wait()\n    return y\n"
+AGAIN = (
+    "    again = dist.isend(x, (rank + 1) % n)\n    dist.recv(y, (rank - 1) % n)\n    "
+    "again.wait()\n    return y\n"
+)
 TWICE = RIGHT.replace("    return y\n", AGAIN)
 
 
 @pytest.fixture
 def homework(tmp_path, monkeypatch) -> Path:
-    """A copy of hw1 with its stubs, whose hw1.py can be imported. It asks for the first exercise only, which is enough here."""
+    """A copy of hw1 with its stubs, whose hw1.py can be imported.
+
+    It asks for the first exercise only, which is enough here.
+    """
     folder = tmp_path / "hw1_moving"
-    shutil.copytree(ROOT / "homework" / "hw1_moving", folder, ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"))
+    shutil.copytree(
+        ROOT / "homework" / "hw1_moving",
+        folder,
+        ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"),
+    )
     with (folder / "test_hw1.py").open("a") as tests:
         tests.write("\nEXERCISES = EXERCISES[:1]\n")
     monkeypatch.syspath_prepend(folder)
@@ -59,10 +77,14 @@ def test_the_stub_is_not_written_yet_and_nothing_more_is_said(homework, capsys):
     assert not (homework / "pictures").exists()
 
 
-def test_check_grades_the_file_on_disk_and_says_that_the_kernel_holds_another_version(homework, capsys):
+def test_check_grades_the_file_on_disk_and_says_that_the_kernel_holds_another_version(
+    homework, capsys
+):
     import hw1
 
-    (homework / "hw1.py").write_text("# a comment moves the lines only\n" + (homework / "hw1.py").read_text())
+    (homework / "hw1.py").write_text(
+        "# a comment moves the lines only\n" + (homework / "hw1.py").read_text()
+    )
     check(hw1.ring_shift)
     assert "kernel" not in capsys.readouterr().out
     (homework / "hw1.py").write_text(RIGHT)
@@ -81,14 +103,22 @@ def test_a_deadlock_is_named_and_drawn_with_its_lines(homework):
     page = BeautifulSoup(report._repr_html_(), "html.parser")
     assert page.find(class_="p101g-mistake").get_text().startswith("Everyone sends first.")
     assert [cell.get_text() for cell in page.select(".p101g-fails .p101g-unseen")] == ["fails"] * 3
-    assert page.find("figure") is not None and page.section["aria-label"] == "ring_shift: 0 of 10 points"
+    assert (
+        page.find("figure") is not None
+        and page.section["aria-label"] == "ring_shift: 0 of 10 points"
+    )
     assert report.saved == homework / "pictures" / "ring_shift.html"
 
 
 def test_properties_are_judged_one_by_one(homework):
     report = graded(homework, TWICE)
     said = str(report)
-    assert "7.5 of 10 points" in said and "✓ value" in said and "✗ bytes" in said and "are enough" in said
+    assert (
+        "7.5 of 10 points" in said
+        and "✓ value" in said
+        and "✗ bytes" in said
+        and "are enough" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,18 +133,32 @@ def test_properties_are_judged_one_by_one(homework):
 )
 def test_other_mistakes_are_explained(homework, source, expected):
     report = graded(homework, source)
-    assert expected in str(report) and expected in BeautifulSoup(report._repr_html_(), "html.parser").get_text()
+    assert (
+        expected in str(report)
+        and expected in BeautifulSoup(report._repr_html_(), "html.parser").get_text()
+    )
 
 
 def test_pytest_shows_the_verdict_and_a_table(homework, monkeypatch, capsys):
     shutil.copy(ROOT / "homework" / "conftest.py", homework.parent)
     (homework / "hw1.py").write_text(SENDS_FIRST)
     monkeypatch.chdir(homework.parent)
-    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(homework.parent), "--import-mode=importlib"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(homework.parent),
+        "--import-mode=importlib",
+    ]
     assert pytest.main([*options, "hw1_moving"]) == 1
     said = capsys.readouterr().out
     assert "Everyone sends first." in said and "Traceback" not in said
-    assert "hw1_moving: 0 of " in said and "Next: 1 · Ring shift. It is ring_shift in hw1_moving/hw1.py." in said
+    assert (
+        "hw1_moving: 0 of " in said
+        and "Next: 1 · Ring shift. It is ring_shift in hw1_moving/hw1.py." in said
+    )
 
 
 def test_the_command_shows_points_and_pictures(homework, capsys):
@@ -123,10 +167,22 @@ def test_the_command_shows_points_and_pictures(homework, capsys):
     said = capsys.readouterr().out
     assert "everyone sends first" in said and str(homework / "pictures" / "ring_shift.html") in said
     assert "Next: 1 · Ring shift" in said
-    assert cli.main(["grade", str(homework / "hw1.ipynb" if (homework / "hw1.ipynb").exists() else homework)]) == 0
+    assert (
+        cli.main(
+            [
+                "grade",
+                str(homework / "hw1.ipynb" if (homework / "hw1.ipynb").exists() else homework),
+            ]
+        )
+        == 0
+    )
     assert "Everyone sends first." in capsys.readouterr().out
     noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
-    assert noted["points"] == 0 and noted["checks"] == 2 and noted["misconception"] == "everyone sends first"
+    assert (
+        noted["points"] == 0
+        and noted["checks"] == 2
+        and noted["misconception"] == "everyone sends first"
+    )
 
 
 def test_a_function_that_no_exercise_asks_for_is_refused(homework):
@@ -146,7 +202,9 @@ def test_a_function_that_no_exercise_asks_for_is_refused(homework):
         predict(hw1.ring_shift, colour="green")
 
 
-def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_answered(homework, capsys):
+def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_answered(
+    homework, capsys
+):
     import hw1
 
     for rung in (1, 2, 3, 3):
@@ -158,7 +216,10 @@ def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_ans
     assert "predict first: predict(hw1.ring_shift, bytes=…)" in asked and "your run" not in asked
     predict(hw1.ring_shift, bytes=4000, steps=3)
     said = capsys.readouterr().out
-    assert "you said: 4,000 bytes · your run: 4,000 bytes ✓" in said and "you said: 3 steps · your run: 1 step ≠" in said
+    assert (
+        "you said: 4,000 bytes · your run: 4,000 bytes ✓" in said
+        and "you said: 3 steps · your run: 1 step ≠" in said
+    )
     noted = json.loads((homework / ".progress.json").read_text())["ring_shift"]
     assert noted["hints"] == 3 and noted["predictions"] == {"bytes": 4000, "steps": 3}
 
@@ -166,7 +227,9 @@ def test_hints_come_one_by_one_and_predictions_are_asked_for_before_they_are_ans
 @pytest.mark.skipif(start_method() != "fork server", reason="ranks are spawned here")
 def test_what_ranks_need_is_imported_while_the_learner_reads(homework):
     tests = homework / "test_hw1.py"
-    tests.write_text(tests.read_text().replace("import math\n", "import colorsys\nimport math\n", 1))
+    tests.write_text(
+        tests.read_text().replace("import math\n", "import colorsys\nimport math\n", 1)
+    )
     assert imported_modules(tests.read_text())[0] == "colorsys"
     _prepare(homework).join()
     assert p101.launch(lambda: "colorsys" in sys.modules, world_size=1).results == [True]

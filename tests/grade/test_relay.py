@@ -1,4 +1,6 @@
-"""A learner's ranks are processes whose messages pass through the grader: what was not waited for has not arrived, and nothing hangs."""
+"""A learner's ranks are processes whose messages pass through the grader: what was not waited
+for has not arrived, and nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,21 @@ import pytest
 import torch
 
 from parallel101.grade.exercise import COLLECTIVES, P2P, Case, Exercise
-from parallel101.grade.remote import ForbiddenCall, LearnerError, PrintedTooMuch, RankDied, Ranks, Submission, TimeOver
+from parallel101.grade.remote import (
+    ForbiddenCall,
+    LearnerError,
+    PrintedTooMuch,
+    RankDied,
+    Ranks,
+    Submission,
+    TimeOver,
+)
 from parallel101.record.errors import DeadlockError
 
-HEAD = "import os, torch, torch.distributed as dist\ndef rank(): return dist.get_rank()\ndef size(): return dist.get_world_size()\n"
+HEAD = (
+    "import os, torch, torch.distributed as dist\ndef rank(): return dist.get_rank()\ndef "
+    "size(): return dist.get_world_size()\n"
+)
 DECLARATION = """
 from parallel101.grade.exercise import COLLECTIVES, P2P, Exercise
 EXERCISES = [Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [0] * case.world_size, allowed=P2P{more})]
@@ -21,7 +34,18 @@ EXERCISES = [Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [
 def run(body: str, *arguments: tuple, allowed=P2P, **case):
     """The trial of a function `f` with this body, on one rank for each tuple of arguments."""
     declared = DECLARATION.format(more=" | COLLECTIVES" if allowed != P2P else "")
-    exercise = Exercise("0", "f", "a test", 1, lambda draw: [], (), lambda case: [], allowed=allowed, path="declared.py", source=declared)
+    exercise = Exercise(
+        "0",
+        "f",
+        "a test",
+        1,
+        lambda draw: [],
+        (),
+        lambda case: [],
+        allowed=allowed,
+        path="declared.py",
+        source=declared,
+    )
     code = HEAD + "def f(x):\n" + "\n".join("    " + line for line in body.strip("\n").splitlines())
     submission = Submission(Path("hw.py"), code)
     with Ranks(exercise, submission) as ranks:
@@ -52,17 +76,27 @@ def test_a_ring_shift_gives_its_values_bytes_and_step():
 def test_what_was_not_waited_for_has_not_arrived():
     trial = run(SHIFT.format(wait="s.wait()"), *tensors(2))
     assert all(result.isnan().all() for result in trial.results)
-    assert [(call.rank, call.kind, call.where) for call in trial.unwaited] == [(0, "recv", "hw.py:7"), (1, "recv", "hw.py:7")]
+    assert [(call.rank, call.kind, call.where) for call in trial.unwaited] == [
+        (0, "recv", "hw.py:7"),
+        (1, "recv", "hw.py:7"),
+    ]
 
 
 def test_a_receive_into_another_shape_takes_the_bytes_as_on_gloo():
-    trial = run("y = torch.empty(3, 1)\nw = dist.isend(x, 1 - rank())\ndist.recv(y, 1 - rank())\nw.wait()\nreturn y", *tensors(2))
+    trial = run(
+        "y = torch.empty(3, 1)\nw = dist.isend(x, 1 - rank())\ndist.recv(y, 1 - "
+        "rank())\nw.wait()\nreturn y",
+        *tensors(2),
+    )
     assert [result.tolist() for result in trial.results] == [[[10], [11], [12]], [[0], [1], [2]]]
 
 
 def test_is_completed_counts_as_a_wait():
     trial = run(SHIFT.format(wait="while not r.is_completed(): pass\ns.wait()"), *tensors(2))
-    assert [result.tolist() for result in trial.results] == [[10, 11, 12], [0, 1, 2]] and not trial.unwaited
+    assert [result.tolist() for result in trial.results] == [
+        [10, 11, 12],
+        [0, 1, 2],
+    ] and not trial.unwaited
 
 
 def test_torchs_collectives_and_groups():
@@ -84,7 +118,11 @@ return [x, whole[1], best] if rank() == 0 else x
 
 
 def test_arguments_keep_their_strides_and_a_changed_one_is_told():
-    trial = run("assert x.stride() == (1, 2)\nx[0] += 1\nreturn x", (torch.arange(6.0).reshape(3, 2).t(),), (torch.zeros(3, 2).t(),))
+    trial = run(
+        "assert x.stride() == (1, 2)\nx[0] += 1\nreturn x",
+        (torch.arange(6.0).reshape(3, 2).t(),),
+        (torch.zeros(3, 2).t(),),
+    )
     assert trial.error is None and trial.changed == [[0], [0]]
     assert trial.results[0].tolist() == [[1, 3, 5], [1, 3, 5]]
 
@@ -100,15 +138,31 @@ return [dist.recv(x) for _ in range(2)]
 
 
 ENDINGS = {
-    "deadlock": ("dist.send(x, (rank() + 1) % size()); dist.recv(x, (rank() - 1) % size())", DeadlockError, "hw.py:5"),
+    "deadlock": (
+        "dist.send(x, (rank() + 1) % size()); dist.recv(x, (rank() - 1) % size())",
+        DeadlockError,
+        "hw.py:5",
+    ),
     "exception": ("return x[99]", LearnerError, "out of bounds"),
     "no such rank": ("dist.send(x, rank() + 1)", LearnerError, "has ranks 0 to 1"),
     "exit": ("os._exit(0)", RankDied, ""),
-    "a transposed tensor": ("dist.isend(torch.ones(2, 3).t(), 1)", LearnerError, "must be contiguous"),
-    "a send changed": ("w = dist.isend(x, 1 - rank()); x += 1; dist.recv(x.clone(), 1 - rank()); w.wait()", LearnerError, "after isend"),
+    "a transposed tensor": (
+        "dist.isend(torch.ones(2, 3).t(), 1)",
+        LearnerError,
+        "must be contiguous",
+    ),
+    "a send changed": (
+        "w = dist.isend(x, 1 - rank()); x += 1; dist.recv(x.clone(), 1 - rank()); w.wait()",
+        LearnerError,
+        "after isend",
+    ),
     "endless loop": ("while True: pass", TimeOver, ""),
     "a collective that is not allowed": ("dist.all_reduce(x)", ForbiddenCall, "all_reduce"),
-    "an operator of torch": ("torch.ops.c10d.allreduce_([x], dist.group.WORLD, 0, None)", Exception, ""),
+    "an operator of torch": (
+        "torch.ops.c10d.allreduce_([x], dist.group.WORLD, 0, None)",
+        Exception,
+        "",
+    ),
     "prints without end": ("while True: print('x' * 10000)", PrintedTooMuch, ""),
     "memory": ("torch.ones(1 << 33)", LearnerError, "memory"),
     "returns an object": ("return object()", LearnerError, "an object of type object"),

@@ -17,7 +17,15 @@ from parallel101.grade import command, submissions
 from parallel101.grade.gradescope import gradescope_results
 from parallel101.grade.homework import HomeworkSet, find_sets
 from parallel101.grade.release import release
-from parallel101.grade.submissions import NoSubmission, class_table, empty_result, grade_class, grade_submission, read, submissions_in
+from parallel101.grade.submissions import (
+    NoSubmission,
+    class_table,
+    empty_result,
+    grade_class,
+    grade_submission,
+    read,
+    submissions_in,
+)
 
 TESTS = """
 from parallel101.grade.checks import MESSAGES, bytes_sent, value
@@ -32,7 +40,10 @@ def exercise(name):
 
 EXERCISES = [exercise("swap"), exercise("swap_again")]
 """
-STUB = "def swap(x):\n    raise NotImplementedError\ndef swap_again(x):\n    raise NotImplementedError\n"
+STUB = (
+    "def swap(x):\n    raise NotImplementedError\ndef swap_again(x):\n    raise "
+    "NotImplementedError\n"
+)
 HEAD = "import torch, torch.distributed as dist\n"
 RIGHT = """
 def swap(x):
@@ -68,18 +79,33 @@ def handed_in(folder: Path, content: dict[str, str | bytes]) -> Path:
 
 
 def notebook(*cells: str) -> str:
-    return json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells], "nbformat": 4})
+    return json.dumps(
+        {"cells": [{"cell_type": "code", "source": cell} for cell in cells], "nbformat": 4}
+    )
 
 
 def test_a_result_for_each_exercise_with_points_misconception_and_text(homework, tmp_path):
     written: list[dict] = []
     path = handed_in(tmp_path / "alice", {"hw9.py": HEAD + RIGHT + FIRST})
-    result = grade_submission(path, homework, "a seed", lambda result: written.append(json.loads(json.dumps(result))))
-    assert (result["student"], result["points"], result["out_of"], result["complete"]) == ("alice", 4, 8, True)
-    assert [entry["misconception"] and entry["misconception"]["name"] for entry in result["exercises"]] == [None, "everyone sends first"]
-    assert [sum(entry["graded"] for entry in part["exercises"]) for part in written] == [1, 2, 2]  # partial results, after each exercise
+    result = grade_submission(
+        path, homework, "a seed", lambda result: written.append(json.loads(json.dumps(result)))
+    )
+    assert (result["student"], result["points"], result["out_of"], result["complete"]) == (
+        "alice",
+        4,
+        8,
+        True,
+    )
+    assert [
+        entry["misconception"] and entry["misconception"]["name"] for entry in result["exercises"]
+    ] == [None, "everyone sends first"]
+    # partial results, after each exercise
+    assert [sum(entry["graded"] for entry in part["exercises"]) for part in written] == [1, 2, 2]
     tests = gradescope_results(result)["tests"]
-    assert [(test["score"], test["max_score"], test["status"]) for test in tests] == [(4, 4, "passed"), (0, 4, "failed")]
+    assert [(test["score"], test["max_score"], test["status"]) for test in tests] == [
+        (4, 4, "passed"),
+        (0, 4, "failed"),
+    ]
     assert "rank 0 waits in send to rank 1, at hw9.py:11" in tests[1]["output"]
     assert "not graded" in gradescope_results(written[0])["tests"][1]["output"]
 
@@ -90,7 +116,11 @@ HANDED_IN = {
     "another name": {"hw9_alice (1).py": HEAD + RIGHT},
     "a byte order mark": {"hw9.py": b"\xef\xbb\xbf" + (HEAD + RIGHT).encode()},
     "a file that it imports": {"hw9.py": "from helper import swap\n", "helper.py": HEAD + RIGHT},
-    "a notebook": {"hw9.ipynb": notebook("%matplotlib inline\n" + HEAD, "from parallel101.grade import check\ncheck(1)", RIGHT)},
+    "a notebook": {
+        "hw9.ipynb": notebook(
+            "%matplotlib inline\n" + HEAD, "from parallel101.grade import check\ncheck(1)", RIGHT
+        )
+    },
 }
 
 
@@ -103,7 +133,10 @@ def test_it_is_found_and_read(homework, tmp_path, content):
 REFUSED = {
     "nothing": ({"notes.txt": "x"}, "there is no hw9.py in what was handed in; there is notes.txt"),
     "not text": ({"hw9.py": b"\xff\xfe\x00"}, "not text in UTF-8"),
-    "a notebook without the functions": ({"hw9.ipynb": notebook("check(hw9.swap)")}, "The functions are in the .py file"),
+    "a notebook without the functions": (
+        {"hw9.ipynb": notebook("check(hw9.swap)")},
+        "The functions are in the .py file",
+    ),
     "no notebook": ({"hw9.ipynb": "{"}, "not a notebook"),
 }
 
@@ -114,34 +147,62 @@ def test_what_cannot_be_graded_says_what_was_expected(homework, tmp_path, conten
     with pytest.raises(NoSubmission, match=text):
         read(path, homework)
     result = grade_submission(path, homework, "a seed")
-    assert result["complete"] and result["points"] == 0 and text in result["exercises"][0]["problem"]
+    assert (
+        result["complete"] and result["points"] == 0 and text in result["exercises"][0]["problem"]
+    )
 
 
 def test_a_class_is_graded_once_and_goes_on_where_it_was(homework, tmp_path, capsys):
-    folder = handed_in(tmp_path / "all", {"alice/hw9.py": HEAD + RIGHT + FIRST, "bob.py": HEAD + FIRST, "carol/notes.txt": ""})
+    folder = handed_in(
+        tmp_path / "all",
+        {"alice/hw9.py": HEAD + RIGHT + FIRST, "bob.py": HEAD + FIRST, "carol/notes.txt": ""},
+    )
     paths = submissions_in(folder, homework)
     results = tmp_path / "results"
     graded = grade_class(paths, homework, results, seed="s", progress=False)
-    assert [(result["student"], result["points"]) for result in graded] == [("alice", 4), ("bob", 0), ("carol", 0)]
+    assert [(result["student"], result["points"]) for result in graded] == [
+        ("alice", 4),
+        ("bob", 0),
+        ("carol", 0),
+    ]
     assert "2 × 1: everyone sends first" in class_table(graded)
     stamps = {file.name: file.stat().st_mtime_ns for file in results.iterdir()}
     (folder / "bob.py").write_text(HEAD + RIGHT)
-    assert [result["points"] for result in grade_class(paths, homework, results, seed="s", jobs=2, progress=False)] == [4, 4, 0]
-    assert {file.name for file in results.iterdir() if file.stat().st_mtime_ns != stamps[file.name]} == {"bob.json"}
+    assert [
+        result["points"]
+        for result in grade_class(paths, homework, results, seed="s", jobs=2, progress=False)
+    ] == [4, 4, 0]
+    assert {
+        file.name for file in results.iterdir() if file.stat().st_mtime_ns != stamps[file.name]
+    } == {"bob.json"}
     assert command.handed_in(homework.folder, folder, json=results, csv=tmp_path / "class.csv") == 0
-    assert (tmp_path / "class.csv").read_text().splitlines()[1] == "alice,4.0,8,4.0,,0.0,everyone sends first"
+    assert (tmp_path / "class.csv").read_text().splitlines()[
+        1
+    ] == "alice,4.0,8,4.0,,0.0,everyone sends first"
     assert "3 submissions, 2.7 of 8 points on average" in capsys.readouterr().out
 
 
 def test_another_seed_grades_a_class_again_and_equal_names_keep_their_results(homework, tmp_path):
     folder = handed_in(
-        tmp_path / "all", {"alice.py": HEAD + RIGHT, "alice.ipynb": notebook("check(1)"), "bob.py": "from alice import swap"}
+        tmp_path / "all",
+        {
+            "alice.py": HEAD + RIGHT,
+            "alice.ipynb": notebook("check(1)"),
+            "bob.py": "from alice import swap",
+        },
     )
     paths, results = submissions_in(folder, homework), tmp_path / "results"
     for seed in ("a", "b"):
-        assert [result["points"] for result in grade_class(paths, homework, results, seed=seed, progress=False)] == [0, 4, 0]
+        assert [
+            result["points"]
+            for result in grade_class(paths, homework, results, seed=seed, progress=False)
+        ] == [0, 4, 0]
     hashes = [json.loads(file.read_text())["hash"] for file in sorted(results.iterdir())]
-    assert [file.name for file in sorted(results.iterdir())] == ["alice.ipynb.json", "alice.py.json", "bob.json"]
+    assert [file.name for file in sorted(results.iterdir())] == [
+        "alice.ipynb.json",
+        "alice.py.json",
+        "bob.json",
+    ]
     assert hashes == [empty_result(path, homework, "b")["hash"] for path in paths]
 
 
@@ -154,8 +215,14 @@ def test_a_failure_of_the_grader_costs_one_submission(homework, tmp_path, monkey
         return read(path, homework)
 
     monkeypatch.setattr(submissions, "read", fails)
-    alice, bob = grade_class(submissions_in(folder, homework), homework, tmp_path / "results", seed="s", progress=False)
-    assert (alice["points"], bob["points"]) == (0, 4) and "no space left" in alice["exercises"][0]["problem"] and not alice["complete"]
+    alice, bob = grade_class(
+        submissions_in(folder, homework), homework, tmp_path / "results", seed="s", progress=False
+    )
+    assert (
+        (alice["points"], bob["points"]) == (0, 4)
+        and "no space left" in alice["exercises"][0]["problem"]
+        and not alice["complete"]
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -197,7 +264,9 @@ def test_another_seed_draws_other_cases(homework):
     from parallel101.grade.exercise import Draw
 
     exercise = homework.exercises[0]
-    first, second = (exercise.cases(Draw(seed, exercise.function))[0].arguments[0][0] for seed in ("a", "b"))
+    first, second = (
+        exercise.cases(Draw(seed, exercise.function))[0].arguments[0][0] for seed in ("a", "b")
+    )
     assert not first.equal(second)
 
 
@@ -205,7 +274,8 @@ def test_the_release_has_no_solutions_and_only_the_autograder_has_the_seed(homew
     (homework.folder / ".progress.json").write_text("{}")
     learners, gradescope, github, seed_file = release(homework, tmp_path / "out")
     seed = seed_file.read_text().strip()
-    assert len(seed) == 32 and release(homework, tmp_path / "out")[3].read_text().strip() == seed  # a second release keeps it
+    # a second release keeps it
+    assert len(seed) == 32 and release(homework, tmp_path / "out")[3].read_text().strip() == seed
     with zipfile.ZipFile(learners) as bundle:
         assert sorted(bundle.namelist()) == ["hw9_swap/hw9.py", "hw9_swap/test_hw9.py"]
         assert not any(seed in bundle.read(name).decode() for name in bundle.namelist())
@@ -214,22 +284,39 @@ def test_the_release_has_no_solutions_and_only_the_autograder_has_the_seed(homew
         names = bundle.namelist()
         assert {"setup.sh", "run_autograder", "seed.txt", "hw9_swap/test_hw9.py"} <= set(names)
         assert not any("reference" in name for name in names)
-        assert all(bundle.getinfo(name).external_attr >> 16 & 0o111 for name in ("setup.sh", "run_autograder"))
+        assert all(
+            bundle.getinfo(name).external_attr >> 16 & 0o111
+            for name in ("setup.sh", "run_autograder")
+        )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="run_autograder is a bash script")
 def test_the_autograder_runs_as_gradescope_lays_it_out(homework, tmp_path):
-    """/autograder/source has the zip, /autograder/submission what was handed in, /autograder/results gets results.json."""
+    """/autograder/source has the zip, /autograder/submission what was handed in,
+    /autograder/results gets results.json.
+    """
     base = tmp_path / "autograder"
     with zipfile.ZipFile(release(homework, tmp_path / "out")[1]) as bundle:
         bundle.extractall(base / "source")
-    handed_in(base / "submission", {"hw9 (1).py": HEAD + RIGHT, "notes.py": "", "figures/a.py": ""})  # still one submission
+    # still one submission
+    handed_in(base / "submission", {"hw9 (1).py": HEAD + RIGHT, "notes.py": "", "figures/a.py": ""})
     (base / "results").mkdir()
     grader = tmp_path / "grader"
     grader.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m parallel101.cli "$@"\n')
     grader.chmod(0o755)
-    environ = {**os.environ, "AUTOGRADER": str(base), "GRADER": str(grader), "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(["bash", str(base / "source" / "run_autograder")], check=True, env=environ, capture_output=True, timeout=100)
+    environ = {
+        **os.environ,
+        "AUTOGRADER": str(base),
+        "GRADER": str(grader),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    subprocess.run(
+        ["bash", str(base / "source" / "run_autograder")],
+        check=True,
+        env=environ,
+        capture_output=True,
+        timeout=100,
+    )
     tests = json.loads((base / "results" / "results.json").read_text())["tests"]
     assert [test["score"] for test in tests] == [4, 0]
     assert not empty_result(base, homework)["complete"]

@@ -1,4 +1,6 @@
-"""Each homework's notebook runs to its end: with the stubs every check says "not written yet", with the reference solutions all pass."""
+"""Each homework's notebook runs to its end: with the stubs every check says "not written yet",
+with the reference solutions all pass.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def code_cells(path: Path) -> list:
 def homework(request, tmp_path, monkeypatch) -> HomeworkSet:
     """A copy of a set, in the working directory, from which its file can be imported."""
     folder = tmp_path / request.param.parent.name
-    shutil.copytree(request.param.parent, folder, ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"))
+    shutil.copytree(
+        request.param.parent,
+        folder,
+        ignore=shutil.ignore_patterns(".progress.json", "pictures", "__pycache__"),
+    )
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, request.param.stem, raising=False)
@@ -61,14 +67,23 @@ def test_with_the_reference_solutions_all_pass(homework, capsys):
 def test_a_notebook_is_committed_with_ids_short_cells_questions_and_hints(path):
     notebook = nbformat.read(path, as_version=4)
     (homework,) = find_sets(path)
-    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# Homework ")
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith(
+        "# Homework "
+    )
     ids = [cell.id for cell in notebook.cells]
     assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[a-z][a-z0-9-]*", i) for i in ids)
     for cell in code_cells(path):
-        assert len(cell.source.splitlines()) <= 18 and not cell.outputs and cell.execution_count is None, cell.id
+        assert (
+            len(cell.source.splitlines()) <= 18
+            and not cell.outputs
+            and cell.execution_count is None
+        ), cell.id
     source = "\n".join(cell.source for cell in notebook.cells)
     for exercise in homework.exercises:
         name = f"{path.stem}.{exercise.function}"
         assert f"# hint({name})" in source
         for question in exercise.questions:
-            assert re.search(rf'predict\({re.escape(name)}, .*\b{question.name}="\?"', source), (name, question.name)
+            assert re.search(rf'predict\({re.escape(name)}, .*\b{question.name}="\?"', source), (
+                name,
+                question.name,
+            )

@@ -1,4 +1,6 @@
-"""Keras models on torch's backend: our trainers train them unchanged, and `p101.keras.ParallelKeras` is a Keras model on several ranks."""
+"""Keras models on torch's backend: our trainers train them unchanged, and
+`p101.keras.ParallelKeras` is a Keras model on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,17 @@ from tests.keras.cases import LINES, classifier, differences, in_float64, sample
 
 
 def dense(keras):
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]), (6,)
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+    ), (6,)
 
 
 def convolution(keras):
-    layers = [keras.layers.Conv2D(4, 3, activation="relu"), keras.layers.Flatten(), keras.layers.Dense(3)]
+    layers = [
+        keras.layers.Conv2D(4, 3, activation="relu"),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3),
+    ]
     return keras.Sequential([keras.Input((5, 5, 2)), *layers]), (5, 5, 2)
 
 
@@ -37,9 +45,13 @@ def trained_by_zero_3():
     keras, results = in_float64(), {}
     for build in dense, convolution, one_in_another:
         model, shape = build(keras)
-        trainer = p101.ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), zero_stage=3, clip_norm=0.5)
+        trainer = p101.ShardedTrainer(
+            model, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), zero_stage=3, clip_norm=0.5
+        )
         random = torch.Generator().manual_seed(0)
-        batch = [torch.randn(11, *more, generator=random, dtype=torch.float64) for more in (shape, (3,))]
+        batch = [
+            torch.randn(11, *more, generator=random, dtype=torch.float64) for more in (shape, (3,))
+        ]
         losses = torch.tensor([trainer.step(*trainer.share(batch)) for _ in range(5)])
         layers = [layer.name for layer in trainer.gradient_sync.layers]
         results[build.__name__] = layers, {"loss": losses, **trainer.state_dict()}
@@ -47,9 +59,16 @@ def trained_by_zero_3():
 
 
 def test_zero_3_gathers_the_layers_of_a_keras_model():
-    """torch does not see them, and a keras.Sequential never calls the functional model inside it as a module."""
-    (one,) = p101.launch(trained_by_zero_3, world_size=1, backend="sim").results  # in a new thread, Keras's names start again
-    assert [layers for layers, _ in one.values()] == [["dense", "dense_1"], ["conv2d", "dense_2"], ["sequential_2.dense_3", "dense_4"]]
+    """torch does not see them, and a keras.Sequential never calls the functional model inside
+    it as a module.
+    """
+    # in a new thread, Keras's names start again
+    (one,) = p101.launch(trained_by_zero_3, world_size=1, backend="sim").results
+    assert [layers for layers, _ in one.values()] == [
+        ["dense", "dense_1"],
+        ["conv2d", "dense_2"],
+        ["sequential_2.dense_3", "dense_4"],
+    ]
     for rank in p101.launch(trained_by_zero_3, world_size=3, backend="sim").results:
         for name, (layers, state) in rank.items():
             assert layers == one[name][0]
@@ -63,22 +82,37 @@ OPTIMIZERS = {
     "adam": lambda k: k.optimizers.Adam(0.01),
     "adamw, clipnorm": lambda k: k.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.05),
     "sgd, global_clipnorm": lambda k: k.optimizers.SGD(0.1, global_clipnorm=0.1),
-    "adam, accumulation, average": lambda k: k.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5),
+    "adam, accumulation, average": lambda k: k.optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5
+    ),
 }
 
 
 def fitted(keras, model, optimizer, **options):
-    """Two epochs of three batches, the last of which has one sample: losses, metrics, weights and predictions."""
-    model.compile(OPTIMIZERS[optimizer](keras), loss="categorical_crossentropy", metrics=["accuracy"])
+    """Two epochs of three batches, the last of which has one sample: losses, metrics, weights
+    and predictions.
+    """
+    model.compile(
+        OPTIMIZERS[optimizer](keras), loss="categorical_crossentropy", metrics=["accuracy"]
+    )
     x, y = samples(keras)
-    history = model.fit(x, y, **{"epochs": 2, "batch_size": 8, "verbose": 0, "shuffle": False, **options}).history
+    history = model.fit(
+        x, y, **{"epochs": 2, "batch_size": 8, "verbose": 0, "shuffle": False, **options}
+    ).history
     numbers = {name: torch.tensor(values, dtype=torch.float64) for name, values in history.items()}
     predictions = {"predictions": torch.from_numpy(model.predict(x, batch_size=8, verbose=0))}
-    return numbers | predictions | {f"weight {i}": torch.from_numpy(w) for i, w in enumerate(model.get_weights())}
+    return (
+        numbers
+        | predictions
+        | {f"weight {i}": torch.from_numpy(w) for i, w in enumerate(model.get_weights())}
+    )
 
 
 def equal_one_process(layouts, optimizers):
-    """Each layout with each optimizer. Returns what differs on this rank, and how many numbers the rank holds in each layout."""
+    """Each layout with each optimizer.
+
+    Returns what differs on this rank, and how many numbers the rank holds in each layout.
+    """
     keras, wrong, held = in_float64(), {}, {}
     for optimizer in optimizers:
         one = fitted(keras, classifier(keras), optimizer)
@@ -91,17 +125,26 @@ def equal_one_process(layouts, optimizers):
 
 
 def on_a_line():
-    wrong, held = equal_one_process({name: LINES[name] for name in ("tensor", "ZeRO-3")}, list(OPTIMIZERS))
+    wrong, held = equal_one_process(
+        {name: LINES[name] for name in ("tensor", "ZeRO-3")}, list(OPTIMIZERS)
+    )
     others = equal_one_process(
-        {name: LINES[name] for name in ("data", "ZeRO-1", "ZeRO-2")}, ["adamw, clipnorm", "adam, accumulation, average"]
+        {name: LINES[name] for name in ("data", "ZeRO-1", "ZeRO-2")},
+        ["adamw, clipnorm", "adam, accumulation, average"],
     )
     return wrong | others[0], held | others[1]
 
 
 def on_a_mesh():
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    layouts = [{f"mesh, zero_stage={zero}": {"mesh": mesh, "zero_stage": zero} for zero in stages} for stages in ((0, 2, 3), (1, 3))]
-    (wrong, held), others = equal_one_process(layouts[0], ["adamw, clipnorm"]), equal_one_process(layouts[1], ["sgd, global_clipnorm"])
+    layouts = [
+        {f"mesh, zero_stage={zero}": {"mesh": mesh, "zero_stage": zero} for zero in stages}
+        for stages in ((0, 2, 3), (1, 3))
+    ]
+    (wrong, held), others = (
+        equal_one_process(layouts[0], ["adamw, clipnorm"]),
+        equal_one_process(layouts[1], ["sgd, global_clipnorm"]),
+    )
     return wrong | others[0], held | others[1]
 
 
@@ -111,8 +154,16 @@ def test_parallel_keras_equals_one_process():
     results = p101.launch(on_a_line, world_size=3, backend="sim", timeout=150).results
     assert [wrong for wrong, _ in results] == [{}] * 3
     held = {name: [held[name] for _, held in results] for name in LINES}
-    assert held["data"] == [293] * 3 and held["ZeRO-1"] == held["ZeRO-2"] == held["ZeRO-3"] == [99, 99, 95]
-    assert held["tensor"] == [6 * 6 + 6 + 6 * 8 + 8 + 8 * 2 + 2, 5 * 6 + 5 + 5 * 8 + 8 + 8 * 2 + 2, 5 * 6 + 5 + 5 * 8 + 8 + 8 + 1]
+    assert held["data"] == [293] * 3 and held["ZeRO-1"] == held["ZeRO-2"] == held["ZeRO-3"] == [
+        99,
+        99,
+        95,
+    ]
+    assert held["tensor"] == [
+        6 * 6 + 6 + 6 * 8 + 8 + 8 * 2 + 2,
+        5 * 6 + 5 + 5 * 8 + 8 + 8 * 2 + 2,
+        5 * 6 + 5 + 5 * 8 + 8 + 8 + 1,
+    ]
 
 
 @pytest.mark.slow
@@ -122,24 +173,42 @@ def test_parallel_keras_on_a_mesh_equals_one_process():
 
 
 def callbacks(keras):
-    stop = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=0, restore_best_weights=True)
+    stop = keras.callbacks.EarlyStopping(
+        monitor="val_loss", mode="max", patience=0, restore_best_weights=True
+    )
     return [stop, keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
 
 
 def with_two_outputs(keras):
-    """Branches, Dense layers that no other follows, layers that are not cut, and dropout, whose masks depend on a seed."""
+    """Branches, Dense layers that no other follows, layers that are not cut, and dropout, whose
+    masks depend on a seed.
+    """
     keras.utils.set_random_seed(0)
     x, layers = keras.Input((6,), name="x"), keras.layers
     y = layers.Dense(6, name="down")(layers.Dense(8, activation="gelu", name="up")(x))
     y = layers.Dropout(0.3)(layers.LayerNormalization()(y + x))
     z = layers.Dense(4)(layers.Activation("relu")(layers.Dense(8)(y)))
-    return keras.Model(x, [layers.Dense(5, activation="softmax", name="labels")(layers.Dense(4)(y) * z), layers.Dense(1, name="height")(z)])
+    return keras.Model(
+        x,
+        [
+            layers.Dense(5, activation="softmax", name="labels")(layers.Dense(4)(y) * z),
+            layers.Dense(1, name="height")(z),
+        ],
+    )
 
 
 def normalized(keras):
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    return keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(), layers.ReLU(), layers.Dense(5)])
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Dense(5),
+        ]
+    )
 
 
 def used_as_keras(folder):
@@ -150,21 +219,38 @@ def used_as_keras(folder):
     def compare(name, build, use, **layout):
         one = use(build(keras), keras)
         many = use(p101.keras.ParallelKeras(build(keras), **layout), keras)
-        if found := differences(*({k: torch.as_tensor(v, dtype=torch.float64) for k, v in found.items()} for found in (one, many))):
+        if found := differences(
+            *(
+                {k: torch.as_tensor(v, dtype=torch.float64) for k, v in found.items()}
+                for found in (one, many)
+            )
+        ):
             wrong[name, str(layout)] = found
 
     def fit(seed=0, **options):
         def use(model, keras):
             model.compile("adam", "categorical_crossentropy", metrics=["accuracy"])
-            torch.manual_seed(seed + (rank if isinstance(model, p101.keras.ParallelKeras) else 0))  # else each rank shuffles as it likes
+            # else each rank shuffles as it likes
+            torch.manual_seed(seed + (rank if isinstance(model, p101.keras.ParallelKeras) else 0))
             more = {"callbacks": callbacks(keras)} if "validation_data" in options else {}
             return model.fit(x, y, epochs=3, batch_size=8, verbose=0, **options, **more).history
 
         return use
 
     def two_outputs(model, keras):
-        model.compile("adam", {"labels": "categorical_crossentropy", "height": "mse"}, loss_weights={"labels": 1.0, "height": 0.3})
-        return model.fit({"x": x}, {"labels": y, "height": x[:, :1]}, epochs=2, batch_size=8, verbose=0, shuffle=False).history
+        model.compile(
+            "adam",
+            {"labels": "categorical_crossentropy", "height": "mse"},
+            loss_weights={"labels": 1.0, "height": 0.3},
+        )
+        return model.fit(
+            {"x": x},
+            {"labels": y, "height": x[:, :1]},
+            epochs=2,
+            batch_size=8,
+            verbose=0,
+            shuffle=False,
+        ).history
 
     def saved(model, keras):
         fit(shuffle=False)(model, keras)
@@ -177,17 +263,34 @@ def used_as_keras(folder):
         assert all((a == b).all() for a, b in zip(again.get_weights(), model.get_weights()))
         model.set_weights([2 * w for w in model.get_weights()])
         assert all((2 * a == b).all() for a, b in zip(again.get_weights(), model.get_weights()))
-        return keras.saving.load_model(folder / "model.keras").fit(x, y, epochs=3, batch_size=8, verbose=0, shuffle=False).history
+        return (
+            keras.saving.load_model(folder / "model.keras")
+            .fit(x, y, epochs=3, batch_size=8, verbose=0, shuffle=False)
+            .history
+        )
 
     for layout in {}, {"zero_stage": 3}:
         compare("shuffled as on position 0", classifier, fit(seed=7), **layout)
-        compare("callbacks", classifier, fit(shuffle=False, validation_data=(x[:5], y[:5])), **layout)
+        compare(
+            "callbacks", classifier, fit(shuffle=False, validation_data=(x[:5], y[:5])), **layout
+        )
     compare("validation_split", classifier, fit(shuffle=False, validation_split=0.3), zero_stage=1)
-    compare("sample_weight", classifier, fit(shuffle=False, sample_weight=abs(x[:, 0])), zero_stage=1)
-    compare("class_weight", classifier, fit(shuffle=False, class_weight={i: float(i) for i in range(5)}), zero_stage=1)
+    compare(
+        "sample_weight", classifier, fit(shuffle=False, sample_weight=abs(x[:, 0])), zero_stage=1
+    )
+    compare(
+        "class_weight",
+        classifier,
+        fit(shuffle=False, class_weight={i: float(i) for i in range(5)}),
+        zero_stage=1,
+    )
     compare("functional", with_two_outputs, two_outputs)
     compare("batch statistics of the whole batch", normalized, fit(shuffle=False))
-    for plan in {"*": "row"}, {"dense*": "column_gather"}, {with_two_outputs(keras).layers[1].name: "column_gather"}:
+    for plan in (
+        {"*": "row"},
+        {"dense*": "column_gather"},
+        {with_two_outputs(keras).layers[1].name: "column_gather"},
+    ):
         compare("plan", with_two_outputs, two_outputs, plan=plan)
     for layout in {}, {"zero_stage": 3}:
         compare("saved", classifier, saved, **layout)
@@ -220,24 +323,60 @@ def refused():
         model.fit(*samples(keras), verbose=0)
 
     def plan(plan):
-        return lambda: parallel(sequential(layers.Dense(4, name="up"), layers.ReLU(name="act"), layers.Dense(4, name="down")), plan=plan)
+        return lambda: parallel(
+            sequential(
+                layers.Dense(4, name="up"), layers.ReLU(name="act"), layers.Dense(4, name="down")
+            ),
+            plan=plan,
+        )
 
     attempt("no weights", lambda: parallel(keras.Sequential([layers.Dense(4)])))
-    attempt("models differ", lambda: parallel(sequential(layers.Dense(4, bias_initializer=keras.initializers.Constant(rank)))))
-    attempt("batches differ", lambda: parallel(classifier(keras)).predict(samples(keras)[0] + rank, verbose=0))
-    attempt("constraint", lambda: parallel(sequential(layers.Dense(4, kernel_constraint="max_norm", name="up"))))
-    attempt("statistics", lambda: parallel(sequential(layers.Dense(4), layers.BatchNormalization(name="norm")), zero_stage=1))
+    attempt(
+        "models differ",
+        lambda: parallel(
+            sequential(layers.Dense(4, bias_initializer=keras.initializers.Constant(rank)))
+        ),
+    )
+    attempt(
+        "batches differ",
+        lambda: parallel(classifier(keras)).predict(samples(keras)[0] + rank, verbose=0),
+    )
+    attempt(
+        "constraint",
+        lambda: parallel(sequential(layers.Dense(4, kernel_constraint="max_norm", name="up"))),
+    )
+    attempt(
+        "statistics",
+        lambda: parallel(
+            sequential(layers.Dense(4), layers.BatchNormalization(name="norm")), zero_stage=1
+        ),
+    )
     attempt("no Dense", lambda: parallel(sequential(layers.LayerNormalization())))
     attempt("zero_stage", lambda: parallel(classifier(keras), zero_stage=4))
-    attempt("pipeline", lambda: parallel(classifier(keras), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))))
+    attempt(
+        "pipeline",
+        lambda: parallel(
+            classifier(keras),
+            mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
+        ),
+    )
     for optimizer in "Lamb", "Muon", "Adafactor":
-        attempt(optimizer, lambda: fit(parallel(classifier(keras)), getattr(keras.optimizers, optimizer)()))  # noqa: B023
+        attempt(
+            optimizer,
+            lambda name=optimizer: fit(
+                parallel(classifier(keras)), getattr(keras.optimizers, name)()
+            ),
+        )
     attempt("no match", plan({"nothing": "row"}))
     attempt("style", plan({"up": "vocabulary"}))
     attempt("not Dense", plan({"act": "row"}))
     attempt("column column", plan({"*": "column"}))
     attempt(
-        "softmax", lambda: parallel(sequential(layers.Dense(4, activation="softmax", name="up"), layers.Dense(4)), plan={"up": "column"})
+        "softmax",
+        lambda: parallel(
+            sequential(layers.Dense(4, activation="softmax", name="up"), layers.Dense(4)),
+            plan={"up": "column"},
+        ),
     )
     return errors
 
@@ -265,7 +404,9 @@ WORDS = {
 def test_what_cannot_equal_one_process_is_refused():
     first, second = p101.launch(refused, world_size=2, backend="sim", timeout=150).results
     assert first == second
-    assert {name: text for name, text in first.items() if WORDS[name].lower() not in text.lower()} == {} and first.keys() == WORDS.keys()
+    assert {
+        name: text for name, text in first.items() if WORDS[name].lower() not in text.lower()
+    } == {} and first.keys() == WORDS.keys()
 
 
 # ── the example of the gradient-sharding design ──
@@ -286,12 +427,21 @@ def example(parallel, **layout):
         model = p101.keras.ParallelKeras(model, **layout)
     model.compile(optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"])
     random = np.random.default_rng(0)
-    x_train, y_train = random.normal(size=(96, 64)).astype("float32"), np.eye(10, dtype="float32")[random.integers(0, 10, 96)]
+    x_train, y_train = (
+        random.normal(size=(96, 64)).astype("float32"),
+        np.eye(10, dtype="float32")[random.integers(0, 10, 96)],
+    )
     history = model.fit(x_train, y_train, epochs=3, verbose=0).history
     if not parallel:
         return history, model.get_weights()
     numbers = sum(v.numpy().size for v in model.trainable_variables)
-    return history, model.get_weights(), model.get_parallelism_info(), model.get_gradient_sharding_info(), numbers
+    return (
+        history,
+        model.get_weights(),
+        model.get_parallelism_info(),
+        model.get_gradient_sharding_info(),
+        numbers,
+    )
 
 
 def examples():
@@ -306,8 +456,13 @@ def test_the_designs_example_runs_on_real_ranks():
     run = p101.launch(examples, world_size=2, trace=True, timeout=120)
     for (history, weights), *parallel in run.results:
         for number, (found, whole, info, sharding, held) in enumerate(parallel):
-            assert info["world_size"] == 2 and sharding["enabled"] and sharding["parameter_shards"] == (5, 6)[number]
-            assert held == (8645, 8613)[number]  # of 17,226; the bias of a row layer is whole on both
+            assert (
+                info["world_size"] == 2
+                and sharding["enabled"]
+                and sharding["parameter_shards"] == (5, 6)[number]
+            )
+            # of 17,226; the bias of a row layer is whole on both
+            assert held == (8645, 8613)[number]
             for name in history:
                 np.testing.assert_allclose(found[name], history[name], rtol=1e-6)
             for one, many in zip(weights, whole):
@@ -320,9 +475,18 @@ def test_the_designs_example_runs_on_real_ranks():
 @pytest.mark.parametrize(
     ("keras", "words"),
     [
-        (ModuleNotFoundError("No module named 'keras'", name="keras"), r"pip install 'parallel101\[keras\]'"),
-        (ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow"), "KERAS_BACKEND=torch before keras is imported"),
-        (SimpleNamespace(config=SimpleNamespace(backend=lambda: "jax")), "the backend 'jax'.*KERAS_BACKEND=torch before keras is imported"),
+        (
+            ModuleNotFoundError("No module named 'keras'", name="keras"),
+            r"pip install 'parallel101\[keras\]'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow"),
+            "KERAS_BACKEND=torch before keras is imported",
+        ),
+        (
+            SimpleNamespace(config=SimpleNamespace(backend=lambda: "jax")),
+            "the backend 'jax'.*KERAS_BACKEND=torch before keras is imported",
+        ),
     ],
     ids=["not installed", "without its backend", "another backend"],
 )

@@ -1,4 +1,6 @@
-"""What users write in Keras programs, on several ranks and in one process: the same losses, metrics and weights, or a clear error."""
+"""What users write in Keras programs, on several ranks and in one process: the same losses,
+metrics and weights, or a clear error.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,37 @@ CUT_SAMPLES = {name: layout for name, layout in LINES.items() if name != "tensor
 
 def numbers(history, model):
     """Of a fit: each epoch's losses and metrics, and the weights after it."""
-    found = {name: torch.tensor(values, dtype=torch.float64) for name, values in history.history.items()}
-    return found | {f"weight {i}": torch.from_numpy(w).double() for i, w in enumerate(model.get_weights())}
+    found = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in history.history.items()
+    }
+    return found | {
+        f"weight {i}": torch.from_numpy(w).double() for i, w in enumerate(model.get_weights())
+    }
 
 
 def against_one_process(build, use, layouts=LINES):
-    """Layout → what differs. `use(model, keras, wrap)` returns named tensors; `wrap` is ParallelKeras, or nothing in one process."""
+    """Layout → what differs.
+
+    `use(model, keras, wrap)` returns named tensors; `wrap` is ParallelKeras, or nothing in one
+    process.
+    """
     keras, wrong = in_float64(), {}
     one = use(build(keras), keras, lambda model: model)
     for name, layout in layouts.items():
-        many = use(build(keras), keras, lambda model, layout=layout: p101.keras.ParallelKeras(model, **layout))
+        many = use(
+            build(keras),
+            keras,
+            lambda model, layout=layout: p101.keras.ParallelKeras(model, **layout),
+        )
         if found := differences(one, many):
             wrong[name] = found
     return wrong
 
 
 def on_two_ranks(build, use, layouts=LINES):
-    return p101.launch(against_one_process, build, use, layouts, world_size=2, backend="sim", timeout=150).results
+    return p101.launch(
+        against_one_process, build, use, layouts, world_size=2, backend="sim", timeout=150
+    ).results
 
 
 def fit(model, keras, wrap):
@@ -37,7 +53,9 @@ def fit(model, keras, wrap):
     model = wrap(model)
     model.compile("adam", "categorical_crossentropy", metrics=["accuracy"])
     x, y = samples(keras)
-    history = model.fit(x, y, epochs=2, batch_size=8, verbose=0, shuffle=False, validation_data=(x[:5], y[:5]))
+    history = model.fit(
+        x, y, epochs=2, batch_size=8, verbose=0, shuffle=False, validation_data=(x[:5], y[:5])
+    )
     return numbers(history, model)
 
 
@@ -50,8 +68,15 @@ def regularized(keras):
     return keras.Sequential(
         [
             keras.Input((6,)),
-            layers.Dense(7, activation="relu", kernel_regularizer="l2", bias_regularizer=penalties.L1(0.02)),
-            layers.Dense(8, activation="relu", kernel_regularizer=penalties.L1L2(0.01, 0.03), bias_regularizer="l2"),
+            layers.Dense(
+                7, activation="relu", kernel_regularizer="l2", bias_regularizer=penalties.L1(0.02)
+            ),
+            layers.Dense(
+                8,
+                activation="relu",
+                kernel_regularizer=penalties.L1L2(0.01, 0.03),
+                bias_regularizer="l2",
+            ),
             layers.LayerNormalization(gamma_regularizer="l1"),
             layers.Dense(5, activation="softmax", kernel_regularizer="l2"),
             layers.Dense(5, kernel_regularizer="l2", trainable=False),
@@ -66,12 +91,17 @@ def test_penalties_of_regularizers_count_once():
 def on_a_mesh():
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = {f"zero_stage={stage}": {"mesh": mesh, "zero_stage": stage} for stage in (0, 1, 3)}
-    return [against_one_process(*program, layouts) for program in ((regularized, fit), (masked, fit_sequences), (trained, go_on))]
+    return [
+        against_one_process(*program, layouts)
+        for program in ((regularized, fit), (masked, fit_sequences), (trained, go_on))
+    ]
 
 
 @pytest.mark.slow
 def test_regularizers_masks_and_optimizers_that_go_on_work_on_a_mesh():
-    assert p101.launch(on_a_mesh, world_size=4, backend="sim", timeout=150).results == [[{}] * 3] * 4
+    assert (
+        p101.launch(on_a_mesh, world_size=4, backend="sim", timeout=150).results == [[{}] * 3] * 4
+    )
 
 
 def orthogonal(keras):
@@ -92,27 +122,47 @@ def masked(keras):
     layers = keras.layers
     x = keras.Input((5,), dtype="int32")
     y = layers.LSTM(4, return_sequences=True)(layers.Embedding(7, 6, mask_zero=True)(x))
-    return keras.Model(x, layers.Dense(3, activation="softmax")(layers.Dense(8, activation="relu")(y)))
+    return keras.Model(
+        x, layers.Dense(3, activation="softmax")(layers.Dense(8, activation="relu")(y))
+    )
 
 
 def masked_by_value(keras):
     keras.utils.set_random_seed(0)
     layers = keras.layers
     return keras.Sequential(
-        [keras.Input((5, 1)), layers.Masking(0.0), layers.Dense(4), layers.GRU(4), layers.Dense(3, activation="softmax")]
+        [
+            keras.Input((5, 1)),
+            layers.Masking(0.0),
+            layers.Dense(4),
+            layers.GRU(4),
+            layers.Dense(3, activation="softmax"),
+        ]
     )
 
 
 def fit_sequences(model, keras, wrap):
-    """One label for each of five steps or for each sequence, whichever the model has. Zeros are masked: 1 to 5 of a sequence's steps."""
+    """One label for each of five steps or for each sequence, whichever the model has.
+
+    Zeros are masked: 1 to 5 of a sequence's steps.
+    """
     random = torch.Generator().manual_seed(1)
-    steps = torch.randint(1, 7, (17, 5), generator=random) * (torch.arange(5) < torch.randint(0, 6, (17, 1), generator=random))
+    steps = torch.randint(1, 7, (17, 5), generator=random) * (
+        torch.arange(5) < torch.randint(0, 6, (17, 1), generator=random)
+    )
     labels = torch.randint(3, (17, 5), generator=random)
     x = steps.numpy() if len(model.inputs[0].shape) == 2 else steps[..., None].double().numpy()
     y = labels.numpy() if len(model.outputs[0].shape) == 3 else labels[:, 0].numpy()
     model = wrap(model)
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], weighted_metrics=["accuracy"])
-    history = model.fit(x, y, epochs=2, batch_size=8, verbose=0, shuffle=False, validation_data=(x[:5], y[:5]))
+    model.compile(
+        "adam",
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy"],
+    )
+    history = model.fit(
+        x, y, epochs=2, batch_size=8, verbose=0, shuffle=False, validation_data=(x[:5], y[:5])
+    )
     return numbers(history, model)
 
 
@@ -128,7 +178,9 @@ def recurrent(keras):
     keras.utils.set_random_seed(0)
     layers = keras.layers
     both = layers.Bidirectional(layers.LSTM(3, return_sequences=True))
-    return keras.Sequential([keras.Input((5, 1)), both, layers.GRU(4), layers.Dense(3, activation="softmax")])
+    return keras.Sequential(
+        [keras.Input((5, 1)), both, layers.GRU(4), layers.Dense(3, activation="softmax")]
+    )
 
 
 def test_recurrent_layers_train_on_each_axis():
@@ -143,7 +195,11 @@ def noise(keras):
     keras.utils.set_random_seed(0)
     x, layers = keras.Input((40,)), keras.layers
     scaled = layers.Dense(40, kernel_initializer="identity")(x)
-    drawn = [layers.Dropout(0.5)(scaled), layers.Dropout(0.5, seed=3)(scaled), layers.GaussianNoise(1.0)(scaled)]
+    drawn = [
+        layers.Dropout(0.5)(scaled),
+        layers.Dropout(0.5, seed=3)(scaled),
+        layers.GaussianNoise(1.0)(scaled),
+    ]
     return keras.Model(x, layers.Concatenate()(drawn))
 
 
@@ -171,11 +227,15 @@ def drawn_in_two_steps(model, keras):
 
 
 def test_each_sample_has_its_own_dropout_mask():
-    """Along tp ranks draw the same, along dp each its own, and afterwards all of them go on alike."""
+    """Along tp ranks draw the same, along dp each its own, and afterwards all of them go on
+    alike.
+    """
     first, second = p101.launch(drawn_masks, world_size=2, backend="sim", timeout=150).results
     for name in LINES:
         (outputs, after), (same_outputs, same_after) = first[name], second[name]
-        assert all(torch.equal(a, b) for a, b in zip([*outputs, *after], [*same_outputs, *same_after])), name
+        assert all(
+            torch.equal(a, b) for a, b in zip([*outputs, *after], [*same_outputs, *same_after])
+        ), name
         for drawn in torch.cat(outputs).chunk(3, dim=1):
             assert len(drawn.unique(dim=0)) == 4, name  # of two samples in two steps
 
@@ -183,7 +243,12 @@ def test_each_sample_has_its_own_dropout_mask():
 def dropped(keras):
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    steps = [layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.Dense(5, activation="softmax")]
+    steps = [
+        layers.Dense(8, activation="relu"),
+        layers.Dropout(0.5),
+        layers.GaussianNoise(0.1),
+        layers.Dense(5, activation="softmax"),
+    ]
     return keras.Sequential([keras.Input((6,)), *steps])
 
 
@@ -201,13 +266,17 @@ def fit_once(model, keras):
 
 
 def in_phases(*phases):
-    """Fit after each phase, which freezes something in the model that was given to ParallelKeras or in what it returned."""
+    """Fit after each phase, which freezes something in the model that was given to
+    ParallelKeras or in what it returned.
+    """
 
     def use(model, keras, wrap):
         wrapped, found = wrap(model), {}
         for number, freeze in enumerate((lambda *_: None, *phases)):
             freeze(model, wrapped)
-            found |= {f"phase {number}: {name}": value for name, value in fit_once(wrapped, keras).items()}
+            found |= {
+                f"phase {number}: {name}": value for name, value in fit_once(wrapped, keras).items()
+            }
         return found
 
     return use
@@ -274,7 +343,9 @@ def freeze_between_batches(model, keras, wrap):
     for step in range(4):
         layer.trainable = step < 2
         losses.append(wrapped.train_on_batch(x, y))
-    return {"loss": torch.tensor(losses)} | {f"weight {i}": torch.from_numpy(w) for i, w in enumerate(wrapped.get_weights())}
+    return {"loss": torch.tensor(losses)} | {
+        f"weight {i}": torch.from_numpy(w) for i, w in enumerate(wrapped.get_weights())
+    }
 
 
 @pytest.mark.filterwarnings("ignore:A layer's `trainable` state has changed")
@@ -296,7 +367,9 @@ def trained(keras):
 
 def go_on(model, keras, wrap):
     model = wrap(model)
-    return numbers(model.fit(*samples(keras), epochs=2, batch_size=8, verbose=0, shuffle=False), model)
+    return numbers(
+        model.fit(*samples(keras), epochs=2, batch_size=8, verbose=0, shuffle=False), model
+    )
 
 
 def compiled_again(model, keras, wrap):
@@ -305,7 +378,9 @@ def compiled_again(model, keras, wrap):
     model.compile(optimizer or model.optimizer, "mse", metrics=["mae"])
     found = numbers(model.fit(*samples(keras), batch_size=8, verbose=0, shuffle=False), model)
     model.compile(model.optimizer, "categorical_crossentropy")
-    return found | {f"again, {name}": value for name, value in go_on(model, keras, lambda same: same).items()}
+    return found | {
+        f"again, {name}": value for name, value in go_on(model, keras, lambda same: same).items()
+    }
 
 
 class Loaded:
@@ -331,7 +406,9 @@ def saved_with_a_frozen_layer(folder):
         alone = isinstance(wrapped := wrap(model), keras.Sequential)
         wrapped.layers[1].trainable = False
         fit_once(wrapped, keras)
-        path = folder / (f"of rank {torch.distributed.get_rank()}.keras" if alone else "of all.keras")
+        path = folder / (
+            f"of rank {torch.distributed.get_rank()}.keras" if alone else "of all.keras"
+        )
         wrapped.save(path)
         return go_on(keras.saving.load_model(path), keras, lambda same: same)
 
@@ -358,11 +435,24 @@ def interrupted(folder):
             if epoch == 2:
                 raise Interrupt
 
-        for name, last in ("before", [keras.callbacks.LambdaCallback(on_epoch_begin=end)]), ("after", []):
-            callbacks = [keras.callbacks.BackupAndRestore(str(backup), double_checkpoint=True), *last]
+        for name, last in (
+            ("before", [keras.callbacks.LambdaCallback(on_epoch_begin=end)]),
+            ("after", []),
+        ):
+            callbacks = [
+                keras.callbacks.BackupAndRestore(str(backup), double_checkpoint=True),
+                *last,
+            ]
             model.compile("adam", "categorical_crossentropy")
             try:
-                history = model.fit(*samples(keras), epochs=4, batch_size=8, verbose=0, shuffle=False, callbacks=callbacks)
+                history = model.fit(
+                    *samples(keras),
+                    epochs=4,
+                    batch_size=8,
+                    verbose=0,
+                    shuffle=False,
+                    callbacks=callbacks,
+                )
                 assert name == "after" and history.epoch == [2, 3]
                 found = numbers(history, model)
             except Interrupt:
@@ -389,7 +479,14 @@ def with_added_loss(keras):
 
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    return keras.Sequential([keras.Input((6,)), layers.Dense(8), Penalty(name="penalty"), layers.Dense(5, activation="softmax")])
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8),
+            Penalty(name="penalty"),
+            layers.Dense(5, activation="softmax"),
+        ]
+    )
 
 
 def test_losses_of_layers_count_on_a_tensor_axis():
@@ -490,11 +587,24 @@ def refused(layout):
     attempt("compute_loss", lambda: fitted(OwnLoss([keras.Input((6,)), layers.Dense(5)])))
     attempt("call", lambda: fitted(functional(OwnCall)))
     attempt("Lambda", lambda: fitted(sequential(layers.Lambda(centered, name="center"))))
-    attempt("mean of all", lambda: fitted(sequential(layers.Dropout(0.5), layers.Lambda(scaled, name="center"))))
+    attempt(
+        "mean of all",
+        lambda: fitted(sequential(layers.Dropout(0.5), layers.Lambda(scaled, name="center"))),
+    )
     attempt("in training", lambda: fitted(sequential(CenteredInTraining(name="center"))))
-    attempt("predict", lambda: p101.keras.ParallelKeras(between_layers(), **layout).predict(samples(keras)[0], verbose=0))
+    attempt(
+        "predict",
+        lambda: p101.keras.ParallelKeras(between_layers(), **layout).predict(
+            samples(keras)[0], verbose=0
+        ),
+    )
     attempt("axis", lambda: fitted(sequential(layers.Softmax(axis=0, name="softmax"))))
-    attempt("in a model", lambda: fitted(sequential(keras.Sequential([keras.Input((5,)), CenteredInTraining(name="center")]))))
+    attempt(
+        "in a model",
+        lambda: fitted(
+            sequential(keras.Sequential([keras.Input((5,)), CenteredInTraining(name="center")]))
+        ),
+    )
     attempt("operation", lambda: fitted(between_layers()))
     attempt("add_loss", lambda: fitted(with_added_loss(keras)))
     attempt("metric", lambda: fitted(sequential(Counts(name="counts"))))
@@ -535,14 +645,18 @@ EXPECTED = {
 
 @pytest.mark.parametrize("line", EXPECTED)
 def test_what_cannot_equal_one_process_is_refused(line):
-    first, second = p101.launch(refused, LINES[line], world_size=2, backend="sim", timeout=150).results
+    first, second = p101.launch(
+        refused, LINES[line], world_size=2, backend="sim", timeout=150
+    ).results
     assert first == second and first.keys() == EXPECTED[line].keys()
     for name, words in EXPECTED[line].items():
         assert words in first[name], first[name]
 
 
 def look_at_samples():
-    """Whether the check before the first step changes anything: numbers of layers in training, and in all others."""
+    """Whether the check before the first step changes anything: numbers of layers in training,
+    and in all others.
+    """
     keras, found = in_float64(), {}
     for name, layout in CUT_SAMPLES.items():
         model = p101.keras.ParallelKeras(dropped(keras), **layout)

@@ -1,4 +1,6 @@
-"""Shared by the tests of the layers: meshes, blocks computed in one process, and the adjoint test."""
+"""Shared by the tests of the layers: meshes, blocks computed in one process, and the adjoint
+test.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def mesh_of(start, shape, transposed=False):
 
 
 def block(x, mesh, axes=None):
-    """This rank's block of x, which these axes of the mesh cut (all by default). Outside the mesh: nothing."""
+    """This rank's block of x, which these axes of the mesh cut (all by default).
+
+    Outside the mesh: nothing.
+    """
     if mesh.get_coordinate() is None:
         return x.new_empty(0)
     for axis, at in enumerate(mesh.get_coordinate()):

@@ -1,4 +1,6 @@
-"""BatchNorm over a mesh equals torch's on the whole batch: outputs, gradients, running statistics, evaluation."""
+"""BatchNorm over a mesh equals torch's on the whole batch: outputs, gradients, running
+statistics, evaluation.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ OPTIONS = [{}, {"momentum": None, "eps": 1e-3}, {"affine": False}, {"track_runni
 
 
 def trained(norm, batches, channels=slice(None), cut=lambda x: x):
-    """Two steps of training and an evaluation: outputs, gradients of x, weight and bias, and the state."""
+    """Two steps of training and an evaluation: outputs, gradients of x, weight and bias, and
+    the state.
+    """
     torch.manual_seed(0)
     found = {}
     if norm.weight is not None:
@@ -43,7 +47,11 @@ def trained(norm, batches, channels=slice(None), cut=lambda x: x):
 
 
 def batches_of(shape):
-    return torch.randn((3, *shape), generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 3 + 100
+    return (
+        torch.randn((3, *shape), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        * 3
+        + 100
+    )
 
 
 def differences(cases):
@@ -60,17 +68,32 @@ def differences(cases):
             sizes = split_sizes(shape[1], mesh_shape[1] if len(mesh_shape) > 1 else 1)
             at = where[1] if len(mesh_shape) > 1 else 0
             channels = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
-            found = trained(norm, batches_of(shape), channels, cut=functools.partial(block, mesh=mesh))
-            torchs = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](shape[1], dtype=torch.float64, **options)
+            found = trained(
+                norm, batches_of(shape), channels, cut=functools.partial(block, mesh=mesh)
+            )
+            torchs = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](
+                shape[1], dtype=torch.float64, **options
+            )
             for key, whole in trained(torchs, batches_of(shape)).items():
-                expected = block(whole, mesh) if whole.dim() > 1 else whole[channels] if whole.dim() else whole
-                if not torch.allclose(found[key].to(expected.dtype), expected, rtol=1e-10, atol=1e-11):
+                expected = (
+                    block(whole, mesh)
+                    if whole.dim() > 1
+                    else whole[channels]
+                    if whole.dim()
+                    else whole
+                )
+                if not torch.allclose(
+                    found[key].to(expected.dtype), expected, rtol=1e-10, atol=1e-11
+                ):
                     wrong.append((name, options, key))
     return wrong
 
 
 def test_it_equals_torchs_of_the_whole_batch():
-    assert p101.launch(differences, CASES, world_size=5, backend="sim", rules="nccl").results == [[]] * 5
+    assert (
+        p101.launch(differences, CASES, world_size=5, backend="sim", rules="nccl").results
+        == [[]] * 5
+    )
 
 
 def in_half_precision():
@@ -103,7 +126,12 @@ def test_evaluation_sends_nothing_and_what_it_refuses():
     run = p101.launch(messages_and_errors, world_size=2, backend="sim")
     assert run.results[0] == run.results[1]
     for said, expected in zip(
-        run.results[0], ("expected (samples, 3 channels, …)", "expected (samples", "expected at least 2 in training")
+        run.results[0],
+        (
+            "expected (samples, 3 channels, …)",
+            "expected (samples",
+            "expected at least 2 in training",
+        ),
     ):
         assert expected in said
     assert len(run.results[0]) == 3

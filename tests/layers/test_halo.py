@@ -1,4 +1,6 @@
-"""Halo exchange: the published tables, one process's values and gradients, the adjoint, and no message more than the sizes say."""
+"""Halo exchange: the published tables, one process's values and gradients, the adjoint, and no
+message more than the sizes say.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from parallel101.layers.halo_sizes import halos, messages
 from parallel101.layers.halo_spatial import SpatialParallel
 from tests.autograd.test_collectives import inner_products, random, unequal
 
-# The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the same numbers, and one of DistDL's tests:
-# (n, ranks, kernel_size, stride, padding) → left and right of each rank.
+# The examples of Hewett and Grady (arXiv 2006.03108), for which DistDL's HaloMixin computes the
+# same numbers, and one of DistDL's tests: (n, ranks, kernel_size, stride, padding) → left and right
+# of each rank.
 PUBLISHED = {
     "normal convolution": ((11, 3, 5, 1, 2), [(0, 2), (2, 2), (2, 0)]),
     "unbalanced convolution": ((11, 3, 5, 1, 0), [(0, 3), (1, 1), (3, 0)]),
     "simple unbalanced pooling": ((11, 3, 2, 2, 0), [(0, 0), (0, 0), (0, -1)]),
-    "complex unbalanced pooling": ((20, 6, 2, 2, 0), [(0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0)]),
+    "complex unbalanced pooling": (
+        (20, 6, 2, 2, 0),
+        [(0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0)],
+    ),
     "DistDL's test_halo_mixin": ((10, 4, 2, 2, 0), [(0, 1), (-1, 0), (0, 0), (0, 0)]),
 }
 
@@ -37,7 +43,9 @@ def test_the_published_tables(arguments, expected):
 
 def test_halos_are_what_the_kernel_touches():
     """Against a loop over all outputs and all entries under the kernel."""
-    for n, p, k, s, pad, d in itertools.product((1, 5, 11, 16), (1, 2, 3, 5), (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2)):
+    for n, p, k, s, pad, d in itertools.product(
+        (1, 5, 11, 16), (1, 2, 3, 5), (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2)
+    ):
         outputs = (n + 2 * pad - d * (k - 1) - 1) // s + 1
         if n + 2 * pad < d * (k - 1) + 1:
             with pytest.raises(ValueError, match="kernel covers"):
@@ -54,7 +62,12 @@ def test_halos_are_what_the_kernel_touches():
             assert halo.padding == (sum(i < 0 for i in whole), sum(i >= n for i in whole))
             foreign = sorted(i for (_, to), block in sent.items() if to == rank for i in block)
             assert foreign == [i for i in halo.needs if i not in halo.holds]
-            assert all(i in line[source].holds for (source, to), block in sent.items() if to == rank for i in block)
+            assert all(
+                i in line[source].holds
+                for (source, to), block in sent.items()
+                if to == rank
+                for i in block
+            )
 
 
 def test_padding_may_differ_before_and_after():
@@ -83,7 +96,8 @@ def conv(dims, *arguments, **options):
     return lambda: (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](*arguments, **options)
 
 
-# DistDL's tests/layers/test_conv_feature.py and test_pooling.py: mesh, shape, kernel_size, padding, stride, dilation
+# DistDL's tests/layers/test_conv_feature.py and test_pooling.py: mesh, shape, kernel_size, padding,
+# stride, dilation
 DISTDL = {
     "no stride, ideal padding": ((1, 1, 2, 2), (1, 5, 10, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
     "stride 2, ideal padding": ((1, 1, 2, 2), (1, 5, 10, 10), (5, 5), (2, 2), (2, 2), (1, 1)),
@@ -98,17 +112,33 @@ DISTDL = {
 }
 # And what a user meets besides: the module, the mesh, the shape
 OURS = {
-    "same padding, even kernel": (conv(2, 2, 3, (4, 3), padding="same", dilation=(1, 2)), (1, 1, 3, 2), (2, 2, 7, 9)),
+    "same padding, even kernel": (
+        conv(2, 2, 3, (4, 3), padding="same", dilation=(1, 2)),
+        (1, 1, 3, 2),
+        (2, 2, 7, 9),
+    ),
     "samples cut too, groups": (conv(2, 4, 4, 3, groups=2, bias=False), (2, 1, 2, 3), (3, 4, 9, 8)),
     "a mesh of one axis": (conv(1, 2, 3, 3, padding=1), (3,), (5, 2, 8)),
     "shards smaller than the halo": (conv(1, 1, 2, 7, padding=3), (1, 1, 6), (2, 1, 8)),
     "fewer entries than ranks": (conv(1, 1, 2, 3, padding=1), (1, 1, 5), (2, 1, 3)),
     "fewer outputs than ranks": (conv(2, 1, 2, (3, 5), stride=2), (1, 1, 2, 4), (2, 1, 7, 9)),
     "a stride larger than the kernel": (conv(1, 1, 2, 2, stride=5), (1, 1, 4), (1, 1, 23)),
-    "max pooling with padding": (lambda: nn.MaxPool2d(3, stride=2, padding=1), (1, 2, 2, 2), (2, 3, 7, 6)),
-    "max pooling with dilation": (lambda: nn.MaxPool1d(3, stride=1, dilation=2), (1, 1, 4), (1, 2, 11)),
+    "max pooling with padding": (
+        lambda: nn.MaxPool2d(3, stride=2, padding=1),
+        (1, 2, 2, 2),
+        (2, 3, 7, 6),
+    ),
+    "max pooling with dilation": (
+        lambda: nn.MaxPool1d(3, stride=1, dilation=2),
+        (1, 1, 4),
+        (1, 2, 11),
+    ),
     "mean pooling": (lambda: nn.AvgPool2d(2), (1, 1, 3, 2), (2, 2, 11, 7)),
-    "mean pooling with padding": (lambda: nn.AvgPool1d(4, stride=3, padding=2), (1, 1, 5), (2, 2, 13)),
+    "mean pooling with padding": (
+        lambda: nn.AvgPool1d(4, stride=3, padding=2),
+        (1, 1, 5),
+        (2, 2, 13),
+    ),
     "1-D max pooling, fewer outputs than ranks": (lambda: nn.MaxPool1d(4), (1, 1, 5), (2, 2, 13)),
 }
 
@@ -131,7 +161,11 @@ def one_process():
         cases[name] = conv(dims, shape[1], 2, kernel, stride, padding, dilation), mesh, shape
         if all(2 * before <= k for before, k in zip(padding, kernel)):
             kind = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1]
-            cases[f"{name}, max pooling"] = functools.partial(kind, kernel, stride, padding, dilation), mesh, shape
+            cases[f"{name}, max pooling"] = (
+                functools.partial(kind, kernel, stride, padding, dilation),
+                mesh,
+                shape,
+            )
     wholes = {}
     for name, (make, mesh, shape) in cases.items():
         with torch.random.fork_rng():
@@ -145,7 +179,10 @@ def one_process():
 
 
 def differences(wholes, meshes):
-    """Where SpatialParallel differs from one process by more than 1e-10. The ranks beyond a mesh are outside."""
+    """Where SpatialParallel differs from one process by more than 1e-10.
+
+    The ranks beyond a mesh are outside.
+    """
     meshes = {shape: mesh_of(shape) for shape in meshes}
     wrong = []
     for name, whole in wholes.items():
@@ -159,7 +196,10 @@ def differences(wholes, meshes):
         if mesh.get_coordinate() is not None:
             found += [weight.grad for weight in layer.parameters()]
             expected += whole.gradients[1:]
-        close = [torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(found, expected, strict=True)]
+        close = [
+            torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+            for a, b in zip(found, expected, strict=True)
+        ]
         if not all(close) or layer.output_shape != whole.y.shape:
             wrong.append((rank, name, close))
     return wrong
@@ -172,24 +212,38 @@ def differences(wholes, meshes):
 )
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_convolutions_and_pooling_equal_one_process(world_size, options):
-    wholes = {name: whole for name, whole in one_process().items() if math.prod(whole.mesh) <= world_size}
+    wholes = {
+        name: whole for name, whole in one_process().items() if math.prod(whole.mesh) <= world_size
+    }
     assert len(wholes) > 20
     meshes = sorted({whole.mesh for whole in wholes.values()})
-    assert p101.launch(differences, wholes, meshes, world_size=world_size, **options).results == [[]] * world_size
+    assert (
+        p101.launch(differences, wholes, meshes, world_size=world_size, **options).results
+        == [[]] * world_size
+    )
 
 
 def network(wrap=lambda module, shape: (module, module(torch.zeros(shape).double()).shape)):
-    """Convolutions and pooling after each other, where `wrap` returns the layer and the shape of its output."""
+    """Convolutions and pooling after each other, where `wrap` returns the layer and the shape
+    of its output.
+    """
     torch.manual_seed(5)
     shape, layers = torch.Size((2, 1, 12, 9)), []
-    for module in (nn.Conv2d(1, 3, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(3, 2, (2, 3), stride=(1, 2))):
+    for module in (
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 2, (2, 3), stride=(1, 2)),
+    ):
         layer, shape = wrap(module.double(), shape)
         layers += [layer, nn.Tanh()]
     return nn.Sequential(*layers)
 
 
 def trained(model, x, target):
-    """The weights after three steps. The loss is a sum, so the ranks' losses add up to that of one process."""
+    """The weights after three steps.
+
+    The loss is a sum, so the ranks' losses add up to that of one process.
+    """
     weights = list(model.parameters())
     for _ in range(3):
         loss = (model(x) - target).pow(2).sum()
@@ -212,16 +266,31 @@ def test_a_network_trains_as_in_one_process():
     model, x = network(), seeded((2, 1, 12, 9))
     target = seeded(model(x).shape, 1)
     expected = trained(model, x, target)
-    for weights in p101.launch(a_network_in_parallel, target, world_size=6, backend="sim", rules="nccl").results:
+    for weights in p101.launch(
+        a_network_in_parallel, target, world_size=6, backend="sim", rules="nccl"
+    ).results:
         torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
-# DistDL's tests/primitives/test_halo_exchange.py, then what it leaves out: corners, padding, strides, dilation, far neighbours
+# DistDL's tests/primitives/test_halo_exchange.py, then what it leaves out: corners, padding,
+# strides, dilation, far neighbours
 ADJOINTS = [
     {"mesh": (1, 1, 3, 3), "shape": (1, 1, 10, 7), "kernel_size": (3, 3)},
     {"mesh": (1, 1, 3), "shape": (1, 1, 10), "kernel_size": 2, "stride": 2},
-    {"mesh": (2, 2, 3), "shape": (5, 6, 7), "kernel_size": (3, 2, 5), "stride": (1, 2, 1), "padding": (1, 0, 2)},
-    {"mesh": (2, 4), "shape": (3, 9, 11), "kernel_size": (5, 4), "padding": ((0, 3), 1), "dilation": 2},
+    {
+        "mesh": (2, 2, 3),
+        "shape": (5, 6, 7),
+        "kernel_size": (3, 2, 5),
+        "stride": (1, 2, 1),
+        "padding": (1, 0, 2),
+    },
+    {
+        "mesh": (2, 4),
+        "shape": (3, 9, 11),
+        "kernel_size": (5, 4),
+        "padding": ((0, 3), 1),
+        "dilation": 2,
+    },
     {"mesh": (9,), "shape": (7,), "kernel_size": 5, "padding": 2},
     {"mesh": (4,), "shape": (9,), "kernel_size": 1, "stride": 3},
     {"mesh": (1,), "shape": (6,), "kernel_size": 3},
@@ -234,7 +303,9 @@ def layer_of(case):
 
 
 def windows(layer, whole):
-    """What every rank of the layer's mesh should get, as one process cuts it out of the padded tensor."""
+    """What every rank of the layer's mesh should get, as one process cuts it out of the padded
+    tensor.
+    """
     for dim, line in enumerate(layer.lines):
         before, after = (max(halo.padding[side] for halo in line) for side in (0, 1))
         whole = nn.functional.pad(whole, [0, 0] * (whole.dim() - dim - 1) + [before, after])
@@ -263,10 +334,17 @@ def wrong_exchanges(cases):
         (g_whole,) = torch.autograd.grad(sum(y.pow(3).sum() for y in wholes), x, create_graph=True)
         (h_whole,) = torch.autograd.grad(g_whole.pow(2).sum(), x)
         for found, expected in ((g, g_whole), (h, h_whole)):
-            same.append(torch.allclose(found, block_of(expected, mesh_of(case["mesh"])), rtol=1e-10, atol=1e-10))
+            same.append(
+                torch.allclose(
+                    found, block_of(expected, mesh_of(case["mesh"])), rtol=1e-10, atol=1e-10
+                )
+            )
 
         products[i] = inner_products(layer, random(mine.shape, i))
-        products[i, "used twice"] = inner_products(lambda x: torch.cat([layer(x).flatten(), layer(x * 2).flatten()]), random(mine.shape, i))  # noqa: B023
+        products[i, "used twice"] = inner_products(
+            lambda x, layer=layer: torch.cat([layer(x).flatten(), layer(x * 2).flatten()]),
+            random(mine.shape, i),
+        )
         with torch.no_grad():
             kept = mine.clone()
             plain = layer(mine.detach())
@@ -287,7 +365,10 @@ def wrong_exchanges(cases):
 )
 def test_values_gradients_and_adjoints(world_size, options):
     cases = [case for case in ADJOINTS if math.prod(case["mesh"]) <= world_size]
-    assert p101.launch(wrong_exchanges, cases, world_size=world_size, **options).results == [[]] * world_size
+    assert (
+        p101.launch(wrong_exchanges, cases, world_size=world_size, **options).results
+        == [[]] * world_size
+    )
 
 
 def exchanged(case, backward=True):
@@ -299,17 +380,29 @@ def exchanged(case, backward=True):
 
 
 def predicted(lines):
-    """(source, destination, bytes of float64) of every message. The dims come in order, each with the halos of the dims before it."""
+    """(source, destination, bytes of float64) of every message.
+
+    The dims come in order, each with the halos of the dims before it.
+    """
     places = list(itertools.product(*(range(len(line)) for line in lines)))
     found = []
     for dim, line in enumerate(lines):
         for (source, to), entries in messages(line).items():
             for place in places:
-                before = [len(lines[d][at].needs) + sum(lines[d][at].padding) for d, at in enumerate(place[:dim])]
+                before = [
+                    len(lines[d][at].needs) + sum(lines[d][at].padding)
+                    for d, at in enumerate(place[:dim])
+                ]
                 after = [len(lines[d][at].holds) for d, at in enumerate(place) if d > dim]
                 nbytes = 8 * len(entries) * math.prod(before + after)
                 if place[dim] == source and nbytes:
-                    found.append((places.index(place), places.index((*place[:dim], to, *place[dim + 1 :])), nbytes))
+                    found.append(
+                        (
+                            places.index(place),
+                            places.index((*place[:dim], to, *place[dim + 1 :])),
+                            nbytes,
+                        )
+                    )
     return found
 
 
@@ -318,11 +411,18 @@ def test_the_sizes_predict_every_message_and_backward_sends_them_back(case):
     run = p101.launch(exchanged, case, world_size=math.prod(case["mesh"]) + 1, backend="sim")
     there = predicted(run.results[0])
     back = [(destination, source, nbytes) for source, destination, nbytes in there]
-    assert sorted((message.src, message.dst, message.nbytes) for message in run.trace.messages()) == sorted(there + back)
+    assert sorted(
+        (message.src, message.dst, message.nbytes) for message in run.trace.messages()
+    ) == sorted(there + back)
 
 
 NO_MESSAGES = {
-    "pooling whose windows lie within the blocks": {"mesh": (1, 1, 3), "shape": (1, 1, 12), "kernel_size": 2, "stride": 2},
+    "pooling whose windows lie within the blocks": {
+        "mesh": (1, 1, 3),
+        "shape": (1, 1, 12),
+        "kernel_size": 2,
+        "stride": 2,
+    },
     "a kernel of one": {"mesh": (1, 3), "shape": (5, 7), "kernel_size": 1},
     "a dim that is not cut": {"mesh": (3,), "shape": (6, 5), "kernel_size": 3, "padding": 1},
 }
@@ -343,22 +443,41 @@ def test_two_steps_for_each_dim_that_is_cut():
 
 
 ERRORS = {
-    "large": "ValueError: dim 2 of a tensor of shape (2, 3, 8): the kernel covers 9 entries (kernel_size=9, dilation=1), but the input has",
-    "many": "ValueError: kernel_size=(1, 1, 1, 1) has 4 sizes: expected at most 3 for a tensor of shape (2, 3, 8)",
-    "strides": "ValueError: stride=(1, 2): expected an int, or one for each dim of the kernel, whose size is (3,)",
-    "zero": "ValueError: dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1",
+    "large": (
+        "ValueError: dim 2 of a tensor of shape (2, 3, 8): the kernel covers 9 entries "
+        "(kernel_size=9, dilation=1), but the input has"
+    ),
+    "many": (
+        "ValueError: kernel_size=(1, 1, 1, 1) has 4 sizes: expected at most 3 for a tensor of "
+        "shape (2, 3, 8)"
+    ),
+    "strides": (
+        "ValueError: stride=(1, 2): expected an int, or one for each dim of the kernel, whose "
+        "size is (3,)"
+    ),
+    "zero": (
+        "ValueError: dim 2 of a tensor of shape (2, 3, 8): stride=0: expected an int, at least 1"
+    ),
     "float": "TypeError: kernel_size=3.5: expected an int, or one for each dim of the kernel",
     "dims": "ValueError: shape has 1 dims ((8,)), and the mesh 3 axes (1, 1, 2)",
     "mesh": "TypeError: mesh=[0, 1]: expected a DeviceMesh",
     "module": "TypeError: module is a Linear: expected a convolution or pooling, Conv1d",
     "unbatched": "ValueError: shape=(3, 8): expected 3 dims for a Conv1d, samples and channels first",
-    "channels": "ValueError: the mesh has shape (1, 2): expected one rank on axis 1, since a Conv1d needs all channels",
+    "channels": (
+        "ValueError: the mesh has shape (1, 2): expected one rank on axis 1, since a Conv1d "
+        "needs all channels"
+    ),
     "shape's channels": "ValueError: shape=(2, 4, 8) has 4 channels, but the Conv1d expects 3",
-    "circular": "ValueError: padding_mode='circular' has no distributed form here: use padding_mode='zeros'",
+    "circular": (
+        "ValueError: padding_mode='circular' has no distributed form here: use padding_mode='zeros'"
+    ),
     "ceil": "ValueError: ceil_mode=True has no distributed form here: use ceil_mode=False",
     "count": "ValueError: count_include_pad=False has no distributed form here",
 }
-WRONG_BLOCK = "ValueError: x has shape (2, 3, 8), but on a mesh of shape (1, 1, 2) a tensor of shape (2, 3, 8) has the block (2, 3, 4)"
+WRONG_BLOCK = (
+    "ValueError: x has shape (2, 3, 8), but on a mesh of shape (1, 1, 2) a tensor of shape (2, "
+    "3, 8) has the block (2, 3, 4)"
+)
 OUTSIDE = "ValueError: x has shape (2, 3, 8) on a rank outside the layer's mesh"
 
 
@@ -390,7 +509,9 @@ def errors():
         "ceil": lambda: layer(nn.MaxPool1d(3, ceil_mode=True)),
         "count": lambda: layer(nn.AvgPool1d(3, padding=1, count_include_pad=False)),
     }
-    return {name: error_of(make) for name, make in wrong.items()}, error_of(lambda: exchange(kernel_size=3)(torch.zeros(2, 3, 8)))
+    return {name: error_of(make) for name, make in wrong.items()}, error_of(
+        lambda: exchange(kernel_size=3)(torch.zeros(2, 3, 8))
+    )
 
 
 def test_errors_are_clear_and_the_same_on_all_ranks():

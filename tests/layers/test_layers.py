@@ -1,4 +1,6 @@
-"""The layers along mesh axes: values against one process, adjoints, uneven blocks, ranks outside the mesh, and what is sent."""
+"""The layers along mesh axes: values against one process, adjoints, uneven blocks, ranks
+outside the mesh, and what is sent.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def test_the_documents_examples():
 
 
 class Box:
-    """A mesh of all ranks but the last, in another order than the world's. It says, in one process, what the layers must return."""
+    """A mesh of all ranks but the last, in another order than the world's.
+
+    It says, in one process, what the layers must return.
+    """
 
     def __init__(self, shape):
         count = torch.Size(shape).numel()
@@ -43,19 +48,31 @@ class Box:
 
     def line(self, axes):
         """The ranks that differ from this one along these axes, row by row."""
-        return self.ranks[tuple(slice(None) if axis in axes else c for axis, c in enumerate(self.where))].flatten().tolist()
+        return (
+            self.ranks[
+                tuple(slice(None) if axis in axes else c for axis, c in enumerate(self.where))
+            ]
+            .flatten()
+            .tolist()
+        )
 
     def root(self, axes):
         return self.at(0 if axis in axes else c for axis, c in enumerate(self.where))
 
 
 def expected_of(box, axes, whole, others):
-    """By layer: what this rank gives, and what it must get. Without a mesh around it: nothing, twice."""
+    """By layer: what this rank gives, and what it must get.
+
+    Without a mesh around it: nothing, twice.
+    """
     if box.where is None:
         nothing = torch.empty(0, dtype=torch.float64)
-        return dict.fromkeys((AllGather, ReduceScatter, AllSumReduce, SumReduce, Broadcast), (nothing, nothing))
+        return dict.fromkeys(
+            (AllGather, ReduceScatter, AllSumReduce, SumReduce, Broadcast), (nothing, nothing)
+        )
     x = values(7, whole)  # the whole tensor
-    shape = block(x, box.mesh, others).shape  # of what is whole along the axes, and cut by the others
+    # of what is whole along the axes, and cut by the others
+    shape = block(x, box.mesh, others).shape
     line, root = box.line(axes), box.root(axes)
     total = torch.stack([values(rank, shape) for rank in line]).sum(0)
     mine = values(dist.get_rank(), shape)
@@ -71,35 +88,56 @@ def expected_of(box, axes, whole, others):
 
 
 def wrong_on_a_box(shape, wholes):
-    """Everything that is wrong: every layer, with every subset of the axes, on tensors of these shapes."""
+    """Everything that is wrong: every layer, with every subset of the axes, on tensors of these
+    shapes.
+    """
     box, wrong, products = Box(shape), [], {}
     every = range(len(shape))
-    subsets = [axes for count in range(len(shape) + 1) for axes in itertools.combinations(every, count)]
+    subsets = [
+        axes for count in range(len(shape) + 1) for axes in itertools.combinations(every, count)
+    ]
     for whole, axes in itertools.product(wholes, subsets):
         equal = all(n % p == 0 for n, p in zip(whole, shape))
         others = [axis for axis in every if axis not in axes]
         for kind, (x, expected) in expected_of(box, axes, whole, others).items():
-            options = {} if kind is AllSumReduce or (equal and kind is not Broadcast) else {"shape": whole}
+            options = (
+                {}
+                if kind is AllSumReduce or (equal and kind is not Broadcast)
+                else {"shape": whole}
+            )
             layer = kind(box.mesh, axes, **options)
             before, y = x.clone(), layer(x)
             checks = {
                 "value": y.shape == expected.shape and torch.equal(y, expected),
                 "no graph": not y.requires_grad,
-                "not in place": torch.equal(x, before) and (y.numel() == 0 or y.data_ptr() != x.data_ptr()),
-                "by name": kind(box.mesh, [("a", "b", "c")[axis] for axis in axes], **options).mesh == layer.mesh,
+                "not in place": torch.equal(x, before)
+                and (y.numel() == 0 or y.data_ptr() != x.data_ptr()),
+                "by name": kind(box.mesh, [("a", "b", "c")[axis] for axis in axes], **options).mesh
+                == layer.mesh,
             }
             products[kind, axes, whole] = inner_products(layer, x)
-            wrong += [(kind.__name__, axes, whole, name) for name, right in checks.items() if not right]
+            wrong += [
+                (kind.__name__, axes, whole, name) for name, right in checks.items() if not right
+            ]
         if whole == wholes[-1]:
-            wrong += [(axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)]
+            wrong += [
+                (axes, whole, name) for name in used_twice_and_composed(box, axes, whole, others)
+            ]
     return wrong, products
 
 
 def used_twice_and_composed(box, axes, whole, others):
-    """An input used twice gets both gradients. SumReduce, then Broadcast, is AllSumReduce, though most ranks hold no tensor in between."""
+    """An input used twice gets both gradients.
+
+    SumReduce, then Broadcast, is AllSumReduce, though most ranks hold no tensor in between.
+    """
     shape = (0,) if box.where is None else block(values(7, whole), box.mesh, others).shape
     x, u = values(dist.get_rank(), shape).requires_grad_(), values(dist.get_rank() + 50, shape)
-    all_sum, down, up = AllSumReduce(box.mesh, axes), SumReduce(box.mesh, axes), Broadcast(box.mesh, axes)
+    all_sum, down, up = (
+        AllSumReduce(box.mesh, axes),
+        SumReduce(box.mesh, axes),
+        Broadcast(box.mesh, axes),
+    )
     ((all_sum(x) * u).sum() + (all_sum(x * 3) * u).sum()).backward()
     twice, x.grad = x.grad, None
     y = up(down(x))
@@ -108,13 +146,24 @@ def used_twice_and_composed(box, axes, whole, others):
         yield "used twice"
     if not torch.equal(y, all_sum(x)):
         yield "SumReduce, then Broadcast"
-    if box.where is not None and not torch.equal(Broadcast(box.mesh, axes, shape=whole)(x.detach()), values(box.root(axes), shape)):
+    if box.where is not None and not torch.equal(
+        Broadcast(box.mesh, axes, shape=whole)(x.detach()), values(box.root(axes), shape)
+    ):
         yield "Broadcast ignores the values of the ranks that only receive"
 
 
-WHOLES = [(2, 4, 6, 2), (5, 3, 7), (1, 2, 2)]  # shapes of whole tensors: equal blocks; unequal ones; some are empty
+# shapes of whole tensors: equal blocks; unequal ones; some are empty
+WHOLES = [(2, 4, 6, 2), (5, 3, 7), (1, 2, 2)]
 
 
-@pytest.mark.parametrize(("rules", "wholes"), [("gloo", WHOLES), ("nccl", WHOLES[1:2])], ids=["sim", "under NCCL's rules"])
+@pytest.mark.parametrize(
+    ("rules", "wholes"),
+    [("gloo", WHOLES), ("nccl", WHOLES[1:2])],
+    ids=["sim", "under NCCL's rules"],
+)
 def test_every_layer_on_every_subset_of_the_axes(rules, wholes):
-    check(p101.launch(wrong_on_a_box, (2, 2, 3), wholes, world_size=13, backend="sim", rules=rules).results)
+    check(
+        p101.launch(
+            wrong_on_a_box, (2, 2, 3), wholes, world_size=13, backend="sim", rules=rules
+        ).results
+    )

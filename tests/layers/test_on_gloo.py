@@ -17,7 +17,10 @@ SOURCE_AND_TARGET = {
     "more ranks": ((1, (2, 1)), (0, (2, 2)), [5, 7]),
     "fewer": ((0, (4,)), (3, (2,)), [9, 2]),
 }
-BATCHES = {"samples and channels, uneven": ((2, 2), (5, 3, 2)), "ranks without samples": ((4,), (3, 5, 2))}
+BATCHES = {
+    "samples and channels, uneven": ((2, 2), (5, 3, 2)),
+    "ranks without samples": ((4,), (3, 5, 2)),
+}
 
 
 def everything():

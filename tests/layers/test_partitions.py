@@ -1,4 +1,6 @@
-"""From one mesh to another: Repartition, and Broadcast and SumReduce between two meshes, on DistDL's published shapes."""
+"""From one mesh to another: Repartition, and Broadcast and SumReduce between two meshes, on
+DistDL's published shapes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from parallel101.mesh import split_sizes
 from tests.collectives.cases import values
 from tests.layers.cases import block, check, inner_products, mesh_of
 
-ROOTS_AND_MESH = {  # tests/primitives/test_broadcast.py and test_sum_reduce.py of DistDL: first rank and shape of both, transposed first
+# tests/primitives/test_broadcast.py and test_sum_reduce.py of DistDL: first rank and shape of both,
+# transposed first
+ROOTS_AND_MESH = {
     "overlap": ((4, (2, 2, 1)), (0, (2, 2, 3)), False),
     "disjoint": ((0, (2, 2, 1)), (4, (2, 2, 3)), False),
     "disjoint, inactive": ((0, (2, 2, 1)), (5, (2, 2, 3)), False),
@@ -75,8 +79,15 @@ def wrong_between_two_meshes(cases):
         absent, mine = torch.empty(0, 1, 7, 5, dtype=torch.float64), values(me, (1, 7, 5))
         down, up = SumReduce(mesh, axes, target=roots), Broadcast(mesh, axes, source=roots)
         x = absent if my_root is None else mine
-        total = torch.stack([values(rank, (1, 7, 5)) for rank in members[me]]).sum(0) if me in members else absent
-        source, copy = (mine if me in members else absent), (absent if my_root is None else values(my_root, (1, 7, 5)))
+        total = (
+            torch.stack([values(rank, (1, 7, 5)) for rank in members[me]]).sum(0)
+            if me in members
+            else absent
+        )
+        source, copy = (
+            (mine if me in members else absent),
+            (absent if my_root is None else values(my_root, (1, 7, 5))),
+        )
         for layer, given, expected in ((down, x, total), (up, source, copy)):
             if not torch.equal(layer(given), expected):
                 wrong.append((name, str(layer)))
@@ -111,18 +122,27 @@ def wrong_on_distdls_shapes():
 
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
 def test_broadcast_sum_reduce_and_repartition_on_distdls_shapes(rules):
-    for results in zip(*p101.launch(wrong_on_distdls_shapes, world_size=17, backend="sim", rules=rules).results):
+    for results in zip(
+        *p101.launch(wrong_on_distdls_shapes, world_size=17, backend="sim", rules=rules).results
+    ):
         check(results)
 
 
 def moved(source, target, whole):
-    """How many elements go from which rank to which other one, counted one by one in one process."""
+    """How many elements go from which rank to which other one, counted one by one in one
+    process.
+    """
 
     def owners(start, shape):
         ranks = (start + torch.arange(torch.Size(shape).numel())).view(shape)
         for axis, n in enumerate(whole[: len(shape)]):
             ranks = ranks.repeat_interleave(torch.tensor(split_sizes(n, shape[axis])), axis)
-        return ranks.view(*ranks.shape, *[1] * (len(whole) - ranks.dim())).expand(whole).flatten().tolist()
+        return (
+            ranks.view(*ranks.shape, *[1] * (len(whole) - ranks.dim()))
+            .expand(whole)
+            .flatten()
+            .tolist()
+        )
 
     return Counter(pair for pair in zip(owners(*source), owners(*target)) if pair[0] != pair[1])
 

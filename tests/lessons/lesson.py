@@ -1,4 +1,6 @@
-"""Read a lesson for a test: its notebook, its definitions without running it, and the outputs of its cells after a run."""
+"""Read a lesson for a test: its notebook, its definitions without running it, and the outputs
+of its cells after a run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def read(name: str) -> NotebookNode:
 
 
 def definitions(name: str, *values: str) -> dict[str, Any]:
-    """A lesson's imports, functions and classes, and the constants named in `values`. Nothing else of it runs."""
+    """A lesson's imports, functions and classes, and the constants named in `values`.
+
+    Nothing else of it runs.
+    """
     names: dict[str, Any] = {"__name__": name}
     for cell in read(name).cells:
         if cell.cell_type == "code" and cell.id != "install":  # its %pip is not Python
@@ -35,17 +40,24 @@ def _wanted(node: ast.stmt, values: tuple[str, ...]) -> bool:
 
 
 def answer(name: str, cell_id: str, names: dict[str, Any]) -> Any:
-    """The function in the answer to something that the lesson lets the reader write. `names`: what it can use."""
+    """The function in the answer to something that the lesson lets the reader write.
+
+    `names`: what it can use.
+    """
     (source,) = (cell.source for cell in read(name).cells if cell.id == cell_id)
     (code,) = re.findall(r"```python\n(.*?)```", source, re.DOTALL)
     found = dict(names)
     exec(compile(code, cell_id, "exec"), found)
-    return found[next(node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef))]
+    return found[
+        next(node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef))
+    ]
 
 
 def printed(cell: NotebookNode) -> str:
     """The text that a cell shows after a run."""
-    return "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+    return "".join(
+        o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell.outputs
+    )
 
 
 def pictures(cell: NotebookNode) -> list[str]:

@@ -1,4 +1,5 @@
-"""Lesson 03: the backward passes written by hand are right on any number of ranks, the wrong ones fail the adjoint test, the layers and the
+"""Lesson 03: the backward passes written by hand are right on any number of ranks, the wrong ones
+fail the adjoint test, the layers and the
 products equal one process, and the answers to the exercises are right."""
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def test_the_backward_by_hand_is_a_reduce_scatter_with_the_messages_of_the_forwa
 
     run = on_sim(both, n=n)
     assert all(close(found, expected) for found, expected in run.results)
-    sends = [(m.src, m.dst, m.nbytes) for m in sorted(run.trace.messages(), key=lambda m: m.start)][: 2 * n * (n - 1)]
+    sends = [(m.src, m.dst, m.nbytes) for m in sorted(run.trace.messages(), key=lambda m: m.start)][
+        : 2 * n * (n - 1)
+    ]
     there, back = sends[: n * (n - 1)], sends[n * (n - 1) :]
     assert sorted(back) == sorted((dst, src, nbytes) for src, dst, nbytes in there)
 
@@ -63,7 +66,11 @@ def test_the_adjoint_test_finds_each_wrong_backward(n):
         (p101.all_reduce, LESSON["summed"], 1),
     ]:
         assert ratio(forward, backward) == pytest.approx(expected, rel=1e-12)
-    for forward, backward in [(gather, LESSON["own_part_only"]), (p101.broadcast, LESSON["summed"]), (p101.all_to_all, LESSON["summed"])]:
+    for forward, backward in [
+        (gather, LESSON["own_part_only"]),
+        (p101.broadcast, LESSON["summed"]),
+        (p101.all_to_all, LESSON["summed"]),
+    ]:
         assert abs(ratio(forward, backward) - 1) > 1e-3
 
 
@@ -73,9 +80,17 @@ def test_which_loss_counts(n):
     leaves = [t.clone().requires_grad_() for t in (x, W)]
     (leaves[0] @ leaves[1]).square().sum().backward()
     for reduce, factor in ((p101.all_reduce, n), (p101.reduce_from_group, 1)):
-        assert close(torch.cat(on_sim(LESSON["cut_by_rows"], x, W, reduce, n=n).results), factor * leaves[1].grad)
-    assert all(close(gradient, leaves[0].grad) for gradient in on_sim(LESSON["cut_by_columns"], x, W, p101.copy_to_group, n=n).results)
-    assert not close(on_sim(LESSON["cut_by_columns"], x, W, torch.clone, n=n).results[0], leaves[0].grad)
+        assert close(
+            torch.cat(on_sim(LESSON["cut_by_rows"], x, W, reduce, n=n).results),
+            factor * leaves[1].grad,
+        )
+    assert all(
+        close(gradient, leaves[0].grad)
+        for gradient in on_sim(LESSON["cut_by_columns"], x, W, p101.copy_to_group, n=n).results
+    )
+    assert not close(
+        on_sim(LESSON["cut_by_columns"], x, W, torch.clone, n=n).results[0], leaves[0].grad
+    )
 
 
 def test_the_batch_norm_equals_that_of_one_process():
@@ -137,11 +152,19 @@ def test_exercise_4_mean_and_max():
 
 def test_exercises_5_and_6_what_the_plans_send():
     def sent(text, **mesh):
-        return p101.sharding.plan(text, mesh, **{dim: n for dim, n in {"I": 8, "J": 12, "K": 16}.items() if dim in text}).bytes_sent[0]
+        return p101.sharding.plan(
+            text, mesh, **{dim: n for dim, n in {"I": 8, "J": 12, "K": 16}.items() if dim in text}
+        ).bytes_sent[0]
 
-    whole, cut, gathered = "A[I, J_X] · B[J_X, K] → C[I, K]", "A[I, J_X] · B[J_X, K] → C[I_X, K]", "C[I_X, K] → C[I, K]"
+    whole, cut, gathered = (
+        "A[I, J_X] · B[J_X, K] → C[I, K]",
+        "A[I, J_X] · B[J_X, K] → C[I_X, K]",
+        "C[I_X, K] → C[I, K]",
+    )
     assert sent(cut, X=4) + sent(gathered, X=4) == sent(whole, X=4)
-    assert sent("A[I_X, J_Y] · B[J_Y, K] → C[I_X, K]", X=4, Y=2) * 4 == sent("A[I, J_Y] · B[J_Y, K] → C[I, K]", X=1, Y=2)
+    assert sent("A[I_X, J_Y] · B[J_Y, K] → C[I_X, K]", X=4, Y=2) * 4 == sent(
+        "A[I, J_Y] · B[J_Y, K] → C[I, K]", X=1, Y=2
+    )
     assert "four times fewer bytes" in ANSWERS and "tree_reduce" in ANSWERS
 
 

@@ -1,4 +1,6 @@
-"""Lesson 02: the code by hand is right, the table is that of the closed forms, the fit finds α and β, and the answers are right."""
+"""Lesson 02: the code by hand is right, the table is that of the closed forms, the fit finds α
+and β, and the answers are right.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,25 @@ from parallel101.analysis.critical_path import critical_path
 from parallel101.cost import closed_form
 from tests.lessons.lesson import definitions, read
 
-LESSON = definitions("02_algorithms_and_cost", "STEPS", "BYTES", "COST", "WAYS", "ETHERNET", "LINKS", "FACTOR", "NCCL")
-NAMES = {"tree": "reduce_broadcast", "doubling": "recursive_doubling", "ring": "ring"}  # of the package
+LESSON = definitions(
+    "02_algorithms_and_cost",
+    "STEPS",
+    "BYTES",
+    "COST",
+    "WAYS",
+    "ETHERNET",
+    "LINKS",
+    "FACTOR",
+    "NCCL",
+)
+# of the package
+NAMES = {"tree": "reduce_broadcast", "doubling": "recursive_doubling", "ring": "ring"}
 
 
 def test_nothing_is_run_or_drawn_before_its_prediction():
-    """What a prediction asks for is printed as "?" first, and the cells up to the prediction don't contain the call."""
+    """What a prediction asks for is printed as "?" first, and the cells up to the prediction
+    don't contain the call.
+    """
     cells = read("02_algorithms_and_cost").cells
     order = {cell.id: i for i, cell in enumerate(cells)}
     answered = {
@@ -41,14 +56,25 @@ def test_nothing_is_run_or_drawn_before_its_prediction():
         guess = cells[order[f"{topic}-guess"]].source
         assert '"?"' in guess, topic
         assert "> **Predict.**" in cells[order[f"{topic}-guess"] - 1].source, topic
-        first = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and call in cell.source)
+        first = next(
+            i for i, cell in enumerate(cells) if cell.cell_type == "code" and call in cell.source
+        )
         assert first > order[f"{topic}-guess"], topic
-    assert not any(isinstance(node, ast.Assert) for cell in cells if cell.cell_type == "code" for node in ast.walk(ast.parse(cell.source)))
+    assert not any(
+        isinstance(node, ast.Assert)
+        for cell in cells
+        if cell.cell_type == "code"
+        for node in ast.walk(ast.parse(cell.source))
+    )
 
 
 def results(fn, p, numbers=None):
     """What fn returns on each rank, where rank r's array is 100r, 100r + 1, …"""
-    return p101.launch(lambda: fn(torch.arange(float(numbers or 2 * p)) + 100 * dist.get_rank()), world_size=p, backend="sim").results
+    return p101.launch(
+        lambda: fn(torch.arange(float(numbers or 2 * p)) + 100 * dist.get_rank()),
+        world_size=p,
+        backend="sim",
+    ).results
 
 
 def arrays(p, numbers=None):
@@ -59,16 +85,23 @@ def arrays(p, numbers=None):
 def test_the_all_reduces_are_right(p):
     for name in ("flat", "tree", "ring", "doubling", "doubling_all_reduce"):
         assert all(torch.equal(r, sum(arrays(p))) for r in results(LESSON[name], p)), name
-    assert all(torch.equal(r, torch.cat(arrays(p))) for r in results(LESSON["two_way_all_gather"], p))
+    assert all(
+        torch.equal(r, torch.cat(arrays(p))) for r in results(LESSON["two_way_all_gather"], p)
+    )
 
 
 @pytest.mark.parametrize("p", [3, 5])
 def test_both_ways_on_an_odd_number_of_ranks(p):
-    assert all(torch.equal(r, torch.cat(arrays(p))) for r in results(LESSON["two_way_all_gather"], p))
+    assert all(
+        torch.equal(r, torch.cat(arrays(p))) for r in results(LESSON["two_way_all_gather"], p)
+    )
 
 
 def test_the_code_by_hand_sends_the_messages_that_were_watched():
-    for mine, theirs, p in (("doubling_all_reduce", "doubling", 8), ("two_way_all_gather", "two_way", 6)):
+    for mine, theirs, p in (
+        ("doubling_all_reduce", "doubling", 8),
+        ("two_way_all_gather", "two_way", 6),
+    ):
         seen = p101.watch(LESSON[theirs], world_size=p, backend="sim")
         assert LESSON["same_messages"](LESSON[mine], seen) == "the same messages as the package's"
 
@@ -86,13 +119,18 @@ def test_the_table_is_that_of_the_closed_forms(p):
         steps, part = LESSON["COST"][name](p)
         assert (steps, part * 64 * p) == closed_form("all_reduce", algorithm, p, 64 * p)[::2]
     counted = LESSON["count"](LESSON["flat"], p, nbytes=64 * p)
-    assert LESSON["COST"]["flat"](p) == (counted["steps"], counted["bytes on the critical path"] / (64 * p))
+    assert LESSON["COST"]["flat"](p) == (
+        counted["steps"],
+        counted["bytes on the critical path"] / (64 * p),
+    )
 
 
 def test_where_two_lines_cross_they_take_equally_long():
     n = LESSON["crossing"]("doubling", "ring", 8, 20e-6, 1 / 1.25e9)
     times = LESSON["predict"]([n], 8, 20e-6, 1 / 1.25e9)
-    assert times["doubling"][n] == pytest.approx(times["ring"][n]) and n == pytest.approx(8.8 * 25_000)
+    assert times["doubling"][n] == pytest.approx(times["ring"][n]) and n == pytest.approx(
+        8.8 * 25_000
+    )
 
 
 def test_the_fit_finds_the_line_and_error_bars_are_quartiles():
@@ -110,12 +148,16 @@ def test_a_tree_wins_small_arrays_and_a_ring_large_ones_and_more_nodes_favour_th
 @pytest.mark.parametrize(("late", "seconds", "computing"), [(1, 10, 3), (7, 7, 0)])
 def test_a_late_rank_lies_on_the_critical_path_or_has_slack(late, seconds, computing):
     links = p101.Network(**LESSON["STEPS"])
-    path = critical_path(p101.launch(LESSON["flat_reduce"], late, world_size=8, backend="sim", network=links).trace)
+    path = critical_path(
+        p101.launch(LESSON["flat_reduce"], late, world_size=8, backend="sim", network=links).trace
+    )
     assert (path.seconds(), path.messages, path.seconds("compute")) == (seconds, 7, computing)
 
 
 def milliseconds(algorithm, network):
-    return 1e3 * LESSON["seconds"](lambda x: p101.all_reduce(x, algorithm=algorithm), 4 * 2**20, network)
+    return 1e3 * LESSON["seconds"](
+        lambda x: p101.all_reduce(x, algorithm=algorithm), 4 * 2**20, network
+    )
 
 
 def test_exercise_1_two_measurements_of_a_link():
@@ -130,13 +172,19 @@ def test_exercise_1_two_measurements_of_a_link():
 
 def test_exercise_2_rabenseifner_on_a_switch_and_on_a_ring():
     neighbours = p101.Network.ring(latency=20e-6, bandwidth=1.25e9)
-    found = [milliseconds(algorithm, network) for network in (LESSON["ETHERNET"], neighbours) for algorithm in ("rabenseifner", "ring")]
+    found = [
+        milliseconds(algorithm, network)
+        for network in (LESSON["ETHERNET"], neighbours)
+        for algorithm in ("rabenseifner", "ring")
+    ]
     assert found == pytest.approx([5.99, 6.15, 11.11, 6.15], abs=0.006)
 
 
 def test_exercise_3_one_number_on_many_ranks():
     for p in (16, 32):
-        ring, doubling = (LESSON["count"](LESSON[name], p, nbytes=4)["steps"] for name in ("ring", "doubling"))
+        ring, doubling = (
+            LESSON["count"](LESSON[name], p, nbytes=4)["steps"] for name in ("ring", "doubling")
+        )
         assert doubling == math.log2(p) and ring <= 2 * (p - 1)
 
 
@@ -144,9 +192,17 @@ def test_exercise_4_all_to_all_on_a_ring_of_links():
     wires = p101.Network.ring(latency=0.0, bandwidth=1.0)
 
     def trace(fn, algorithm):
-        return p101.launch(lambda: fn(torch.ones(128), algorithm=algorithm), world_size=8, backend="sim", network=wires).trace
+        return p101.launch(
+            lambda: fn(torch.ones(128), algorithm=algorithm),
+            world_size=8,
+            backend="sim",
+            network=wires,
+        ).trace
 
-    gathered, turned = trace(p101.all_gather, "bidirectional_ring"), trace(p101.all_to_all, "direct")
+    gathered, turned = (
+        trace(p101.all_gather, "bidirectional_ring"),
+        trace(p101.all_to_all, "direct"),
+    )
     assert (gathered.bytes_sent[0], turned.bytes_sent[0]) == (3584, 448)
     assert (gathered.makespan, turned.makespan) == (2048, 512)
 
@@ -154,5 +210,10 @@ def test_exercise_4_all_to_all_on_a_ring_of_links():
 def test_exercise_5_a_matrix_on_a_torus():
     nbytes = 16384 * 8192 * 2
     assert p101.cost.all_gather(nbytes, 4, "TPU v4p").seconds == pytest.approx(2.98e-3, rel=0.002)
-    assert p101.cost.all_gather(nbytes, [4, 4, 4], "TPU v4p").seconds == pytest.approx(0.99e-3, rel=0.005)
-    assert [round(p101.cost.memory("all_gather", nbytes, axes).before / 1e6, 1) for axes in (4, [4, 4, 4])] == [67.1, 4.2]
+    assert p101.cost.all_gather(nbytes, [4, 4, 4], "TPU v4p").seconds == pytest.approx(
+        0.99e-3, rel=0.005
+    )
+    assert [
+        round(p101.cost.memory("all_gather", nbytes, axes).before / 1e6, 1)
+        for axes in (4, [4, 4, 4])
+    ] == [67.1, 4.2]

@@ -1,4 +1,6 @@
-"""Lesson 01: each operation is predicted, watched, written by hand and counted, in this order. The code written by hand is right on any
+"""Lesson 01: each operation is predicted, watched, written by hand and counted, in this order.
+
+The code written by hand is right on any
 number of ranks, and so are the answers to the exercises."""
 
 from __future__ import annotations
@@ -19,22 +21,60 @@ LESSON = definitions("01_collectives", "STEPS", "BYTES")
 RANKS = [1, 2, 3, 5, 8]
 SAME = "the same messages as the package's"
 
-# By function of the lesson: the package's operation and algorithm, and the cells that predict, show, write and count it.
+# By function of the lesson: the package's operation and algorithm, and the cells that predict,
+# show, write and count it.
 CELLS = {
-    "flat_broadcast": ("broadcast", "flat", ["flat-guess", "flat-broadcast-watch", "flat-broadcast", "flat-count"]),
-    "tree_broadcast": ("broadcast", "binomial", ["tree-guess", "tree-watch", "tree-broadcast", "tree-count"]),
-    "scatter": ("scatter", "flat", ["scatter-guess", "scatter-run", "scatter-code", "scatter-count"]),
+    "flat_broadcast": (
+        "broadcast",
+        "flat",
+        ["flat-guess", "flat-broadcast-watch", "flat-broadcast", "flat-count"],
+    ),
+    "tree_broadcast": (
+        "broadcast",
+        "binomial",
+        ["tree-guess", "tree-watch", "tree-broadcast", "tree-count"],
+    ),
+    "scatter": (
+        "scatter",
+        "flat",
+        ["scatter-guess", "scatter-run", "scatter-code", "scatter-count"],
+    ),
     "gather": ("gather", "flat", ["gather-guess", "gather-run", "gather-code", "gather-count"]),
-    "tree_reduce": ("reduce", "binomial", ["reduce-guess", "reduce-watch", "reduce-run", "reduce-count"]),
-    "ring_all_gather": ("all_gather", "ring", ["all-gather-guess", "all-gather-watch", "all-gather-code", "all-gather-count"]),
+    "tree_reduce": (
+        "reduce",
+        "binomial",
+        ["reduce-guess", "reduce-watch", "reduce-run", "reduce-count"],
+    ),
+    "ring_all_gather": (
+        "all_gather",
+        "ring",
+        ["all-gather-guess", "all-gather-watch", "all-gather-code", "all-gather-count"],
+    ),
     "ring_reduce_scatter": (
         "reduce_scatter",
         "ring",
-        ["reduce-scatter-guess", "reduce-scatter-run", "reduce-scatter-code", "reduce-scatter-count"],
+        [
+            "reduce-scatter-guess",
+            "reduce-scatter-run",
+            "reduce-scatter-code",
+            "reduce-scatter-count",
+        ],
     ),
-    "reduce_broadcast": ("all_reduce", "reduce_broadcast", ["naive-guess", "hot-root", "naive-code", "naive-count"]),
-    "ring_all_reduce": ("all_reduce", "ring", ["ring-guess", "ring-all-reduce-run", "ring-all-reduce-code", "ring-count"]),
-    "all_to_all": ("all_to_all", "pairwise", ["all-to-all-guess", "all-to-all-run", "all-to-all-code", "all-to-all-count"]),
+    "reduce_broadcast": (
+        "all_reduce",
+        "reduce_broadcast",
+        ["naive-guess", "hot-root", "naive-code", "naive-count"],
+    ),
+    "ring_all_reduce": (
+        "all_reduce",
+        "ring",
+        ["ring-guess", "ring-all-reduce-run", "ring-all-reduce-code", "ring-count"],
+    ),
+    "all_to_all": (
+        "all_to_all",
+        "pairwise",
+        ["all-to-all-guess", "all-to-all-run", "all-to-all-code", "all-to-all-count"],
+    ),
     "barrier": ("barrier", "", ["barrier-guess", "barrier-watch", "barrier-run", "barrier-count"]),
 }
 
@@ -52,15 +92,24 @@ def test_each_operation_is_predicted_then_watched_then_written_then_counted(name
     call = f'p101.{operation}(x, algorithm="{algorithm}")' if algorithm else f"p101.{operation}()"
     assert call in watch and watch.endswith("seen.animate()")
     assert f"def {name}(" in code
-    assert re.search(rf"count\([^)]*\b{name}\b", counted) and re.search(rf"same_messages\([^)]*\b{name}\b.*, seen\)", counted)
+    assert re.search(rf"count\([^)]*\b{name}\b", counted) and re.search(
+        rf"same_messages\([^)]*\b{name}\b.*, seen\)", counted
+    )
     assert "beside(predicted, " in counted
     for cell in cells[: at[0]]:  # nothing of it is run, drawn or written before the prediction
-        assert cell.cell_type == "markdown" or not (call in cell.source or re.search(rf"(?<!\.)\b{name}\b", cell.source)), cell.id
+        assert cell.cell_type == "markdown" or not (
+            call in cell.source or re.search(rf"(?<!\.)\b{name}\b", cell.source)
+        ), cell.id
 
 
 def test_every_prediction_is_answered_before_the_next_one():
     sources = [cell.source for cell in read("01_collectives").cells if cell.cell_type == "code"]
-    turns = [word for s in sources for word in ("predicted = {", "beside(predicted, ") if word in s and "def beside" not in s]
+    turns = [
+        word
+        for s in sources
+        for word in ("predicted = {", "beside(predicted, ")
+        if word in s and "def beside" not in s
+    ]
     assert turns == ["predicted = {", "beside(predicted, "] * len(CELLS)
 
 
@@ -71,7 +120,11 @@ def taking_an_array(name):
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_code_by_hand_sends_the_messages_that_were_watched(p):
     for name, (operation, algorithm, _) in CELLS.items():
-        packaged = partial(getattr(p101, operation), algorithm=algorithm) if algorithm else lambda x: p101.barrier()
+        packaged = (
+            partial(getattr(p101, operation), algorithm=algorithm)
+            if algorithm
+            else lambda x: p101.barrier()
+        )
         seen = p101.watch(packaged, world_size=p, backend="sim")
         assert LESSON["same_messages"](taking_an_array(name), seen) == SAME, name
 
@@ -80,7 +133,8 @@ def test_same_messages_says_if_receivers_or_numbers_differ():
     seen = p101.watch(LESSON["flat_broadcast"], world_size=4, backend="sim")
     assert LESSON["same_messages"](LESSON["flat_broadcast"], seen) == SAME
     assert LESSON["same_messages"](LESSON["tree_broadcast"], seen) != SAME  # other receivers
-    assert LESSON["same_messages"](lambda x: LESSON["flat_broadcast"](x + 1), seen) != SAME  # other numbers
+    # other numbers
+    assert LESSON["same_messages"](lambda x: LESSON["flat_broadcast"](x + 1), seen) != SAME
 
 
 def results(fn, p, numbers):
@@ -115,10 +169,19 @@ def test_the_code_by_hand_is_right(p):
     same(results(LESSON["ring_reduce_scatter"], p, n), total.chunk(p))
     same(results(LESSON["reduce_broadcast"], p, n), [total] * p)
     same(results(LESSON["ring_all_reduce"], p, n), [total] * p)
-    same(results(LESSON["all_to_all"], p, n), [torch.cat([a.chunk(p)[r] for a in x]) for r in range(p)])
+    same(
+        results(LESSON["all_to_all"], p, n),
+        [torch.cat([a.chunk(p)[r] for a in x]) for r in range(p)],
+    )
 
 
-ADDS_OR_GATHERS = ["tree_reduce", "ring_all_gather", "ring_reduce_scatter", "ring_all_reduce", "all_to_all"]
+ADDS_OR_GATHERS = [
+    "tree_reduce",
+    "ring_all_gather",
+    "ring_reduce_scatter",
+    "ring_all_reduce",
+    "all_to_all",
+]
 
 
 @pytest.mark.parametrize("name", ADDS_OR_GATHERS)
@@ -158,7 +221,11 @@ def test_exercise_1_a_tree_from_any_root():
 
 @pytest.mark.parametrize(
     ("answer", "says"),
-    [(tree_from, "right:"), (lambda x, root: LESSON["tree_broadcast"](x), "not right yet:"), (lambda x, root: x, "not right yet:")],
+    [
+        (tree_from, "right:"),
+        (lambda x, root: LESSON["tree_broadcast"](x), "not right yet:"),
+        (lambda x, root: x, "not right yet:"),
+    ],
     ids=["right", "from rank 0", "nothing sent"],
 )
 def test_exercise_1s_cell_checks_the_answer(answer, says, capsys):

@@ -1,4 +1,6 @@
-"""Lesson 04: its loop by hand gives the weights of one process, its mistakes do not, and the answers to its exercises are right."""
+"""Lesson 04: its loop by hand gives the weights of one process, its mistakes do not, and the
+answers to its exercises are right.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from parallel101.models.mlp import MLP
 from tests.lessons.lesson import answer, definitions
 
 LESSON = definitions("04_data_parallel", "LAYER", "VARIANTS", "PIECES")
-COMBINE = {**LESSON, "answer": answer("04_data_parallel", "break-uneven-answer", LESSON)}  # "weighted" is what the reader changes
+# "weighted" is what the reader changes
+COMBINE = {**LESSON, "answer": answer("04_data_parallel", "break-uneven-answer", LESSON)}
 LINKS = p101.Network(latency=0.1, bandwidth=LESSON["LAYER"])
 
 
@@ -33,19 +36,27 @@ def by_one(samples, steps=5):
 
 
 def by_hand(samples, n, combine):
-    return p101.launch(LESSON["by_hand"], batch(samples), COMBINE[combine], world_size=n, backend="sim").results
+    return p101.launch(
+        LESSON["by_hand"], batch(samples), COMBINE[combine], world_size=n, backend="sim"
+    ).results
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_by_hand_equals_one_process_with_even_shares_or_weighted_ones(n):
     for samples, combine in ((12, "mean"), (12, "answer"), (10, "answer")):
         for weights in by_hand(samples, n, combine):
-            assert torch.allclose(weights, by_one(samples), rtol=1e-11, atol=1e-13), (samples, combine)
+            assert torch.allclose(weights, by_one(samples), rtol=1e-11, atol=1e-13), (
+                samples,
+                combine,
+            )
 
 
 @pytest.mark.parametrize(("samples", "combine"), [(12, "summed"), (10, "mean"), (10, "weighted")])
 def test_the_mistakes_give_other_weights(samples, combine):
-    assert not any(torch.allclose(weights, by_one(samples), rtol=1e-6) for weights in by_hand(samples, 4, combine))
+    assert not any(
+        torch.allclose(weights, by_one(samples), rtol=1e-6)
+        for weights in by_hand(samples, 4, combine)
+    )
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["one all-reduce", "one for each microbatch"])
@@ -53,22 +64,40 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(every):
     """The text says that only the bytes differ."""
     model, (x, y) = MLP([8, 16, 1], dtype=torch.float64), batch(12)
     F.mse_loss(model(x), y).backward()
-    for gradients in p101.launch(LESSON["accumulate_by_hand"], (x, y), 3, every, world_size=2, backend="sim").results:
-        assert all(torch.allclose(mine, p.grad, rtol=1e-10, atol=1e-14) for mine, p in zip(gradients, model.parameters(), strict=True))
+    for gradients in p101.launch(
+        LESSON["accumulate_by_hand"], (x, y), 3, every, world_size=2, backend="sim"
+    ).results:
+        assert all(
+            torch.allclose(mine, p.grad, rtol=1e-10, atol=1e-14)
+            for mine, p in zip(gradients, model.parameters(), strict=True)
+        )
 
 
 def steps_of(options):
     names = {**LESSON["VARIANTS"], "mine": options}
     batch = [torch.randn(8, 64) for _ in range(2)]
-    trace = p101.launch(LESSON["three_ways"], LESSON["Paced"], batch, names, world_size=2, backend="sim", network=LINKS).trace
+    trace = p101.launch(
+        LESSON["three_ways"],
+        LESSON["Paced"],
+        batch,
+        names,
+        world_size=2,
+        backend="sim",
+        network=LINKS,
+    ).trace
     return {name: trace.spans(name)[0].end - trace.spans(name)[0].start for name in names}
 
 
 def test_exercise_3_other_buckets():
     layer = LESSON["LAYER"]
-    one, quarter, nothing = (steps_of({"bucket_bytes": size}) for size in (4 * layer, layer // 4, 0))
+    one, quarter, nothing = (
+        steps_of({"bucket_bytes": size}) for size in (4 * layer, layer // 4, 0)
+    )
     assert one["overlapped"] < one["mine"] < one["bucketed"]
-    assert quarter["mine"] == pytest.approx(nothing["mine"]) and quarter["mine"] > quarter["overlapped"]
+    assert (
+        quarter["mine"] == pytest.approx(nothing["mine"])
+        and quarter["mine"] > quarter["overlapped"]
+    )
 
 
 def test_exercise_4_the_lecture_program_takes_the_mean_of_means():
@@ -78,5 +107,7 @@ def test_exercise_4_the_lecture_program_takes_the_mean_of_means():
         return gradient / dist.get_world_size()
 
     for samples in (12, 10):
-        theirs = p101.launch(LESSON["by_hand"], batch(samples), average, world_size=4, backend="sim").results[0]
+        theirs = p101.launch(
+            LESSON["by_hand"], batch(samples), average, world_size=4, backend="sim"
+        ).results[0]
         assert torch.allclose(theirs, by_one(samples), rtol=1e-6) == (samples == 12)

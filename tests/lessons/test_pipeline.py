@@ -1,4 +1,6 @@
-"""Lesson 07: the pipelines by hand give the gradients of one process, the mistakes do not, and the answers to the exercises are right."""
+"""Lesson 07: the pipelines by hand give the gradients of one process, the mistakes do not, and
+the answers to the exercises are right.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ import parallel101 as p101
 from parallel101.models.mlp import MLP
 from tests.lessons.lesson import definitions, read
 
-LESSON = definitions("07_pipeline", "WIDTH", "LAYERS", "SAMPLES", "FREE", "DO", "SPLIT", "RANK_0", "RANK_1")
+LESSON = definitions(
+    "07_pipeline", "WIDTH", "LAYERS", "SAMPLES", "FREE", "DO", "SPLIT", "RANK_0", "RANK_1"
+)
 BY_NAME = {"gpipe": "DO", "1f1b": "DO", "zb-h1": "SPLIT", "zb-h2": "SPLIT"}
 
 
 def batch():
-    return torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64).unbind()
+    return torch.randn(
+        2, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).unbind()
 
 
 def by_one():
@@ -34,7 +40,9 @@ def equal(gradients):
 def by_hand(name, n, m, actions=None, rules="gloo", **options):
     schedule = p101.schedule(name, stages=n, microbatches=m)
     call = LESSON["by_hand"], batch(), schedule, LESSON[BY_NAME[name]] | (actions or {})
-    return p101.launch(*call, world_size=n, backend="sim", rules=rules, network=LESSON["FREE"], **options), schedule
+    return p101.launch(
+        *call, world_size=n, backend="sim", rules=rules, network=LESSON["FREE"], **options
+    ), schedule
 
 
 def test_one_batch_equals_one_process():
@@ -44,7 +52,9 @@ def test_one_batch_equals_one_process():
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 2, 8])
 def test_gpipe_by_hand_equals_one_process_and_takes_what_the_closed_form_says(n, m):
-    run = p101.launch(LESSON["gpipe"], batch(), m, world_size=n, backend="sim", network=LESSON["FREE"])
+    run = p101.launch(
+        LESSON["gpipe"], batch(), m, world_size=n, backend="sim", network=LESSON["FREE"]
+    )
     assert equal(run.results) and run.trace.makespan == (m + n - 1) * 3 * 8 / m
 
 
@@ -70,7 +80,10 @@ def test_a_group_for_each_direction_keeps_nccls_rules(name):
             by_hand(name, 4, 8, rules="nccl")
 
 
-MISTAKES = {"a loss that is not divided": {"loss": LESSON["undivided"]}, "zero_grad before": {"actions": {"B": LESSON["zero_first"]}}}
+MISTAKES = {
+    "a loss that is not divided": {"loss": LESSON["undivided"]},
+    "zero_grad before": {"actions": {"B": LESSON["zero_first"]}},
+}
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
@@ -88,8 +101,12 @@ def test_blocking_sends_hang_in_1f1b_only():
 def test_the_explorers_questions_a_long_weight_gradient_and_microbatches_that_are_no_multiple():
     (text,) = (cell.source for cell in read("07_pipeline").cells if cell.id == "explorer-after")
     times = {w: p101.schedule("zb-h1", stages=4, microbatches=8).time(1, 1, w) for w in (0.5, 1, 2)}
-    assert f"It is {100 * times[2].bubble_rate:.1f} %: rank 0 still waits {times[2].makespan - 8 * 4:.0f} s." in text
-    assert [times[w].makespan - 8 * (2 + w) for w in (0.5, 1)] == [3 * (2 - w) for w in (0.5, 1)]  # the formula
+    assert (
+        f"It is {100 * times[2].bubble_rate:.1f} %: rank 0 still waits "
+        f"{times[2].makespan - 8 * 4:.0f} s."
+    ) in text
+    # the formula
+    assert [times[w].makespan - 8 * (2 + w) for w in (0.5, 1)] == [3 * (2 - w) for w in (0.5, 1)]
     with pytest.raises(p101.ScheduleError, match="multiple of stages=4"):
         p101.schedule("interleaved", stages=4, microbatches=6, chunks=2).check()
 
@@ -102,7 +119,11 @@ def answers():
 def test_exercise_1_enough_microbatches():
     def rate(name, m, chunks=1):
         cost = 1 / chunks
-        return p101.schedule(name, stages=16, microbatches=m, chunks=chunks).time(cost, cost, cost).bubble_rate
+        return (
+            p101.schedule(name, stages=16, microbatches=m, chunks=chunks)
+            .time(cost, cost, cost)
+            .bubble_rate
+        )
 
     assert rate("1f1b", 135) <= 0.1 + 1e-9 < rate("1f1b", 134)
     assert rate("interleaved", 48, 4) < 0.1 < rate("interleaved", 32, 4)
@@ -122,7 +143,10 @@ def test_exercise_3_slow_messages():
         return [schedule.time(cost, cost, cost, c).makespan for c in (0.0, 0.3)]
 
     assert longer("1f1b") == pytest.approx([33, 37.8]) and "37.8 s instead of 33" in answers()
-    assert longer("interleaved", 0.5, 2) == pytest.approx([28.5, 32.7]) and "32.7 s instead of 28.5" in answers()
+    assert (
+        longer("interleaved", 0.5, 2) == pytest.approx([28.5, 32.7])
+        and "32.7 s instead of 28.5" in answers()
+    )
     before, after = longer("zb-h2")
     assert after - before < 37.8 - 33
 
@@ -130,7 +154,14 @@ def test_exercise_3_slow_messages():
 def test_exercise_4_why_rank_0_does_not_put_off_its_weight_gradients():
     schedule = p101.schedule("zb-h1", stages=4, microbatches=8)
     assert "0I0 0W0 0F4 0I1 0W1 0F5" in " ".join(schedule.actions[0])
-    last = [max(slot.end for slot in schedule.time().slots if slot.rank == rank and slot.action.kind == "I") for rank in range(4)]
+    last = [
+        max(
+            slot.end
+            for slot in schedule.time().slots
+            if slot.rank == rank and slot.action.kind == "I"
+        )
+        for rank in range(4)
+    ]
     assert last[0] - last[3] == 3 and schedule.actions[3][-3:] == ["3W5", "3W6", "3W7"]
 
 
@@ -142,5 +173,8 @@ def test_exercise_5_bytes():
 
 def test_exercise_6_another_order_moves_the_cycle():
     swapped = LESSON["RANK_1"].replace("1SEND_F0 1RECV_F1", "1RECV_F1 1SEND_F0")
-    with pytest.raises(p101.ScheduleError, match="0's 2SEND_F0 waits for 3RECV_F0 of rank 1; rank 1's 1SEND_F1 waits for 2RECV_F1"):
+    with pytest.raises(
+        p101.ScheduleError,
+        match="0's 2SEND_F0 waits for 3RECV_F0 of rank 1; rank 1's 1SEND_F1 waits for 2RECV_F1",
+    ):
         p101.Schedule([LESSON["RANK_0"].split(), swapped.split()]).check("nccl")

@@ -1,4 +1,6 @@
-"""Lesson 00: its install cell in a hosted notebook, its cells that show errors, and the answers to its exercises."""
+"""Lesson 00: its install cell in a hosted notebook, its cells that show errors, and the answers
+to its exercises.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ INSTALLED_FROM = {  # what the cell installs from, by the files beside the noteb
     "parallel101-main.zip": "parallel101-main.zip",
     "parallel101/pyproject.toml parallel101/parallel101/": "parallel101",  # a clone
     "../pyproject.toml ../parallel101/": "..",  # in a clone
-    "parallel101/ parallel101-main.zip": "parallel101-main.zip",  # a folder with that name and no package
+    # a folder with that name and no package
+    "parallel101/ parallel101-main.zip": "parallel101-main.zip",
     "../parallel101/ ../../pyproject.toml": None,
     "pyproject.toml": None,  # of another project
     "": None,
@@ -35,7 +38,9 @@ INSTALLED_FROM = {  # what the cell installs from, by the files beside the noteb
 
 @pytest.mark.parametrize("namesake", [True, False])
 @pytest.mark.parametrize("beside", INSTALLED_FROM)
-def test_a_hosted_notebook_installs_from_the_files_beside_it(beside, namesake, tmp_path, monkeypatch):
+def test_a_hosted_notebook_installs_from_the_files_beside_it(
+    beside, namesake, tmp_path, monkeypatch
+):
     here = tmp_path / "project" / "lessons"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
@@ -48,7 +53,9 @@ def test_a_hosted_notebook_installs_from_the_files_beside_it(beside, namesake, t
     shell = types.SimpleNamespace(run_line_magic=lambda *words: asked.append(words))
     names = {"get_ipython": lambda: shell}
     # A folder with only that name is a namespace package, which has no origin.
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if namesake else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if namesake else None
+    )
     exec(TransformerManager().transform_cell(cell.source), names)
     assert asked == [("pip", 'install --quiet "{source}"')]
     source, expected = names["source"], INSTALLED_FROM[beside]
@@ -60,19 +67,36 @@ def test_a_hosted_notebook_installs_from_the_files_beside_it(beside, namesake, t
 
 def test_a_clone_installs_nothing():
     (cell,) = [c for c in read("00_ranks").cells if c.id == "install"]
-    exec(TransformerManager().transform_cell(cell.source), {"get_ipython": lambda: pytest.fail("it would install")})
+    exec(
+        TransformerManager().transform_cell(cell.source),
+        {"get_ipython": lambda: pytest.fail("it would install")},
+    )
 
 
-ATTEMPTS = ("deadlock-run", "isend-changed", "dies-run", "dies-killed", "sizes-run", "sizes-checked", "nccl-run")
+ATTEMPTS = (
+    "deadlock-run",
+    "isend-changed",
+    "dies-run",
+    "dies-killed",
+    "sizes-run",
+    "sizes-checked",
+    "nccl-run",
+)
 
 
 @pytest.mark.parametrize("cell_id", ATTEMPTS)
 def test_a_cell_without_its_error_prints_one_line_and_the_next_cells_run(cell_id, capsys):
     """In a fresh kernel, where no earlier run has defined what the error would define."""
     cells = {cell.id: cell.source for cell in read("00_ranks").cells if cell.cell_type == "code"}
-    assert tuple(i for i, source in cells.items() if "attempt(" in source and i != "attempt") == ATTEMPTS
+    assert (
+        tuple(i for i, source in cells.items() if "attempt(" in source and i != "attempt")
+        == ATTEMPTS
+    )
     errors = {name: getattr(p101, name) for name in ("DeadlockError", "MisuseError", "RankFailed")}
-    names = {**definitions("00_ranks", "BACKEND"), "p101": types.SimpleNamespace(launch=lambda *_, **__: None, **errors)}
+    names = {
+        **definitions("00_ranks", "BACKEND"),
+        "p101": types.SimpleNamespace(launch=lambda *_, **__: None, **errors),
+    }
     exec(cells["attempt"], names)
     exec(cells[cell_id], names)
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -93,7 +117,10 @@ def test_exercise_1_taking_turns_takes_two_steps():
 def test_exercise_2_one_rank_that_receives_first_prevents_the_deadlock():
     def ring(*first):
         rank, n = dist.get_rank(), dist.get_world_size()
-        calls = [lambda: dist.send(torch.ones(1), (rank + 1) % n), lambda: dist.recv(torch.ones(1), (rank - 1) % n)]
+        calls = [
+            lambda: dist.send(torch.ones(1), (rank + 1) % n),
+            lambda: dist.recv(torch.ones(1), (rank - 1) % n),
+        ]
         for call in reversed(calls) if rank in first else calls:
             call()
 
@@ -105,12 +132,18 @@ def test_exercise_2_one_rank_that_receives_first_prevents_the_deadlock():
 def test_exercise_3_a_barrier_that_one_rank_skips():
     with pytest.raises(p101.DeadlockError) as caught:
         steps(lambda: dist.barrier() if dist.get_rank() < 3 else None, 4)
-    assert (caught.value.cycle, caught.value.returned, sorted(caught.value.waiting)) == ([], [3], [0, 1, 2])
+    assert (caught.value.cycle, caught.value.returned, sorted(caught.value.waiting)) == (
+        [],
+        [3],
+        [0, 1, 2],
+    )
 
 
 @pytest.mark.parametrize(("nbytes", "seconds"), [(8, 0.32e-3), (64_000_000, 82e-3)])
 def test_exercise_4_one_round_of_a_small_token_and_of_a_large_one(nbytes, seconds):
-    """Eight ranks instead of 64, with an eighth of the memory: one round is as many messages as there are ranks."""
+    """Eight ranks instead of 64, with an eighth of the memory: one round is as many messages as
+    there are ranks.
+    """
 
     def one_round():
         rank, n = dist.get_rank(), dist.get_world_size()

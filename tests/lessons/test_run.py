@@ -1,4 +1,6 @@
-"""Every lesson runs from top to bottom, shows the pictures it promises, and becomes a page that plays offline."""
+"""Every lesson runs from top to bottom, shows the pictures it promises, and becomes a page that
+plays offline.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +29,52 @@ ROUNDING = r"'(\d\.\de-1[5-7]|0\.0e\+00)'"  # of float64
 
 TINY = r"(\d(\.\d)?e-1[3-9]|0(\.0)?e\+00)"
 
-EQUAL = r"(^|: )equal to one process\nlargest differences .*\nloss .*%\n(.|\n)*gradient .*%\n(.|\n)*update.*"  # what verify prints
+# what verify prints
+EQUAL = (
+    r"(^|: )equal to one process\nlargest differences .*\nloss .*%\n(.|\n)*gradient "
+    r".*%\n(.|\n)*update.*"
+)
 
-# Output that the text around a cell describes. No cell asserts it: it would tell the answer before the run.
+# Output that the text around a cell describes. No cell asserts it: it would tell the answer before
+# the run.
 PRINTED = {
     "00_ranks": {
         "hello": [r"\[rank 0\] hello from rank 0 of 4", r"\[rank 3\] hello from rank 3 of 4"],
-        "pids": [r"\[(\d+), (?!\1\b)(\d+), (?!\1\b|\2\b)(\d+), (?!\1\b|\2\b|\3\b)(\d+)\]\nthis notebook: (?!\1\b|\2\b|\3\b|\4\b)\d+"],
+        "pids": [
+            (
+                r"\[(\d+), (?!\1\b)(\d+), (?!\1\b|\2\b)(\d+), (?!\1\b|\2\b|\3\b)(\d+)\]\nthis "
+                r"notebook: (?!\1\b|\2\b|\3\b|\4\b)\d+"
+            )
+        ],
         "notes": [r"ranks' notes: +\[\[0\], \[1\], \[2\], \[3\]\]\nthe notebook's notes: \[\]"],
-        "message-check": [r"you said: +\?", r"rank 0 sent: +32 bytes in 1 message", r"rank 1 received: +32 bytes"],
+        "message-check": [
+            r"you said: +\?",
+            r"rank 0 sent: +32 bytes in 1 message",
+            r"rank 1 received: +32 bytes",
+        ],
         "waiting-check": [r"in recv for (0\.[1-9]|[1-9])\d* s, for 32 bytes"],
-        "deadlock-run": ["rank 0 waits in send to rank 1", "rank 1 waits in send to rank 0", "cycle: rank 0 → rank 1 → rank 0", "irecv"],
+        "deadlock-run": [
+            "rank 0 waits in send to rank 1",
+            "rank 1 waits in send to rank 0",
+            "cycle: rank 0 → rank 1 → rank 0",
+            "irecv",
+        ],
         "deadlock-eager": [r" 4 bytes: fine", r" 400 bytes: fine", r"40000 bytes: deadlock"],
         "isend-run": [r"^\[1\.0, 0\.0\]$"],
         "isend-changed": ["rank 0 changed a tensor that was still being sent"],
         "dies-run": [r"rank 2 raised ZeroDivisionError(.|\n)*in careless"],
         "dies-killed": ["rank 2 exited with code 7"],
         "sizes-run": ["rank 1 was killed by SIGABRT", "trace=True"],
-        "sizes-checked": [r"rank 0: send\(shape \(8,\), float32\)", r"rank 1: recv\(shape \(4,\), float32\)"],
+        "sizes-checked": [
+            r"rank 0: send\(shape \(8,\), float32\)",
+            r"rank 1: recv\(shape \(4,\), float32\)",
+        ],
         "sim-run": [r"the virtual clock: 64\.0 s(.|\n)*the token counted: 64 ranks"],
         "sim-gloo": [r"^\[4, 1, 2, 3\]$"],
-        "nccl-run": ["rank 0's send to rank 1 waits in the queue behind its receive from rank 1", "cycle: rank 0 → rank 1 → rank 0"],
+        "nccl-run": [
+            "rank 0's send to rank 1 waits in the queue behind its receive from rank 1",
+            "cycle: rank 0 → rank 1 → rank 0",
+        ],
         "nccl-batch": [r"^\[1\.0, 0\.0\]$"],
         "script-torchrun": [r"results: \[2, 1\]\nresults: \[2, 1\]"],
         "exercise-1": ["not swapped yet in 0"],
@@ -59,36 +86,69 @@ PRINTED = {
         "gather-count": [*counted(7, "3,584", "512"), "the same messages as the package's"],
         "reduce-count": [*counted(3, "12,288", "4,096"), "the same messages as the package's"],
         "all-gather-count": [*counted(7, "3,584", "3,584"), "the same messages as the package's"],
-        "reduce-scatter-count": [*counted(7, "3,584", "3,584"), "the same messages as the package's"],
+        "reduce-scatter-count": [
+            *counted(7, "3,584", "3,584"),
+            "the same messages as the package's",
+        ],
         "naive-count": [*counted(6, "24,576", "12,288"), "the same messages as the package's"],
         "ring-count": [*counted(14, "7,168", "7,168"), "the same messages as the package's"],
         "all-to-all-count": [*counted(7, "3,584", "3,584"), "the same messages as the package's"],
         "barrier-count": [*counted(3, "3", "3"), "the same messages as the package's"],
-        "tree-scale": [r" 64 ranks: +63 steps flat, 6 in a tree\n +256 ranks: +255 steps flat, 8 in a tree"],
+        "tree-scale": [
+            r" 64 ranks: +63 steps flat, 6 in a tree\n +256 ranks: +255 steps flat, 8 in a tree"
+        ],
         "data-parallel-run": [r"rank 3 differs by \d\.\de-1[67]|rank 3 differs by 0\.0e\+00"],
         "exercise-1": ["not right yet"],
         "bug-numbers": [r"\[(?!4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0, 4\.0\])"],
     },
     "02_algorithms_and_cost": {
-        "problem-run": [r"flat 0\.28 ms  tree 0\.12 ms  ring 0\.28 ms", r"flat 47\.26 ms  tree 20\.25 ms  ring 6\.15 ms"],
+        "problem-run": [
+            r"flat 0\.28 ms  tree 0\.12 ms  ring 0\.28 ms",
+            r"flat 47\.26 ms  tree 20\.25 ms  ring 6\.15 ms",
+        ],
         "doubling-count": [*counted(3, "12,288", "12,288"), "the same messages as the package's"],
         "crossing": ["they cross at 220 kB", "α / β is 25 kB"],
         "path-run": ["rank 1 is late: .* 10 s", "rank 7 is late: .* 7 s"],
-        "fit-run": [r"fit: α = \d+ µs, [\d.]+ GB/s", r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d of the line"],
-        "real-ratio": [r"ring +measured / predicted: [\d.]+ to [\d.]+", r"1,024 bytes, fastest first: \w+, \w+, \w+, \w+"],
-        "work": [r"tree +4 +4\.00 +6 +6\.00", r"doubling +2 +2\.00 +8 +8\.00", r"ring +6 +1\.50 +24 +6\.00"],
-        "bus-run": [r"all_reduce +50\.0 +33\.3 +28\.6 +50\.0 +50\.0 +50\.0", r"all_to_all +100\.0 +66\.7 +57\.1 +50\.0 +50\.0 +50\.0"],
+        "fit-run": [
+            r"fit: α = \d+ µs, [\d.]+ GB/s",
+            r"4,194,304 bytes: +\d+ µs \(\d+ to \d+\), \d+\.\d\d of the line",
+        ],
+        "real-ratio": [
+            r"ring +measured / predicted: [\d.]+ to [\d.]+",
+            r"1,024 bytes, fastest first: \w+, \w+, \w+, \w+",
+        ],
+        "work": [
+            r"tree +4 +4\.00 +6 +6\.00",
+            r"doubling +2 +2\.00 +8 +8\.00",
+            r"ring +6 +1\.50 +24 +6\.00",
+        ],
+        "bus-run": [
+            r"all_reduce +50\.0 +33\.3 +28\.6 +50\.0 +50\.0 +50\.0",
+            r"all_to_all +100\.0 +66\.7 +57\.1 +50\.0 +50\.0 +50\.0",
+        ],
         "bus-tree-run": [r"reduce_broadcast .* 14\.6", r"recursive_doubling .* 29\.2"],
         "both-ways-run": [*counted(4, "2,048", "3,584"), "the same messages as the package's"],
         "axes-run": [r"1 KiB .*: 2\.00 times.*\n.* 8\.0 µs\n.* 4\.0 µs", r"16 MiB .*: 0\.82 times"],
-        "torus-run": [r"1 KiB .*: 1\.33 times as fast +6\.0 µs", r"16 MiB .*: 2\.08 times as fast +93\.4 µs", "93.2 µs, bandwidth-bound"],
+        "torus-run": [
+            r"1 KiB .*: 1\.33 times as fast +6\.0 µs",
+            r"16 MiB .*: 2\.08 times as fast +93\.4 µs",
+            "93.2 µs, bandwidth-bound",
+        ],
         "levels-run": [
             r"^ring .*1\.75 n +1 KiB: +70 µs +4 MiB: 217",
             r"badly_placed_ring .*7\.00 n +1 KiB: 280.*867",
             r"two_level .*1\.00 n .*150",
         ],
-        "nccl-run": ["1 KiB .* tree LL; .* tree LL\n", "4 MiB .* tree LL128;", "4 GiB .* ring Simple; on 128 nodes: tree Simple"],
-        "auto-rule": ["algorithm='recursive_doubling'", "algorithm='reduce_broadcast', max_ranks=8", "algorithms: .*ring"],
+        "nccl-run": [
+            "1 KiB .* tree LL; .* tree LL\n",
+            "4 MiB .* tree LL128;",
+            "4 GiB .* ring Simple; on 128 nodes: tree Simple",
+        ],
+        "auto-rule": [
+            "algorithm='recursive_doubling'",
+            "algorithm='reduce_broadcast', max_ranks=8",
+            "algorithms: .*ring",
+        ],
     },
     "03_adjoints": {
         "problem-run": ["element 0 of tensors does not require grad and does not have a grad_fn"],
@@ -100,28 +160,60 @@ PRINTED = {
         "function-source": ["return reduce_scatter"],
         "test-run": [r"all ranks: .* difference -?(\de-1[56]|0e\+00)"],
         "test-all-run": [r"(\w+ +-?[\d.]+ +-?[\d.]+   equal\n?){8}"],
-        "learn-test": [r"right .* equal .* ratio 1\.000\nown part only .* different .*\nn times too large .* ratio 4\.000"],
+        "learn-test": [
+            (
+                r"right .* equal .* ratio 1\.000\nown part only .* different .*\nn times too large "
+                r".* ratio 4\.000"
+            )
+        ],
         "loss-run": [r"measured: 4\.000"],
         "loss-once": [r"factor: 1\.000\nall_reduce +480 bytes .*\nreduce_from_group +240 bytes "],
         "pair-run": [r"clone .* \de[-+]0\d\ncopy_to_group .* (\de-1[567]|0e\+00)"],
         "axes-run": [r"\(0,\) .* \(6, 4\)\n.*\(1,\) .* \(3, 12\)\n.*\(0, 1\) .* \(6, 12\)"],
-        "cube-run": [r"AllGather: \(3, 7, 12\) +AllSumReduce of ones: 6\.0\n(\(.*\) +-?[\d.]+ +-?[\d.]+   equal\n?){8}"],
-        "uneven-run": [r"rank 3: .* \(2, 1\)  of \[4\.0\]   80 bytes sent\n(rank \d: whole \(0,\) .* of \[\]   0 bytes sent\n?){2}"],
+        "cube-run": [
+            (
+                r"AllGather: \(3, 7, 12\) +AllSumReduce of ones: 6\.0\n(\(.*\) +-?[\d.]+ +-?[\d.]+ "
+                r"  equal\n?){8}"
+            )
+        ],
+        "uneven-run": [
+            (
+                r"rank 3: .* \(2, 1\)  of \[4\.0\]   80 bytes sent\n(rank \d: whole \(0,\) .* of "
+                r"\[\]   0 bytes sent\n?){2}"
+            )
+        ],
         "norm-run": [r"False +distance \de\+00\n.*True +distance \de-1[4-6]"],
         "products-run": [
-            r" multiply: 0 .*\n.* AllGather_X, then multiply: 576 .*\n.* multiply, then AllReduce_X: 768 .*\n.* AllGather_X, "
+            (
+                r" multiply: 0 .*\n.* AllGather_X, then multiply: 576 .*\n.* multiply, then "
+                r"AllReduce_X: 768 .*\n.* AllGather_X, "
+            )
         ],
-        "products-check": [r"  0 bytes.* equals .*\n.* 576 bytes.* equals .*\n.* 768 bytes.* equals .*\n.* 576 bytes.* equals "],
-        "plan-run": [r"AllReduce_X .* 768 B in 6 steps(.|\n)*ReduceScatter_\{X,I\} .* 384 B in 3 steps"],
+        "products-check": [
+            (
+                r"  0 bytes.* equals .*\n.* 576 bytes.* equals .*\n.* 768 bytes.* equals .*\n.* "
+                r"576 bytes.* equals "
+            )
+        ],
+        "plan-run": [
+            r"AllReduce_X .* 768 B in 6 steps(.|\n)*ReduceScatter_\{X,I\} .* 384 B in 3 steps"
+        ],
         "plan-small": [r"Slice_\{X,J\} B(.|\n)*AllReduce_X C(.|\n)*Or: AllGather_X A"],
         "training-run": [
-            r"samples cut +nothing +AllReduce W +nothing\nweights cut too +AllGather W +ReduceScatter W +AllGather W\n"
+            r"samples cut +nothing +AllReduce W +nothing\nweights cut too +AllGather W "
+            r"+ReduceScatter W +AllGather W\n"
             r"outputs cut +nothing +nothing +AllReduce X\ninputs cut +AllReduce Y +nothing +nothing"
         ],
         "break-place-run": [r"\[1\.0, 2\.0, 3\.0, 4\.0\]"],
-        "break-everything-run": [r"broadcast .* different\nall_reduce .* equal\nall_to_all .* different"],
-        "break-slice-run": [r"slice: .* equal\nring_all_gather_backward +3,000 .*\nall_reduce_then_slice +6,000 "],
-        "break-absent-run": [r"rank 0 waits in recv from rank 3 \(returned\), .* weights\.sum\(\)\.backward\(\)"],
+        "break-everything-run": [
+            r"broadcast .* different\nall_reduce .* equal\nall_to_all .* different"
+        ],
+        "break-slice-run": [
+            r"slice: .* equal\nring_all_gather_backward +3,000 .*\nall_reduce_then_slice +6,000 "
+        ],
+        "break-absent-run": [
+            r"rank 0 waits in recv from rank 3 \(returned\), .* weights\.sum\(\)\.backward\(\)"
+        ],
     },
     "04_data_parallel": {
         "alone-run": [r"<History: 20 steps, loss [45]\.\d+ → [23]\."],
@@ -137,16 +229,30 @@ PRINTED = {
         "break-start-run": [r"ranks: ([1-9]|0\.[1-9])"],
         "break-start-error": ["layers.0.weight", "rank 1", "sync=True"],
         "break-uneven-run": [r"\[('\d\.\de-0[1-3]'(, )?){4}\]"],
-        "break-uneven-check": [r"10 samples: not right yet, \d\.\de-0[1-3] .*\n12 samples: right, "],
-        "break-labels-run": [r"^this layout does not (.|\n)*Return \(sum of losses, their weight\)(.|\n)*^loss: \d"],
+        "break-uneven-check": [
+            r"10 samples: not right yet, \d\.\de-0[1-3] .*\n12 samples: right, "
+        ],
+        "break-labels-run": [
+            r"^this layout does not (.|\n)*Return \(sum of losses, their weight\)(.|\n)*^loss: \d"
+        ],
         "break-every-run": [r"\[1288, 3864\]"],
     },
     "05_sharding": {
         "pain-run": [r"measured: 16\.00 bytes per parameter, with 1,052,672 parameters"],
-        "by-hand-run": [r"blocks: \[41, 40, 40, 40\]", *(rf"{n} ranks: \[('(\d\.\de-1[2-7]|0\.0e\+00)'(, )?){{{n}}}\]" for n in (2, 3, 4))],
-        "stages-run": [r"stage 1 .* 10\.\d\d bytes", r"stage 2 .* 7\.\d\d bytes", r"stage 3 .* 4\.\d\d bytes"],
+        "by-hand-run": [
+            r"blocks: \[41, 40, 40, 40\]",
+            *(rf"{n} ranks: \[('(\d\.\de-1[2-7]|0\.0e\+00)'(, )?){{{n}}}\]" for n in (2, 3, 4)),
+        ],
+        "stages-run": [
+            r"stage 1 .* 10\.\d\d bytes",
+            r"stage 2 .* 7\.\d\d bytes",
+            r"stage 3 .* 4\.\d\d bytes",
+        ],
         "stages-check": [
-            r"weights .*: 1\.00 1\.00 0\.25\ngradients .*: 1\.00 0\.25 0\.25\noptimizer state .*: 0\.25 0\.25 0\.25",
+            (
+                r"weights .*: 1\.00 1\.00 0\.25\ngradients .*: 1\.00 0\.25 0\.25\noptimizer state "
+                r".*: 0\.25 0\.25 0\.25"
+            ),
             r"gathered at once, at most: 2\.0 layers",
         ],
         "price-check": [r"data parallel .*the run: 2\.00\n1 .*2\.00\n2 .*2\.00\n3 .*3\.00"],
@@ -157,7 +263,10 @@ PRINTED = {
         "break-clip-check": [r"not right yet: \d\.\de-0[12]"],
         "break-leak-run": [r"gathered at once, at most: 34 layers"],
         "break-all-reduce-run": [r"the same blocks: True\n.*\[6000, 3000\]"],
-        "break-optimizer-run": ["the update of '.*' differs by (.|\\n)*looks at whole matrices", "DataParallelTrainer"],
+        "break-optimizer-run": [
+            "the update of '.*' differs by (.|\\n)*looks at whole matrices",
+            "DataParallelTrainer",
+        ],
         "keras-run": [
             rf"{options}}}: \[{count}, {count}\] parameters, losses (\de-(0[6-9]|1\d)|0e\+00) "
             for options, count in (("'zero_stage': 3", 8613), ("'plan': 'auto'", 8645))
@@ -166,26 +275,65 @@ PRINTED = {
     "06_tensor_parallel": {
         "pain-run": [r"measured: 1\.00"],
         "pain-one": [r"\[1, 0, 0, 0\]"],
-        "ways-run": [rf"{name} .* sent: \[({sent}(, )?){{4}}\]   {TINY} from" for name, sent in (("by_columns", 6144), ("by_rows", 12288))],
+        "ways-run": [
+            rf"{name} .* sent: \[({sent}(, )?){{4}}\]   {TINY} from"
+            for name, sent in (("by_columns", 6144), ("by_rows", 12288))
+        ],
         "lecture-run": [rf"2 ranks: {TINY} .*\n4 ranks: {TINY} "],
         "pair-run": [r"measured: 2\.5$"],
-        "between-run": [rf"gelu .* {TINY} .*\nrelu .* {TINY} .*\nsoftmax .* \de-0\d .*\nlayer_norm .* \de[-+]0\d "],
-        "backward-nothing": [rf"nothing   {{'dW': '{TINY}', 'dV': '{TINY}', 'dX': '\de(\+00|-0\d)'}}\nsummed: \[\]   "],
-        "backward-sum": [rf"({n} ranks: {{'dW': '{TINY}', 'dV': '{TINY}', 'dX': '{TINY}'}}\n?)" for n in (2, 3, 4)],
-        "mirror-code": [rf"\[12288, 12288, 12288, 12288\]\n.*'dW': '{TINY}', 'dV': '{TINY}', 'dX': '{TINY}'"],
+        "between-run": [
+            (
+                rf"gelu .* {TINY} .*\nrelu .* {TINY} .*\nsoftmax .* \de-0\d .*\nlayer_norm .* "
+                r"\de[-+]0\d "
+            )
+        ],
+        "backward-nothing": [
+            (
+                rf"nothing   {{'dW': '{TINY}', 'dV': '{TINY}', 'dX': '\de(\+00|-0\d)'}}\nsummed: "
+                r"\[\]   "
+            )
+        ],
+        "backward-sum": [
+            rf"({n} ranks: {{'dW': '{TINY}', 'dV': '{TINY}', 'dX': '{TINY}'}}\n?)"
+            for n in (2, 3, 4)
+        ],
+        "mirror-code": [
+            rf"\[12288, 12288, 12288, 12288\]\n.*'dW': '{TINY}', 'dV': '{TINY}', 'dX': '{TINY}'"
+        ],
         "overlap-run": [r"{'wait at once': 2\.8, 'overlapped': 2\.0}"],
         "real-check": [r"(rank \d: sends posted \d+\.\d, -\d+\.\d ms before dW is ready\n?){2}"],
-        "attention-run": [rf"shared=False: 3 in .* {TINY} from(.|\n)*shared=True: 1 in .* {TINY} from"],
-        "vocabulary-check": [r"'whole_loss': 6291456, 'cut_loss': 9216", "measured: 683", "rows are right: True"],
+        "attention-run": [
+            rf"shared=False: 3 in .* {TINY} from(.|\n)*shared=True: 1 in .* {TINY} from"
+        ],
+        "vocabulary-check": [
+            r"'whole_loss': 6291456, 'cut_loss': 9216",
+            "measured: 683",
+            "rows are right: True",
+        ],
         "sequence-check": [
-            r"all-reduce +sent: (\d+) bytes +between the pairs: 16384 bytes\ncut along time +sent: \1 bytes +between the pairs: 4096 bytes",
+            (
+                r"all-reduce +sent: (\d+) bytes +between the pairs: 16384 bytes\ncut along time "
+                r"+sent: \1 bytes +between the pairs: 4096 bytes"
+            ),
             rf"gradients: {TINY} apart",
         ],
-        "plan-run": [r"attention.query \(2 modules\): column\(heads=4\)", r"mlp.down \(2 modules\): row", "head: vocabulary"],
-        "train-run": [rf"2 ranks{how}: largest difference {TINY}$" for how in ("", ", sequence parallel")] + [EQUAL],
+        "plan-run": [
+            r"attention.query \(2 modules\): column\(heads=4\)",
+            r"mlp.down \(2 modules\): row",
+            "head: vocabulary",
+        ],
+        "train-run": [
+            rf"2 ranks{how}: largest difference {TINY}$" for how in ("", ", sequence parallel")
+        ]
+        + [EQUAL],
         "memory-run": ["the same bytes with one sample: True"],
         "cost-check": ["counted: 393,216 bytes"],
-        "cost-theory": [r"tensor parallel: 393,216 .*: 393,216\ndata parallel: 299,520 .*: 299,520\nratio: 1\.31"],
+        "cost-theory": [
+            (
+                r"tensor parallel: 393,216 .*: 393,216\ndata parallel: 299,520 .*: 299,520\nratio: "
+                r"1\.31"
+            )
+        ],
         "break-bias-run": [rf"True +3\.0e\+00 .*\n.*False +{TINY} "],
         "break-gelu-run": [rf"True +\d\.\de[-+]0\d .*\n.*False +{TINY} "],
         "break-dx-check": [
@@ -205,7 +353,10 @@ PRINTED = {
         "gpipe-check": [rf"P = {n}: {TINY} from one process" for n in (1, 2, 4)],
         "bubble-run": [r"m = 2 .*60 s\nm = 4 .*42 s\nm = 8 .*33 s"],
         "bubble-check": [r"(m = \d: formula (\d+) s, run \2 s, .*\n?){4}"],
-        "loop-run": [rf"GPipe +held: \(8, 8, 8, 8\) .* {TINY}", rf"1F1B +held: \(4, 3, 2, 1\) .* {TINY}"],
+        "loop-run": [
+            rf"GPipe +held: \(8, 8, 8, 8\) .* {TINY}",
+            rf"1F1B +held: \(4, 3, 2, 1\) .* {TINY}",
+        ],
         "loop-time": [r"33\.0 \[4, 3, 2, 1\] 27\.3%"],
         "interleaved-check": [r"9\.0 and 4\.5 s", r"48 and 112", r"4 and 11 half as large"],
         "split-count": [r"counted: 4 \+ 7 = 11 instead of 8"],
@@ -214,10 +365,24 @@ PRINTED = {
         "split-check": [r"'1F1B': '9 s', 'ZB-H1': '3 s', 'ZB-H2': '0 s'}"],
         "published-run": [r"ours: 0\.2431(.|\n)*ours: 0\.1585(.|\n)*ours: 0\.1083"],
         "trainer-run": [rf"(\S+ +largest difference: {TINY}\n?){{5}}", EQUAL],
-        "real-check": [r"(rank \d posts the receive of the next \w+ (\d+\.\d ms before(, )?){3} the end of this \w+\n?){2}"],
+        "real-check": [
+            (
+                r"(rank \d posts the receive of the next \w+ (\d+\.\d ms before(, )?){3} the end "
+                r"of this \w+\n?){2}"
+            )
+        ],
         "tied-run": [r"embedding\.token\.weight: on stages 0, 1"],
-        "tied-check": [rf"(gradient of the tied .*: {TINY} from .*\n){{2}}(update of the tied .*: {TINY} from .*\n?){{2}}"],
-        "break-send-run": [rf"GPipe: finishes, {TINY} from", r"1F1B: deadlock", "All of them send first"],
+        "tied-check": [
+            (
+                rf"(gradient of the tied .*: {TINY} from .*\n){{2}}(update of the tied .*: {TINY} "
+                rf"from .*\n?){{2}}"
+            )
+        ],
+        "break-send-run": [
+            rf"GPipe: finishes, {TINY} from",
+            r"1F1B: deadlock",
+            "All of them send first",
+        ],
         "break-loss-show": [
             r"right +1\.00 times as long, cosine 1\.000",
             r"not divided +8\.00 times as long, cosine 1\.000",
@@ -227,9 +392,18 @@ PRINTED = {
             rf"rank 0: 0 of 8 W missing, gradient off by {TINY}",
             r"(rank [123]: [123] of 8 W missing, gradient off by \de[-+]0\d\n?){3}",
         ],
-        "hang-ours": [rf"GPipe: finishes, {TINY} from", "rank 2's receive from rank 3 waits in the queue behind its send to rank 3"],
+        "hang-ours": [
+            rf"GPipe: finishes, {TINY} from",
+            "rank 2's receive from rank 3 waits in the queue behind its send to rank 3",
+        ],
         "hang-two-groups": [rf"direction: {TINY} from"],
-        "hang-lists": [r"gloo: fine", r"rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0"],
+        "hang-lists": [
+            r"gloo: fine",
+            (
+                r"rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for "
+                r"2RECV_F0 of rank 0"
+            ),
+        ],
         "hang-run": [r"gloo: \['finished', 'finished'\]", "cycle: rank 0 → rank 1 → rank 0"],
         "hang-executor": [r"losses: \[(\d\.\d{10})\d*, \1\d*\]; one process: \1"],
     },
@@ -244,12 +418,24 @@ PRINTED = {
             "7 tensors of the model: on stage 0 over pp\n",
         ],
         "tied-sum": [rf"lookup \+ head: {TINY} from tied"],
-        "bytes-theory": [r"dp  theory: ([\d,]+)   the run: \1\npp  theory: ([\d,]+)   the run: \2\ntp  theory: ([\d,]+)   the run: \3$"],
+        "bytes-theory": [
+            (
+                r"dp  theory: ([\d,]+)   the run: \1\npp  theory: ([\d,]+)   the run: \2\ntp  "
+                r"theory: ([\d,]+)   the run: \3$"
+            )
+        ],
         "clip-run": [r"own +\d\.?\d*e-0[12]", r"over_all +\d\.?\d*e-0[12]"],
         "clip-check": [r"not right yet: \d\.?\d*e-0[12]"],
-        "zero-run": [r"counted: 4\.0\d bytes", r"ZeRO-1 .* 3\.0\d bytes", r"ZeRO-3 .* 2\.0\d bytes"],
+        "zero-run": [
+            r"counted: 4\.0\d bytes",
+            r"ZeRO-1 .* 3\.0\d bytes",
+            r"ZeRO-3 .* 2\.0\d bytes",
+        ],
         "resume-check": [r"18 steps, .*: (\de-0[4-9]|0e\+00) of the loss"],
-        "links-run": [r" 14\.9 s\n.* 18\.1 s\n.* 38\.4 s", r"bytes sent by all ranks together: \d+$"],
+        "links-run": [
+            r" 14\.9 s\n.* 18\.1 s\n.* 38\.4 s",
+            r"bytes sent by all ranks together: \d+$",
+        ],
         "train-check": [r"ln V = 4\.\d\d; first step 4\.\d\d\nlast ten steps: (1\.|2\.[0-7])"],
         "write-run": [r"BEFORE: The (.|\n)*AFTER: The "],
         "break-share-run": [r"\[('\de-0[1-5]'(, )?){8}\]"],
@@ -301,12 +487,23 @@ IN_PICTURES = {  # text in a picture
             "Backward: ring reduce-scatter",
             "Backward, step 1 of 3: Each rank sends a chunk to its left",
         ],
-        "learn-run": ["right: 15.6 to 0.968; own part only: 15.6 to 1.06; n times too large: 15.6 to 0.968"],
+        "learn-run": [
+            "right: 15.6 to 0.968; own part only: 15.6 to 1.06; n times too large: 15.6 to 0.968"
+        ],
         "axes-watch": ["Forward: messages on a grid of 6 ranks", "Backward, step 2 of 2"],
         "case-two": ["AllGather_X, A[I, J]: rank 0 abcd"],
-        "case-three": ["C[I, K] {U_X}: rank 0 a (terms [1, 0, 0, 0])", "AllReduce_X, C[I, K]: rank 0 a, rank 1 a"],
-        "case-four": ["AllGather_X, B[J, K]: rank 0 abcd", "multiply, C[I_X, K]: rank 0 a, rank 1 b"],
-        "break-sum-run": ["The block of C[I, K] is wrong on every rank", "the sum over X is missing"],
+        "case-three": [
+            "C[I, K] {U_X}: rank 0 a (terms [1, 0, 0, 0])",
+            "AllReduce_X, C[I, K]: rank 0 a, rank 1 a",
+        ],
+        "case-four": [
+            "AllGather_X, B[J, K]: rank 0 abcd",
+            "multiply, C[I_X, K]: rank 0 a, rank 1 b",
+        ],
+        "break-sum-run": [
+            "The block of C[I, K] is wrong on every rank",
+            "the sum over X is missing",
+        ],
     },
     "04_data_parallel": {
         "lanes-sim": ["naive: 17.8 s", "bucketed: 17.0 s", "overlapped: "],
@@ -324,7 +521,10 @@ IN_PICTURES = {  # text in a picture
     "06_tensor_parallel": {
         "overlap-run": ["wait at once: 2.80 s", "overlapped: 2 s"],
         "real-run": ["step: "],
-        "plan-picture": ["query.weight: 64 × 64, columns cut into 4 × 16 (column)", "down.weight: 256 × 64, rows cut into 4 × 64 (row)"],
+        "plan-picture": [
+            "query.weight: 64 × 64, columns cut into 4 × 16 (column)",
+            "down.weight: 256 × 64, rows cut into 4 × 64 (row)",
+        ],
         "train-run": ["one process: 4.", "2 ranks: 4.", "2 ranks, sequence parallel: 4."],
         "memory-run": ["Memory per rank"],
     },
@@ -358,37 +558,54 @@ IN_PICTURES = {  # text in a picture
 def test_a_lesson_shows_what_its_text_says(name):
     began = time.perf_counter()
     notebook = run_notebook(LESSONS / f"{name}.ipynb", timeout=90)
-    assert time.perf_counter() - began < 90  # 30 s on two quiet cores; other tests run at the same time
+    # 30 s on two quiet cores; other tests run at the same time
+    assert time.perf_counter() - began < 90
     cells = {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
     for cell in cells.values():
         if DRAWING_CALL.search(cell.source.rpartition("\n\n")[2]):
             assert len(pictures(cell)) == 1, cell.id
     for cell_id, patterns in PRINTED.get(name, {}).items():
         for pattern in patterns:
-            assert re.search(pattern, printed(cells[cell_id]), re.MULTILINE), (cell_id, pattern, printed(cells[cell_id]))
+            assert re.search(pattern, printed(cells[cell_id]), re.MULTILINE), (
+                cell_id,
+                pattern,
+                printed(cells[cell_id]),
+            )
     for cell_id, texts in IN_PICTURES.get(name, {}).items():
         for text in texts:
             assert text in pictures(cells[cell_id])[0], (cell_id, text)
     page = lesson_body(notebook, LESSONS)  # raises an error if something must be fetched
     assert page.count("<figure") == sum(len(pictures(cell)) for cell in cells.values())
-    assert page.count("needs-kernel") == sum("= explore_" in f"= {cell.source.splitlines()[-1]}" for cell in cells.values())
+    assert page.count("needs-kernel") == sum(
+        "= explore_" in f"= {cell.source.splitlines()[-1]}" for cell in cells.values()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lesson_is_committed_with_ids_and_short_cells_and_all_its_parts(name):
     notebook = read(name)
     first, *_ = notebook.cells
-    assert first.cell_type == "markdown" and first.source.startswith("# ") and "\n\n" in first.source
+    assert (
+        first.cell_type == "markdown" and first.source.startswith("# ") and "\n\n" in first.source
+    )
     ids = [cell.id for cell in notebook.cells]
     assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[a-z][a-z0-9-]*", i) for i in ids)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert len(cell.source.splitlines()) <= 18, f"{cell.id} is too long to be projected"
-            assert not re.search(r"^\s*assert ", cell.source, re.MULTILINE), f"{cell.id} asserts what the reader predicts: use PRINTED"
+            assert not re.search(r"^\s*assert ", cell.source, re.MULTILINE), (
+                f"{cell.id} asserts what the reader predicts: use PRINTED"
+            )
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>Answer</summary>")
+    assert (
+        prose.count("<details>")
+        == prose.count("</details>")
+        == prose.count("<summary>Answer</summary>")
+    )
     (minutes,) = re.findall(r"takes about (\d+) minutes", prose)
-    assert int(minutes) <= 75 and re.search("You need|This lesson needs", prose), "a lesson says what it assumes and how long it takes"
+    assert int(minutes) <= 75 and re.search("You need|This lesson needs", prose), (
+        "a lesson says what it assumes and how long it takes"
+    )
     assert re.search(r"stop after \*", prose), "a lesson says where to stop"
     setup = "".join(cell.source for cell in notebook.cells[:6] if cell.cell_type == "code")
     assert "\nBACKEND = " in setup or "They use gloo even if you have GPUs" in prose, (

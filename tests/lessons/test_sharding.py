@@ -1,4 +1,6 @@
-"""Lesson 05: ZeRO by hand gives the weights of one process, its mistakes do not, and the answers to its exercises are right."""
+"""Lesson 05: ZeRO by hand gives the weights of one process, its mistakes do not, and the
+answers to its exercises are right.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from parallel101.models.mlp import MLP
 from tests.lessons.lesson import answer, definitions, read
 
 LESSON = definitions("05_sharding", "WIDTH", "SMALL")
-CLIPS = {**LESSON, "answer": answer("05_sharding", "break-clip-answer", LESSON)}  # by_whole_norm is what the reader changes
-OPTIMIZERS = {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-3), "sgd": lambda p: torch.optim.SGD(p, lr=0.1)}
+# by_whole_norm is what the reader changes
+CLIPS = {**LESSON, "answer": answer("05_sharding", "break-clip-answer", LESSON)}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+}
 
 
 def batch(samples=12):
@@ -47,7 +53,9 @@ def test_by_hand_equals_one_process(n, optimizer):
         assert torch.allclose(weights, by_one(optimizer), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("clip", "right"), [("answer", True), ("by_local_norm", False), ("by_whole_norm", False)])
+@pytest.mark.parametrize(
+    ("clip", "right"), [("answer", True), ("by_local_norm", False), ("by_whole_norm", False)]
+)
 def test_clipping_needs_the_norm_of_all_blocks(clip, right):
     """torch adds 1e-6 to the norm it divides by."""
     for weights in by_hand(4, "sgd", clip):
@@ -71,14 +79,20 @@ def test_exercise_2_two_layers_are_gathered_at_any_depth(layers):
         return trainer.describe()
 
     held = p101.launch(hold, world_size=2).results[0]
-    assert held.bytes["gathered (peak)"][0] / (2 * held.bytes["weights"][0]) == pytest.approx(2 / layers, rel=0.05)
+    assert held.bytes["gathered (peak)"][0] / (2 * held.bytes["weights"][0]) == pytest.approx(
+        2 / layers, rel=0.05
+    )
 
 
 def step_of(name, seconds_a_layer):
     links = p101.Network(latency=0.0, bandwidth=4 * (64 * 64 + 64) / 2 / seconds_a_layer)
     trace = p101.launch(LESSON["ahead_or_not"], world_size=2, backend="sim", network=links).trace
     (*_, step) = (s for s in trace.spans(name) if s.rank == 0)
-    waits = [s for s in trace.spans("wait for weights") if s.rank == 0 and step.start <= s.start < step.end and s.end - s.start > 0.1]
+    waits = [
+        s
+        for s in trace.spans("wait for weights")
+        if s.rank == 0 and step.start <= s.start < step.end and s.end - s.start > 0.1
+    ]
     turn = min(s.start for s in trace.spans("backward") if s.rank == 0 and s.start >= step.start)
     return step.end - step.start, [s.start < turn for s in waits]
 
@@ -94,12 +108,18 @@ def test_exercise_3_slower_links():
 def test_exercise_5_accumulation(stage, passages):
     def accumulate():
         model, x = MLP([32] * 5), torch.randn(2, 8, 32).unbind()
-        trainer = p101.ShardedTrainer(model, F.mse_loss, LESSON["adamw"], zero_stage=stage, accumulate=4)
+        trainer = p101.ShardedTrainer(
+            model, F.mse_loss, LESSON["adamw"], zero_stage=stage, accumulate=4
+        )
         for _ in range(2):
             with p101.span("step"):
                 trainer.step(*trainer.share(x))
 
     trace = p101.launch(accumulate, world_size=2, backend="sim").trace
     step = [s for s in trace.spans("step") if s.rank == 0][-1]
-    sends = [e.nbytes for e in trace.events if e.kind == "send" and e.rank == 0 and step.start <= e.start <= step.end and e.nbytes > 500]
+    sends = [
+        e.nbytes
+        for e in trace.events
+        if e.kind == "send" and e.rank == 0 and step.start <= e.start <= step.end and e.nbytes > 500
+    ]
     assert math.isclose(sum(sends), passages * 4 * 4 * (32 * 32 + 32) / 2, rel_tol=0.01)

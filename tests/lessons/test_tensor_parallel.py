@@ -1,4 +1,7 @@
-"""Lesson 06: what is written by hand equals one process on any number of ranks, gradients too. The answers to the exercises are right."""
+"""Lesson 06: what is written by hand equals one process on any number of ranks, gradients too.
+
+The answers to the exercises are right.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,14 @@ import parallel101 as p101
 from tests.lessons.lesson import answer, definitions, read
 
 LESSON = definitions("06_tensor_parallel")
-(ANSWERS,) = (cell.source for cell in read("06_tensor_parallel").cells if cell.id == "exercises-more")
+(ANSWERS,) = (
+    cell.source for cell in read("06_tensor_parallel").cells if cell.id == "exercises-more"
+)
 RANKS = [1, 3, 4]
-X, W, V, TARGETS = (LESSON["random"](*shape, seed=i) for i, shape in enumerate([(12, 12), (12, 48), (48, 12), (12, 12)]))
+X, W, V, TARGETS = (
+    LESSON["random"](*shape, seed=i)
+    for i, shape in enumerate([(12, 12), (12, 48), (48, 12), (12, 12)])
+)
 
 
 def on_ranks(n, name, *args):
@@ -48,7 +56,10 @@ def test_backward_by_hand_equals_one_process_and_needs_its_message(n):
             ("pair_by_hand", X, W, V, TARGETS),
         ]
     )
-    assert all(close(by_hand[name], right[name]) and close(by_autograd[name], right[name]) for name in right)
+    assert all(
+        close(by_hand[name], right[name]) and close(by_autograd[name], right[name])
+        for name in right
+    )
     assert [close(alone[name], right[name]) for name in ("dW", "dV", "dX")] == [True, True, n == 1]
 
 
@@ -70,15 +81,23 @@ def test_the_embedding_and_the_loss_cut_by_vocabulary_equal_one_process(n):
     for name in ("cut_loss", "whole_loss"):
         blocks = on_ranks(n, "loss_on_ranks", LESSON[name], logits.detach(), targets).results
         assert close(torch.cat(blocks, dim=1), logits.grad)
-    assert all(torch.equal(rows, W.T[targets]) for rows in on_ranks(n, "embed", targets, W.T.contiguous()).results)
+    assert all(
+        torch.equal(rows, W.T[targets])
+        for rows in on_ranks(n, "embed", targets, W.T.contiguous()).results
+    )
 
 
 @pytest.mark.parametrize("n", RANKS)
 def test_activations_cut_along_time_give_the_same_gradients_with_the_same_bytes(n):
     def cut():
-        return LESSON["blocks_on_ranks"](LESSON["block_cut_along_time"], LESSON["block"](X, 0), W, V)
+        return LESSON["blocks_on_ranks"](
+            LESSON["block_cut_along_time"], LESSON["block"](X, 0), W, V
+        )
 
-    whole, parts = on_ranks(n, "blocks_on_ranks", LESSON["block_with_all_reduce"], X, W, V), p101.launch(cut, world_size=n, backend="sim")
+    whole, parts = (
+        on_ranks(n, "blocks_on_ranks", LESSON["block_with_all_reduce"], X, W, V),
+        p101.launch(cut, world_size=n, backend="sim"),
+    )
     assert close(torch.cat([gradient for gradient, _ in parts.results]), whole.results[0][0])
     assert parts.trace.bytes_sent == whole.trace.bytes_sent
     assert [n * held for _, held in parts.results] == [held for _, held in whole.results]
@@ -94,7 +113,10 @@ def test_the_gathered_input_is_kept_whole_for_backward():
             shapes.append(tuple(tensor.shape))
             return tensor
 
-        x, w, v = LESSON["block"](X, 0).clone().requires_grad_(), *(t.clone().requires_grad_() for t in (W, V))
+        x, w, v = (
+            LESSON["block"](X, 0).clone().requires_grad_(),
+            *(t.clone().requires_grad_() for t in (W, V)),
+        )
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             LESSON["block_cut_along_time"](x, w, v)
         return shapes
@@ -111,7 +133,14 @@ def test_exercise_1_the_backward_of_the_lectures_program(n):
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
     dy = LESSON["random"](12, 48, seed=7)
     F.gelu(x @ w).backward(dy)
-    results = p101.launch(answer("06_tensor_parallel", "exercises-more", LESSON), X, W, dy, world_size=n, backend="sim").results
+    results = p101.launch(
+        answer("06_tensor_parallel", "exercises-more", LESSON),
+        X,
+        W,
+        dy,
+        world_size=n,
+        backend="sim",
+    ).results
     assert close(torch.cat([dw for dw, _ in results], dim=1), w.grad)
     assert all(close(dx, x.grad) for _, dx in results)
 
@@ -125,7 +154,11 @@ def test_exercise_2_square_layers_send_the_same_bytes():
 def test_exercise_4_the_times():
     compute = 6 * 12 * 8192**2 * 8192
     sent = 4 * 2 * 7 / 8 * 8192 * 8192 * 2
-    for number in (f"= {compute / 1e12:.1f}$ TFLOP", f"{1e3 * compute / 8 / 500e12:.1f} ms", f"{sent / 1e9:.2f} GB"):
+    for number in (
+        f"= {compute / 1e12:.1f}$ TFLOP",
+        f"{1e3 * compute / 8 / 500e12:.1f} ms",
+        f"{sent / 1e9:.2f} GB",
+    ):
         assert number in ANSWERS
     for bandwidth in (450e9, 25e9):
         assert f"{1e3 * sent / bandwidth:.1f} ms at" in ANSWERS

@@ -1,4 +1,6 @@
-"""Lesson 08: a step by hand on three axes equals one process, its mistakes do not, and the answers to its exercises are right."""
+"""Lesson 08: a step by hand on three axes equals one process, its mistakes do not, and the
+answers to its exercises are right.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from parallel101.models.gpt import GPT
 from parallel101.models.text import TextBatches
 from tests.lessons.lesson import answer, definitions, read
 
-LESSON = definitions("08_three_axes", "AXES", "RANKS", "text", "tokenizer", "batches", "small", "STAGES")
+LESSON = definitions(
+    "08_three_axes", "AXES", "RANKS", "text", "tokenizer", "batches", "small", "STAGES"
+)
 
 
 def batch(samples=16):
@@ -55,14 +59,18 @@ def test_clipping_by_the_norm_that_the_reader_writes(norm, right):
 def test_a_share_for_every_rank_differs_and_one_seed_makes_equal_halves():
     assert far(by_hand(share=LESSON["along_all"])) > 1e-3
     results = by_hand(blocks=LESSON["same_seed"], steps=5).results
-    assert all(torch.equal(a, b) for rank in (0, 2, 4, 6) for a, b in zip(results[rank], results[rank + 1]))
+    assert all(
+        torch.equal(a, b) for rank in (0, 2, 4, 6) for a, b in zip(results[rank], results[rank + 1])
+    )
 
 
 @functools.cache
 def sent(samples=16, **options):
     """Bytes that rank 0 sends along each axis in a step of the lesson's GPT."""
     batches = TextBatches(LESSON["batches"].tokens, batch=samples, context=32)
-    run = p101.launch(LESSON["paced_steps"], batches=batches, world_size=8, backend="sim", **options)
+    run = p101.launch(
+        LESSON["paced_steps"], batches=batches, world_size=8, backend="sim", **options
+    )
     return {of.axis: of.sent(0) for of in axis_traffic(run.trace, "step")[1]}
 
 
@@ -70,7 +78,11 @@ def test_exercise_1_twice_the_batch():
     small = LESSON["small"]
     table = 4 * p101.split_sizes(small.vocabulary, 2)[0] * small.width
     one, two = sent(16), sent(32)
-    assert two["dp"] == one["dp"] and two["tp"] == 2 * one["tp"] and two["pp"] - table == 2 * (one["pp"] - table)
+    assert (
+        two["dp"] == one["dp"]
+        and two["tp"] == 2 * one["tp"]
+        and two["pp"] - table == 2 * (one["pp"] - table)
+    )
 
 
 def test_exercise_2_four_stages():
@@ -81,7 +93,9 @@ def test_exercise_2_four_stages():
 
     def stages_of():
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("pp", "tp"))
-        trainer = p101.HybridTrainer(GPT(LESSON["small"]), p101.vocabulary_cross_entropy, LESSON["adamw"], mesh=mesh)
+        trainer = p101.HybridTrainer(
+            GPT(LESSON["small"]), p101.vocabulary_cross_entropy, LESSON["adamw"], mesh=mesh
+        )
         return set(trainer.prepared.local)
 
     results = p101.launch(stages_of, world_size=8, backend="sim").results

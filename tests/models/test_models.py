@@ -1,4 +1,6 @@
-"""The models do what they say, and have the same weights however they are built, whole or in parts."""
+"""The models do what they say, and have the same weights however they are built, whole or in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def test_an_mlp_is_its_layers_with_gelu_between_them():
     x = torch.randn(4, 3, dtype=torch.float64)
     a, b, c = mlp.layers
     torch.testing.assert_close(mlp(x), c(F.gelu(b(F.gelu(a(x))))))
-    assert sum(p.numel() for p in MLP([1024] * 3, bias=False, device="meta").parameters()) == 2 * 1024**2
+    assert (
+        sum(p.numel() for p in MLP([1024] * 3, bias=False, device="meta").parameters())
+        == 2 * 1024**2
+    )
     with pytest.raises(ValueError, match="two sizes or more"):
         MLP([3])
 
@@ -46,21 +51,36 @@ def test_the_loss_is_the_mean_over_samples_so_that_shares_weighted_by_count_add_
     parts = sum(next_token_loss(gpt(part), part) * len(part) / 5 for part in tokens.split([2, 3]))
     torch.testing.assert_close(whole, parts, rtol=1e-12, atol=0)
     start = next_token_loss(gpt(tokens), torch.randint(17, (5, 8))).item()
-    assert 2.0 < start < 5.0, "near ln 17 = 2.83: outputs are neither large nor nothing at the start"
+    assert 2.0 < start < 5.0, (
+        "near ln 17 = 2.83: outputs are neither large nor nothing at the start"
+    )
 
 
 def test_what_a_gpt_can_be_made_of():
     with pytest.raises(ValueError, match="width=10 is no multiple of heads=4"):
         GPTConfig(17, heads=4, width=10)
-    for wrong in ({"vocabulary": 0}, {"context": -1}, {"layers": 1.5}, {"heads": 0}, {"width": "8"}):
+    for wrong in (
+        {"vocabulary": 0},
+        {"context": -1},
+        {"layers": 1.5},
+        {"heads": 0},
+        {"width": "8"},
+    ):
         ((name, value),) = wrong.items()
-        with pytest.raises(ValueError, match=re.escape(f"GPTConfig({name}={value!r}): expected a whole number")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"GPTConfig({name}={value!r}): expected a whole number")
+        ):
             GPTConfig(**{"vocabulary": 17, **wrong})
 
 
 @pytest.mark.parametrize("shape", [(2, 9), (8,), (1, 2, 8)])
 def test_a_text_that_does_not_fit_into_the_context(shape):
-    with pytest.raises(ValueError, match=re.escape(f"tokens of shape {shape}: expected (batch, time), of time at most context=8")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            f"tokens of shape {shape}: expected (batch, time), of time at most context=8"
+        ),
+    ):
         GPT(SMALL)(torch.zeros(shape, dtype=torch.int64))
 
 
@@ -86,7 +106,9 @@ def test_a_part_of_a_model_has_the_weights_of_the_whole():
 
 def test_float32_and_bfloat16_weights_are_the_float64_ones_rounded():
     for dtype in (torch.float32, torch.bfloat16):
-        for p, q in zip(GPT(SMALL, dtype=dtype).parameters(), GPT(SMALL, dtype=torch.float64).parameters()):
+        for p, q in zip(
+            GPT(SMALL, dtype=dtype).parameters(), GPT(SMALL, dtype=torch.float64).parameters()
+        ):
             assert p.dtype == dtype
             torch.testing.assert_close(p, q.to(dtype))
 
@@ -99,4 +121,5 @@ def test_bfloat16_autocast_computes_in_bfloat16_and_keeps_the_weights():
     assert logits.dtype == torch.bfloat16
     assert {p.grad.dtype for p in gpt.parameters()} == {torch.float32}
     exact = gpt(tokens)
-    assert 0 < (logits - exact).norm() / exact.norm() < 0.05  # of all values: one alone differs more, by another kernel for each processor
+    # of all values: one alone differs more, by another kernel for each processor
+    assert 0 < (logits - exact).norm() / exact.norm() < 0.05

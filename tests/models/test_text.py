@@ -1,4 +1,6 @@
-"""The text is there without a network, tokens come back as text, and a step's batch is the same wherever it is asked for."""
+"""The text is there without a network, tokens come back as text, and a step's batch is the same
+wherever it is asked for.
+"""
 
 from __future__ import annotations
 

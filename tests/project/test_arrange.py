@@ -1,4 +1,6 @@
-"""A lesson's page: answers are folded, long output is shortened, terms and homework are links, and it can be presented."""
+"""A lesson's page: answers are folded, long output is shortened, terms and homework are links,
+and it can be presented.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.lessons.lesson import LESSONS
 
 
 def code(source: str, output: str = ""):
-    return v4.new_code_cell(source, outputs=[v4.new_output("stream", name="stdout", text=output)] if output else [])
+    return v4.new_code_cell(
+        source, outputs=[v4.new_output("stream", name="stdout", text=output)] if output else []
+    )
 
 
 def page(*cells, folder: Path = Path(), **options) -> BeautifulSoup:
@@ -46,30 +50,51 @@ def test_what_follows_a_prediction_is_folded_up_to_the_next_heading_or_question(
     first, second, third = body.select("details.answer")
     for folded in (first, second, third):
         assert not folded.has_attr("open") and folded.summary.get_text() == "Show what happened"
-    assert all(text in first.get_text() for text in ("the answer", "So it is", "more()", "a second look"))
+    assert all(
+        text in first.get_text() for text in ("the answer", "So it is", "more()", "a second look")
+    )
     assert "its answer" in third.get_text() and "What you see" not in third.get_text()
     assert "another answer" in second.get_text() and "Write it" not in second.get_text()
     for folded in body.select("details.answer"):
         folded.extract()
     rest = body.get_text()
-    assert all(text in rest for text in ("shown before", "What is it?", "the_run()", "again()", "not an answer", "at last"))
+    assert all(
+        text in rest
+        for text in (
+            "shown before",
+            "What is it?",
+            "the_run()",
+            "again()",
+            "not an answer",
+            "at last",
+        )
+    )
     assert "answer\n" not in rest.replace("not an answer\n", "")
-    assert [section.find(["h1", "h2"]).get_text() for section in body.find_all("section")] == ["Title", "Next"]
+    assert [section.find(["h1", "h2"]).get_text() for section in body.find_all("section")] == [
+        "Title",
+        "Next",
+    ]
 
 
 def test_long_output_is_folded_in_the_middle_and_nothing_is_lost():
     lines = [f"line {i}\n" for i in range(5000)]
     (output,) = page(code("chatter()", "".join(lines))).select(".output_area")
-    assert output.details.summary.get_text() == "4,960 more lines" and not output.details.has_attr("open")
+    assert output.details.summary.get_text() == "4,960 more lines" and not output.details.has_attr(
+        "open"
+    )
     assert "".join(pre.get_text() for pre in output.find_all("pre")) == "".join(lines)
     assert page(code("chatter()", "".join(lines[:60]))).select("details.lines") == []
 
 
 def test_first_uses_of_terms_lead_to_the_glossary(tmp_path):
     (tmp_path / "glossary.md").write_text(
-        "# Glossary\n\n## all-reduce\nThe sum. Everybody gets it.\n\n## reduce\nOne gets it.\n\n## ZeRO\nShards.\n"
+        "# Glossary\n\n## all-reduce\nThe sum. Everybody gets it.\n\n## reduce\nOne gets "
+        "it.\n\n## ZeRO\nShards.\n"
     )
-    first = "# All-reduce\n\nWith zero bytes, no `all-reduce` here. Read *all-reduce on a ring*. All-reduces are sums."
+    first = (
+        "# All-reduce\n\nWith zero bytes, no `all-reduce` here. Read *all-reduce on a ring*. "
+        "All-reduces are sums."
+    )
     body = page(first, "Again all-reduce, then reduce.", folder=tmp_path)
     assert [(a.get_text(), a["href"], a["title"]) for a in body.select("a.term")] == [
         ("All-reduce", "glossary.html#all-reduce", "The sum."),
@@ -82,23 +107,49 @@ def test_first_uses_of_terms_lead_to_the_glossary(tmp_path):
 
 def test_the_lessons_use_every_term_of_the_glossary():
     text = " ".join(path.read_text(encoding="utf-8") for path in LESSONS.glob("*.ipynb")).lower()
-    unused = [term.name for term in read_terms(LESSONS) if not any(form.lower() in text for form in term.forms)]
+    unused = [
+        term.name
+        for term in read_terms(LESSONS)
+        if not any(form.lower() in text for form in term.forms)
+    ]
     assert unused == []
 
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    """A folder with three lessons, of which two are published as a course, and a homework beside it."""
+    """A folder with three lessons, of which two are published as a course, and a homework
+    beside it.
+    """
     base = tmp_path_factory.mktemp("course")
     (base / "lessons").mkdir()
     (base / "homework" / "hw1_moving").mkdir(parents=True)
     exercise = "> **Homework 1, exercise 1.** Write it."
-    for name, cells in {"00_a": ["# A", exercise], "01_b": ["# B"], "09_teachers_own": ["# C", "## Two"]}.items():
-        write(v4.new_notebook(cells=[v4.new_markdown_cell(cell) for cell in cells]), base / "lessons" / f"{name}.ipynb")
+    for name, cells in {
+        "00_a": ["# A", exercise],
+        "01_b": ["# B"],
+        "09_teachers_own": ["# C", "## Two"],
+    }.items():
+        write(
+            v4.new_notebook(cells=[v4.new_markdown_cell(cell) for cell in cells]),
+            base / "lessons" / f"{name}.ipynb",
+        )
     task = v4.new_notebook(cells=[v4.new_markdown_cell("# Homework 1: moving"), code("check(f)")])
     write(task, base / "homework" / "hw1_moving" / "hw1.ipynb")
     (base / "lessons" / "glossary.md").write_text("## ring\nA ring.\n")
-    assert cli.main(["lessons", "--lessons", str(base / "lessons"), "--only", "09,00", "--out", str(base / "site")]) == 0
+    assert (
+        cli.main(
+            [
+                "lessons",
+                "--lessons",
+                str(base / "lessons"),
+                "--only",
+                "09,00",
+                "--out",
+                str(base / "site"),
+            ]
+        )
+        == 0
+    )
     return base
 
 
@@ -110,24 +161,45 @@ def test_a_course_of_ones_own_has_only_its_lessons_and_their_homework(course):
     index = read(course / "site" / "index.html")
     links = [a["href"] for a in index.find_all("a")]
     assert links == ["00_a.html", "hw1_moving.html", "09_teachers_own.html", "glossary.html"]
-    assert read(course / "site" / "00_a.html").find("a", rel="next")["href"] == "09_teachers_own.html"
-    assert read(course / "site" / "00_a.html").select_one("blockquote a")["href"] == "hw1_moving.html"
+    assert (
+        read(course / "site" / "00_a.html").find("a", rel="next")["href"] == "09_teachers_own.html"
+    )
+    assert (
+        read(course / "site" / "00_a.html").select_one("blockquote a")["href"] == "hw1_moving.html"
+    )
     assert "make homework" in read(course / "site" / "hw1_moving.html").get_text()
     publish(select_lessons(course / "lessons", ["01"]), course / "site", report=lambda _: None)
-    assert [a["href"] for a in read(course / "site" / "index.html").select(".lessons h2")[0].parents if a.name == "a"] == ["00_a.html"]
-    assert len(read(course / "site" / "index.html").select(".lessons li")) == 3, "without --only, the index has all pages"
+    assert [
+        a["href"]
+        for a in read(course / "site" / "index.html").select(".lessons h2")[0].parents
+        if a.name == "a"
+    ] == ["00_a.html"]
+    assert len(read(course / "site" / "index.html").select(".lessons li")) == 3, (
+        "without --only, the index has all pages"
+    )
 
 
 def test_the_index_shows_a_picture_of_each_lesson():
     from parallel101.publish.page import cover_of, index_page
 
-    figures = [f'<figure class="p101"><picture><img src="data:image/svg+xml;base64,{k}"></picture></figure>' for k in "abc"]
-    cells = [v4.new_code_cell("x", outputs=[v4.new_output("display_data", {"text/html": figure})]) for figure in figures]
+    figures = [
+        (
+            '<figure class="p101"><picture><img '
+            f'src="data:image/svg+xml;base64,{k}"></picture></figure>'
+        )
+        for k in "abc"
+    ]
+    cells = [
+        v4.new_code_cell("x", outputs=[v4.new_output("display_data", {"text/html": figure})])
+        for figure in figures
+    ]
     assert 'src="data:image/svg+xml;base64,a"' in cover_of(str(page(*cells)))
     cells[1].metadata["tags"] = ["cover"]
     cover = cover_of(str(page(*cells)))
     assert 'src="data:image/svg+xml;base64,b"' in cover
-    assert cover == cover_of(str(page("> **Predict.** What?", *cells))), "also if it is in a folded answer"
+    assert cover == cover_of(str(page("> **Predict.** What?", *cells))), (
+        "also if it is in a folded answer"
+    )
     assert cover_of(str(page("# No picture"))) == ""
     assert cover in index_page([Lesson("00_a", "A", "About a.")], {"00_a": cover})
     assert 'href="exercise%20%232.html"' in index_page([Lesson("exercise #2", "Two", "")])

@@ -1,4 +1,6 @@
-"""Imports point down only, as the README's table of rooms says: the subject knows nothing of the laboratory. There are no cycles."""
+"""Imports point down only, as the README's table of rooms says: the subject knows nothing of
+the laboratory. There are no cycles.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,22 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "parallel101"
-SUBJECT = ("mesh", "collectives", "autograd", "layers", "sharding", "models", "cost", "trainers", "keras")
+SUBJECT = (
+    "mesh",
+    "collectives",
+    "autograd",
+    "layers",
+    "sharding",
+    "models",
+    "cost",
+    "trainers",
+    "keras",
+)
 SPANS = "record.spans"
 
-MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or the module) that it may import besides its room
+# room, or a module that differs from its room → the rooms (or the module) that it may import
+# besides its room
+MAY_IMPORT = {
     "mesh": {SPANS},
     "collectives": {"mesh", SPANS},
     "autograd": {"collectives", "mesh", SPANS},
@@ -30,7 +44,8 @@ MAY_IMPORT = {  # room, or a module that differs from its room → the rooms (or
     "analysis": {"record"},
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
-    "viz.explore.collectives": {"analysis", "record", "autograd", "cost", "ranks", "sim"},  # the same, at each move of a slider
+    # the same, at each move of a slider
+    "viz.explore.collectives": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
     "viz.explore.schedules": {"trainers"},
     "viz.explore.memory": {"cost", "record"},
     "grade": {"analysis", "record", "ranks", "sim"},
@@ -46,7 +61,8 @@ FREE = {"__init__", "bench"}  # the front door, and what measures all rooms from
 DOORS = {  # module → what it may import inside a function, when it is called: the way up, or round
     "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture
-    "sharding.checked": {"ranks", "viz"},  # sharding.run(…) starts ranks, and .picture() draws what they held
+    # sharding.run(…) starts ranks, and .picture() draws what they held
+    "sharding.checked": {"ranks", "viz"},
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},
@@ -77,28 +93,44 @@ def imported(node):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.module:
         inside = node.module.removeprefix("parallel101").lstrip(".")
-        names = [f"{node.module}.{a.name}" if f"{inside}.{a.name}".lstrip(".") in MODULES else node.module for a in node.names]
+        names = [
+            f"{node.module}.{a.name}"
+            if f"{inside}.{a.name}".lstrip(".") in MODULES
+            else node.module
+            for a in node.names
+        ]
     else:
         names = []
-    return {name.removeprefix("parallel101").lstrip(".") or "__init__" for name in names if name.split(".")[0] == "parallel101"}
+    return {
+        name.removeprefix("parallel101").lstrip(".") or "__init__"
+        for name in names
+        if name.split(".")[0] == "parallel101"
+    }
 
 
 @cache
 def imports(path):
-    """(what is imported when the module is, annotations' imports included; what is imported when a function is called)"""
+    """(what is imported when the module is, annotations' imports included; what is imported
+    when a function is called)
+    """
     at_once, when_called = set(), set()
 
     def visit(node, inside):
         for child in ast.iter_child_nodes(node):
             (when_called if inside else at_once).update(imported(child))
-            visit(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+            visit(
+                child,
+                inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
+            )
 
     visit(ast.parse(path.read_text()), inside=False)
     return at_once, when_called
 
 
 def test_every_room_is_drawn():
-    assert {room(module) for module in MODULES} == {name for name in MAY_IMPORT if "." not in name} | FREE
+    assert {room(module) for module in MODULES} == {
+        name for name in MAY_IMPORT if "." not in name
+    } | FREE
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) not in FREE])
@@ -107,21 +139,32 @@ def test_arrows_point_down(module):
     allowed = MAY_IMPORT.get(module, MAY_IMPORT[room(module)]) | {room(module)}
     doors = allowed | DOORS.get(module, set())
     up = {name for name in at_once if not {name, room(name)} & allowed}
-    assert not up, f"{module} imports {', '.join(sorted(up))}; {room(module)} may import {', '.join(sorted(allowed))}"
+    assert not up, (
+        f"{module} imports {', '.join(sorted(up))}; {room(module)} may import "
+        f"{', '.join(sorted(allowed))}"
+    )
     up = {name for name in when_called if not {name, room(name)} & doors}
-    assert not up, f"a function of {module} imports {', '.join(sorted(up))}: a door that is not in DOORS"
+    assert not up, (
+        f"a function of {module} imports {', '.join(sorted(up))}: a door that is not in DOORS"
+    )
 
 
 def test_no_two_modules_need_each_other():
     """Nor do more of them in a circle, for annotations neither."""
-    graph = {module: imports(path)[0] - {module} for module, path in MODULES.items() if module != "__init__"}
+    graph = {
+        module: imports(path)[0] - {module}
+        for module, path in MODULES.items()
+        if module != "__init__"
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" → ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("module", [SPANS, *(module for module in MODULES if room(module) in SUBJECT)])
+@pytest.mark.parametrize(
+    "module", [SPANS, *(module for module in MODULES if room(module) in SUBJECT)]
+)
 def test_the_subject_needs_torch_and_tqdm_only(module):
     libraries = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
@@ -129,6 +172,7 @@ def test_the_subject_needs_torch_and_tqdm_only(module):
             libraries |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             libraries.add(node.module.split(".")[0])
-    optional = {"matplotlib"} if module == "trainers.support.history" else set()  # when plot() is called
+    # when plot() is called
+    optional = {"matplotlib"} if module == "trainers.support.history" else set()
     optional |= {"keras"} if room(module) == "keras" else set()
     assert libraries <= {*sys.stdlib_module_names, "torch", "tqdm", "parallel101"} | optional

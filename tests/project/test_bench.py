@@ -1,4 +1,6 @@
-"""The benchmarks' spawned ranks answer the ranks of a launch, and each comparison measures all its sides."""
+"""The benchmarks' spawned ranks answer the ranks of a launch, and each comparison measures all
+its sides.
+"""
 
 import multiprocessing
 from typing import Any
@@ -15,14 +17,17 @@ from parallel101.bench.spawned import ask, spawned_ranks
 
 
 def serve(what: str, *arguments: Any, calls: int) -> float:
-    """What the spawned ranks do: time one of torch's collectives; fail on rank 1; or return a number to which every rank contributes."""
+    """What the spawned ranks do: time one of torch's collectives; fail on rank 1; or return a
+    number to which every rank contributes.
+    """
     if what in COMPARISONS:
         return time_torchs(what, *arguments, calls=calls)
     if what == "fail":
         if dist.get_rank() == 1:
             raise ArithmeticError("one of these days")
         dist.barrier()
-    x = torch.tensor((dist.get_rank() + 1.0) * calls * len(what))  # the sum over ranks of (rank + 1) · calls · len(what)
+    # the sum over ranks of (rank + 1) · calls · len(what)
+    x = torch.tensor((dist.get_rank() + 1.0) * calls * len(what))
     dist.all_reduce(x)
     return x.item()
 
@@ -34,7 +39,10 @@ def answers(port: int, calls: int) -> list[float]:
 def check_answers(port: int, ranks: int) -> None:
     for calls in (1, 5):
         one_letter = ranks * (ranks + 1) / 2 * calls
-        assert p101.launch(answers, port, calls, world_size=3).results == [[one_letter, 4 * one_letter]] * 3
+        assert (
+            p101.launch(answers, port, calls, world_size=3).results
+            == [[one_letter, 4 * one_letter]] * 3
+        )
 
 
 def test_every_launched_rank_gets_the_result_of_the_spawned_rank() -> None:
@@ -53,7 +61,9 @@ def sums_then_rounds_then_an_error() -> None:
         p101.launch(lambda: ask(port, "fail", calls=1), world_size=2)
 
 
-def test_every_side_is_timed_in_every_round_and_an_error_on_a_spawned_rank_is_raised_at_once() -> None:
+def test_every_side_is_timed_in_every_round_and_an_error_on_a_spawned_rank_is_raised_at_once() -> (
+    None
+):
     with pytest.raises(p101.RankFailed, match="ArithmeticError: one of these days"):
         sums_then_rounds_then_an_error()
     assert not multiprocessing.active_children(), "no process is left"
@@ -63,7 +73,10 @@ WIDTH, STEPS = 16, 3
 
 
 def losses_of_all_sides() -> dict[str, list[float | None]]:
-    """Of each side of each table, on small models. In a pipeline of torch's only the rank of the last stage knows the loss."""
+    """Of each side of each table, on small models.
+
+    In a pipeline of torch's only the rank of the last stage knows the loss.
+    """
     found = {}
     for table, (_, sides, _, cut) in TABLES.items():
         for name, side in sides.items():
@@ -79,13 +92,15 @@ def losses_of_one_process() -> list[float]:
 
 
 def test_all_sides_of_a_training_table_train_the_same_thing() -> None:
-    expected = p101.launch(losses_of_one_process, world_size=1).results[0]  # first, so that the fork server learns what to import
+    # first, so that the fork server learns what to import
+    expected = p101.launch(losses_of_one_process, world_size=1).results[0]
     ranks = p101.launch(losses_of_all_sides, world_size=2).results
     assert expected[0] > expected[-1]
     for name in ranks[0]:
         if "no communication" not in name:
             known = [of_rank[name] for of_rank in ranks if of_rank[name][0] is not None]
-            mean = [sum(of_step) / len(known) for of_step in zip(*known)]  # the ranks' equal shares of the batch, or the same loss
+            # the ranks' equal shares of the batch, or the same loss
+            mean = [sum(of_step) / len(known) for of_step in zip(*known)]
             assert mean == pytest.approx(expected, rel=1e-6), name
 
 
@@ -103,8 +118,25 @@ def test_the_animation_of_14_steps_is_measured_beside_matplotlibs_and_keeps_its_
 def test_a_limit_is_kept_by_at_most_so_much_or_at_least_so_many_frames() -> None:
     kept = [
         pictures.row("", unit, [value], limit)[4]
-        for unit, value, limit in [("s", 2, 2), ("s", 2.1, 2), ("frames/s", 59.9, 60), ("frames/s", 58, 60)]
+        for unit, value, limit in [
+            ("s", 2, 2),
+            ("s", 2.1, 2),
+            ("frames/s", 59.9, 60),
+            ("frames/s", 58, 60),
+        ]
     ]
     assert kept == ["yes", "**no**", "yes", "**no**"]
-    assert [pictures.number(value) for value in (0.5251, 37.12, 999.4, 1190.4)] == ["0.525", "37.1", "999", "1,190"]
-    assert pictures.row("", "s", [1, 2, 4], 2, "a peer", [1, 4, 2])[2:] == ("1 … 4", "2 s", "yes", "a peer", "2 s", "**1**")
+    assert [pictures.number(value) for value in (0.5251, 37.12, 999.4, 1190.4)] == [
+        "0.525",
+        "37.1",
+        "999",
+        "1,190",
+    ]
+    assert pictures.row("", "s", [1, 2, 4], 2, "a peer", [1, 4, 2])[2:] == (
+        "1 … 4",
+        "2 s",
+        "yes",
+        "a peer",
+        "2 s",
+        "**1**",
+    )

@@ -1,4 +1,6 @@
-"""The command line refuses wrong arguments with a useful message, and doctor reports what it found."""
+"""The command line refuses wrong arguments with a useful message, and doctor reports what it
+found.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,34 @@ def test_wrong_arguments_get_a_message_with_what_was_expected(capsys, tmp_path):
     assert "nowhere is not a folder" in usage_error(capsys, "lessons", "--lessons", "nowhere")
     assert "no notebook" in usage_error(capsys, "lessons", "--lessons", str(tmp_path))
     for seconds in ("0", "-1", "nan", "inf", "soon"):
-        message = f"argument --timeout: {seconds} is not a valid time limit; expected a finite number of seconds greater than 0"
+        message = (
+            f"argument --timeout: {seconds} is not a valid time limit; expected a finite "
+            "number of seconds greater than 0"
+        )
         assert message in usage_error(capsys, "lessons", f"--timeout={seconds}")
     (tmp_path / "00_ranks.ipynb").touch()
-    for out in (tmp_path / "00_ranks.ipynb", tmp_path / "00_ranks.ipynb" / "site", "/dev/null/site"):
-        message = usage_error(capsys, "lessons", "--lessons", str(tmp_path), "--out", str(out)).splitlines()[-1]
-        assert f"cannot write pages to {out} (" in message and message.endswith("give a writable folder, e.g. --out site")
-    assert "'07' is not a lesson; the lessons are: 00_ranks" in usage_error(capsys, "lessons", "07", "--lessons", str(tmp_path))
+    for out in (
+        tmp_path / "00_ranks.ipynb",
+        tmp_path / "00_ranks.ipynb" / "site",
+        "/dev/null/site",
+    ):
+        message = usage_error(
+            capsys, "lessons", "--lessons", str(tmp_path), "--out", str(out)
+        ).splitlines()[-1]
+        assert f"cannot write pages to {out} (" in message and message.endswith(
+            "give a writable folder, e.g. --out site"
+        )
+    assert "'07' is not a lesson; the lessons are: 00_ranks" in usage_error(
+        capsys, "lessons", "07", "--lessons", str(tmp_path)
+    )
 
 
 def test_help_and_version(capsys):
-    for argv, expected in ((["--help"], "doctor"), (["lessons", "--help"], "--timeout"), (["--version"], "parallel101 ")):
+    for argv, expected in (
+        (["--help"], "doctor"),
+        (["lessons", "--help"], "--timeout"),
+        (["--version"], "parallel101 "),
+    ):
         with pytest.raises(SystemExit) as stopped:
             cli.main(argv)
         assert stopped.value.code == 0
@@ -70,7 +89,11 @@ def test_doctor_prints_a_row_for_each_check_with_its_advice(capsys, monkeypatch)
         raise RuntimeError("a check\nthat breaks")
 
     missing = doctor.Row("fails", "not there", "install it")
-    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine"), "two": lambda: missing, "three": broken})
+    monkeypatch.setattr(
+        doctor,
+        "CHECKS",
+        {"one": lambda: doctor.Row("works", "fine"), "two": lambda: missing, "three": broken},
+    )
     assert doctor.main() == 1
     printed = capsys.readouterr().out
     assert "✓ one" in printed
@@ -95,7 +118,9 @@ def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
     [(errno.EPIPE, 141, ""), (errno.ENOSPC, 1, "cannot write the output: No space left")],
     ids=["closed pipe", "full disk"],
 )
-def test_a_closed_pipe_and_a_full_disk_end_a_command_without_a_traceback(monkeypatch, capfd, number, status, message):
+def test_a_closed_pipe_and_a_full_disk_end_a_command_without_a_traceback(
+    monkeypatch, capfd, number, status, message
+):
     class Full(io.StringIO):
         def flush(self):
             raise OSError(number, os.strerror(number))
@@ -113,7 +138,11 @@ def test_doctor_reports_a_closed_loopback_and_a_missing_browser(monkeypatch):
 
     monkeypatch.setattr(socket, "create_server", refused)
     row = doctor.check_loopback()
-    assert (row.state, "unreachable" in row.found, "ip link set lo up" in row.advice) == ("fails", True, True)
+    assert (row.state, "unreachable" in row.found, "ip link set lo up" in row.advice) == (
+        "fails",
+        True,
+        True,
+    )
 
     def none() -> None:
         raise webbrowser.Error
@@ -131,7 +160,11 @@ def test_doctor_reports_an_old_torch_and_a_wrong_sum(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
     monkeypatch.setattr(doctor, "version", lambda package: "2.10.0+cpu")
     row = doctor.check_torch()
-    assert (row.state, "2.10.0" in row.found, doctor.TESTED_TORCH in row.advice) == ("fails", True, True)
+    assert (row.state, "2.10.0" in row.found, doctor.TESTED_TORCH in row.advice) == (
+        "fails",
+        True,
+        True,
+    )
     for found, note in (
         (doctor.TESTED_TORCH, "build)"),
         (doctor.TRIED_TORCH[-1], "all tests have passed with it"),

@@ -1,4 +1,6 @@
-"""The subject can be lifted out: its folders and the spans alone, in an empty place, train under torchrun, and equal one process."""
+"""The subject can be lifted out: its folders and the spans alone, in an empty place, train
+under torchrun, and equal one process.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def copied(place: Path) -> Path:
     for name in SUBJECT:
         source = PACKAGE / name
         if source.is_dir():
-            shutil.copytree(source, place / "parallel101" / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, place / "parallel101" / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         elif source.with_suffix(".py").exists():
             shutil.copy(source.with_suffix(".py"), place / "parallel101")
     shutil.copy(PACKAGE / "record" / "spans.py", place / "parallel101" / "record")
@@ -65,10 +69,14 @@ def copied(place: Path) -> Path:
 
 def test_the_subject_alone_trains_under_torchrun(tmp_path):
     script = copied(tmp_path)
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     options = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"  # a free port
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    done = subprocess.run([*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert printed.count("sum 2.0") == 4, "a collective and a layer, on two ranks"

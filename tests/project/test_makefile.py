@@ -1,4 +1,6 @@
-"""The Makefile sets up a venv also after an interruption, in a copied clone or with a broken Python. A shell script replaces Python."""
+"""The Makefile sets up a venv also after an interruption, in a copied clone or with a broken
+Python. A shell script replaces Python.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
-# Its venv contains a copy of itself, and its pip adds a line to the file `installed`. If its name is `broken`, venv fails.
+# Its venv contains a copy of itself, and its pip adds a line to the file `installed`. If its name
+# is `broken`, venv fails.
 PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
@@ -44,10 +47,14 @@ def clone(tmp_path):
     return folder
 
 
-def make(folder: Path, *words: str, python: str = "../python3", **kwargs) -> subprocess.CompletedProcess[str]:
+def make(
+    folder: Path, *words: str, python: str = "../python3", **kwargs
+) -> subprocess.CompletedProcess[str]:
     command = ["make", "setup", f"PYTHON={python}", *words]
     environment = {"PATH": os.environ["PATH"]}  # without the variables that `make test` sets
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, **kwargs
+    )
 
 
 def installed(folder: Path) -> int:
@@ -106,7 +113,11 @@ def test_a_venv_that_several_clones_share_is_never_deleted(clone):
     for folder in (clone, other, clone):
         assert make(folder, "VENV=../shared").returncode == 0
         (clone.parent / "shared/mine").touch()
-    assert (installed(clone), installed(other), (clone.parent / "shared/mine").exists()) == (2, 1, True)
+    assert (installed(clone), installed(other), (clone.parent / "shared/mine").exists()) == (
+        2,
+        1,
+        True,
+    )
 
 
 def test_the_path_of_a_python_may_contain_spaces(clone):
@@ -115,7 +126,10 @@ def test_the_path_of_a_python_may_contain_spaces(clone):
 
 
 def test_the_first_of_several_pythons_that_exists_is_used(clone):
-    assert "Creating .venv with ../python3 " in make(clone, python="../nowhere ../python3 ../broken").stdout
+    assert (
+        "Creating .venv with ../python3 "
+        in make(clone, python="../nowhere ../python3 ../broken").stdout
+    )
     message = make(clone, "VENV=.other", python="../nowhere ../neither").stderr
     assert "none was found under these names: ../nowhere ../neither." in message
 
@@ -126,7 +140,8 @@ def test_a_folder_without_write_permission_is_named(clone):
         Path(folder).chmod(0o755)
         there.chmod(0o555)
         try:
-            made = make(there, user=65534 if os.geteuid() == 0 else None)  # root may write everywhere
+            # root may write everywhere
+            made = make(there, user=65534 if os.geteuid() == 0 else None)
         except OSError as error:
             pytest.skip(f"root may not run programs as another user here ({error})")
         finally:
@@ -137,4 +152,7 @@ def test_a_folder_without_write_permission_is_named(clone):
 
 
 def test_lab_passes_its_options_on(clone):
-    assert "parallel101 lab --allow-root --no-browser" in make(clone, "-n", "lab", "LAB=--allow-root --no-browser").stdout
+    assert (
+        "parallel101 lab --allow-root --no-browser"
+        in make(clone, "-n", "lab", "LAB=--allow-root --no-browser").stdout
+    )

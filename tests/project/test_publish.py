@@ -1,4 +1,6 @@
-"""Lessons become pages: they run in this Python, the pages load nothing, and a failure names its cell."""
+"""Lessons become pages: they run in this Python, the pages load nothing, and a failure names
+its cell.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ from parallel101.publish.execute import run_notebook
 from parallel101.publish.page import POLICY, Lesson, external_addresses, lesson_body, lesson_page
 from parallel101.viz.chromium import Browser
 
-PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000") + b"\x1f\x15\xc4\x89"
+PIXEL = (
+    bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000")
+    + b"\x1f\x15\xc4\x89"
+)
 
 
 def notebook(folder: Path, name: str, *cells: str, tags: tuple[str, ...] = ()) -> Path:
     """Write a notebook. A cell whose text begins with "md:" is Markdown, the others are code."""
-    made = [v4.new_markdown_cell(c[3:]) if c.startswith("md:") else v4.new_code_cell(c, metadata={"tags": list(tags)}) for c in cells]
+    made = [
+        v4.new_markdown_cell(c[3:])
+        if c.startswith("md:")
+        else v4.new_code_cell(c, metadata={"tags": list(tags)})
+        for c in cells
+    ]
     write(v4.new_notebook(cells=made), folder / f"{name}.ipynb")
     return folder / f"{name}.ipynb"
 
@@ -36,12 +46,21 @@ def site(tmp_path_factory):
     notebook(
         folder,
         "00_first",
-        "md:# Ranks & *messages*\n\nOne process of many, $\\lceil\\log_2 p\\rceil$.\n\n![a pixel](pixel.png) and [a link](https://example.org)",
+        (
+            "md:# Ranks & *messages*\n\nOne process of many, $\\lceil\\log_2 p\\rceil$.\n\n![a "
+            "pixel](pixel.png) and [a link](https://example.org)"
+        ),
         "import sys, os; print(sys.executable, os.getcwd()); x = 6",
         "import ipywidgets; ipywidgets.IntSlider()",
         "from IPython.display import HTML; HTML(f'<b id=answer>{x * 7}</b>')",
     )
-    notebook(folder, "01_second", "md:# Second\n\n$$T = 2\\frac{p-1}{p}n\\beta$$", "1 / 0", tags=("raises-exception",))
+    notebook(
+        folder,
+        "01_second",
+        "md:# Second\n\n$$T = 2\\frac{p-1}{p}n\\beta$$",
+        "1 / 0",
+        tags=("raises-exception",),
+    )
     notebook(folder, "02_broken", "md:# Broken", "fine = 1", "def f():\n    return fine / 0\nf()")
     said: list[str] = []
     out = folder / "site"
@@ -55,7 +74,12 @@ def test_a_lesson_runs_in_this_python_and_in_its_own_folder(site):
     out, _, _, folder = site
     text = BeautifulSoup((out / "00_first.html").read_text(), "html.parser").get_text()
     assert f"{sys.executable} {folder}" in text
-    assert BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find(id="answer").get_text() == "42"
+    assert (
+        BeautifulSoup((out / "00_first.html").read_text(), "html.parser")
+        .find(id="answer")
+        .get_text()
+        == "42"
+    )
 
 
 def test_pages_load_nothing_and_forbid_the_browser_to(site):
@@ -75,20 +99,35 @@ def test_formulas_images_and_links_are_in_the_page(site):
     assert first.find("img", alt="a pixel")["src"].startswith("data:image/png;base64,")
     assert first.find("a", href="https://example.org") is not None
     assert "make lab" in first.find(class_="needs-kernel").get_text()
-    assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("math", display="block") is not None
+    assert (
+        BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find(
+            "math", display="block"
+        )
+        is not None
+    )
 
 
 def test_an_explorer_becomes_its_last_picture_and_a_note_that_it_needs_a_kernel(tmp_path):
-    shown = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "Explorer()", "text/html": "<b>picture</b>"}
-    cell = v4.new_code_cell("explorer", outputs=[v4.new_output("execute_result", shown, execution_count=1)])
+    shown = {
+        "application/vnd.jupyter.widget-view+json": {"model_id": "1"},
+        "text/plain": "Explorer()",
+        "text/html": "<b>picture</b>",
+    }
+    cell = v4.new_code_cell(
+        "explorer", outputs=[v4.new_output("execute_result", shown, execution_count=1)]
+    )
     body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[cell]), tmp_path), "html.parser")
     assert body.find("b").get_text() == "picture"
     assert "make lab" in body.find(class_="needs-kernel").get_text()
 
 
 def test_a_folded_answer_of_several_blocks_stays_folded(tmp_path):
-    answer = "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nAfter."
-    body = BeautifulSoup(lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(answer)]), tmp_path), "html.parser")
+    answer = (
+        "<details><summary>Answer</summary>\n\nIt is $2$.\n\n- *Really.*\n\n</details>\n\nAfter."
+    )
+    body = BeautifulSoup(
+        lesson_body(v4.new_notebook(cells=[v4.new_markdown_cell(answer)]), tmp_path), "html.parser"
+    )
     assert body.details.find("em").get_text() == "Really." and body.details.find("math") is not None
     assert "After" not in body.details.get_text()
 
@@ -99,9 +138,21 @@ def test_index_and_pages_link_to_each_other_without_the_lesson_that_failed(site)
     assert [a["href"] for a in index.select(".lessons a")] == ["00_first.html", "01_second.html"]
     assert index.find("h2").get_text() == "00 Ranks & messages"
     assert index.find("li").find("p").get_text().startswith("One process of many")
-    assert BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find("a", rel="next")["href"] == "01_second.html"
-    assert BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("a", rel="next") is None
-    assert [line.split()[0:3] for line in said] == [["✓", "00_first", "ran"], ["✓", "01_second", "ran"], ["✗", "02_broken", "failed"]]
+    assert (
+        BeautifulSoup((out / "00_first.html").read_text(), "html.parser").find("a", rel="next")[
+            "href"
+        ]
+        == "01_second.html"
+    )
+    assert (
+        BeautifulSoup((out / "01_second.html").read_text(), "html.parser").find("a", rel="next")
+        is None
+    )
+    assert [line.split()[0:3] for line in said] == [
+        ["✓", "00_first", "ran"],
+        ["✓", "01_second", "ran"],
+        ["✗", "02_broken", "failed"],
+    ]
 
 
 def test_a_lesson_that_runs_alone_is_linked_to_those_that_ran_before(tmp_path):
@@ -117,7 +168,12 @@ def test_a_failure_names_lesson_cell_and_error_and_deletes_the_old_page(site):
     out, done, _, _ = site
     (failure,) = done.failed
     assert failure.lesson == "02_broken"
-    for part in ("lesson 02_broken", "code cell 2 of 2", "return fine / 0", "ZeroDivisionError: division by zero"):
+    for part in (
+        "lesson 02_broken",
+        "code cell 2 of 2",
+        "return fine / 0",
+        "ZeroDivisionError: division by zero",
+    ):
         assert part in str(failure)
     assert not (out / "02_broken.html").exists()
 
@@ -129,7 +185,9 @@ def test_an_expected_error_is_part_of_the_lesson(site):
 
 def test_a_cell_that_takes_too_long_and_one_that_ends_its_kernel_are_named(tmp_path):
     with pytest.raises(LessonFailed, match=r"code cell 2 of 2(.|\n)*did not finish within 1 s"):
-        run_notebook(notebook(tmp_path, "slow", "1", "import threading; threading.Event().wait()"), timeout=1)
+        run_notebook(
+            notebook(tmp_path, "slow", "1", "import threading; threading.Event().wait()"), timeout=1
+        )
     with pytest.raises(LessonFailed, match=r"code cell 1 of 1(.|\n)*kernel died"):
         run_notebook(notebook(tmp_path, "dead", "import os; os._exit(3)"))
 
@@ -140,9 +198,21 @@ def test_a_run_that_is_stopped_keeps_the_finished_pages_and_leaves_no_kernel(tmp
              "os.kill(os.getppid(), signal.SIGINT); threading.Event().wait()")  # fmt: skip
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "01_stopped.html").write_text("a page of an earlier run")
-    command = [sys.executable, "-m", "parallel101.cli", "lessons", "--lessons", str(tmp_path), "--out", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "parallel101.cli",
+        "lessons",
+        "--lessons",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.splitlines()[-1:]) == (130, ["parallel101 lessons: stopped"]), done.stderr
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (
+        130,
+        ["parallel101 lessons: stopped"],
+    ), done.stderr
     assert "Traceback" not in done.stderr
     assert 'rel="next" href="01_stopped.html"' in (tmp_path / "site" / "00_first.html").read_text()
     assert (tmp_path / "site" / "01_stopped.html").read_text() == "a page of an earlier run"
@@ -150,7 +220,9 @@ def test_a_run_that_is_stopped_keeps_the_finished_pages_and_leaves_no_kernel(tmp
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_on_a_full_disk_the_page_is_named_and_its_old_content_is_kept(tmp_path, monkeypatch, capsys):
+def test_on_a_full_disk_the_page_is_named_and_its_old_content_is_kept(
+    tmp_path, monkeypatch, capsys
+):
     page = tmp_path / "site" / "index.html"
     page.parent.mkdir()
     page.write_text("a page of an earlier run")
@@ -163,7 +235,9 @@ def test_on_a_full_disk_the_page_is_named_and_its_old_content_is_kept(tmp_path, 
     monkeypatch.setattr(Path, "write_text", half)
     assert cli.main(["lessons", "--lessons", str(tmp_path), "--out", str(page.parent)]) == 1
     assert capsys.readouterr().err == f"parallel101: cannot write {page}: No space left on device\n"
-    assert [(file.name, file.read_text()) for file in page.parent.iterdir()] == [("index.html", "a page of an earlier run")]
+    assert [(file.name, file.read_text()) for file in page.parent.iterdir()] == [
+        ("index.html", "a page of an earlier run")
+    ]
 
 
 def test_a_file_that_is_not_a_notebook_is_refused(tmp_path):
@@ -175,7 +249,10 @@ def test_a_file_that_is_not_a_notebook_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ("![x](https://example.org/x.png)", "would load https://example.org/x.png, but pages must work offline"),
+        (
+            "![x](https://example.org/x.png)",
+            "would load https://example.org/x.png, but pages must work offline",
+        ),
         ("![x](missing.png)", "would load missing.png"),
         ("$\\undefinedcommand x$", r"uses \\undefinedcommand"),
     ],
@@ -193,7 +270,11 @@ def test_what_cannot_be_shown_offline_is_refused(tmp_path, cell, message):
         ("<style>@import 'a.css'; b { background: url(c.png) }</style>", ["a.css", "c.png"]),
         ('<p style="background: url(&quot;d.png&quot;)">', ["d.png"]),
         ('<svg><image href="e.png"/><use xlink:href="#here"/></svg>', ["e.png"]),
-        ('<img src="data:image/gif;base64,R0"><a href="https://example.org">a link is not loaded</a>', []),
+        (
+            '<img src="data:image/gif;base64,R0"><a href="https://example.org">a link is not '
+            "loaded</a>",
+            [],
+        ),
     ],
     ids=["script", "stylesheet", "style element", "style attribute", "svg", "nothing"],
 )
@@ -202,15 +283,23 @@ def test_external_addresses_are_those_that_a_browser_would_load(html, addresses)
 
 
 def test_a_lesson_without_prose_has_its_file_name_as_title():
-    assert Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")])) == Lesson("03_bare", "03_bare", "")
+    assert Lesson.of("03_bare", v4.new_notebook(cells=[v4.new_code_cell("1")])) == Lesson(
+        "03_bare", "03_bare", ""
+    )
 
 
 def test_lessons_are_chosen_by_name_or_number(tmp_path):
     for name in ("00_ranks", "01_collectives", "010_more"):
         notebook(tmp_path, name, "1")
     assert [p.stem for p in select_lessons(tmp_path)] == ["00_ranks", "010_more", "01_collectives"]
-    assert [p.stem for p in select_lessons(tmp_path, ["01_collectives.ipynb", "00"])] == ["00_ranks", "01_collectives"]
-    with pytest.raises(ValueError, match=r"'07' is not a lesson; the lessons are: 00_ranks, 010_more, 01_collectives"):
+    assert [p.stem for p in select_lessons(tmp_path, ["01_collectives.ipynb", "00"])] == [
+        "00_ranks",
+        "01_collectives",
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"'07' is not a lesson; the lessons are: 00_ranks, 010_more, 01_collectives",
+    ):
         select_lessons(tmp_path, ["07"])
     with pytest.raises(ValueError, match="'01' matches more than one lesson"):
         select_lessons(tmp_path, ["01"])
@@ -218,7 +307,9 @@ def test_lessons_are_chosen_by_name_or_number(tmp_path):
         select_lessons(tmp_path / "empty")
 
 
-def test_the_lessons_folder_is_found_from_a_folder_inside_it_and_a_missing_one_is_named(tmp_path, monkeypatch):
+def test_the_lessons_folder_is_found_from_a_folder_inside_it_and_a_missing_one_is_named(
+    tmp_path, monkeypatch
+):
     (tmp_path / "lessons" / "deeper").mkdir(parents=True)
     (tmp_path / "parallel101").mkdir()
     monkeypatch.chdir(tmp_path / "lessons" / "deeper")
@@ -229,10 +320,30 @@ def test_the_lessons_folder_is_found_from_a_folder_inside_it_and_a_missing_one_i
 
 @pytest.mark.browser
 def test_a_browser_draws_the_page_and_runs_its_script(site, chromium, tmp_path):
-    page = notebook(tmp_path, "live", "from IPython.display import HTML; HTML('<i id=i></i><script>i.textContent = 6 * 7</script>')")
+    page = notebook(
+        tmp_path,
+        "live",
+        (
+            "from IPython.display import HTML; HTML('<i id=i></i><script>i.textContent = 6 * "
+            "7</script>')"
+        ),
+    )
     done = publish([page], tmp_path / "site", report=lambda _: None)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
-    command = [chromium, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", done.written[0].as_uri()]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-sync",
+    ]
+    command = [
+        chromium,
+        *flags,
+        f"--user-data-dir={tmp_path}/profile",
+        "--dump-dom",
+        done.written[0].as_uri(),
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     assert BeautifulSoup(dom, "html.parser").find(id="i").get_text() == "42"
 
@@ -240,22 +351,32 @@ def test_a_browser_draws_the_page_and_runs_its_script(site, chromium, tmp_path):
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 800, 1280])
 def test_a_page_never_scrolls_sideways(chromium, tmp_path, width):
-    table = (
-        "| a | b | c |\n|---|---|---|\n"
-        + "| scatter + all-gather | $2\\frac{p-1}{p}n + \\lceil\\log_2 p\\rceil$ | `reduce_broadcast_two_level` |\n"
+    table = "| a | b | c |\n|---|---|---|\n" + (
+        "| scatter + all-gather | $2\\frac{p-1}{p}n + \\lceil\\log_2 p\\rceil$ | "
+        "`reduce_broadcast_two_level` |\n"
     )
     formula = (
-        "$$T_\\text{flat} = (p-1)(\\alpha + n\\beta) \\qquad T_\\text{tree} = \\lceil\\log_2 p\\rceil(\\alpha + n\\beta) = "
+        (
+            "$$T_\\text{flat} = (p-1)(\\alpha + n\\beta) \\qquad T_\\text{tree} = \\lceil\\log_2 "
+            "p\\rceil(\\alpha + n\\beta) = "
+        )
         + "x + " * 40
         + "y$$"
     )
-    code = v4.new_code_cell("x = " + " + ".join(["1"] * 60), outputs=[v4.new_output("stream", text="word" * 100)])
+    code = v4.new_code_cell(
+        "x = " + " + ".join(["1"] * 60), outputs=[v4.new_output("stream", text="word" * 100)]
+    )
     cells = [v4.new_markdown_cell("# A\n\n" + table + "\n" + formula), code]
     made = v4.new_notebook(cells=cells)
     lesson = Lesson.of("a", made)
-    (tmp_path / "a.html").write_text(lesson_page(lesson, lesson_body(made, tmp_path), 1.0, [lesson]))
+    (tmp_path / "a.html").write_text(
+        lesson_page(lesson, lesson_body(made, tmp_path), 1.0, [lesson])
+    )
     with Browser(chromium) as browser:
         browser.resize(width)
         browser.open((tmp_path / "a.html").as_uri())
         assert browser.js("document.documentElement.scrollWidth") <= width
-        assert browser.js("document.querySelector('.input_area pre').getClientRects()[0].height") < 40  # a line of code stays a line
+        # a line of code stays a line
+        assert (
+            browser.js("document.querySelector('.input_area pre').getClientRects()[0].height") < 40
+        )

@@ -1,4 +1,6 @@
-"""The page of a run shows its timeline, who waited for whom, its traffic and its tables, and needs no network."""
+"""The page of a run shows its timeline, who waited for whom, its traffic and its tables, and
+needs no network.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def run(program, size=3):
         recorder().record_waits = True
         program()
 
-    return p101.launch(with_waits, world_size=size, backend="sim", network=p101.Network(latency=0.5, bandwidth=1e9)).trace
+    return p101.launch(
+        with_waits, world_size=size, backend="sim", network=p101.Network(latency=0.5, bandwidth=1e9)
+    ).trace
 
 
 def slow_rank_1():
@@ -35,7 +39,10 @@ def slow_rank_1():
 
 
 def pictures(page):
-    return [base64.b64decode(data).decode() for data in re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)"', page)]
+    return [
+        base64.b64decode(data).decode()
+        for data in re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)"', page)
+    ]
 
 
 def test_the_page_of_a_run(monkeypatch):
@@ -46,7 +53,8 @@ def test_the_page_of_a_run(monkeypatch):
     timeline, zoom, between = pictures(page)
     assert ">Timeline<" in timeline and ">compute<" in timeline
     assert "The longest wait" in zoom
-    assert ">40 s<" in between and ">3.9 KiB<" in between  # 20 times 2 s for rank 1; 1000 floats from rank 0 to rank 2
+    # 20 times 2 s for rank 1; 1000 floats from rank 0 to rank 2
+    assert ">40 s<" in between and ">3.9 KiB<" in between
     assert "<h2>Time of each rank</h2>" in page and "40 s for rank 1" in page
     monkeypatch.setattr(module, "MOST_EVENTS", 50)  # as if it were a long run
     assert ">Overview<" in pictures(run_page(trace, "train.py"))[0]

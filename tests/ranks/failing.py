@@ -1,4 +1,6 @@
-"""Launches that must fail: within the promised time, and in such a way that the next launch works."""
+"""Launches that must fail: within the promised time, and in such a way that the next launch
+works.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def line_of(function, text: str) -> str:
 def fails(error, function, **kwargs):
     """Launch, expect the error within SOON, and see that the next launch works."""
     began = time.monotonic()
-    with pytest.raises(error) as raised, patch.object(diagnosis, "work_per_core", lambda: 0.0):  # however busy this machine is
+    # however busy this machine is
+    with pytest.raises(error) as raised, patch.object(diagnosis, "work_per_core", lambda: 0.0):
         p101.launch(function, **{"world_size": 4, **kwargs})
     assert time.monotonic() - began < SOON
     assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]

@@ -33,7 +33,12 @@ def ok():
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"timeout": float("nan")}, ValueError, "timeout is nan"),
         ({"timeout": "1"}, ValueError, "timeout is '1'"),
-        pytest.param({"network": p101.Network()}, ValueError, "network works with backend='sim' only", id="network without sim"),
+        pytest.param(
+            {"network": p101.Network()},
+            ValueError,
+            "network works with backend='sim' only",
+            id="network without sim",
+        ),
         ({"network": 3, "backend": "sim"}, TypeError, "Network"),
     ],
 )
@@ -78,8 +83,14 @@ def test_a_rank_cannot_launch():
         ),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK must be a whole number"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}, "MASTER_ADDR, the address of rank 0, is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT is 'x', which is no port number"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"},
+            "MASTER_ADDR, the address of rank 0, is not set",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "MASTER_PORT is 'x', which is no port number",
+        ),
     ],
 )
 def test_job_variables_that_make_no_sense_are_named(monkeypatch, job, message):
@@ -97,12 +108,16 @@ def test_no_time_limit(timeout, backend):
 
 @pytest.mark.skipif(os.name != "posix", reason="a directory in use can't be deleted on this system")
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_a_deleted_working_directory_raises_before_anything_is_started(backend, tmp_path, monkeypatch):
+def test_a_deleted_working_directory_raises_before_anything_is_started(
+    backend, tmp_path, monkeypatch
+):
     monkeypatch.setattr(launching, "start_ranks", lambda count: pytest.fail("ranks were started"))
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(RuntimeError, match=r"the working directory of this process was deleted.*os\.chdir"):
+    with pytest.raises(
+        RuntimeError, match=r"the working directory of this process was deleted.*os\.chdir"
+    ):
         p101.launch(ok, backend=backend)
 
 
@@ -119,9 +134,15 @@ def test_a_program_that_the_ranks_cannot_unpickle(backend, tmp_path):
     spec.loader.exec_module(plugin)
     sys.modules["plugin"] = plugin
     try:
-        with pytest.raises(p101.RankFailed, match=r"a module that the ranks can't import: No module named 'plugin'.*sys\.path"):
+        with pytest.raises(
+            p101.RankFailed,
+            match=r"a module that the ranks can't import: No module named 'plugin'.*sys\.path",
+        ):
             p101.launch(plugin.f, world_size=2, backend=backend)
     finally:
         del sys.modules["plugin"]
-    with pytest.raises(p101.RankFailed, match="an argument was pickled, but the ranks can't unpickle it: ValueError"):
+    with pytest.raises(
+        p101.RankFailed,
+        match="an argument was pickled, but the ranks can't unpickle it: ValueError",
+    ):
         p101.launch(print, Unreadable(), world_size=2, backend=backend)

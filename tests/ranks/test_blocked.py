@@ -1,4 +1,6 @@
-"""Deadlocks are found when a rank waits in C++, as in torch's DDP, and not claimed while another thread may still post."""
+"""Deadlocks are found when a rank waits in C++, as in torch's DDP, and not claimed while
+another thread may still post.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ def test_one_rank_makes_a_step_of_ddp_more_than_the_other(trace):
     def program():
         train(2 + dist.get_rank())
 
-    # The imports of DDP's first use take longer than a deadlock may. The second launch waits until the fork server has them.
+    # The imports of DDP's first use take longer than a deadlock may. The second launch waits until
+    # the fork server has them.
     for _ in range(2):
         p101.launch(train, 1, world_size=2)
     error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
-    assert error.waiting == {1: ("all_reduce", 0, line_of(train, "backward()"))} and error.returned == [0]
+    assert error.waiting == {
+        1: ("all_reduce", 0, line_of(train, "backward()"))
+    } and error.returned == [0]
 
 
 def test_a_deadlock_in_futures_wait_all():
@@ -37,7 +42,9 @@ def test_a_deadlock_in_futures_wait_all():
         if dist.get_rank() == 1:
             torch.futures.wait_all([dist.all_reduce(torch.ones(1), async_op=True).get_future()])
 
-    assert fails(p101.DeadlockError, program, world_size=2).waiting == {1: ("all_reduce", 0, line_of(program, "wait_all"))}
+    assert fails(p101.DeadlockError, program, world_size=2).waiting == {
+        1: ("all_reduce", 0, line_of(program, "wait_all"))
+    }
 
 
 def test_a_slow_rank_of_ddp_is_no_deadlock():
@@ -69,7 +76,9 @@ def test_another_thread_of_the_program_may_still_post(how):
             threading.Event().wait(1.5)
             post()
 
-        other = threading.Timer(1.5, post) if how == "timer" else threading.Thread(target=wait_and_post)
+        other = (
+            threading.Timer(1.5, post) if how == "timer" else threading.Thread(target=wait_and_post)
+        )
         other.start()
         dist.recv(x, 0)
         other.join()

@@ -137,7 +137,11 @@ def test_ranks_make_a_group_of_different_members(members_only, world):
 
     error = fails(p101.DeadlockError, program, world_size=2, backend=world)
     assert error.waiting[0][:2] == ("new_group", 1)
-    assert members_only or world == "sim" or "new_group([0, 1]) on rank 0, new_group([0]) on rank 1" in str(error)
+    assert (
+        members_only
+        or world == "sim"
+        or "new_group([0, 1]) on rank 0, new_group([0]) on rank 1" in str(error)
+    )
 
 
 def test_making_a_group_waits_for_its_members_only():
@@ -153,7 +157,9 @@ def test_making_a_group_waits_for_its_members_only():
     assert p101.launch(program, world_size=3).results == [2, 2, None]
 
 
-@pytest.mark.parametrize("order", [("all_reduce", "broadcast"), ("barrier", "all_reduce"), ("broadcast", "barrier")])
+@pytest.mark.parametrize(
+    "order", [("all_reduce", "broadcast"), ("barrier", "all_reduce"), ("broadcast", "barrier")]
+)
 def test_ranks_that_call_collectives_in_different_orders(order, backend):
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
@@ -167,13 +173,17 @@ def test_ranks_that_call_collectives_in_different_orders(order, backend):
 
     error = fails(p101.DeadlockError, program, world_size=3, backend=backend)
     assert f"{order[0]} on ranks 0 and 2, {order[1]} on rank 1" in str(error)
-    assert isinstance(fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True), p101.RankFailed)
+    assert isinstance(
+        fails(p101.MisuseError, program, world_size=3, backend=backend, trace=True), p101.RankFailed
+    )
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 def test_a_send_and_a_receive_with_different_tags(world):
     def program():
-        dist.recv(torch.ones(1), 0, tag=2) if dist.get_rank() else dist.send(torch.ones(1), 1, tag=1)
+        dist.recv(torch.ones(1), 0, tag=2) if dist.get_rank() else dist.send(
+            torch.ones(1), 1, tag=1
+        )
 
     error = fails(p101.DeadlockError, program, world_size=2, backend=world)
     assert "rank 0 sends to rank 1 with tag 1, and rank 1 receives with tag 2" in str(error)
@@ -181,7 +191,10 @@ def test_a_send_and_a_receive_with_different_tags(world):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sizes_with_which_gloo_waits_for_ever(world_size):
-    """Every rank has posted its part. Some have returned, and the others wait for bytes that nobody sends."""
+    """Every rank has posted its part.
+
+    Some have returned, and the others wait for bytes that nobody sends.
+    """
 
     def program():
         dist.all_reduce(torch.ones(2 + dist.get_rank()))
@@ -190,7 +203,9 @@ def test_sizes_with_which_gloo_waits_for_ever(world_size):
     assert error.waiting[1][0] == "all_reduce"
     assert error.returned == [0]
     assert "the sizes do not match" in str(error)
-    assert "different shapes" in str(fails(p101.MisuseError, program, world_size=world_size, trace=True))
+    assert "different shapes" in str(
+        fails(p101.MisuseError, program, world_size=world_size, trace=True)
+    )
 
 
 def test_a_message_that_is_posted_and_never_received_is_noted():
@@ -204,7 +219,9 @@ def test_a_message_that_is_posted_and_never_received_is_noted():
 
     error = fails(p101.DeadlockError, program, world_size=2)
     where = line_of(program, "dist.isend")
-    assert error.notes == [("rank 0 posted a send to rank 1 with tag 3, and rank 1 posted no matching receive", where)]
+    assert error.notes == [
+        ("rank 0 posted a send to rank 1 with tag 3, and rank 1 posted no matching receive", where)
+    ]
     assert f"posted no matching receive, at {where}: " in str(error)
     assert "nobody sends" not in str(error)
 
@@ -240,6 +257,7 @@ def test_a_send_whose_work_is_dropped_at_once(trace):
     assert error.waiting == {1: ("recv", 0, line_of(program, "dist.recv"))}
     (told,) = error.dropped
     assert told.startswith(
-        f"rank 0 posted a send to rank 1 and dropped its work object without a wait(), at {line_of(program, 'dist.isend')}: "
+        "rank 0 posted a send to rank 1 and dropped its work object without a wait(), at "
+        f"{line_of(program, 'dist.isend')}: "
     )
     assert "Keep what isend" in str(error)

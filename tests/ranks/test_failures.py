@@ -1,4 +1,6 @@
-"""Every failure of a rank is reported at once, with its rank and place, and the next launch works."""
+"""Every failure of a rank is reported at once, with its rank and place, and the next launch
+works.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_an_exception_on_one_rank_while_the_others_wait(backend, trace):
     assert error.exitcode is None
     assert isinstance(error.__cause__, KeyError)
     assert "my own mistake" in str(error)
-    assert line_of(program, "raise KeyError").rpartition(":")[2] in str(error), "the traceback names the line"
+    assert line_of(program, "raise KeyError").rpartition(":")[2] in str(error), (
+        "the traceback names the line"
+    )
     assert "worker.py" not in str(error), "and not the library's own frames"
 
 
@@ -117,7 +121,9 @@ def test_an_exception_whose_str_raises_is_named():
     def program():
         raise Speechless
 
-    assert str(fails(p101.RankFailed, program, world_size=1)).startswith("rank 0 raised Speechless\n")
+    assert str(fails(p101.RankFailed, program, world_size=1)).startswith(
+        "rank 0 raised Speechless\n"
+    )
 
 
 class Stubborn(Particular):
@@ -178,7 +184,9 @@ def test_a_rank_that_dies(death, code, world):
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
 def test_sys_exit_is_an_exception_like_any_other(world):
-    error = fails(p101.RankFailed, lambda: exit(5) if dist.get_rank() == 3 else dist.barrier(), backend=world)
+    error = fails(
+        p101.RankFailed, lambda: exit(5) if dist.get_rank() == 3 else dist.barrier(), backend=world
+    )
     assert error.rank == 3
     assert isinstance(error.__cause__, SystemExit)
 
@@ -213,7 +221,10 @@ def test_a_crash_in_a_library_is_placed_in_the_program():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dist.send(torch.ones(1), dist.get_rank() + 1), "rank 1 sends to 2, and its group of 2 has ranks 0 to 1"),
+        (
+            lambda: dist.send(torch.ones(1), dist.get_rank() + 1),
+            "rank 1 sends to 2, and its group of 2 has ranks 0 to 1",
+        ),
         (lambda: dist.recv(torch.ones(1), dist.get_rank() - 1), "rank 0 receives from -1"),
     ],
     ids=["send", "receive"],
@@ -232,7 +243,12 @@ def test_a_root_that_is_outside_the_group(how):
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_gloo_has_no_message_to_oneself(trace):
-    error = fails(p101.RankFailed, lambda: dist.recv(torch.ones(1), dist.get_rank()), world_size=2, trace=trace)
+    error = fails(
+        p101.RankFailed,
+        lambda: dist.recv(torch.ones(1), dist.get_rank()),
+        world_size=2,
+        trace=trace,
+    )
     assert "receives from itself" in str(error)
 
 
@@ -252,7 +268,10 @@ def test_the_time_limit_error_says_where_each_rank_was(world):
     if world == "gloo":
         assert "rank 1 had returned" in str(error)
         place = f"{__file__}:{first + next(i for i, line in enumerate(lines) if 'irecv' in line)}"
-        assert f"rank 0 posted a recv from rank 1 and dropped its work object without a wait(), at {place}" in str(error)
+        assert (
+            "rank 0 posted a recv from rank 1 and dropped its work object without a wait(), "
+            f"at {place}"
+        ) in str(error)
 
 
 CELL = """import time, parallel101 as p101
@@ -268,7 +287,12 @@ p101.launch(divides, world_size=1)"""
 
 
 def test_a_notebook_shows_the_cells_own_frames_only_and_names_places_by_the_cells_number():
-    done = subprocess.run([sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     told = done.stdout + done.stderr
     assert "rank 0 was at cell [1], line 3: while 1: time.sleep(.1)" in told
     assert "---> 10 p101.launch(divides, world_size=1)" in told
@@ -294,7 +318,10 @@ def test_a_failed_recorded_run_keeps_its_record_and_what_had_not_ended(tmp_path,
         (1, "recv", 0, 0, 4),
         (1, "send", 0, 5, 12),
     ]
-    assert {e.where for e in trace.unfinished} == {line_of(program, "isend"), line_of(program, "dist.recv")}
+    assert {e.where for e in trace.unfinished} == {
+        line_of(program, "isend"),
+        line_of(program, "dist.recv"),
+    }
     assert all(0 <= e.start <= e.end for e in trace.unfinished)
     assert trace.messages_sent == [0, 0], "what did not end is not counted"
     trace.save(tmp_path / "trace.json")
@@ -356,5 +383,8 @@ def waits_twice():
 
 @pytest.mark.parametrize("how", [{}, {"trace": True}, {"backend": "sim"}])
 def test_a_second_wait_for_one_message_is_named_where_gloo_would_hang(how):
-    with pytest.raises(p101.MisuseError, match=r"waits a second time for one (send|recv), at .*test_failures.py:\d+"):
+    with pytest.raises(
+        p101.MisuseError,
+        match=r"waits a second time for one (send|recv), at .*test_failures.py:\d+",
+    ):
         p101.launch(waits_twice, world_size=2, **how)

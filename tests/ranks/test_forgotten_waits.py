@@ -1,4 +1,6 @@
-"""A checked run reports each receive that nobody waits for, with rank and line, also if no rank hangs; such a send is a warning."""
+"""A checked run reports each receive that nobody waits for, with rank and line, also if no rank
+hangs; such a send is a warning.
+"""
 
 from __future__ import annotations
 
@@ -39,34 +41,58 @@ def pass_right(x, wait_for=("send",)):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_receive_without_a_wait(backend, kept):
     with pytest.raises(p101.MisuseError, match="ranks 0–2 do not wait for receives:") as raised:
-        p101.launch(pass_right, torch.ones(4), ("send", "keep") if kept else ("send",), world_size=3, backend=backend, trace=True)
+        p101.launch(
+            pass_right,
+            torch.ones(4),
+            ("send", "keep") if kept else ("send",),
+            world_size=3,
+            backend=backend,
+            trace=True,
+        )
     for rank in range(3):
-        assert f"rank {rank}: recv from rank {(rank - 1) % 3}, at {line_of(pass_right, 'dist.irecv')}" in str(raised.value)
+        assert (
+            f"rank {rank}: recv from rank {(rank - 1) % 3}, at {line_of(pass_right, 'dist.irecv')}"
+            in str(raised.value)
+        )
     assert "isend" not in str(raised.value) and raised.value.trace is not None
 
 
 def test_on_sim_a_message_that_nobody_waited_for_has_not_arrived():
     def program():
         x = torch.full((2,), 5.0)
-        works = [dist.isend(x, 1 - dist.get_rank()), dist.irecv(inbox := torch.zeros(2), 1 - dist.get_rank())]
+        works = [
+            dist.isend(x, 1 - dist.get_rank()),
+            dist.irecv(inbox := torch.zeros(2), 1 - dist.get_rank()),
+        ]
         dist.barrier()
         before = inbox.tolist()
         for work in works:
             work.wait()
         return before, inbox.tolist()
 
-    assert p101.launch(program, world_size=2, backend="sim").results == [([0.0, 0.0], [5.0, 5.0])] * 2
+    assert (
+        p101.launch(program, world_size=2, backend="sim").results == [([0.0, 0.0], [5.0, 5.0])] * 2
+    )
 
 
 def test_a_receive_that_nobody_answers_is_reported_too():
-    with pytest.raises(p101.MisuseError, match="rank 1 does not wait for a receive:\n  rank 1: recv from any rank, at"):
-        p101.launch(lambda: dist.get_rank() == 1 and bool(dist.irecv(torch.zeros(1))), world_size=3, backend="sim")
+    with pytest.raises(
+        p101.MisuseError,
+        match="rank 1 does not wait for a receive:\n  rank 1: recv from any rank, at",
+    ):
+        p101.launch(
+            lambda: dist.get_rank() == 1 and bool(dist.irecv(torch.zeros(1))),
+            world_size=3,
+            backend="sim",
+        )
 
 
 def test_a_batch_without_a_wait_under_nccls_rules():
     def program():
         x, peer = torch.ones(2), 1 - dist.get_rank()
-        dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.zeros(2), peer)])
+        dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.zeros(2), peer)]
+        )
         dist.barrier()
 
     with pytest.raises(p101.MisuseError, match="rank 1: recv from rank 0, at"):
@@ -79,7 +105,9 @@ def test_an_error_of_the_rank_names_what_it_did_not_wait_for(backend):
         pass_right(torch.ones(2))
         raise ValueError("wrong numbers")
 
-    with pytest.raises(p101.RankFailed, match=r"rank [01] raised ValueError: wrong numbers") as raised:
+    with pytest.raises(
+        p101.RankFailed, match=r"rank [01] raised ValueError: wrong numbers"
+    ) as raised:
         p101.launch(program, world_size=2, backend=backend, trace=True)
     assert "Before that, it received without a wait()" in str(raised.value)
     assert line_of(pass_right, "dist.irecv") in str(raised.value)
@@ -88,7 +116,9 @@ def test_an_error_of_the_rank_names_what_it_did_not_wait_for(backend):
 def test_a_send_without_a_wait_is_a_warning():
     with pytest.warns(RuntimeWarning, match="ranks 0–2 do not wait for sends:") as raised:
         run = p101.launch(pass_right, torch.ones(2), ("receive",), world_size=3, backend="sim")
-    assert f"rank 1: send to rank 2, at {line_of(pass_right, 'dist.isend')}" in str(raised[0].message)
+    assert f"rank 1: send to rank 2, at {line_of(pass_right, 'dist.isend')}" in str(
+        raised[0].message
+    )
     assert raised[0].filename == __file__ and run.results[0].tolist() == [1.0, 1.0]
 
 
@@ -108,7 +138,9 @@ def waited_for_in_every_way():
         pass
     if dist.get_backend() == "gloo":  # whose messages are complete only in wait()
         received.wait(), sent.wait()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got[1], peer)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got[1], peer)]
+    ):
         work.wait()
     pending = Pending([dist.irecv(got[2], peer), dist.isend(x, peer)])
     dist.barrier()
@@ -133,8 +165,12 @@ def test_what_counts_as_a_wait(backend):
 def test_under_nccls_rules_a_wait_for_one_is_a_wait_for_the_batch():
     def program():
         x, got, peer = torch.ones(1), torch.zeros(1), 1 - dist.get_rank()
-        dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)])[0].wait()
-        received = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)])[0]
+        dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+        )[0].wait()
+        received = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
+        )[0]
         received.get_future()
         dist.barrier()
         return got.item()

@@ -1,4 +1,6 @@
-"""The fork server: the modules that ranks find imported, the memory that a fork copies, and random numbers after a fork."""
+"""The fork server: the modules that ranks find imported, the memory that a fork copies, and
+random numbers after a fork.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.skipif(start_method() != "fork server", reason="ranks a
 
 
 def can_collapse() -> bool:
-    """Whether this kernel puts memory into large pages on request (Linux 6.1 and later, if it was built with them)."""
+    """Whether this kernel puts memory into large pages on request (Linux 6.1 and later, if it
+    was built with them).
+    """
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         return False
     major, minor = os.uname().release.split(".")[:2]
@@ -34,12 +38,18 @@ def test_slow_modules_that_a_rank_imports_are_imported_for_the_next_ranks():
     names = "parallel101.bench.report", "torch.distributed.tensor", "tabnanny"
     stop_server()
     runs = [p101.launch(program, *names, world_size=1).results[0][0] for _ in range(2)]
-    assert runs == [[False, False, False], [True, True, False]], "a module of the program's own may change between launches"
+    assert runs == [[False, False, False], [True, True, False]], (
+        "a module of the program's own may change between launches"
+    )
 
 
-@pytest.mark.parametrize("optimizer", [False, True], ids=["a new fork server", "after an optimizer"])
+@pytest.mark.parametrize(
+    "optimizer", [False, True], ids=["a new fork server", "after an optimizer"]
+)
 def test_each_rank_has_its_own_numpy_random_numbers(optimizer):
-    """The first optimizer imports torch._dynamo, which imports numpy.random: once for all ranks, in the fork server."""
+    """The first optimizer imports torch._dynamo, which imports numpy.random: once for all
+    ranks, in the fork server.
+    """
 
     def trains(parameters):
         return "torch._dynamo" in sys.modules or torch.optim.SGD(parameters)
@@ -48,7 +58,14 @@ def test_each_rank_has_its_own_numpy_random_numbers(optimizer):
     if optimizer:
         assert p101.launch(trains, [torch.zeros(1)], world_size=2).results == [True, True]
     for world in ("gloo", "sim"):
-        runs = [p101.launch(lambda: importlib.import_module("numpy.random").random(), world_size=3, backend=world) for _ in range(2)]
+        runs = [
+            p101.launch(
+                lambda: importlib.import_module("numpy.random").random(),
+                world_size=3,
+                backend=world,
+            )
+            for _ in range(2)
+        ]
         assert all(len(set(run.results)) == 3 for run in runs)
         assert (runs[0].results == runs[1].results) == (world == "sim")
 
@@ -65,7 +82,9 @@ for start, stop in pieces:
     use_large_pages(start, stop)
 print(before, large())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     before, after = map(int, done.stdout.split())
     assert after > before + 16 * 1024, "KiB"
 
@@ -85,12 +104,21 @@ def test_an_entry_of_sys_path_that_is_no_string(monkeypatch, tmp_path):
 
 
 def test_a_fork_that_the_system_refuses(monkeypatch):
-    refuse = "import errno, os\ndef refused(): raise BlockingIOError(errno.EAGAIN, 'no')\nos.fork = refused\n"
+    refuse = (
+        "import errno, os\ndef refused(): raise BlockingIOError(errno.EAGAIN, 'no')\nos.fork = "
+        "refused\n"
+    )
     before = len(os.listdir("/dev/fd"))
     stop_server()
     with monkeypatch.context() as patched:
-        patched.setattr(processes, "_python_code", lambda code, whole=processes._python_code: whole(refuse + code))
-        with pytest.raises(BlockingIOError, match="no more processes for this user: 2 ranks were asked for"):
+        patched.setattr(
+            processes,
+            "_python_code",
+            lambda code, whole=processes._python_code: whole(refuse + code),
+        )
+        with pytest.raises(
+            BlockingIOError, match="no more processes for this user: 2 ranks were asked for"
+        ):
             p101.launch(int, world_size=2)
     stop_server()
     assert p101.launch(int, world_size=2).results == [0, 0]

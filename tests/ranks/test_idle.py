@@ -48,11 +48,19 @@ def test_on_a_busy_machine_it_takes_longer(monkeypatch):
 
 @pytest.mark.parametrize("busy", [0, 1])
 def test_one_rank_that_works_is_enough(busy):
-    assert stuck_at(GivenTimes([k * 2 * IDLE_CPU * (rank == busy) for rank in range(2)] for k in count())) is None
+    assert (
+        stuck_at(
+            GivenTimes([k * 2 * IDLE_CPU * (rank == busy) for rank in range(2)] for k in count())
+        )
+        is None
+    )
 
 
 def test_a_rank_that_does_not_wait_starts_the_time_again():
-    assert stuck_at(GivenTimes([0.0] for _ in count()), all_wait=lambda now: now != 2 * SAMPLE) == 3 * SAMPLE + IDLE_FOR
+    assert (
+        stuck_at(GivenTimes([0.0] for _ in count()), all_wait=lambda now: now != 2 * SAMPLE)
+        == 3 * SAMPLE + IDLE_FOR
+    )
 
 
 def test_after_a_dropped_receive_ranks_that_wait_count_as_stuck_although_a_thread_of_gloo_spins():
@@ -61,7 +69,10 @@ def test_after_a_dropped_receive_ranks_that_wait_count_as_stuck_although_a_threa
 
     assert stuck_at(busy()) is None
     assert stuck_at(busy(), dropped_receive=True) == BUSY_FOR
-    assert stuck_at(busy(), all_wait=lambda now: now != SAMPLE, dropped_receive=True) == 2 * SAMPLE + BUSY_FOR
+    assert (
+        stuck_at(busy(), all_wait=lambda now: now != SAMPLE, dropped_receive=True)
+        == 2 * SAMPLE + BUSY_FOR
+    )
 
 
 def test_ranks_whose_cpu_time_is_unknown_do_not_count_as_stuck():

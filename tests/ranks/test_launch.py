@@ -20,11 +20,18 @@ def test_each_rank_runs_the_function_in_one_group(backend, world_size):
     def program(factor, *, offset):
         x = torch.tensor(float(dist.get_rank()))
         dist.all_reduce(x)
-        return dist.get_rank() * factor + offset, dist.get_world_size(), x.item(), dist.get_backend()
+        return (
+            dist.get_rank() * factor + offset,
+            dist.get_world_size(),
+            x.item(),
+            dist.get_backend(),
+        )
 
     run = p101.launch(program, 10, offset=7, world_size=world_size, backend=backend)
     total = sum(range(world_size))
-    assert run.results == [(rank * 10 + 7, world_size, total, backend) for rank in range(world_size)]
+    assert run.results == [
+        (rank * 10 + 7, world_size, total, backend) for rank in range(world_size)
+    ]
     assert (run.world_size, run.backend) == (world_size, backend)
 
 
@@ -39,7 +46,9 @@ def test_lambdas_closures_and_callables():
             return x + self.amount + dist.get_rank()
 
     assert p101.launch(lambda: dist.get_rank(), world_size=2).results == [0, 1]
-    assert [r.tolist() for r in p101.launch(lambda: captured + dist.get_rank(), world_size=2).results] == [[0, 1, 2], [1, 2, 3]]
+    assert [
+        r.tolist() for r in p101.launch(lambda: captured + dist.get_rank(), world_size=2).results
+    ] == [[0, 1, 2], [1, 2, 3]]
     assert p101.launch(Adder(5), 1, world_size=2).results == [6, 7]
 
 
@@ -86,7 +95,9 @@ def test_tensors_come_back_as_they_were():
         assert result["leaf"].is_leaf
         assert not result["graph"].requires_grad, "the graph stayed on its rank"
         assert isinstance(result["parameter"], torch.nn.Parameter)
-        assert result["slice"].untyped_storage().nbytes() == 8, "a small slice is sent without its base"
+        assert result["slice"].untyped_storage().nbytes() == 8, (
+            "a small slice is sent without its base"
+        )
 
 
 def test_a_class_of_the_callers_comes_back_as_that_class():
@@ -99,7 +110,9 @@ def test_a_class_of_the_callers_comes_back_as_that_class():
 
 
 def test_a_variable_with_the_name_of_a_module_of_torchs():
-    """cloudpickle takes `dist` and `config` for the module torch.distributed.config, of a type that it can't pickle."""
+    """cloudpickle takes `dist` and `config` for the module torch.distributed.config, of a type
+    that it can't pickle.
+    """
     import torch.distributed.config  # noqa: F401
 
     space = {"dist": dist, "config": 5}
@@ -110,16 +123,33 @@ def test_a_variable_with_the_name_of_a_module_of_torchs():
 def test_ranks_have_the_callers_directory_and_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
-    program = lambda: (os.getcwd(), os.environ["FROM_THE_CALLER"], os.environ["RANK"], os.environ["WORLD_SIZE"])  # noqa: E731
-    assert p101.launch(program, world_size=2).results == [(str(tmp_path), "yes", str(rank), "2") for rank in range(2)]
+    program = lambda: (  # noqa: E731
+        os.getcwd(),
+        os.environ["FROM_THE_CALLER"],
+        os.environ["RANK"],
+        os.environ["WORLD_SIZE"],
+    )
+    assert p101.launch(program, world_size=2).results == [
+        (str(tmp_path), "yes", str(rank), "2") for rank in range(2)
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the rendezvous is a port")
 def test_ranks_ask_no_name_server():
-    """For a connection to ::ffff:127.0.0.1, as TCPStore's, torch looks up a name that is in no /etc/hosts: the network is asked."""
-    addresses = lambda: {end.ip for c in psutil.Process().net_connections("inet") for end in (c.laddr, c.raddr) if end}  # noqa: E731
+    """For a connection to ::ffff:127.0.0.1, as TCPStore's, torch looks up a name that is in no
+    /etc/hosts: the network is asked.
+    """
+    addresses = lambda: {  # noqa: E731
+        end.ip
+        for c in psutil.Process().net_connections("inet")
+        for end in (c.laddr, c.raddr)
+        if end
+    }
     before = addresses()
-    assert p101.launch(lambda: dist.barrier() or addresses(), world_size=2).results == [{"127.0.0.1"}] * 2
+    assert (
+        p101.launch(lambda: dist.barrier() or addresses(), world_size=2).results
+        == [{"127.0.0.1"}] * 2
+    )
     assert addresses() <= before | {"127.0.0.1"}
 
 
@@ -137,9 +167,13 @@ def test_the_rendezvous_works_by_file_and_by_port(size, monkeypatch):
 
 
 def test_ranks_have_one_thread_each_and_the_same_first_random_numbers_of_torch():
-    first, second = p101.launch(lambda: (torch.get_num_threads(), torch.rand(3)), world_size=2).results
+    first, second = p101.launch(
+        lambda: (torch.get_num_threads(), torch.rand(3)), world_size=2
+    ).results
     assert first[0] == second[0] == 1
-    assert torch.equal(first[1], second[1]), "as in two fresh processes: torch's default seed is fixed"
+    assert torch.equal(first[1], second[1]), (
+        "as in two fresh processes: torch's default seed is fixed"
+    )
 
 
 @pytest.mark.parametrize("world", ["gloo", "sim"])
@@ -156,7 +190,13 @@ def test_functions_imported_from_random_modules_use_each_ranks_own_generators(wo
         shuffle(deck)
         first = random(), float(rand()), float(hidden.rand()), tuple(deck)
         draws = []
-        for number in (random, rand, np.random.rand, sys.modules["random"].random, lambda: torch.rand((), generator=default_generator)):
+        for number in (
+            random,
+            rand,
+            np.random.rand,
+            sys.modules["random"].random,
+            lambda: torch.rand((), generator=default_generator),
+        ):
             seed(dist.get_rank()), numpy_seed(dist.get_rank()), torch.manual_seed(dist.get_rank())
             dist.barrier()  # meanwhile the others seed theirs
             draws.append(float(number()))
@@ -164,14 +204,18 @@ def test_functions_imported_from_random_modules_use_each_ranks_own_generators(wo
 
     once, again = (p101.launch(program, world_size=3, backend=world).results for _ in range(2))
     first, own, python, numpy, of_torch = zip(*once, strict=True)
-    assert all(len(set(draws)) == 3 for draws in zip(*first, strict=True)) and len(set(of_torch)) == 3
+    assert (
+        all(len(set(draws)) == 3 for draws in zip(*first, strict=True)) and len(set(of_torch)) == 3
+    )
     assert own == (Random(3).random(),) * 3, "a generator of the program's own is copied as it is"
     assert all(python) and all(numpy)
     assert (once == again) == (world == "sim")
 
 
 class Read:
-    """Makes a file when a rank unpickles it as an argument of its program, later on the higher ranks."""
+    """Makes a file when a rank unpickles it as an argument of its program, later on the higher
+    ranks.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -185,7 +229,9 @@ class Read:
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_no_rank_begins_before_all_have_unpickled_the_program(tmp_path, trace):
-    run = p101.launch(lambda read: sorted(os.listdir(read.folder)), Read(tmp_path), world_size=4, trace=trace)
+    run = p101.launch(
+        lambda read: sorted(os.listdir(read.folder)), Read(tmp_path), world_size=4, trace=trace
+    )
     assert run.results == [["0", "1", "2", "3"]] * 4
     assert not trace or run.trace.events == [], "the barrier before the program is not recorded"
 
@@ -217,7 +263,9 @@ def test_ddp_runs_on_a_recorded_group():
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_whole_script_with_its_own_init_process_group_runs_unchanged(backend):
-    """As in the lecture: main(rank, world_size) initialises its process group, uses it, and destroys it."""
+    """As in the lecture: main(rank, world_size) initialises its process group, uses it, and
+    destroys it.
+    """
 
     def main(world_size):
         rank = dist.get_rank()
@@ -271,7 +319,11 @@ def test_functions_imported_by_name_are_the_launchs_own(backend, tmp_path, monke
     for program in (spelled_by_name.program, lambda: __import__("spelled_by_name").program()):
         for received, refused in p101.launch(program, world_size=2, backend=backend).results:
             assert received == 2.0
-            assert "init_process_group(world_size=7)" in refused[0] and "P2POp" in refused[1] and len(refused) == 3
+            assert (
+                "init_process_group(world_size=7)" in refused[0]
+                and "P2POp" in refused[1]
+                and len(refused) == 3
+            )
     del sys.modules["spelled_by_name"]
 
 

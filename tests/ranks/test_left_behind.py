@@ -34,7 +34,10 @@ ENDINGS = {
 
 
 def state():
-    """This process's descendants, descriptors, threads and files. (Of a launch only the fork server may stay.)"""
+    """This process's descendants, descriptors, threads and files.
+
+    (Of a launch only the fork server may stay.)
+    """
     gc.collect()
     me = psutil.Process()
     return (
@@ -64,7 +67,10 @@ def test_nothing_is_left(ending, backend, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_processes_that_a_rank_forks_do_not_delay_the_end():
-    """They hold its end of every pipe. Whether they return or go on, the launch ends when its ranks do."""
+    """They hold its end of every pipe.
+
+    Whether they return or go on, the launch ends when its ranks do.
+    """
 
     def program(child_returns):
         rank, mine = dist.get_rank(), os.getpid()
@@ -76,7 +82,9 @@ def test_processes_that_a_rank_forks_do_not_delay_the_end():
     for child_returns in (True, False):
         began = time.monotonic()
         assert p101.launch(program, child_returns, world_size=2).results == [(0, True), (1, True)]
-        assert time.monotonic() - began < 4, "the time that a launch gives a rank that does not exit is 5 s"
+        assert time.monotonic() - began < 4, (
+            "the time that a launch gives a rank that does not exit is 5 s"
+        )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -93,7 +101,9 @@ def test_a_death_is_reported_though_the_ranks_child_lives():
 
 def test_loaders_with_workers_run_in_a_rank():
     def program():
-        data = torch.utils.data.DataLoader(range(8), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        data = torch.utils.data.DataLoader(
+            range(8), batch_size=2, num_workers=2, multiprocessing_context="fork"
+        )
         return sum(int(batch.sum()) for batch in data)
 
     assert p101.launch(program, world_size=2).results == [28, 28]
@@ -113,7 +123,11 @@ def _started(tmp_path, body=SCRIPT):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(body))
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     lines = [process.stdout.readline() for _ in range(2)]
     return process, [int(line.split()[-1]) for line in lines]
@@ -122,7 +136,10 @@ def _started(tmp_path, body=SCRIPT):
 def _gone(pids, within=5.0):
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        if not any(
+            psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            for pid in pids
+        ):
             return True
         time.sleep(0.01)
     return False
@@ -130,13 +147,18 @@ def _gone(pids, within=5.0):
 
 @pytest.mark.skipif(processes.start_method() != "fork server", reason="ranks are spawned here")
 def test_a_notebook_starts_the_fork_server_with_the_import_and_a_script_does_not():
-    program = "import parallel101, psutil, sys\nassert len(psutil.Process().children()) == {}\nassert 'torch' not in sys.modules"
+    program = (
+        "import parallel101, psutil, sys\nassert len(psutil.Process().children()) == "
+        "{}\nassert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program.format(0)], check=True)
     with Kernel() as kernel:
         kernel.seconds(program.format(1))  # raises if an assert fails there
         servers = psutil.Process(kernel.manager.provisioner.pid).children()
         kernel.seconds("assert parallel101.launch(int, world_size=2).results == [0, 0]")
-        assert psutil.Process(kernel.manager.provisioner.pid).children() == servers, "the launch has used it"
+        assert psutil.Process(kernel.manager.provisioner.pid).children() == servers, (
+            "the launch has used it"
+        )
     assert _gone([server.pid for server in servers], within=30)
 
 
@@ -151,7 +173,10 @@ def test_interrupt_ends_the_ranks_and_says_where_they_were(tmp_path):
 
 
 def test_an_interrupt_between_request_and_answer_does_not_confuse_the_next_launch(monkeypatch):
-    """Ctrl-C may fall between a request to the fork server and its answer. The next answer is then that of the old request."""
+    """Ctrl-C may fall between a request to the fork server and its answer.
+
+    The next answer is then that of the old request.
+    """
     p101.launch(lambda: None, world_size=1)
     server = processes._server
     if server.process is None:
@@ -168,7 +193,9 @@ def test_an_interrupt_between_request_and_answer_does_not_confuse_the_next_launc
         p101.launch(lambda: None, world_size=2)
     pids = []
     start = processes._fork_one
-    monkeypatch.setattr(processes, "_fork_one", lambda module: (rank := start(module), pids.append(rank.pid))[0])
+    monkeypatch.setattr(
+        processes, "_fork_one", lambda module: (rank := start(module), pids.append(rank.pid))[0]
+    )
     assert p101.launch(os.getpid, world_size=2).results == pids
     assert p101.launch(os.getpid, world_size=2).results == pids[2:]
 
@@ -210,7 +237,10 @@ def test_a_lost_fork_server_is_replaced():
 
 def test_a_script_without_a_main_guard_and_with_two_launches(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import parallel101 as p101\nfor k in (1, 2):\n    print(p101.launch(lambda: k, world_size=2).results)\n")
+    script.write_text(
+        "import parallel101 as p101\nfor k in (1, 2):\n    print(p101.launch(lambda: k, "
+        "world_size=2).results)\n"
+    )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["[1, 1]", "[2, 2]"], done.stderr
     assert not Path(tmp_path / "core").exists()

@@ -1,4 +1,6 @@
-"""A checked run names the mistakes that gloo accepts silently: calls that do not match, and tensors changed too early."""
+"""A checked run names the mistakes that gloo accepts silently: calls that do not match, and
+tensors changed too early.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +12,80 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101 import collectives
-from parallel101.collectives.asynchronous import all_gather_async, all_reduce_async, reduce_scatter_async
+from parallel101.collectives.asynchronous import (
+    all_gather_async,
+    all_reduce_async,
+    reduce_scatter_async,
+)
 from tests.collectives.cases import negative
 
 MISUSES = {
-    "different op": (lambda r: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM), "different reductions"),
-    "different collective": (lambda r: dist.all_reduce(torch.ones(2)) if r else dist.broadcast(torch.ones(2), 0), "different operations"),
-    "different dtype": (lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int32 if r else torch.float32)), "different dtypes"),
-    "different shape": (lambda r: dist.all_reduce(torch.ones((2, 3) if r else (3, 2))), "different shapes"),
-    "different root": (lambda r: dist.broadcast(torch.ones(2), r), "different roots"),
-    "short send": (lambda r: dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(4), 0), "shorter than the receive"),
-    "long send": (lambda r: dist.send(torch.ones(4), 1) if r == 0 else dist.recv(torch.ones(2), 0), "longer than the receive"),
-    "message dtype": (
-        lambda r: dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(2, dtype=torch.int32), 0),
+    "different op": (
+        lambda r: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM),
+        "different reductions",
+    ),
+    "different collective": (
+        lambda r: dist.all_reduce(torch.ones(2)) if r else dist.broadcast(torch.ones(2), 0),
+        "different operations",
+    ),
+    "different dtype": (
+        lambda r: dist.all_reduce(torch.ones(2, dtype=torch.int32 if r else torch.float32)),
         "different dtypes",
     ),
-    "message shape": (lambda r: dist.send(torch.ones(6), 1) if r == 0 else dist.recv(torch.ones(2, 3), 0), "different shapes"),
+    "different shape": (
+        lambda r: dist.all_reduce(torch.ones((2, 3) if r else (3, 2))),
+        "different shapes",
+    ),
+    "different root": (lambda r: dist.broadcast(torch.ones(2), r), "different roots"),
+    "short send": (
+        lambda r: dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(4), 0),
+        "shorter than the receive",
+    ),
+    "long send": (
+        lambda r: dist.send(torch.ones(4), 1) if r == 0 else dist.recv(torch.ones(2), 0),
+        "longer than the receive",
+    ),
+    "message dtype": (
+        lambda r: (
+            dist.send(torch.ones(2), 1)
+            if r == 0
+            else dist.recv(torch.ones(2, dtype=torch.int32), 0)
+        ),
+        "different dtypes",
+    ),
+    "message shape": (
+        lambda r: dist.send(torch.ones(6), 1) if r == 0 else dist.recv(torch.ones(2, 3), 0),
+        "different shapes",
+    ),
     "strided collective": (lambda r: dist.all_reduce(torch.ones(4, 4)[:, r]), "strided"),
-    "strided message": (lambda r: dist.send(torch.ones(4, 4)[:, 0], 1) if r == 0 else dist.recv(torch.ones(4), 0), "strided"),
-    "two layouts in one call": (lambda r: dist.all_gather([torch.ones(2, 3)] * 2, torch.ones(3, 2).t()), "different orders in memory"),
+    "strided message": (
+        lambda r: dist.send(torch.ones(4, 4)[:, 0], 1) if r == 0 else dist.recv(torch.ones(4), 0),
+        "strided",
+    ),
+    "two layouts in one call": (
+        lambda r: dist.all_gather([torch.ones(2, 3)] * 2, torch.ones(3, 2).t()),
+        "different orders in memory",
+    ),
     "two layouts on two ranks": (
         lambda r: dist.all_reduce(torch.ones(2, 3) if r else torch.ones(3, 2).t()),
         r"dim order \(1, 0\) and contiguous",
     ),
-    "sparse and dense": (lambda r: dist.all_reduce(torch.eye(2).to_sparse() if r else torch.eye(2)), "contiguous and sparse"),
-    "sparse, not a sum": (lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX), "passes a sparse tensor"),
-    "sparse message": (lambda r: dist.isend(torch.eye(2).to_sparse(), 1 - r), "passes a sparse tensor"),
-    "negated collective": (lambda r: dist.all_reduce(negative(torch.ones(2)) if r else torch.ones(2)), "lazily conjugated or negated"),
+    "sparse and dense": (
+        lambda r: dist.all_reduce(torch.eye(2).to_sparse() if r else torch.eye(2)),
+        "contiguous and sparse",
+    ),
+    "sparse, not a sum": (
+        lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX),
+        "passes a sparse tensor",
+    ),
+    "sparse message": (
+        lambda r: dist.isend(torch.eye(2).to_sparse(), 1 - r),
+        "passes a sparse tensor",
+    ),
+    "negated collective": (
+        lambda r: dist.all_reduce(negative(torch.ones(2)) if r else torch.ones(2)),
+        "lazily conjugated or negated",
+    ),
     "negated message": (
         lambda r: dist.send(negative(torch.ones(2)), 1) if r == 0 else dist.recv(torch.ones(2), 0),
         "lazily conjugated or negated",
@@ -49,22 +98,41 @@ MISUSES = {
 def test_a_checked_run_names_misuse(name, backend):
     call, message = MISUSES[name]
     with pytest.raises(p101.MisuseError, match=message) as raised:
-        p101.launch(lambda: call(dist.get_rank()) if dist.get_rank() < 2 else None, world_size=2, backend=backend, trace=True)
+        p101.launch(
+            lambda: call(dist.get_rank()) if dist.get_rank() < 2 else None,
+            world_size=2,
+            backend=backend,
+            trace=True,
+        )
     assert __file__ in str(raised.value)
     assert raised.value.rank in (0, 1)
 
 
 UNEVEN = {  # on three ranks, of which rank 1 and rank 2 disagree
     "equal shares": lambda r: (torch.ones(6 if r == 2 else 3), torch.ones(3)),
-    "splits": lambda r: (torch.ones(3), torch.ones(3), [1, 1, 1], [1, 0, 2] if r == 1 else [1, 1, 1]),
-    "rows": lambda r: (torch.ones(6, 2), torch.ones(6, 2), [2, 2, 2], [2, 1, 3] if r == 1 else [2, 2, 2]),
+    "splits": lambda r: (
+        torch.ones(3),
+        torch.ones(3),
+        [1, 1, 1],
+        [1, 0, 2] if r == 1 else [1, 1, 1],
+    ),
+    "rows": lambda r: (
+        torch.ones(6, 2),
+        torch.ones(6, 2),
+        [2, 2, 2],
+        [2, 1, 3] if r == 1 else [2, 2, 2],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", list(UNEVEN))
 def test_an_all_to_all_in_which_two_disagree(case):
-    with pytest.raises(p101.MisuseError, match=r"rank \d gives rank \d \d+ bytes, and rank \d expects \d+\n") as raised:
-        p101.launch(lambda: dist.all_to_all_single(*UNEVEN[case](dist.get_rank())), world_size=3, trace=True)
+    with pytest.raises(
+        p101.MisuseError, match=r"rank \d gives rank \d \d+ bytes, and rank \d expects \d+\n"
+    ) as raised:
+        p101.launch(
+            lambda: dist.all_to_all_single(*UNEVEN[case](dist.get_rank())), world_size=3, trace=True
+        )
     assert raised.value.rank in (1, 2)
     assert __file__ in str(raised.value)
 
@@ -77,11 +145,15 @@ def test_an_uneven_all_to_all_is_no_misuse():
         dist.all_to_all_single(out, torch.ones(sum(give), 2) * rank, take, give)
         return out.sum().item()
 
-    assert p101.launch(program, world_size=3, trace=True).results == [2 * sum(o * (r + o) for o in range(3)) for r in range(3)]
+    assert p101.launch(program, world_size=3, trace=True).results == [
+        2 * sum(o * (r + o) for o in range(3)) for r in range(3)
+    ]
 
 
 def permuted(call):
-    """`call(x, like)` with tensors that lie in memory channels first and channels last: the same values, as nested lists."""
+    """`call(x, like)` with tensors that lie in memory channels first and channels last: the
+    same values, as nested lists.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     found = []
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -96,8 +168,12 @@ PERMUTED = {
     "broadcast": lambda x, like: dist.broadcast(x, 1) or [x],
     "reduce": lambda x, like: dist.reduce(x, 0) or [x][dist.get_rank() :],
     "all_gather": lambda x, like: dist.all_gather(like, x) or like,
-    "gather": lambda x, like: dist.gather(x, None if dist.get_rank() else like) or like[2 * dist.get_rank() :],
-    "scatter": lambda x, like: dist.scatter(like[0], None if dist.get_rank() else [x, x + 1]) or like[:1],
+    "gather": lambda x, like: (
+        dist.gather(x, None if dist.get_rank() else like) or like[2 * dist.get_rank() :]
+    ),
+    "scatter": lambda x, like: (
+        dist.scatter(like[0], None if dist.get_rank() else [x, x + 1]) or like[:1]
+    ),
     "reduce_scatter": lambda x, like: dist.reduce_scatter(like[0], [x, x + 1]) or like[:1],
     "all_to_all": lambda x, like: dist.all_to_all(like, [x, x + 1]) or like,
     "all_to_all_single": lambda x, like: dist.all_to_all_single(like[0], x) or like[:1],
@@ -105,20 +181,31 @@ PERMUTED = {
 
 
 def harmless():
-    """What has been taken for misuse: dims of size 1, dense tensors with dims in another order on all ranks, sums of sparse tensors."""
+    """What has been taken for misuse: dims of size 1, dense tensors with dims in another order
+    on all ranks, sums of sparse tensors.
+    """
     rank = dist.get_rank()
     one, total = torch.zeros(1), torch.ones(()) if rank else torch.ones(1)
     dist.recv(one, 0) if rank else dist.send(torch.tensor(3.0), 1)
     dist.all_reduce(total)
     both = {name: permuted(call) for name, call in PERMUTED.items()}
-    sparse = torch.sparse_coo_tensor([[0, rank + 1, rank + 1]], torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), (4, 2))
+    sparse = torch.sparse_coo_tensor(
+        [[0, rank + 1, rank + 1]], torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), (4, 2)
+    )
     work = dist.all_reduce(sparse, async_op=True)
     work.wait()
     rows = sparse._indices().tolist(), sparse._values().tolist()
-    return one.tolist() == [3.0 * rank], total.tolist(), [name for name, (first, last) in both.items() if first != last], rows
+    return (
+        one.tolist() == [3.0 * rank],
+        total.tolist(),
+        [name for name, (first, last) in both.items() if first != last],
+        rows,
+    )
 
 
-@pytest.mark.parametrize("where", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"])
+@pytest.mark.parametrize(
+    "where", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"]
+)
 def test_what_is_no_misuse(where):
     for received, total, differ, rows in p101.launch(harmless, world_size=2, **where).results:
         assert received and total in (2.0, [2.0]) and differ == []
@@ -126,8 +213,15 @@ def test_what_is_no_misuse(where):
 
 
 def test_nccl_has_no_sums_of_sparse_tensors():
-    with pytest.raises(p101.RankFailed, match="sparse tensor to all_reduce, and NCCL does not support that"):
-        p101.launch(lambda: dist.all_reduce(torch.eye(2).to_sparse()), world_size=2, backend="sim", rules="nccl")
+    with pytest.raises(
+        p101.RankFailed, match="sparse tensor to all_reduce, and NCCL does not support that"
+    ):
+        p101.launch(
+            lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+            world_size=2,
+            backend="sim",
+            rules="nccl",
+        )
 
 
 def double(x: torch.Tensor, how: str) -> None:
@@ -156,10 +250,16 @@ def test_a_tensor_changed_while_it_is_being_sent(backend, count, how):
 
 
 GIVEN = {  # collectives that read x and do not write it
-    "all_gather": lambda x: dist.all_gather([torch.empty_like(x) for _ in range(2)], x, async_op=True),
-    "reduce_scatter": lambda x: dist.reduce_scatter(torch.empty_like(x), [x, torch.ones_like(x)], async_op=True),
+    "all_gather": lambda x: dist.all_gather(
+        [torch.empty_like(x) for _ in range(2)], x, async_op=True
+    ),
+    "reduce_scatter": lambda x: dist.reduce_scatter(
+        torch.empty_like(x), [x, torch.ones_like(x)], async_op=True
+    ),
     "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x, async_op=True),
-    "gather": lambda x: dist.gather(x, [torch.empty_like(x) for _ in range(2)] if dist.get_rank() == 0 else None, async_op=True),
+    "gather": lambda x: dist.gather(
+        x, [torch.empty_like(x) for _ in range(2)] if dist.get_rank() == 0 else None, async_op=True
+    ),
     "broadcast": lambda x: dist.broadcast(x, 1, async_op=True),
 }
 
@@ -202,19 +302,29 @@ UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and
     "split_dim": lambda r: p101.all_to_all(torch.ones(3, 3), int(r == 1)),
     "src": lambda r: p101.broadcast(torch.ones(2), int(r == 1)),
     "dst": lambda r: p101.gather(torch.ones(2), int(r == 1)),
-    "algorithm": lambda r: p101.all_reduce(torch.ones(2), algorithm="rabenseifner" if r == 1 else "ring"),
-    "dtype": lambda r: p101.reduce_scatter(torch.ones(6, dtype=torch.int32 if r == 1 else torch.float32)),
+    "algorithm": lambda r: p101.all_reduce(
+        torch.ones(2), algorithm="rabenseifner" if r == 1 else "ring"
+    ),
+    "dtype": lambda r: p101.reduce_scatter(
+        torch.ones(6, dtype=torch.int32 if r == 1 else torch.float32)
+    ),
     "shape": lambda r: p101.all_reduce(torch.ones((3, 2) if r == 1 else (2, 3))),
     "group": lambda r: p101.all_gather(torch.ones(2), group=[0, 2, 1] if r == 1 else [0, 1, 2]),
     "shape in the other dims": lambda r: p101.all_gather(torch.ones(2, 2 + (r == 1))),
     "sizes": lambda r: p101.all_gather(torch.ones(2 + (r == 1))),
     "collectives: op": lambda r: collectives.all_reduce(torch.ones(2), "max" if r == 1 else "sum"),
     "collectives: dim": lambda r: collectives.scatter(torch.ones(3, 3), dim=int(r == 1)),
-    "collectives: algorithm": lambda r: collectives.broadcast(torch.ones(2), algorithm="chain" if r == 1 else "flat"),
+    "collectives: algorithm": lambda r: collectives.broadcast(
+        torch.ones(2), algorithm="chain" if r == 1 else "flat"
+    ),
     "async: op": lambda r: all_reduce_async(torch.ones(2), "max" if r == 1 else "sum").wait(),
     "async: shape": lambda r: reduce_scatter_async(torch.ones((3, 2) if r == 1 else (2, 3))).wait(),
-    "async: dtype": lambda r: all_gather_async(torch.ones(2, dtype=torch.int32 if r == 1 else torch.float32)).wait(),
-    "replicated: algorithm": lambda r: p101.copy_to_group(torch.ones(2), algorithm="ring" if r == 1 else "direct"),
+    "async: dtype": lambda r: all_gather_async(
+        torch.ones(2, dtype=torch.int32 if r == 1 else torch.float32)
+    ).wait(),
+    "replicated: algorithm": lambda r: p101.copy_to_group(
+        torch.ones(2), algorithm="ring" if r == 1 else "direct"
+    ),
     "replicated: dim": lambda r: p101.scatter_to_group(torch.ones(3, 3), int(r == 1)),
 }
 
@@ -222,8 +332,12 @@ UNALIKE = {  # of parallel101's own collectives: what rank 1 says otherwise, and
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("what", list(UNALIKE))
 def test_arguments_that_differ_between_ranks_are_named(what, backend):
-    with pytest.raises(p101.MisuseError, match=f"^{what.split(': ')[-1]} is not the same on all ranks: ") as raised:
-        p101.launch(lambda: UNALIKE[what](dist.get_rank()), world_size=3, backend=backend, trace=True)
+    with pytest.raises(
+        p101.MisuseError, match=f"^{what.split(': ')[-1]} is not the same on all ranks: "
+    ) as raised:
+        p101.launch(
+            lambda: UNALIKE[what](dist.get_rank()), world_size=3, backend=backend, trace=True
+        )
     assert raised.value.rank == 1 and __file__ in str(raised.value)
 
 
@@ -238,9 +352,13 @@ OTHERS = {  # what rank 2 calls instead of an all-gather; gloo would match the m
 @pytest.mark.parametrize("other", list(OTHERS))
 def test_another_collective_is_named(other, backend):
     def program():
-        OTHERS[other]() if dist.get_rank() == 2 else p101.all_gather(torch.ones(1), algorithm="direct")
+        OTHERS[other]() if dist.get_rank() == 2 else p101.all_gather(
+            torch.ones(1), algorithm="direct"
+        )
 
-    with pytest.raises(p101.MisuseError, match=rf"^the ranks call different operations: all_gather and {other}\n") as raised:
+    with pytest.raises(
+        p101.MisuseError, match=rf"^the ranks call different operations: all_gather and {other}\n"
+    ) as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 2 and __file__ in str(raised.value)
 
@@ -250,7 +368,9 @@ def test_a_message_of_one_collective_received_in_another_is_named(backend):
     def program():
         p101.all_reduce(torch.ones(1), group=[0, 2] if dist.get_rank() == 2 else [0, 1, 2])
 
-    with pytest.raises(p101.MisuseError, match=r"^a message of \w+ on ranks \[0.* is received in \w+ on ranks \[0") as raised:
+    with pytest.raises(
+        p101.MisuseError, match=r"^a message of \w+ on ranks \[0.* is received in \w+ on ranks \[0"
+    ) as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert __file__ in str(raised.value)
 
@@ -260,9 +380,15 @@ def test_what_may_differ_between_ranks_is_no_misuse(backend):
     def program():
         rank, sizes = dist.get_rank(), [3, 0, 2]
         shard = torch.full((2, sizes[rank]), float(rank))
-        assert p101.all_gather(shard, -1 if rank == 1 else 1, sizes=sizes).shape == (2, 5)  # the same dim, counted from the end
+        # the same dim, counted from the end
+        assert p101.all_gather(shard, -1 if rank == 1 else 1, sizes=sizes).shape == (2, 5)
         assert p101.gather(shard, 2, 1, sizes=sizes).numel() == (10 if rank == 2 else 0)
-        assert p101.all_to_all(shard.expand(2, sizes[rank]), 0, 1, split_sizes=[1, 1, 0], concat_sizes=sizes).shape[0] == [1, 1, 0][rank]
+        assert (
+            p101.all_to_all(
+                shard.expand(2, sizes[rank]), 0, 1, split_sizes=[1, 1, 0], concat_sizes=sizes
+            ).shape[0]
+            == [1, 1, 0][rank]
+        )
 
     p101.launch(program, world_size=3, backend=backend, trace=True)
 
@@ -287,14 +413,18 @@ def test_requires_grad_that_differs_is_named(backend, odd):
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_result_that_some_ranks_leave_out_of_their_loss_is_named(backend):
-    """The backward of one collective would exchange messages with that of another, and both gradients would be wrong."""
+    """The backward of one collective would exchange messages with that of another, and both
+    gradients would be wrong.
+    """
 
     def program():
         x = torch.ones(2, requires_grad=True)
         results = p101.all_reduce(x), p101.all_reduce(10 * x)
         results[dist.get_rank() == 1].sum().backward()
 
-    with pytest.raises(p101.MisuseError, match="'all_reduce, number 1' and 'all_reduce, number 2'\n") as raised:
+    with pytest.raises(
+        p101.MisuseError, match="'all_reduce, number 1' and 'all_reduce, number 2'\n"
+    ) as raised:
         p101.launch(program, world_size=3, backend=backend, trace=True)
     assert raised.value.rank == 1 and str(raised.value).count("backward()") == 2
 
@@ -304,11 +434,15 @@ def test_threads_may_each_have_a_group_of_their_own():
         groups, found = [dist.new_group([0, 1]) for _ in range(2)], []
 
         def other():
-            found.extend(p101.all_reduce(torch.ones(i + 1), group=groups[1]).sum().item() for i in range(20))
+            found.extend(
+                p101.all_reduce(torch.ones(i + 1), group=groups[1]).sum().item() for i in range(20)
+            )
 
         thread = threading.Thread(target=other)
         thread.start()
-        found.extend(p101.all_reduce(torch.ones(3), "max", group=groups[0]).sum().item() for _ in range(20))
+        found.extend(
+            p101.all_reduce(torch.ones(3), "max", group=groups[0]).sum().item() for _ in range(20)
+        )
         thread.join()
         return sum(found)
 
@@ -319,12 +453,18 @@ def test_threads_may_each_have_a_group_of_their_own():
 def test_a_backward_that_sends_nothing_may_come_in_any_order(backend):
     def program():
         x = torch.ones(2, requires_grad=True)
-        results = [p101.reduce_from_group(x), p101.gather_from_group(2 * x), p101.reduce_from_group(3 * x[:1])]
+        results = [
+            p101.reduce_from_group(x),
+            p101.gather_from_group(2 * x),
+            p101.reduce_from_group(3 * x[:1]),
+        ]
         for y in results[:: 1 if dist.get_rank() else -1]:
             y.sum().backward()
         return x.grad.tolist()
 
-    assert p101.launch(program, world_size=2, backend=backend, trace=True).results == [[6.0, 3.0]] * 2
+    assert (
+        p101.launch(program, world_size=2, backend=backend, trace=True).results == [[6.0, 3.0]] * 2
+    )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
@@ -345,7 +485,9 @@ def test_receives_from_anyone_and_from_one_may_take_turns(backend, world_size):
 
     run = p101.launch(program, world_size=world_size, backend=backend, trace="payload")
     assert run.results[0] == [1.0] * 8 + [2.0] * 2
-    assert all(m.send.payload == m.recv.payload and m.send.seq == m.recv.seq for m in run.trace.messages())
+    assert all(
+        m.send.payload == m.recv.payload and m.send.seq == m.recv.seq for m in run.trace.messages()
+    )
 
 
 def test_the_rank_that_differs_from_most_is_named():

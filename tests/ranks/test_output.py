@@ -1,4 +1,6 @@
-"""What ranks print, from Python and from C, appears line by line, with the rank before each line, on the stream it was written to."""
+"""What ranks print, from Python and from C, appears line by line, with the rank before each
+line, on the stream it was written to.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ def test_lines_carry_their_rank(backend, capsys):
 
     p101.launch(program, world_size=3, backend=backend)
     out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == sorted(f"[rank {r}] {text}" for r in range(3) for text in ("one", "two", "no end"))
+    assert sorted(out.splitlines()) == sorted(
+        f"[rank {r}] {text}" for r in range(3) for text in ("one", "two", "no end")
+    )
     assert sorted(err.splitlines()) == [f"[rank {r}] to stderr" for r in range(3)]
     for rank in range(3):
         mine = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
-        assert [line.partition("] ")[2] for line in mine] == ["one", "two", "no end"], "in the order they were printed"
+        assert [line.partition("] ")[2] for line in mine] == ["one", "two", "no end"], (
+            "in the order they were printed"
+        )
 
 
 def test_output_of_c_code_and_subprocesses(capsys):
@@ -38,11 +44,16 @@ def test_output_of_c_code_and_subprocesses(capsys):
         os.system("echo from a shell")
 
     p101.launch(program, world_size=2)
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"[rank {r}] from {who}" for r in range(2) for who in ("C", "a shell"))
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(
+        f"[rank {r}] from {who}" for r in range(2) for who in ("C", "a shell")
+    )
 
 
 def test_lines_appear_while_ranks_still_run(monkeypatch):
-    """Rank 0 prints a line, and waits for a file that is made when the line appears. It would wait for ever for a line shown at the end."""
+    """Rank 0 prints a line, and waits for a file that is made when the line appears.
+
+    It would wait for ever for a line shown at the end.
+    """
     import tempfile
     from pathlib import Path
 
@@ -115,7 +126,9 @@ def test_progress_bars_of_several_ranks_overwrite_each_other(capsys):
     first.feed(b"\r")
     second.feed(b"\ntext\n")
     err = capsys.readouterr().err
-    assert err == "\r[0] long bar" + "\r[1] bar     " + "\r[0] long bar" + "\r[1] bar     \n[1] text\n"
+    assert (
+        err == "\r[0] long bar" + "\r[1] bar     " + "\r[0] long bar" + "\r[1] bar     \n[1] text\n"
+    )
 
 
 def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, capsys):
@@ -140,18 +153,28 @@ def test_long_output_in_a_notebook_is_folded_and_nothing_is_lost(monkeypatch, ca
     live = capsys.readouterr().out.splitlines()
     assert len(live) == 400 and shown[0].startswith("<pre>[0] &lt;200&gt;")
     screen.close()
-    assert shown[-1].startswith("<details><summary>80 more lines</summary><pre>[0] &lt;200&gt;\n[1] &lt;200&gt;\n")
+    assert shown[-1].startswith(
+        "<details><summary>80 more lines</summary><pre>[0] &lt;200&gt;\n[1] &lt;200&gt;\n"
+    )
     assert shown[-1].endswith("[1] &lt;249&gt;</pre>") and shown[-1].count("&lt;") == 100
     for _ in range(2):
         ranks[0].feed(b"x\n" * 1000)
     screen.close()
-    assert "<summary>2,080 more lines (the first" in shown[-1], "more than LongOutput.KEPT characters are not kept"
+    assert "<summary>2,080 more lines (the first" in shown[-1], (
+        "more than LongOutput.KEPT characters are not kept"
+    )
 
 
-def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_arrive_together(monkeypatch, capsys):
+def test_in_a_notebook_the_first_lines_come_before_the_folded_ones_also_if_all_arrive_together(
+    monkeypatch, capsys
+):
     printed = []
     monkeypatch.setattr(output, "writes_to_a_cell", lambda: True)
-    monkeypatch.setattr(output.LongOutput, "_update", lambda self, html: printed.append(capsys.readouterr().out.count("\n")))
+    monkeypatch.setattr(
+        output.LongOutput,
+        "_update",
+        lambda self, html: printed.append(capsys.readouterr().out.count("\n")),
+    )
     RankOutput("[0] ", "stdout").feed(b"x\n" * 1000)
     assert printed == [output.LongOutput.AFTER]
 
@@ -180,7 +203,10 @@ def test_a_misuse_that_aborts_a_rank_is_explained_without_gloos_messages(capsys)
     for trace, error in ((True, p101.MisuseError), (False, p101.RankFailed)):
         with pytest.raises(error):
             p101.launch(program, world_size=2, trace=trace)
-        assert sorted(capsys.readouterr().err.splitlines()) == ["[rank 0] about to", "[rank 1] about to"]
+        assert sorted(capsys.readouterr().err.splitlines()) == [
+            "[rank 0] about to",
+            "[rank 1] about to",
+        ]
 
 
 class _Gone(io.StringIO):

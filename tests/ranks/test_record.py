@@ -1,4 +1,6 @@
-"""The record of a run on real ranks has every message and collective, with both ends, sizes, lines and, if asked for, values."""
+"""The record of a run on real ranks has every message and collective, with both ends, sizes,
+lines and, if asked for, values.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,16 @@ def test_every_message_is_recorded_with_both_ends(backend, world_size):
     assert trace.bytes_sent == trace.bytes_received == [3 * 5 * 4] * world_size
     assert trace.messages_sent == [3] * world_size
     lines, first = inspect.getsourcelines(ring)
-    line = {kind: first + next(i for i, text in enumerate(lines) if kind in text) for kind in ("aliased_isend(", "dist.recv")}
+    line = {
+        kind: first + next(i for i, text in enumerate(lines) if kind in text)
+        for kind in ("aliased_isend(", "dist.recv")
+    }
     for message in trace.messages():
         assert message.dst == (message.src + 1) % world_size
-        assert (message.send.where, message.recv.where) == (f"{__file__}:{line['aliased_isend(']}", f"{__file__}:{line['dist.recv']}")
+        assert (message.send.where, message.recv.where) == (
+            f"{__file__}:{line['aliased_isend(']}",
+            f"{__file__}:{line['dist.recv']}",
+        )
         assert message.send.shape == message.recv.shape == (5,)
         assert message.send.dtype == "float32"
         assert 0 <= message.start <= message.end <= trace.makespan
@@ -44,7 +52,9 @@ def test_every_message_is_recorded_with_both_ends(backend, world_size):
 
 
 def test_unrecorded_runs_have_no_trace_and_the_same_results():
-    plain, recorded = (p101.launch(lambda: ring(), world_size=3, trace=trace) for trace in (False, True))
+    plain, recorded = (
+        p101.launch(lambda: ring(), world_size=3, trace=trace) for trace in (False, True)
+    )
     assert plain.trace is None
     assert all(torch.equal(a, b) for a, b in zip(plain.results, recorded.results, strict=True))
     with pytest.raises(ValueError, match="trace=True"):
@@ -111,7 +121,9 @@ def test_values_of_small_messages_are_recorded_on_request():
 
     messages = p101.launch(program, world_size=2, trace="payload").trace.messages()
     assert [m.payload for m in messages] == [[0, 1, 2], None]
-    assert all(m.payload is None for m in p101.launch(program, world_size=2, trace=True).trace.messages())
+    assert all(
+        m.payload is None for m in p101.launch(program, world_size=2, trace=True).trace.messages()
+    )
 
 
 def test_subgroups_are_named_with_their_ranks():
@@ -140,7 +152,11 @@ def test_saved_and_loaded_is_the_same(tmp_path):
     with pytest.raises(ValueError, match="not a trace"):
         p101.Trace.load(tmp_path / "other.json")
     trace.to_chrome(tmp_path / "chrome.json")
-    slices = [e for e in json.loads(Path(tmp_path / "chrome.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    slices = [
+        e
+        for e in json.loads(Path(tmp_path / "chrome.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
     assert len(slices) == len(trace.events)
 
 
@@ -164,14 +180,22 @@ def unwaited(what: str) -> None:
 
 def test_a_collective_that_nobody_waits_for_is_recorded(backend):
     trace = p101.launch(unwaited, "collective", world_size=2, backend=backend, trace=True).trace
-    assert sorted((e.kind, e.rank) for e in trace.events) == [("all_reduce", 0), ("all_reduce", 1), ("barrier", 0), ("barrier", 1)]
+    assert sorted((e.kind, e.rank) for e in trace.events) == [
+        ("all_reduce", 0),
+        ("all_reduce", 1),
+        ("barrier", 0),
+        ("barrier", 1),
+    ]
     assert not trace.unfinished
 
 
 def test_a_message_that_nobody_waits_for_is_unfinished():
     with pytest.raises(p101.MisuseError, match="rank 1 does not wait for a receive") as raised:
         p101.launch(unwaited, "message", world_size=2, trace=True)
-    assert sorted((e.kind, e.rank) for e in raised.value.trace.unfinished) == [("recv", 1), ("send", 0)]
+    assert sorted((e.kind, e.rank) for e in raised.value.trace.unfinished) == [
+        ("recv", 1),
+        ("send", 0),
+    ]
 
 
 def test_a_send_that_nobody_waits_for_has_ended_if_its_receive_has():
@@ -196,7 +220,11 @@ def test_the_recorded_values_of_a_collective_are_its_inputs(backend):
 
 def test_a_deprecated_call_is_placed_in_the_program():
     def program():
-        with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(action="ignore")
+            if sys.version_info >= (3, 11)
+            else warnings.catch_warnings()
+        ):
             dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4))
 
     lines, first = inspect.getsourcelines(program)
@@ -217,7 +245,12 @@ def test_a_run_that_timed_out_has_its_record(backend):
     with pytest.raises(p101.LaunchTimeout) as raised:
         p101.launch(program, world_size=2, backend=backend, trace=True, timeout=1)
     trace = raised.value.trace
-    assert sorted((e.rank, e.kind) for e in trace.events) == [(0, "barrier"), (0, "span"), (1, "barrier"), (1, "span")]
+    assert sorted((e.rank, e.kind) for e in trace.events) == [
+        (0, "barrier"),
+        (0, "span"),
+        (1, "barrier"),
+        (1, "span"),
+    ]
     assert [(e.rank, e.kind, e.peer) for e in trace.unfinished] == [(1, "send", 0)]
 
 
@@ -229,6 +262,9 @@ def test_a_monitored_barrier_has_an_end():
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_an_all_to_all_has_the_shape_of_its_input(backend):
     trace = p101.launch(
-        lambda: dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3)), world_size=2, backend=backend, trace=True
+        lambda: dist.all_to_all_single(torch.empty(2, 3), torch.ones(2, 3)),
+        world_size=2,
+        backend=backend,
+        trace=True,
     ).trace
     assert [e.shape for e in trace.events] == [(2, 3)] * 2

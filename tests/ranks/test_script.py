@@ -1,4 +1,6 @@
-"""`parallel101 run` starts a script for torchrun on every rank as torchrun does, shows who waited for whom, and reports what went wrong."""
+"""`parallel101 run` starts a script for torchrun on every rank as torchrun does, shows who
+waited for whom, and reports what went wrong.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "lib" / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "lib" / "neighbour.py").write_text("NAME = 'next to the script'")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])  # the command changes both, as its process ends after the run
+    # the command changes both, as its process ends after the run
+    monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("MASTER_PORT", "0")
     return os.path.join("lib", "train.py")
 
@@ -77,7 +80,9 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
     assert cli.main(["run", "--world-size", "2", script, "--case", "fine"]) == 0
     out, err = capsys.readouterr()
     for rank in (0, 1):
-        argv, name, file, environment, batches, neighbour, total = json.loads((tmp_path / f"log{rank}").read_text())
+        argv, name, file, environment, batches, neighbour, total = json.loads(
+            (tmp_path / f"log{rank}").read_text()
+        )
         assert argv == [script, "--case", "fine"] and (name, file) == ("__main__", script)
         assert environment == {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
@@ -85,7 +90,10 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
         }  # fmt: skip
         assert (batches, neighbour, total) == ([[0.0, 2.0], [4.0, 6.0]], "next to the script", 2.0)
         assert f"[rank {rank}] bye from {rank}" in out
-    assert "[rank 0] parallel101: the program asks for backend 'nccl', and this run uses 'gloo' instead" in err
+    assert (
+        "[rank 0] parallel101: the program asks for backend 'nccl', and this run uses 'gloo' "
+        "instead"
+    ) in err
     assert "[rank 1] parallel101" not in err
     waiting = next(line for line in out.splitlines() if line.split()[:1] == ["0"])
     assert "ms for rank 1" in waiting
@@ -95,8 +103,15 @@ def test_a_script_runs_as_under_torchrun(script, tmp_path, capsys):
 
 def test_what_goes_wrong_is_reported_as_launch_reports_it(script, capsys):
     wrong = {
-        "deadlock": ["deadlock: no rank can go on", "rank 0 waits in recv from rank 1, at", "dist.recv(torch.ones(1), 1 - rank)"],
-        "crash": ["rank 1 raised ValueError: the loss is NaN", 'raise ValueError("the loss is NaN")'],
+        "deadlock": [
+            "deadlock: no rank can go on",
+            "rank 0 waits in recv from rank 1, at",
+            "dist.recv(torch.ones(1), 1 - rank)",
+        ],
+        "crash": [
+            "rank 1 raised ValueError: the loss is NaN",
+            'raise ValueError("the loss is NaN")',
+        ],
         "cuda": ["rank 0 raised AssertionError: Torch not compiled with CUDA enabled"],
         "exit": ["raised SystemExit: 3"],
     }
@@ -126,11 +141,26 @@ def test_wrong_arguments_are_refused_before_a_rank_starts(script, capsys):
     assert "SyntaxError" in capsys.readouterr().err
 
 
-def test_under_torchrun_each_rank_writes_its_record_also_if_another_one_dies(script, tmp_path, capsys):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "parallel101"]
+def test_under_torchrun_each_rank_writes_its_record_also_if_another_one_dies(
+    script, tmp_path, capsys
+):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "parallel101",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ended = subprocess.run(
-        [*command, "run", "--record", "kept", script, "--case", "killed"], env=environment, capture_output=True, text=True, timeout=120
+        [*command, "run", "--record", "kept", script, "--case", "killed"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 1 and "exitcode  : 7" in ended.stderr, ended.stderr
     assert os.listdir("kept") == ["rank-0.json.gz"]

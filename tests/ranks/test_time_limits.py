@@ -1,4 +1,7 @@
-"""A program may catch the error of its own group's time limit, and go on. What has no limit of its own is a deadlock."""
+"""A program may catch the error of its own group's time limit, and go on.
+
+What has no limit of its own is a deadlock.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,14 @@ def missing_peers() -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"])
+@pytest.mark.parametrize(
+    "options", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"]
+)
 def test_a_program_may_catch_the_error_of_its_groups_time_limit(options):
     run = p101.launch(missing_peers, world_size=3, **options)
-    late = [f"Timed out waiting 1000ms for {kind} operation to complete" for kind in ("recv", "send")]
+    late = [
+        f"Timed out waiting 1000ms for {kind} operation to complete" for kind in ("recv", "send")
+    ]
     assert run.results[0] == [late[0], "Application timeout caused pair closure", late[1], late[0]]
     assert run.results[1:] == [["Connection closed"], []]
 
@@ -67,18 +74,28 @@ def test_on_sim_the_clock_advances_to_the_limit():
     began = time.monotonic()
     run = p101.launch(program, world_size=2, backend="sim")
     assert time.monotonic() - began < 30
-    spans = {event.name: (event.start, event.end) for event in run.trace.events if event.kind == "span"}
+    spans = {
+        event.name: (event.start, event.end) for event in run.trace.events if event.kind == "span"
+    }
     assert spans == {"waits": (10.0, 310.0), "after": (310.0, 311.0)}
 
 
 def own_limits() -> list[str]:
-    """Limits that are not a new group's: of init_process_group, of wait(), of a group's own method."""
+    """Limits that are not a new group's: of init_process_group, of wait(), of a group's own
+    method.
+    """
     rank, rest = dist.get_rank(), dist.new_group()
     seen = []
     if rank == 0:
         pair = dist.new_group([0, 1], use_local_synchronization=True)
         seen.append(caught(lambda: dist.irecv(torch.ones(2), 1, group=pair).wait(SECOND)))
-        seen.append(caught(lambda: dist.new_group([0, 1], use_local_synchronization=True).monitored_barrier(SECOND)))
+        seen.append(
+            caught(
+                lambda: dist.new_group([0, 1], use_local_synchronization=True).monitored_barrier(
+                    SECOND
+                )
+            )
+        )
     else:
         for _ in range(2):
             dist.new_group([0, 1], use_local_synchronization=True)
@@ -97,7 +114,10 @@ def test_a_monitored_barrier_without_time_ends_at_once():
     def program():
         return dist.get_rank() and caught(lambda: dist.group.WORLD.monitored_barrier(timedelta(0)))
 
-    assert p101.launch(program, world_size=2, backend="sim").results == [0, "Timed out waiting 1ms for recv operation to complete"]
+    assert p101.launch(program, world_size=2, backend="sim").results == [
+        0,
+        "Timed out waiting 1ms for recv operation to complete",
+    ]
 
 
 def waits_without_limit(first_limit):
@@ -119,11 +139,15 @@ def test_what_has_no_limit_of_its_own_is_a_deadlock(backend):
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_an_error_that_is_not_caught_fails_the_rank(backend):
-    with pytest.raises(p101.RankFailed, match="Timed out waiting 1000ms for recv operation") as failed:
+    with pytest.raises(
+        p101.RankFailed, match="Timed out waiting 1000ms for recv operation"
+    ) as failed:
         p101.launch(waits_without_limit, timedelta(seconds=1), world_size=2, backend=backend)
     assert type(failed.value.__cause__) is RuntimeError
     if backend == "sim":
-        assert "waited in recv for rank" in str(failed.value) and "test_time_limits.py:" in str(failed.value)
+        assert "waited in recv for rank" in str(failed.value) and "test_time_limits.py:" in str(
+            failed.value
+        )
 
 
 def test_under_nccls_rules_too():

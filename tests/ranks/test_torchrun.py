@@ -1,4 +1,6 @@
-"""One script with two launches gives the same results under `python` and `torchrun`, where every rank gets all results."""
+"""One script with two launches gives the same results under `python` and `torchrun`, where
+every rank gets all results.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def script(tmp_path):
 
 def _run(*command):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, env=environ)
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environ
+    )
 
 
 def _torchrun(*arguments):
@@ -94,7 +98,11 @@ def test_by_python(script):
 def test_by_torchrun_where_errors_that_leave_the_job_alive_can_be_caught(script):
     done = _torchrun(script, "2", "caught")
     assert done.returncode == 0 and done.stdout.splitlines() == [SAID, SAID], done.stderr
-    caught = [line.removeprefix("caught ") for line in done.stderr.splitlines() if line.startswith("caught ")]
+    caught = [
+        line.removeprefix("caught ")
+        for line in done.stderr.splitlines()
+        if line.startswith("caught ")
+    ]
     for message, ranks in [
         ("ValueError: world_size is 3, but this job has 2 ranks", 2),
         ("RankFailed: rank 1 raised ZeroDivisionError", 2),
@@ -103,11 +111,18 @@ def test_by_torchrun_where_errors_that_leave_the_job_alive_can_be_caught(script)
         ("MisuseError: rank 0 changed a tensor", 1),
         ("RankFailed: rank 1 returned a generator that can't be pickled", 1),
     ]:
-        assert sum(message.split(": ", 1)[0] in line and message.split(": ", 1)[1] in line for line in caught) >= ranks, (message, caught)
+        assert (
+            sum(
+                message.split(": ", 1)[0] in line and message.split(": ", 1)[1] in line
+                for line in caught
+            )
+            >= ranks
+        ), (message, caught)
 
 
-# What torchrun does, for several jobs at a time: it holds the store of each job, and starts the ranks in an environment that names it. Here
-# the ranks are forks of a process that has imported torch: to import it in each of them would take longer than all the rest.
+# What torchrun does, for several jobs at a time: it holds the store of each job, and starts the
+# ranks in an environment that names it. Here the ranks are forks of a process that has imported
+# torch: to import it in each of them would take longer than all the rest.
 JOBS = """
     import os, runpy, sys, torch.distributed as dist, parallel101.ranks.launch
 
@@ -149,7 +164,12 @@ ALIVE = ("absent", 0)  # this rank does not need the other one again
 def test_failures_that_block_a_rank_end_it_with_their_reason(script, tmp_path):
     done = _run("-c", textwrap.dedent(JOBS), script, str(tmp_path), *FAILURES)
     ends = sorted(line for line in done.stdout.splitlines() if ", rank " in line)
-    assert ends == sorted(f"{how}, rank {rank} failed" for how in FAILURES for rank in range(2) if (how, rank) != ALIVE), done.stderr
+    assert ends == sorted(
+        f"{how}, rank {rank} failed"
+        for how in FAILURES
+        for rank in range(2)
+        if (how, rank) != ALIVE
+    ), done.stderr
     for how, message in FAILURES.items():
         assert message in (tmp_path / how).read_text()
 

@@ -1,4 +1,6 @@
-"""What others write with torch alone gives plain torch's numbers in every launch: on gloo, on recorded and checked gloo, and on sim."""
+"""What others write with torch alone gives plain torch's numbers in every launch: on gloo, on
+recorded and checked gloo, and on sim.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ LAUNCHES = {  # name → what they leave out, options of launch
     "gloo": ([], {}),
     "recorded gloo": ([], {"trace": True}),
     "sim": ([], {"backend": "sim"}),
-    "NCCL's rules": (["DDP, sparse"], {"backend": "sim", "rules": "nccl"}),  # NCCL has no sparse all-reduce
+    # NCCL has no sparse all-reduce
+    "NCCL's rules": (["DDP, sparse"], {"backend": "sim", "rules": "nccl"}),
 }
 
 
 @pytest.mark.slow
 def test_every_program_gives_plain_torchs_numbers_in_every_launch(tmp_path):
-    from .torchs_programs import PROGRAMS, RANKS, run_all  # takes a second, which collecting the tests need not take
+    # takes a second, which collecting the tests need not take
+    from .torchs_programs import PROGRAMS, RANKS, run_all
 
     plain = [sys.executable, "-m", "tests.ranks.torchs_programs", str(tmp_path)]
     with subprocess.Popen(plain, cwd=Path(__file__).parents[2]) as process:
@@ -36,5 +40,7 @@ def test_every_program_gives_plain_torchs_numbers_in_every_launch(tmp_path):
             assert set(found[where][rank]) == set(PROGRAMS) - set(without)
             for name, tensors in found[where][rank].items():
                 message = f"{name} on {where}, rank {rank}: {{}}"
-                torch.testing.assert_close(tensors, expected[name], rtol=1e-12, atol=1e-14, msg=message.format)
+                torch.testing.assert_close(
+                    tensors, expected[name], rtol=1e-12, atol=1e-14, msg=message.format
+                )
                 assert tensors

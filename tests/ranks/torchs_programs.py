@@ -1,7 +1,8 @@
-"""Programs of torch alone, as others write them: DDP, FSDP2, DTensor, torch.distributed.pipelining and Muon, on two ranks in float64.
+"""Programs of torch alone, as others write them: DDP, FSDP2, DTensor, torch.distributed.pipelining
+and Muon, on two ranks in float64.
 
-Each returns what the rank ends with. This module imports nothing of parallel101, so that plain ranks, which this file starts when it is run
-as a script, know nothing of it:
+Each returns what the rank ends with. This module imports nothing of parallel101, so that plain
+ranks, which this file starts when it is run as a script, know nothing of it:
 
     python -m tests.ranks.torchs_programs FOLDER   ──▶   FOLDER/0.pt, FOLDER/1.pt
 """
@@ -51,7 +52,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module, net: nn.Module, batch: Any, steps: int = 2) -> list[Tensor]:
-    """Weights and gradients of `net` after some steps on this rank's batches, through its wrapper `model`."""
+    """Weights and gradients of `net` after some steps on this rank's batches, through its
+    wrapper `model`.
+    """
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -89,7 +92,11 @@ def ddp_with_hook() -> list[Tensor]:
     model = DDP(net)
 
     def mean(_, bucket):  # without annotations, which torch compares with types
-        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda future: future.value()[0])
+        return (
+            dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
 
     model.register_comm_hook(None, mean)
     return trained(model, net, own)
@@ -98,13 +105,25 @@ def ddp_with_hook() -> list[Tensor]:
 def ddp_sparse() -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1)).double()
-    return trained(DDP(net), net, lambda step: torch.tensor([dist.get_rank(), step, 7 - step, step]))
+    return trained(
+        DDP(net), net, lambda step: torch.tensor([dist.get_rank(), step, 7 - step, step])
+    )
 
 
 def channels_last() -> list[Tensor]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3)).double().to(memory_format=torch.channels_last)
-    found = trained(DDP(net), net, lambda step: randn(10 * step + dist.get_rank(), 2, 2, 6, 6).to(memory_format=torch.channels_last))
+    net = (
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+        .double()
+        .to(memory_format=torch.channels_last)
+    )
+    found = trained(
+        DDP(net),
+        net,
+        lambda step: randn(10 * step + dist.get_rank(), 2, 2, 6, 6).to(
+            memory_format=torch.channels_last
+        ),
+    )
     for p in net.parameters():
         dist.all_reduce(p.grad)
         dist.broadcast(p.data, 1)
@@ -123,13 +142,17 @@ def fsdp2(**options: Any) -> list[Tensor]:
 
 def tensor_parallel() -> list[Tensor]:
     net = mlp()
-    parallelize_module(net, init_device_mesh("cpu", (RANKS,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(
+        net, init_device_mesh("cpu", (RANKS,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     return trained(net, net, lambda step: randn(step, 3, 4))
 
 
 def sequence_parallel() -> list[Tensor]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)).double()
+    net = nn.Sequential(
+        nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4)
+    ).double()
     plan = {
         "0": SequenceParallel(),
         "1": ColwiseParallel(input_layouts=Shard(1)),
@@ -138,13 +161,19 @@ def sequence_parallel() -> list[Tensor]:
     }
     mesh = init_device_mesh("cpu", (RANKS,))
     parallelize_module(net, mesh, plan)
-    parallelize_module(net, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
-    parallelize_module(net, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()))
+    parallelize_module(
+        net, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    )
+    parallelize_module(
+        net, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    )
     return trained(net, net, lambda step: randn(step, 2, 6, 4))
 
 
 def parallel_loss() -> list[Tensor]:
-    """The classes of the cross entropy are cut over the ranks. loss_parallel() is a switch of the whole process."""
+    """The classes of the cross entropy are cut over the ranks. loss_parallel() is a switch of
+    the whole process.
+    """
     net = mlp()
     plan = {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     parallelize_module(net, init_device_mesh("cpu", (RANKS,)), plan)
@@ -157,7 +186,10 @@ def dtensor() -> list[Tensor]:
     mesh = init_device_mesh("cpu", (RANKS,))
     a, b = randn(1, 7, 6), randn(2, 6, 5)
     product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
-    return [product.redistribute(mesh, [Shard(0)]).full_tensor(), product.redistribute(mesh, [Shard(1)]).full_tensor()]
+    return [
+        product.redistribute(mesh, [Shard(0)]).full_tensor(),
+        product.redistribute(mesh, [Shard(1)]).full_tensor(),
+    ]
 
 
 # ── torch.distributed.pipelining
@@ -166,7 +198,11 @@ def dtensor() -> list[Tensor]:
 def pipelined(kind: type) -> list[Tensor]:
     rank, microbatches, name = dist.get_rank(), 4, kind.__name__
     if issubclass(kind, schedules.PipelineScheduleMulti):
-        mine = (rank, 3 - rank) if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else (rank, rank + RANKS)
+        mine = (
+            (rank, 3 - rank)
+            if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+            else (rank, rank + RANKS)
+        )
     else:
         mine = (rank,)
     count = len(mine) * RANKS
@@ -176,17 +212,28 @@ def pipelined(kind: type) -> list[Tensor]:
     schedule = kind(stages if len(mine) > 1 else stages[0], microbatches, loss_fn=F.mse_loss)
     losses: list[Tensor] = []
     last = count - 1 in mine
-    schedule.step(*([randn(1, 8, 4)] if 0 in mine else []), target=randn(2, 8, 4) if last else None, losses=losses if last else None)
+    schedule.step(
+        *([randn(1, 8, 4)] if 0 in mine else []),
+        target=randn(2, 8, 4) if last else None,
+        losses=losses if last else None,
+    )
     return losses + [p.grad for p in net.parameters() if p.grad is not None]
 
 
 def traced_pipeline() -> list[Tensor]:
-    """torch's own pipeline() cuts the model. A number goes from stage to stage, which is sent as () and received as (1,)."""
+    """torch's own pipeline() cuts the model.
+
+    A number goes from stage to stage, which is sent as () and received as (1,).
+    """
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+            self.first, self.second, self.scale = (
+                nn.Linear(4, 4),
+                nn.Linear(4, 4),
+                nn.Parameter(torch.tensor(2.0)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.first(x).tanh()
@@ -194,7 +241,9 @@ def traced_pipeline() -> list[Tensor]:
             return self.second(hidden) * factor
 
     torch.manual_seed(0)
-    cut = pipeline(Scaled().double(), mb_args=(randn(0, 2, 4),), split_spec={"second": SplitPoint.BEGINNING})
+    cut = pipeline(
+        Scaled().double(), mb_args=(randn(0, 2, 4),), split_spec={"second": SplitPoint.BEGINNING}
+    )
     stage = cut.build_stage(dist.get_rank(), torch.device("cpu"))
     schedule = schedules.ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
     schedule.step(randn(1, 8, 4)) if dist.get_rank() == 0 else schedule.step(target=randn(2, 8, 4))
@@ -205,7 +254,9 @@ def traced_pipeline() -> list[Tensor]:
 
 
 def muon() -> list[Tensor]:
-    """Each rank orthogonalises every second matrix, and the ranks exchange what they have updated, as modded-nanoGPT's Muon does."""
+    """Each rank orthogonalises every second matrix, and the ranks exchange what they have
+    updated, as modded-nanoGPT's Muon does.
+    """
     rank, net = dist.get_rank(), mlp()
     matrices = [p for p in net.parameters() if p.dim() == 2]
     optimizer = torch.optim.Muon(matrices[rank::RANKS], lr=0.1)
@@ -225,14 +276,18 @@ def muon() -> list[Tensor]:
 PROGRAMS = {
     "DDP": ddp,
     "DDP, static graph": lambda: ddp(static_graph=True),
-    "DDP, unused parameters": lambda: ddp(find_unused_parameters=True, gradient_as_bucket_view=True),
+    "DDP, unused parameters": lambda: ddp(
+        find_unused_parameters=True, gradient_as_bucket_view=True
+    ),
     "DDP, accumulation": ddp_accumulates,
     "DDP, hook": ddp_with_hook,
     "DDP, sparse": ddp_sparse,
     "DDP, channels last": channels_last,
     "FSDP2": fsdp2,
     "FSDP2, kept": lambda: fsdp2(reshard_after_forward=False),
-    "FSDP2, float32": lambda: fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)),
+    "FSDP2, float32": lambda: fsdp2(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    ),
     "DTensor": dtensor,
     "tensor parallel": tensor_parallel,
     "sequence parallel": sequence_parallel,
@@ -264,7 +319,9 @@ def plain_rank(rank: int, folder: str) -> None:
     """One rank of plain torch, as torchrun would start it."""
     assert "parallel101" not in sys.modules
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS
+    )
     torch.save(run_all(), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

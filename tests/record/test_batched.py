@@ -1,6 +1,8 @@
-"""batch_isend_irecv through the recorded group, as on NCCL: all messages start as one batch and share its work, and each has an event.
+"""batch_isend_irecv through the recorded group, as on NCCL: all messages start as one batch and
+share its work, and each has an event.
 
-This needs no GPU: gloo takes the place of NCCL, and holds back what is posted between _start_coalescing and _end_coalescing.
+This needs no GPU: gloo takes the place of NCCL, and holds back what is posted between
+_start_coalescing and _end_coalescing.
 """
 
 from functools import partial
@@ -28,7 +30,10 @@ class All(dist.Work):
 
 
 class Coalescing:
-    """gloo that starts messages in batches, as NCCL does. A message outside a batch is an error here."""
+    """gloo that starts messages in batches, as NCCL does.
+
+    A message outside a batch is an error here.
+    """
 
     def __init__(self, gloo):
         self.gloo, self.held = gloo, None
@@ -59,7 +64,10 @@ def swap():
     as_nccl()
     rank, p = dist.get_rank(), dist.get_world_size()
     inbox, outbox = torch.zeros(5), torch.full((5,), float(rank))
-    messages = [dist.P2POp(dist.irecv, inbox, (rank - 1) % p), dist.P2POp(dist.isend, outbox, (rank + 1) % p)]
+    messages = [
+        dist.P2POp(dist.irecv, inbox, (rank - 1) % p),
+        dist.P2POp(dist.isend, outbox, (rank + 1) % p),
+    ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     return inbox.tolist()
@@ -75,7 +83,10 @@ def test_a_batch_starts_as_one_and_every_message_is_recorded(world_size, trace):
         assert sorted((e.kind, e.rank, e.peer, e.nbytes) for e in run.trace.events) == sorted(
             event
             for rank in range(world_size)
-            for event in (("recv", rank, (rank - 1) % world_size, 20), ("send", rank, (rank + 1) % world_size, 20))
+            for event in (
+                ("recv", rank, (rank - 1) % world_size, 20),
+                ("send", rank, (rank + 1) % world_size, 20),
+            )
         )
 
 
@@ -88,7 +99,15 @@ def collectives():
         wrong
         for operation in sorted(MOVING - {"all_to_all"})
         for name in p101.algorithms(operation)
-        if (wrong := differs(answer(operation, xs, rank), getattr(p101, operation), xs[rank], algorithm=name, **arguments(operation)))
+        if (
+            wrong := differs(
+                answer(operation, xs, rank),
+                getattr(p101, operation),
+                xs[rank],
+                algorithm=name,
+                **arguments(operation),
+            )
+        )
     ]
 
 

@@ -1,4 +1,6 @@
-"""The export for Perfetto: slices of a thread nest or do not overlap, and each arrow leads from a message's send to its receive."""
+"""The export for Perfetto: slices of a thread nest or do not overlap, and each arrow leads from
+a message's send to its receive.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,21 @@ def exported(trace: Trace) -> list[dict]:
 
 def skewed() -> Trace:
     """Two clocks that disagree: the receive ends before the send starts."""
-    send = Event(0, "send", 1, 0, 8, 2.0, 3.0, "a.py:1", 2.0, EventGroup("world", (0, 1), None), 0, (1,), "int64")
+    send = Event(
+        0,
+        "send",
+        1,
+        0,
+        8,
+        2.0,
+        3.0,
+        "a.py:1",
+        2.0,
+        EventGroup("world", (0, 1), None),
+        0,
+        (1,),
+        "int64",
+    )
     return Trace([send, send._replace(rank=1, kind="recv", peer=0, start=0.5, end=1.5)], 2, "gloo")
 
 
@@ -57,7 +73,12 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
 
     def enclosing(arrow):
         """The only slice of the arrow's thread that is open at its time."""
-        around = [s for s in slices if (s["pid"], s["tid"]) == (arrow["pid"], arrow["tid"]) and s["ts"] <= arrow["ts"] < s["ts"] + s["dur"]]
+        around = [
+            s
+            for s in slices
+            if (s["pid"], s["tid"]) == (arrow["pid"], arrow["tid"])
+            and s["ts"] <= arrow["ts"] < s["ts"] + s["dur"]
+        ]
         assert len(around) == 1
         return around[0]
 
@@ -66,7 +87,11 @@ def test_arrows_lead_from_the_send_to_the_receive_of_a_message(world):
         assert [arrow["id"] for arrow in arrows] == list(range(len(messages)))
         for arrow, message in zip(arrows, messages):
             slice_, event = enclosing(arrow), getattr(message, kind)
-            assert (slice_["cat"], slice_["pid"], slice_["args"]["peer"]) == (kind, event.rank + 1, event.peer)
+            assert (slice_["cat"], slice_["pid"], slice_["args"]["peer"]) == (
+                kind,
+                event.rank + 1,
+                event.peer,
+            )
             assert slice_["ts"] == event.start * 1e6 and slice_["args"]["bytes"] == message.nbytes
             assert side == "s" or slice_["ts"] < arrow["ts"] < slice_["ts"] + slice_["dur"]
 
@@ -84,7 +109,12 @@ def test_no_process_or_thread_has_number_0_and_each_has_a_name():
 
 
 def test_slices_of_a_thread_nest_or_do_not_overlap():
-    events = exported(p101.launch(program, world_size=3, backend="sim", network=NETWORKS["no time at all"]).trace)
-    slices = sorted(((e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"), key=lambda s: (*s[:3], -s[3]))
+    events = exported(
+        p101.launch(program, world_size=3, backend="sim", network=NETWORKS["no time at all"]).trace
+    )
+    slices = sorted(
+        ((e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"),
+        key=lambda s: (*s[:3], -s[3]),
+    )
     for (*here, _, end), (*there, start, until) in zip(slices, slices[1:]):
         assert here != there or start >= end or until <= end

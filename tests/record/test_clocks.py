@@ -1,4 +1,7 @@
-"""On NCCL a moment is an event in the GPU's stream. Here the GPU is simulated, and ten seconds behind its program."""
+"""On NCCL a moment is an event in the GPU's stream.
+
+Here the GPU is simulated, and ten seconds behind its program.
+"""
 
 import time
 
@@ -54,7 +57,11 @@ def test_times_are_when_the_gpu_reached_an_event_or_else_when_the_program_did(ha
         assert len(times) == 3
         for start, end in times:
             assert began + late <= start <= end <= ended + late + 1
-    assert [event.kind for event in run.trace.events if event.rank == 0] == ["span", "all_reduce", "send"]
+    assert [event.kind for event in run.trace.events if event.rank == 0] == [
+        "span",
+        "all_reduce",
+        "send",
+    ]
 
 
 def a_moment():

@@ -34,20 +34,35 @@ def reduce_over_both_axes(how: str) -> None:
 def test_bytes_of_each_mesh_axis(backend, how, tmp_path):
     trace = p101.launch(reduce_over_both_axes, how, world_size=4, backend=backend, trace=True).trace
     trace.save(tmp_path / "trace.json")
-    kind = "all_reduce" if how == "torch" else "send"  # torch's own collective is one event a rank, with its payload
+    # torch's own collective is one event a rank, with its payload
+    kind = "all_reduce" if how == "torch" else "send"
     for recorded in (trace, p101.Trace.load(tmp_path / "trace.json")):
         nbytes = Counter()
         for event in recorded.events:
             if event.kind == kind and event.group.axis is not None:
                 nbytes[event.rank, event.group.axis] += event.nbytes
-        assert nbytes == {(rank, axis): 4 * numel for rank in range(4) for axis, numel in (("dp", 10), ("tp", 1000))}
+        assert nbytes == {
+            (rank, axis): 4 * numel
+            for rank in range(4)
+            for axis, numel in (("dp", 10), ("tp", 1000))
+        }
         for event in recorded.events:
             if event.kind in ("send", "recv", "all_reduce") and event.group.axis is not None:
-                assert event.group.ranks in LINES[event.group.axis] and event.rank in event.group.ranks
+                assert (
+                    event.group.ranks in LINES[event.group.axis] and event.rank in event.group.ranks
+                )
     if how != "torch":
-        assert len(trace.messages()) == sum(trace.messages_sent) == sum(e.kind == "recv" for e in trace.events)
+        assert (
+            len(trace.messages())
+            == sum(trace.messages_sent)
+            == sum(e.kind == "recv" for e in trace.events)
+        )
     trace.to_chrome(tmp_path / "chrome.json")
-    slices = [s for s in json.loads((tmp_path / "chrome.json").read_text())["traceEvents"] if s.get("cat") == kind]
+    slices = [
+        s
+        for s in json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+        if s.get("cat") == kind
+    ]
     assert Counter((s["args"]["axis"], *s["args"]["group"]) for s in slices) == Counter(
         (e.group.axis, *e.group.ranks) for e in trace.events if e.kind == kind
     )
@@ -72,7 +87,10 @@ def test_groups_that_are_no_axis_have_their_ranks_in_order(backend):
         "barrier": ((0, 1, 2), None),
         "span": ((), None),
     }
-    assert all(isinstance(e.group, EventGroup) and (e.group == NO_GROUP) == (e.kind == "span") for e in events)
+    assert all(
+        isinstance(e.group, EventGroup) and (e.group == NO_GROUP) == (e.kind == "span")
+        for e in events
+    )
 
 
 def test_the_programs_own_messages_have_the_group_they_were_sent_in(backend):

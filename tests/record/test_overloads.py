@@ -1,4 +1,6 @@
-"""A group's own methods, called in each of the ways that torch offers, give the same on plain gloo, recorded gloo and sim."""
+"""A group's own methods, called in each of the ways that torch offers, give the same on plain
+gloo, recorded gloo and sim.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ import parallel101 as p101
 
 
 def own_methods() -> dict:
-    """What each call leaves in its tensors. Each is written as a program may write it; torch's defaults fill in the rest."""
+    """What each call leaves in its tensors.
+
+    Each is written as a program may write it; torch's defaults fill in the rest.
+    """
     g, rank, n = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     minute = timedelta(minutes=1)
 
@@ -39,8 +44,14 @@ def own_methods() -> dict:
         "allreduce(x, MAX)": lambda t, r: (g.allreduce(t, MAX), t),
         "allreduce([x], op=MAX)": lambda t, r: (g.allreduce([t], op=MAX), t),
         "allreduce(x, MAX, timeout)": lambda t, r: (g.allreduce(t, MAX, minute), t),
-        "allreduce([x], opts)": lambda t, r: (g.allreduce([t], options(dist.AllreduceOptions, reduceOp=MAX)), t),
-        "allreduce(tensors=…, opts=…)": lambda t, r: (g.allreduce(tensors=[t], opts=dist.AllreduceOptions()), t),
+        "allreduce([x], opts)": lambda t, r: (
+            g.allreduce([t], options(dist.AllreduceOptions, reduceOp=MAX)),
+            t,
+        ),
+        "allreduce(tensors=…, opts=…)": lambda t, r: (
+            g.allreduce(tensors=[t], opts=dist.AllreduceOptions()),
+            t,
+        ),
         "allreduce_coalesced([x, y])": lambda t, r: (g.allreduce_coalesced([t, r[0]]), t, r[0]),
         "broadcast(x, 2)": lambda t, r: (g.broadcast(t, 2), t),
         "broadcast([x])": lambda t, r: (g.broadcast([t]), t),
@@ -50,7 +61,10 @@ def own_methods() -> dict:
         "reduce([x])": lambda t, r: (g.reduce([t]), *[t][: rank == 0]),
         "allgather(list, x)": lambda t, r: (g.allgather(r, x()), *r),
         "allgather([list], [x])": lambda t, r: (g.allgather([r], [x()]), *r),
-        "allgather(output_tensors=…)": lambda t, r: (g.allgather(output_tensors=[r], input_tensors=[x()]), *r),
+        "allgather(output_tensors=…)": lambda t, r: (
+            g.allgather(output_tensors=[r], input_tensors=[x()]),
+            *r,
+        ),
         "_allgather_base": lambda t, r: (g._allgather_base(wide, x()), wide),
         "gather(list, x, 1)": lambda t, r: (g.gather(r[: n * at1], x(), 1), *r[: n * at1]),
         "scatter(x, list, 1)": lambda t, r: (g.scatter(t, cut() if at1 else [], 1), t),
@@ -83,20 +97,34 @@ def hooked(hook: str):
 
     def gathers(state, bucket):
         rows = [torch.empty_like(bucket.buffer()) for _ in range(state.size())]
-        return state.allgather([rows], [bucket.buffer()]).get_future().then(lambda future: torch.stack(rows).mean(0))
+        return (
+            state.allgather([rows], [bucket.buffer()])
+            .get_future()
+            .then(lambda future: torch.stack(rows).mean(0))
+        )
 
     hooks = {
         "its own allreduce": lambda: net.register_comm_hook(group, own_method),
         "its own allgather": lambda: net.register_comm_hook(group, gathers),
-        "torch's allreduce_hook": lambda: net.register_comm_hook(group, default_hooks.allreduce_hook),
-        "torch's C++ hook": lambda: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+        "torch's allreduce_hook": lambda: net.register_comm_hook(
+            group, default_hooks.allreduce_hook
+        ),
+        "torch's C++ hook": lambda: net._register_builtin_comm_hook(
+            dist.BuiltinCommHookType.ALLREDUCE
+        ),
         "torch's powerSGD": lambda: net.register_comm_hook(
-            powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+            powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2),
+            powerSGD_hook.powerSGD_hook,
         ),
     }
     hooks[hook]()
     for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()), dtype=torch.float64)
+        x = torch.randn(
+            4,
+            8,
+            generator=torch.Generator().manual_seed(10 * step + dist.get_rank()),
+            dtype=torch.float64,
+        )
         net.zero_grad()
         net(x).square().mean().backward()
         with torch.no_grad():
@@ -105,7 +133,13 @@ def hooked(hook: str):
     return [p.flatten().tolist() for p in net.parameters()]
 
 
-HOOKS = ["its own allreduce", "its own allgather", "torch's allreduce_hook", "torch's powerSGD", "torch's C++ hook"]
+HOOKS = [
+    "its own allreduce",
+    "its own allgather",
+    "torch's allreduce_hook",
+    "torch's powerSGD",
+    "torch's C++ hook",
+]
 
 
 def both():
@@ -113,21 +147,34 @@ def both():
 
 
 def test_a_groups_own_methods_and_hooks_that_use_them_give_the_same_in_all_worlds():
-    gloo, recorded, sim = (p101.launch(both, world_size=3, **o).results for o in ({}, {"trace": True}, {"backend": "sim"}))
+    gloo, recorded, sim = (
+        p101.launch(both, world_size=3, **o).results
+        for o in ({}, {"trace": True}, {"backend": "sim"})
+    )
     for rank, (methods, hooks) in enumerate(gloo):
         assert methods == recorded[rank][0]
         assert methods == sim[rank][0]
-        torch.testing.assert_close(recorded[rank][1], hooks, rtol=1e-12, atol=1e-12)  # gloo adds in another order than sim
+        # gloo adds in another order than sim
+        torch.testing.assert_close(recorded[rank][1], hooks, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(sim[rank][1], hooks, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(hooks["its own allreduce"], hooks["torch's C++ hook"], rtol=1e-12, atol=1e-12)
-    assert gloo[0][0]["allreduce([x])"] == [[111.0, 222.0]] and gloo[0][0]["broadcast(x, 2)"] == [[100.0, 200.0]]
+        torch.testing.assert_close(
+            hooks["its own allreduce"], hooks["torch's C++ hook"], rtol=1e-12, atol=1e-12
+        )
+    assert gloo[0][0]["allreduce([x])"] == [[111.0, 222.0]] and gloo[0][0]["broadcast(x, 2)"] == [
+        [100.0, 200.0]
+    ]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_arguments_that_a_method_does_not_take_are_refused(backend):
     def program():
         g, x, refused = dist.group.WORLD, torch.ones(2), []
-        for call in (lambda: g.broadcast(x, 0, dist.ReduceOp.SUM, 1), lambda: g.allreduce(x, root=1), lambda: g.allgather([x]), g.reduce):
+        for call in (
+            lambda: g.broadcast(x, 0, dist.ReduceOp.SUM, 1),
+            lambda: g.allreduce(x, root=1),
+            lambda: g.allgather([x]),
+            g.reduce,
+        ):
             try:
                 call()
             except TypeError as error:
@@ -135,4 +182,9 @@ def test_arguments_that_a_method_does_not_take_are_refused(backend):
         return refused
 
     for refused in p101.launch(program, world_size=2, backend=backend).results:
-        assert [line.partition("(")[0] for line in refused] == ["broadcast", "allreduce", "allgather", "reduce"]
+        assert [line.partition("(")[0] for line in refused] == [
+            "broadcast",
+            "allreduce",
+            "allgather",
+            "reduce",
+        ]

@@ -1,4 +1,6 @@
-"""The files of a job's ranks become the trace of the whole job, also if the ranks were on machines with different clocks."""
+"""The files of a job's ranks become the trace of the whole job, also if the ranks were on
+machines with different clocks.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,30 @@ def program():
 
 @pytest.fixture(scope="module")
 def whole():
-    return p101.launch(program, world_size=SIZE, backend="sim", network=p101.Network(latency=0.25, bandwidth=1e9)).trace
+    return p101.launch(
+        program, world_size=SIZE, backend="sim", network=p101.Network(latency=0.25, bandwidth=1e9)
+    ).trace
 
 
 def write(trace, directory, ranks=range(SIZE), size=SIZE, zero=lambda rank: 0.0):
     for rank in ranks:
         rows = [
-            tuple(e._replace(start=e.start + zero(rank), end=e.end + zero(rank), posted=e.posted + zero(rank)))
+            tuple(
+                e._replace(
+                    start=e.start + zero(rank), end=e.end + zero(rank), posted=e.posted + zero(rank)
+                )
+            )
             for e in trace.events
             if e.rank == rank
         ]
         write_rank_file(directory, rank, size, "gloo", rows, [])
 
 
-@pytest.mark.parametrize("zero", [lambda rank: 50.0, lambda rank: 1000.0 * (rank // 2)], ids=["one clock", "a clock for each machine"])
+@pytest.mark.parametrize(
+    "zero",
+    [lambda rank: 50.0, lambda rank: 1000.0 * (rank // 2)],
+    ids=["one clock", "a clock for each machine"],
+)
 def test_joined_files_are_the_whole_trace(whole, tmp_path, zero):
     write(whole, tmp_path, zero=zero)
     joined, missing = join_rank_files(tmp_path)
@@ -48,7 +60,9 @@ def test_joined_files_are_the_whole_trace(whole, tmp_path, zero):
     assert joined.makespan == pytest.approx(whole.makespan)
     assert joined.bytes_sent == whole.bytes_sent and joined.bytes_received == whole.bytes_received
     for trace in (joined, whole):
-        trace.times = sorted((m.src, m.dst, m.send.seq, round(m.start, 6), round(m.end, 6)) for m in trace.messages())
+        trace.times = sorted(
+            (m.src, m.dst, m.send.seq, round(m.start, 6), round(m.end, 6)) for m in trace.messages()
+        )
     assert joined.times == whole.times
 
 
@@ -59,5 +73,11 @@ def test_files_that_are_missing_or_of_another_run_are_named(whole, tmp_path):
     joined, missing = join_rank_files(tmp_path)
     assert missing == [2] and joined.bytes_sent == [96, 96, 0, 96]
     write(whole, tmp_path, ranks=(2,), size=5)
-    with pytest.raises(ValueError, match="are from different runs, of 4 ranks on gloo and 5 ranks on gloo: delete those of the older one"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "are from different runs, of 4 ranks on gloo and 5 ranks on gloo: delete those of "
+            "the older one"
+        ),
+    ):
         join_rank_files(tmp_path)

@@ -47,11 +47,14 @@ def test_labels_of_any_kind(backend, tmp_path):
     (span,) = trace.spans("labelled")
     expected = {name: kept for name, (_, kept) in LABELS.items()}
     assert span.args == expected
-    assert {name: type(value) for name, value in span.args.items()} == {name: type(kept) for name, kept in expected.items()}
+    assert {name: type(value) for name, value in span.args.items()} == {
+        name: type(kept) for name, kept in expected.items()
+    }
     trace.save(tmp_path / "trace.json")
     assert p101.Trace.load(tmp_path / "trace.json").events == trace.events
     trace.to_chrome(tmp_path / "chrome.json")
-    json.loads((tmp_path / "chrome.json").read_text(), parse_constant=pytest.fail)  # JSON has no NaN
+    # JSON has no NaN
+    json.loads((tmp_path / "chrome.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_label_has_the_value_from_the_start_of_the_span():
@@ -75,5 +78,7 @@ def test_a_label_may_be_called_name():
 
 @pytest.mark.parametrize("seconds", ["x", None, [1], -1, float("nan"), 1j])
 def test_compute_refuses_what_is_no_time(seconds):
-    with pytest.raises(ValueError, match=r"compute\(\) takes the seconds to pass .* zero or more; got"):
+    with pytest.raises(
+        ValueError, match=r"compute\(\) takes the seconds to pass .* zero or more; got"
+    ):
         p101.compute(seconds)

@@ -1,4 +1,7 @@
-"""torch still has the private parts that this project relies on. Each failure says what has moved, and what needs it."""
+"""torch still has the private parts that this project relies on.
+
+Each failure says what has moved, and what needs it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,18 @@ from parallel101.sim.simulate import simulate
 
 
 def moved(what: str, whose: str) -> str:
-    return f"torch {torch.__version__} moved {what}: parallel101/record/torch_private.py, which {whose} needs, must follow"
+    return (
+        f"torch {torch.__version__} moved {what}: parallel101/record/torch_private.py, which "
+        f"{whose} needs, must follow"
+    )
 
 
 def test_a_rank_world_has_the_attributes_of_torchs_own():
     theirs = {name for name in vars(c10d._World) if not name.startswith("_")}
     ours = set(vars(torch_private.RankWorld())) | {"pg_config_info"}
-    assert theirs == ours, moved(f"c10d._World (RankWorld differs in {sorted(theirs ^ ours)})", "sim")
+    assert theirs == ours, moved(
+        f"c10d._World (RankWorld differs in {sorted(theirs ^ ours)})", "sim"
+    )
 
 
 def test_torch_reads_its_world_at_each_use():
@@ -32,9 +40,18 @@ def test_torch_reads_its_world_at_each_use():
     torch_private.name_groups_by_thread(True)
     try:
         world.add_default(group, "0", "sim", dist.HashStore(), 3)
-        seen = (dist.is_initialized(), dist.group.WORLD is group, dist.get_backend(), dist.get_process_group_ranks(group))
-        assert seen == (True, True, "sim", [0, 1, 2]), moved("c10d._world, or what init_process_group puts in it", "sim")
-        assert c10d._resolve_process_group("0") is group, moved("_register_process_group", "sim's functional collectives")
+        seen = (
+            dist.is_initialized(),
+            dist.group.WORLD is group,
+            dist.get_backend(),
+            dist.get_process_group_ranks(group),
+        )
+        assert seen == (True, True, "sim", [0, 1, 2]), moved(
+            "c10d._world, or what init_process_group puts in it", "sim"
+        )
+        assert c10d._resolve_process_group("0") is group, moved(
+            "_register_process_group", "sim's functional collectives"
+        )
         found: list[bool] = []
 
         def elsewhere() -> None:
@@ -47,7 +64,9 @@ def test_torch_reads_its_world_at_each_use():
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        assert found == [False], moved("_set_thread_isolation_mode", "sim, where each rank has a group '0',")
+        assert found == [False], moved(
+            "_set_thread_isolation_mode", "sim, where each rank has a group '0',"
+        )
     finally:
         torch_private.forget_groups()
         torch_private.name_groups_by_thread(False)
@@ -67,7 +86,9 @@ def test_every_wait_for_an_unfinished_future_is_seen():
     with torch_private.ahead_of_futures(set_it, lambda: calls.append("ask")):
         both = torch.futures.collect_all([future, future.then(lambda f: f.value() + 1)])
         seen = both.done(), [f.wait() for f in both.wait()], future.wait()
-    assert seen == (False, [1, 2], 1) and calls == ["ask", "wait"], moved("torch._C.Future, or how torch.futures waits", "sim")
+    assert seen == (False, [1, 2], 1) and calls == ["ask", "wait"], moved(
+        "torch._C.Future, or how torch.futures waits", "sim"
+    )
     assert not torch.futures.Future().done() and calls == ["ask", "wait"]
 
 
@@ -96,7 +117,12 @@ def test_two_ranks_of_a_process_inside_loss_parallel():
     handlers = loss.DTensor._op_dispatcher._custom_op_handlers
     torch_private.count_loss_parallel()
     first, second, seen = loss.loss_parallel(), loss.loss_parallel(), []
-    for step in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None), lambda: second.__exit__(None, None, None)):
+    for step in (
+        first.__enter__,
+        second.__enter__,
+        lambda: first.__exit__(None, None, None),
+        lambda: second.__exit__(None, None, None),
+    ):
         step()
         seen.append(loss.customized_loss_ops.keys() <= handlers.keys())
     assert seen == [True, True, True, False], moved("loss_parallel", "sim")
@@ -107,7 +133,9 @@ def test_a_draw_changes_the_generators_memory():
     expected = torch.rand(3)
     torch.manual_seed(1)
     look = torch_private.generator_words()
-    assert look is not None, moved("the CPU generator's memory", "sim (which is only slower without)")
+    assert look is not None, moved(
+        "the CPU generator's memory", "sim (which is only slower without)"
+    )
     assert torch.equal(torch.rand(3), expected), "looking changed the state"
     seen = look()
     assert look() == seen
@@ -145,7 +173,9 @@ def test_the_new_group_hook():
 
 
 def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
-    """torch asks for the device types in monitored_barrier and async_save, and for the backend in batch_isend_irecv."""
+    """torch asks for the device types in monitored_barrier and async_save, and for the backend
+    in batch_isend_irecv.
+    """
 
     def program(folder):
         import torch.distributed.checkpoint as checkpoint
@@ -153,24 +183,37 @@ def test_a_group_in_python_has_one_device_and_is_its_backend(tmp_path):
         world, cpu = dist.group.WORLD, torch.device("cpu")
         rank, right = dist.get_rank(), 1 - dist.get_rank()
         received = torch.empty(2)
-        ops = [dist.P2POp(dist.isend, torch.full((2,), float(rank)), right), dist.P2POp(dist.irecv, received, right)]
+        ops = [
+            dist.P2POp(dist.isend, torch.full((2,), float(rank)), right),
+            dist.P2POp(dist.irecv, received, right),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         if dist.get_backend() == "gloo":
             dist.monitored_barrier()
-            checkpoint.async_save({"x": torch.ones(2)}, checkpoint_id=folder).result()  # from a thread, which sim refuses
+            # from a thread, which sim refuses
+            checkpoint.async_save({"x": torch.ones(2)}, checkpoint_id=folder).result()
         return received.tolist(), world._device_types == [cpu], world._get_backend(cpu) is world
 
     for backend in ("gloo", "sim"):
-        results = p101.launch(program, str(tmp_path / backend), world_size=2, backend=backend).results
+        results = p101.launch(
+            program, str(tmp_path / backend), world_size=2, backend=backend
+        ).results
         expected = [([1.0, 1.0], True, True), ([0.0, 0.0], True, True)]
-        assert results == expected, moved("how a group's devices and backends are asked for", "batch_isend_irecv")
+        assert results == expected, moved(
+            "how a group's devices and backends are asked for", "batch_isend_irecv"
+        )
 
 
 def test_torchs_functions_can_be_replaced_wherever_they_are_known():
-    functions = {f: (f.__code__, f.__closure__) for f in (dist.init_process_group, dist.destroy_process_group, dist.batch_isend_irecv)}
+    functions = {
+        f: (f.__code__, f.__closure__)
+        for f in (dist.init_process_group, dist.destroy_process_group, dist.batch_isend_irecv)
+    }
     for function, own in functions.items():
-        with torch_private.called_instead(function, lambda original: lambda *args, **kwargs: (original.__name__, args, kwargs)):
+        with torch_private.called_instead(
+            function, lambda original: lambda *args, **kwargs: (original.__name__, args, kwargs)
+        ):
             called = function(1, b=2)
         assert called == (function.__name__, (1,), {"b": 2}), moved(
             f"{function.__name__} or its decorator", "init_process_group in a launch"
@@ -206,6 +249,9 @@ def test_a_running_batch_is_found():
     assert result.error is None, result.error
     *batch, alone = result.results[0]
     told = [(found is not None, found and found.messages) for found in batch]
-    assert told == [(True, 3)] * 3 and len({found.frame for found in batch}) == 1 and alone is None, moved(
-        "batch_isend_irecv, its argument p2p_op_list, or how it calls isend and irecv", "sim with rules='nccl'"
+    assert (
+        told == [(True, 3)] * 3 and len({found.frame for found in batch}) == 1 and alone is None
+    ), moved(
+        "batch_isend_irecv, its argument p2p_op_list, or how it calls isend and irecv",
+        "sim with rules='nccl'",
     )

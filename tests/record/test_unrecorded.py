@@ -1,4 +1,6 @@
-"""`unrecorded()` on real ranks: no events, the same numbers in those that follow, and errors inside are named. (On sim: tests/sim.)"""
+"""`unrecorded()` on real ranks: no events, the same numbers in those that follow, and errors
+inside are named. (On sim: tests/sim.)
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,14 @@ def program(block):
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_the_record_is_the_same_with_and_without(backend):
-    traces = [p101.launch(program, block, world_size=2, backend=backend, trace=True).trace for block in (True, False)]
-    with_it, without = ([event._replace(start=0.0, end=0.0, posted=0.0) for event in trace.events] for trace in traces)
+    traces = [
+        p101.launch(program, block, world_size=2, backend=backend, trace=True).trace
+        for block in (True, False)
+    ]
+    with_it, without = (
+        [event._replace(start=0.0, end=0.0, posted=0.0) for event in trace.events]
+        for trace in traces
+    )
     assert sorted(with_it, key=str) == sorted(without, key=str) and with_it
     assert not traces[0].unfinished
 
@@ -56,7 +64,9 @@ def waits_inside():
 def test_a_deadlock_inside_is_named(trace):
     with pytest.raises(p101.DeadlockError) as failed:
         p101.launch(waits_inside, world_size=2, trace=trace)
-    assert failed.value.waiting == {r: ("recv", 1 - r, line_of(waits_inside, "torch.empty")) for r in (0, 1)}
+    assert failed.value.waiting == {
+        r: ("recv", 1 - r, line_of(waits_inside, "torch.empty")) for r in (0, 1)
+    }
 
 
 def differs_inside():

@@ -1,4 +1,6 @@
-"""Who waits for whom, for statuses written by hand: what is a deadlock, what is not, and which cycle is named."""
+"""Who waits for whom, for statuses written by hand: what is a deadlock, what is not, and which
+cycle is named.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import itertools
 
 import pytest
 
-from parallel101.record.wait_for import CONFIRM_AFTER, CONFIRM_DROPPED_AFTER, RankStatus, WaitForGraph, cycle, find_deadlock
+from parallel101.record.wait_for import (
+    CONFIRM_AFTER,
+    CONFIRM_DROPPED_AFTER,
+    RankStatus,
+    WaitForGraph,
+    cycle,
+    find_deadlock,
+)
 from tests.record.test_calls import call
 
 
@@ -22,17 +31,25 @@ def test_a_cycle_of_receives_and_what_breaks_it(n):
     found = graph(*statuses).deadlock()
     assert found.cycle == list(range(n))
     assert found.waiting[0] == ("recv", 1, "here.py:0")
-    statuses[1] = RankStatus(call(1, "recv", 2 % n), posted={("send", 0, 0, "world"): 1})  # in flight to rank 0
+    # in flight to rank 0
+    statuses[1] = RankStatus(call(1, "recv", 2 % n), posted={("send", 0, 0, "world"): 1})
     assert graph(*statuses).deadlock() is None
 
 
 def test_a_running_rank_may_still_post():
-    assert graph(RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus(call(2, "recv", 0))).deadlock() is None
+    assert (
+        graph(
+            RankStatus(call(0, "recv", 1)), RankStatus(), RankStatus(call(2, "recv", 0))
+        ).deadlock()
+        is None
+    )
 
 
 def test_waiting_for_a_rank_that_has_returned():
     found = graph(
-        RankStatus(call(0, "all_reduce", 1, 2)), RankStatus(returned=True), RankStatus(returned=True, collectives={"world": 1})
+        RankStatus(call(0, "all_reduce", 1, 2)),
+        RankStatus(returned=True),
+        RankStatus(returned=True, collectives={"world": 1}),
     ).deadlock()
     assert found.waiting == {0: ("all_reduce", 1, "here.py:0")}
     assert (found.cycle, found.returned) == ([], [1])
@@ -40,8 +57,14 @@ def test_waiting_for_a_rank_that_has_returned():
 
 def test_tags_and_groups_keep_messages_apart():
     sent = {("send", 0, 7, "world"): 1, ("send", 0, 0, "pair"): 1}
-    for wanted, lost in ((call(0, "recv", 1, tag=7), False), (call(0, "recv", 1), True), (call(0, "recv", 1, group="pair"), False)):
-        assert (graph(RankStatus(wanted), RankStatus(returned=True, posted=sent)).deadlock() is not None) == lost
+    for wanted, lost in (
+        (call(0, "recv", 1, tag=7), False),
+        (call(0, "recv", 1), True),
+        (call(0, "recv", 1, group="pair"), False),
+    ):
+        assert (
+            graph(RankStatus(wanted), RankStatus(returned=True, posted=sent)).deadlock() is not None
+        ) == lost
 
 
 def test_the_kth_receive_needs_the_kth_send():
@@ -61,23 +84,37 @@ def test_a_deadlock_is_confirmed_before_it_is_reported():
 
 def test_a_dropped_message_counts_only_if_nothing_else_explains_the_wait():
     key = ("send", 0, 0, "world")
-    waits = graph(RankStatus(call(0, "recv", 1)), RankStatus(returned=True, posted={key: 1}, dropped={(key, 1): "there.py:3"}))
+    waits = graph(
+        RankStatus(call(0, "recv", 1)),
+        RankStatus(returned=True, posted={key: 1}, dropped={(key, 1): "there.py:3"}),
+    )
     assert waits.confirmed_deadlock(0.0) is None
     assert waits.confirmed_deadlock(1.1 * CONFIRM_AFTER) is None
     assert "there.py:3" in str(waits.confirmed_deadlock(1.1 * CONFIRM_DROPPED_AFTER))
 
 
 def test_ranks_that_are_stuck_after_a_dropped_receive_are_told_so():
-    dropped = {(("recv", None, 0, "world"), 1): "there.py:3", (("send", 1, 0, "world"), 1): "there.py:4"}
+    dropped = {
+        (("recv", None, 0, "world"), 1): "there.py:3",
+        (("send", 1, 0, "world"), 1): "there.py:4",
+    }
     barrier = {"collectives": {"world": 1}, "recent": {"world": ["barrier"]}}
     waits = graph(*(RankStatus(call(rank, "barrier", 1 - rank), **barrier) for rank in range(2)))
-    assert not waits.receive_dropped and "Most likely the sizes do not match" in str(waits.stall_error(checked=True))
+    assert not waits.receive_dropped and "Most likely the sizes do not match" in str(
+        waits.stall_error(checked=True)
+    )
     waits.ranks[1].dropped = dropped
     assert waits.receive_dropped
     error = str(waits.stall_error(checked=True))
     assert "sizes" not in error and "posted, and still nothing moves" in error
-    assert "rank 1 posted a recv from any rank and dropped its work object without a wait(), at there.py:3" in error
-    assert "rank 1 posted a send to rank 1 and dropped its work object without a wait(), at there.py:4" in error
+    assert (
+        "rank 1 posted a recv from any rank and dropped its work object without a wait(), at "
+        "there.py:3"
+    ) in error
+    assert (
+        "rank 1 posted a send to rank 1 and dropped its work object without a wait(), at there.py:4"
+        in error
+    )
 
 
 def test_collectives_with_the_same_number_must_be_the_same():
@@ -87,8 +124,15 @@ def test_collectives_with_the_same_number_must_be_the_same():
         (["all_reduce", "barrier"], True),
         (["all_reduce", "barrier", "all_reduce"], True),
     ):
-        other = RankStatus(returned=True, collectives={"world": len(recent)}, recent={"world": recent})
-        found = graph(RankStatus(blocked, collectives={"world": 2}, recent={"world": ["barrier", "all_reduce"]}), other).deadlock()
+        other = RankStatus(
+            returned=True, collectives={"world": len(recent)}, recent={"world": recent}
+        )
+        found = graph(
+            RankStatus(
+                blocked, collectives={"world": 2}, recent={"world": ["barrier", "all_reduce"]}
+            ),
+            other,
+        ).deadlock()
         assert (found is not None) == lost
         assert not lost or "all_reduce on rank 0, barrier on rank 1" in str(found)
     forgotten = RankStatus(returned=True, collectives={"world": 900}, recent={"world": ["barrier"]})
@@ -98,8 +142,13 @@ def test_collectives_with_the_same_number_must_be_the_same():
 def test_unmatched_messages_are_noted_except_those_that_are_waited_for():
     mine = {("send", 1, 5, "world"): 2, ("recv", 1, 0, "world"): 1}
     theirs = {("recv", 0, 5, "world"): 1, ("recv", 0, 0, "world"): 1}
-    statuses = RankStatus(call(0, "recv", 1), posted=mine), RankStatus(call(1, "recv", 0), posted=theirs)
-    assert graph(*statuses).deadlock().notes == [("rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no matching receive", "")]
+    statuses = (
+        RankStatus(call(0, "recv", 1), posted=mine),
+        RankStatus(call(1, "recv", 0), posted=theirs),
+    )
+    assert graph(*statuses).deadlock().notes == [
+        ("rank 0 posted a send to rank 1 with tag 5, and rank 1 posted no matching receive", "")
+    ]
     running = RankStatus(posted=theirs)
     assert graph(statuses[0], running).deadlock() is None
 
@@ -109,14 +158,18 @@ def test_all_small_worlds_of_receives():
     for choice in itertools.product(("gone", 0, 1, 2), repeat=3):
         if any(peer == rank for rank, peer in enumerate(choice)):
             continue
-        waits = {rank: call(rank, "recv", peer) for rank, peer in enumerate(choice) if peer != "gone"}
+        waits = {
+            rank: call(rank, "recv", peer) for rank, peer in enumerate(choice) if peer != "gone"
+        }
         gone = [rank for rank, peer in enumerate(choice) if peer == "gone"]
         found = find_deadlock(waits, lambda c: list(c.peers), gone)
         assert (found is None) == (not waits), "nobody sends, so every rank that receives is stuck"
         if found is not None:
             assert sorted(found.waiting) == sorted(waits)
             if found.cycle:
-                assert all(choice[a] == b for a, b in itertools.pairwise([*found.cycle, found.cycle[0]]))
+                assert all(
+                    choice[a] == b for a, b in itertools.pairwise([*found.cycle, found.cycle[0]])
+                )
             else:
                 assert found.returned
 

@@ -1,4 +1,6 @@
-"""Small programs over isend and irecv for the sim's tests, and functions that run them and raise any failure."""
+"""Small programs over isend and irecv for the sim's tests, and functions that run them and
+raise any failure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from parallel101.sim.network import Network
 from parallel101.sim.simulate import SimResult, simulate
 
 
-def run(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None, **options: Any) -> SimResult:
+def run(
+    rank_main: Callable[[int], Any], world_size: int, network: Network | None = None, **options: Any
+) -> SimResult:
     """A simulation that must succeed."""
     result = simulate(rank_main, world_size, network, **options)
     if result.error is not None:
@@ -25,7 +29,9 @@ def trace(result: SimResult) -> Trace:
     return Trace.from_rows(result.events, len(result.results), "sim")
 
 
-def makespan(rank_main: Callable[[int], Any], world_size: int, network: Network | None = None) -> float:
+def makespan(
+    rank_main: Callable[[int], Any], world_size: int, network: Network | None = None
+) -> float:
     return trace(run(rank_main, world_size, network)).makespan
 
 
@@ -62,7 +68,12 @@ def ring_all_gather(rank: int, numel: int = 1, ring: list[int] | None = None) ->
     x = torch.zeros(n, numel)
     x[me] = me + 1.0
     for step in range(n - 1):
-        wait_for([dist.isend(x[(me - step) % n], ring[(me + 1) % n]), dist.irecv(x[(me - step - 1) % n], ring[(me - 1) % n])])
+        wait_for(
+            [
+                dist.isend(x[(me - step) % n], ring[(me + 1) % n]),
+                dist.irecv(x[(me - step - 1) % n], ring[(me - 1) % n]),
+            ]
+        )
     return x[:, -1].tolist() if numel else []
 
 
@@ -77,7 +88,12 @@ def ring_all_reduce(x: torch.Tensor, ring: list[int], rank: int) -> None:
         chunks[(me - step - 1) % n].add_(inbox)
         sent.wait()
     for step in range(n - 1):
-        wait_for([dist.isend(chunks[(me + 1 - step) % n], right), dist.irecv(chunks[(me - step) % n], left)])
+        wait_for(
+            [
+                dist.isend(chunks[(me + 1 - step) % n], right),
+                dist.irecv(chunks[(me - step) % n], left),
+            ]
+        )
 
 
 def bidirectional_all_gather(rank: int, numel: int = 1) -> None:
@@ -87,9 +103,15 @@ def bidirectional_all_gather(rank: int, numel: int = 1) -> None:
     x[rank] = rank + 1.0
     right, left = (rank + 1) % n, (rank - 1) % n
     for step in range(n // 2):
-        works = [dist.isend(x[(rank - step) % n], right), dist.irecv(x[(rank - step - 1) % n], left)]
+        works = [
+            dist.isend(x[(rank - step) % n], right),
+            dist.irecv(x[(rank - step - 1) % n], left),
+        ]
         if step < (n - 1) // 2:
-            works += [dist.isend(x[(rank + step) % n], left, tag=1), dist.irecv(x[(rank + step + 1) % n], right, tag=1)]
+            works += [
+                dist.isend(x[(rank + step) % n], left, tag=1),
+                dist.irecv(x[(rank + step + 1) % n], right, tag=1),
+            ]
         wait_for(works)
     assert x[:, 0].tolist() == [r + 1 for r in range(n)]
 
@@ -101,6 +123,9 @@ def direct_all_to_all(rank: int, numel: int = 1) -> None:
     out[rank] = x[rank]
     works = []
     for k in range(1, n):
-        works += [dist.isend(x[(rank + k) % n], (rank + k) % n), dist.irecv(out[(rank - k) % n], (rank - k) % n)]
+        works += [
+            dist.isend(x[(rank + k) % n], (rank + k) % n),
+            dist.irecv(out[(rank - k) % n], (rank - k) % n),
+        ]
     wait_for(works)
     assert out[:, 0].tolist() == [100 * r + rank for r in range(n)]

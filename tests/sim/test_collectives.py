@@ -1,4 +1,6 @@
-"""torch's own collectives on the sim: they give what one process computes, take a ring's time, and are one event for each rank."""
+"""torch's own collectives on the sim: they give what one process computes, take a ring's time,
+and are one event for each rank.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-CASES = [(op, d) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for d in FLOATS] + [(op, d) for op in REDUCTIONS for d in INTEGERS]
+CASES = [(op, d) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for d in FLOATS] + [
+    (op, d) for op in REDUCTIONS for d in INTEGERS
+]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -53,7 +57,11 @@ CASES = [(op, d) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for d in FLOA
 def test_reductions(n, op, dtype):
     def program(rank):
         root = n - 1
-        x, y, part = values(rank, (2, 3), dtype), values(rank, (2, 3), dtype), torch.empty(3, dtype=dtype)
+        x, y, part = (
+            values(rank, (2, 3), dtype),
+            values(rank, (2, 3), dtype),
+            torch.empty(3, dtype=dtype),
+        )
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
         dist.reduce(y, root, getattr(dist.ReduceOp, op))
         dist.reduce_scatter(part, list(values(rank, (n, 3), dtype)), getattr(dist.ReduceOp, op))
@@ -66,11 +74,16 @@ def test_reductions(n, op, dtype):
     total = reduced(op, [values(r, (2, 3), dtype) for r in range(n)])
     pieces = reduced(op, [values(r, (n, 3), dtype) for r in range(n)])
     for rank, (x, y, part) in enumerate(results):
-        same([x, y, part], [total, total if rank == n - 1 else values(rank, (2, 3), dtype), pieces[rank]])
+        same(
+            [x, y, part],
+            [total, total if rank == n - 1 else values(rank, (2, 3), dtype), pieces[rank]],
+        )
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+)
 @pytest.mark.parametrize("shape", [(3,), (), (0,), (2, 2)])
 def test_moves(n, dtype, shape):
     def program(rank):
@@ -82,7 +95,9 @@ def test_moves(n, dtype, shape):
         mine = [torch.empty(shape, dtype=dtype) for _ in range(n)] if rank == root else None
         dist.gather(values(rank, shape, dtype), mine, root)
         given = torch.empty(shape, dtype=dtype)
-        dist.scatter(given, [values(10 * r, shape, dtype) for r in range(n)] if rank == root else None, root)
+        dist.scatter(
+            given, [values(10 * r, shape, dtype) for r in range(n)] if rank == root else None, root
+        )
         swapped = [torch.empty(shape, dtype=dtype) for _ in range(n)]
         dist.all_to_all(swapped, [values(100 * rank + r, shape, dtype) for r in range(n)])
         return x, shards, mine, given, swapped
@@ -138,8 +153,13 @@ def test_coalesced_forms(n):
     total = n * (n - 1) / 2
     for rank, (xs, a, b, parts) in enumerate(run(program, n).results):
         assert [x.tolist() for x in xs] == [[total], [total] * 2]
-        assert a.tolist() == list(range(n)) and b.tolist() == [r for r in range(n) for _ in range(2)]
-        assert parts[0].tolist() == [n * rank] and parts[1].tolist() == [n * 2 * rank, n * (2 * rank + 1)]
+        assert a.tolist() == list(range(n)) and b.tolist() == [
+            r for r in range(n) for _ in range(2)
+        ]
+        assert parts[0].tolist() == [n * rank] and parts[1].tolist() == [
+            n * 2 * rank,
+            n * (2 * rank + 1),
+        ]
 
 
 def test_objects():
@@ -182,7 +202,11 @@ def test_functional_collectives():
     n = 3
     xs = [torch.arange(float(n)) + 10 * r for r in range(n)]
     for rank, (total, shards, part, swapped, sent) in enumerate(run(program, n).results):
-        assert total == sum(xs).tolist() and shards == torch.cat(xs).tolist() and part == [(sum(xs) / n)[rank].item()]
+        assert (
+            total == sum(xs).tolist()
+            and shards == torch.cat(xs).tolist()
+            and part == [(sum(xs) / n)[rank].item()]
+        )
         assert swapped == [x[rank].item() for x in xs] and sent == xs[1].tolist()
 
 
@@ -220,12 +244,17 @@ def test_each_takes_the_rings_time_from_the_last_arrival_and_is_one_event_a_rank
     at = p - 1.0
     for seq, (kind, seconds) in enumerate(SECONDS.items(), start=1):
         mine = [e for e in events if e.kind == kind]
-        assert [e.rank for e in mine] == list(range(p)) and all(e.seq == seq and e.group.name == "world" for e in mine)
+        assert [e.rank for e in mine] == list(range(p)) and all(
+            e.seq == seq and e.group.name == "world" for e in mine
+        )
         assert all(e.start == at and e.posted <= at for e in mine)
         took = seconds(p, 4 * 2 * p) if p > 1 else 0.0
         assert all(e.end == pytest.approx(at + took) for e in mine)
         at = mine[0].end
-        assert all(e.peer == (0 if kind in ("gather", "scatter", "broadcast", "reduce") else None) for e in mine)
+        assert all(
+            e.peer == (0 if kind in ("gather", "scatter", "broadcast", "reduce") else None)
+            for e in mine
+        )
         assert max(e.nbytes for e in mine) == (0 if kind == "barrier" else 8 * p)
         assert all(e.name == ("sum" if "reduce" in kind else None) for e in mine)
     assert not trace(run(program, p)).messages_sent[0]
@@ -237,7 +266,9 @@ def test_a_ring_over_nodes_takes_the_time_of_the_slow_links():
         dist.all_reduce(torch.ones(1), group=nodes[rank // 2])
         dist.all_reduce(torch.ones(1))
 
-    network = Network.two_level(2, latency=5.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf)
+    network = Network.two_level(
+        2, latency=5.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf
+    )
     ends = {e.group.name: e.end - e.start for e in trace(run(program, 4, network)).events}
     assert ends == {"1": 2.0, "2": 2.0, "world": 30.0}
 
@@ -253,7 +284,9 @@ def test_async_works_and_futures():
         late = work.get_future()
         return before, after, late.done(), late.wait()[0].tolist()
 
-    assert run(program, 3).results == [([float(r)] * 2, [30.0, 30.0], True, [3.0, 3.0]) for r in range(3)]
+    assert run(program, 3).results == [
+        ([float(r)] * 2, [30.0, 30.0], True, [3.0, 3.0]) for r in range(3)
+    ]
 
 
 def test_the_collectives_of_a_group_end_in_their_order():
@@ -267,7 +300,9 @@ def test_the_collectives_of_a_group_end_in_their_order():
     result = run(program, 3)
     assert result.results == [(True, True)] * 3
     ends = {(e.kind, e.group.name): e.end for e in trace(result).events}
-    assert ends["all_reduce", "1"] < ends["all_reduce", "world"] < ends["barrier", "world"], "another group need not wait"
+    assert ends["all_reduce", "1"] < ends["all_reduce", "world"] < ends["barrier", "world"], (
+        "another group need not wait"
+    )
 
 
 def test_a_futures_callback_may_start_the_next_collective():
@@ -275,12 +310,15 @@ def test_a_futures_callback_may_start_the_next_collective():
 
     def program(rank):
         x, y, started = torch.ones(1), torch.ones(1), []
-        dist.all_reduce(x, async_op=True).get_future().add_done_callback(lambda _: started.append(dist.all_reduce(y, async_op=True)))
+        dist.all_reduce(x, async_op=True).get_future().add_done_callback(
+            lambda _: started.append(dist.all_reduce(y, async_op=True))
+        )
         if rank == 0:
             dist.recv(torch.empty(1), 1)
         else:
             while not started:
-                wait_for([dist.isend(torch.ones(1), rank), dist.irecv(torch.ones(1), rank)])  # to itself, so that other ranks can run
+                # to itself, so that other ranks can run
+                wait_for([dist.isend(torch.ones(1), rank), dist.irecv(torch.ones(1), rank)])
                 compute(1.0)
             started[0].wait()
             dist.send(torch.ones(1), 0)
@@ -296,4 +334,9 @@ def test_the_payload_is_what_the_rank_put_in():
         dist.all_reduce(torch.zeros(100))
 
     events = trace(run(program, 2, payload_bytes=8)).events
-    assert [(e.rank, e.payload) for e in events] == [(0, [0.0, 0.0]), (1, [1.0, 1.0]), (0, None), (1, None)]
+    assert [(e.rank, e.payload) for e in events] == [
+        (0, [0.0, 0.0]),
+        (1, [1.0, 1.0]),
+        (0, None),
+        (1, None),
+    ]

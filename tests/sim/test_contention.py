@@ -1,4 +1,7 @@
-"""How long messages take on the sim when they need the same links. (Without contention: test_time.py.)"""
+"""How long messages take on the sim when they need the same links.
+
+(Without contention: test_time.py.)
+"""
 
 from __future__ import annotations
 
@@ -44,22 +47,31 @@ def test_two_flows_over_one_link_take_twice_as_long_as_one(bidirectional):
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_all_to_all_is_a_quarter_of_all_gather_on_a_bidirectional_ring(n):
-    """Each rank ends with n shards in both. All-gather moves shards half way round, all-to-all pieces of them half as far on average."""
+    """Each rank ends with n shards in both.
+
+    All-gather moves shards half way round, all-to-all pieces of them half as far on average.
+    """
     ring = Network.ring(latency=0.0, bandwidth=1.0)
-    ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
+    ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(
+        lambda r: programs.bidirectional_all_gather(r, n), n, ring
+    )
     assert ratio == 1 / 4
 
 
 @pytest.mark.parametrize("n", [3, 5, 9])
 def test_all_to_all_is_about_a_quarter_of_all_gather_if_no_rank_is_opposite(n):
     ring = Network.ring(latency=0.0, bandwidth=1.0)
-    ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(lambda r: programs.bidirectional_all_gather(r, n), n, ring)
+    ratio = makespan(programs.direct_all_to_all, n, ring) / makespan(
+        lambda r: programs.bidirectional_all_gather(r, n), n, ring
+    )
     bound = (n + 1) / (4 * n)  # every link is busy all the time
     assert bound <= ratio <= bound * 1.5
 
 
 def two_level_all_reduce(rank, numel, k):
-    """Reduce inside the node, then all-reduce among the first ranks of the nodes, then broadcast inside."""
+    """Reduce inside the node, then all-reduce among the first ranks of the nodes, then
+    broadcast inside.
+    """
     n, x = dist.get_world_size(), torch.ones(numel)
     first, inside = rank - rank % k, torch.empty(numel)
     if rank == first:
@@ -75,7 +87,9 @@ def two_level_all_reduce(rank, numel, k):
 
 
 def flat_all_reduce(rank, numel):
-    """Recursive doubling: once the distance is as large as a node, every rank exchanges with a rank of another node."""
+    """Recursive doubling: once the distance is as large as a node, every rank exchanges with a
+    rank of another node.
+    """
     x, inbox, distance, n = torch.ones(numel), torch.empty(numel), 1, dist.get_world_size()
     while distance < n:
         wait_for([dist.isend(x, rank ^ distance), dist.irecv(inbox, rank ^ distance)])
@@ -86,19 +100,34 @@ def flat_all_reduce(rank, numel):
 
 def test_two_level_all_reduce_is_faster_only_if_links_differ():
     n, k, numel = 16, 4, 64
-    slow_between = Network.two_level(k, latency=0.0, bandwidth=1.0, inside_latency=0.0, inside_bandwidth=100.0)
+    slow_between = Network.two_level(
+        k, latency=0.0, bandwidth=1.0, inside_latency=0.0, inside_bandwidth=100.0
+    )
     equal = Network(latency=0.0, bandwidth=1.0)
-    two_level = [makespan(lambda r: two_level_all_reduce(r, numel, k), n, network) for network in (slow_between, equal)]
-    flat = [makespan(lambda r: flat_all_reduce(r, numel), n, network) for network in (slow_between, equal)]
+    two_level = [
+        makespan(lambda r: two_level_all_reduce(r, numel, k), n, network)
+        for network in (slow_between, equal)
+    ]
+    flat = [
+        makespan(lambda r: flat_all_reduce(r, numel), n, network)
+        for network in (slow_between, equal)
+    ]
     assert two_level[0] < flat[0] and two_level[1] > flat[1]
 
 
 def test_ranks_of_a_node_share_its_outgoing_link():
-    def program(rank):  # two messages from node 0 to nodes 1 and 2, and at the same time one inside each node
+    # two messages from node 0 to nodes 1 and 2, and at the same time one inside each node
+    def program(rank):
         pairs = [(0, 2), (1, 4), (2, 3), (5, 4)]
         works = [dist.isend(torch.zeros(1), dst) for src, dst in pairs if src == rank]
         wait_for(works + [dist.irecv(torch.zeros(1), src) for src, dst in pairs if dst == rank])
 
-    network = Network.two_level(2, latency=2.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf)
-    times = {(e.rank, e.peer): (e.start, e.end) for e in trace(run(program, 6, network)).events if e.kind == "send"}
+    network = Network.two_level(
+        2, latency=2.0, bandwidth=math.inf, inside_latency=1.0, inside_bandwidth=math.inf
+    )
+    times = {
+        (e.rank, e.peer): (e.start, e.end)
+        for e in trace(run(program, 6, network)).events
+        if e.kind == "send"
+    }
     assert times == {(0, 2): (0, 2), (1, 4): (2, 4), (2, 3): (0, 1), (5, 4): (0, 1)}

@@ -1,4 +1,6 @@
-"""A deadlock on the sim raises DeadlockError at once: which rank waits for what, at which line, and the cycle."""
+"""A deadlock on the sim raises DeadlockError at once: which rank waits for what, at which line,
+and the cycle.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_all_receive_first(n):
         dist.send(torch.ones(1), (rank - 1) % n)
 
     error = deadlock(program, n)
-    assert error.waiting == {r: ("recv", (r + 1) % n, line_of(program, "dist.recv")) for r in range(n)}
+    assert error.waiting == {
+        r: ("recv", (r + 1) % n, line_of(program, "dist.recv")) for r in range(n)
+    }
     assert error.cycle == list(range(n))
 
 
@@ -37,7 +41,9 @@ def test_both_send_first():
         dist.recv(torch.empty(1), 1 - rank)
 
     error = deadlock(program, 2)
-    assert error.waiting == {r: ("send", 1 - r, line_of(program, "dist.send")) for r in range(2)} and error.cycle == [0, 1]
+    assert error.waiting == {
+        r: ("send", 1 - r, line_of(program, "dist.send")) for r in range(2)
+    } and error.cycle == [0, 1]
 
 
 def test_a_skipped_collective():
@@ -47,7 +53,12 @@ def test_a_skipped_collective():
         dist.barrier()
 
     error = simulate(program, 3).error
-    assert isinstance(error, MisuseError) and error.rank == 1 and "barrier" in str(error) and "all_reduce" in str(error)
+    assert (
+        isinstance(error, MisuseError)
+        and error.rank == 1
+        and "barrier" in str(error)
+        and "all_reduce" in str(error)
+    )
 
 
 def test_a_rank_that_waits_in_another_call_than_the_collective():
@@ -58,7 +69,11 @@ def test_a_rank_that_waits_in_another_call_than_the_collective():
 
     error = deadlock(program, 3)
     there = line_of(program, "dist.all_reduce")
-    assert error.waiting == {0: ("all_reduce", 1, there), 1: ("recv", 0, line_of(program, "dist.recv")), 2: ("all_reduce", 1, there)}
+    assert error.waiting == {
+        0: ("all_reduce", 1, there),
+        1: ("recv", 0, line_of(program, "dist.recv")),
+        2: ("all_reduce", 1, there),
+    }
     assert error.cycle == [0, 1]
 
 
@@ -68,7 +83,11 @@ def test_a_rank_that_has_returned():
             dist.recv(torch.empty(1), 1)
 
     error = deadlock(program, 2)
-    assert error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))} and error.returned == [1] and not error.cycle
+    assert (
+        error.waiting == {0: ("recv", 1, line_of(program, "dist.recv"))}
+        and error.returned == [1]
+        and not error.cycle
+    )
 
 
 def test_a_receive_from_anyone_that_nobody_sends_to():
@@ -128,4 +147,8 @@ def test_a_deadlock_inside_backward():
         loss.backward()
 
     error = deadlock(program, 2)
-    assert error.waiting[0][:2] == ("all_reduce", 1) and error.waiting[1][:2] == ("recv", 0) and error.cycle == [0, 1]
+    assert (
+        error.waiting[0][:2] == ("all_reduce", 1)
+        and error.waiting[1][:2] == ("recv", 0)
+        and error.cycle == [0, 1]
+    )

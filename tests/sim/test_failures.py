@@ -1,4 +1,6 @@
-"""On the sim, misuse and a rank's own exception end the run at once, and the process is as before afterwards."""
+"""On the sim, misuse and a rank's own exception end the run at once, and the process is as
+before afterwards.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,20 @@ def test_two_sides_that_do_not_agree(sent, received, words, late):
     error = simulate(program, 2).error
     with pytest.raises(MisuseError, match=words):
         raise error
-    assert error.rank == 1 and line_of(program, "dist.send") in str(error) and line_of(program, "dist.recv") in str(error)
+    assert (
+        error.rank == 1
+        and line_of(program, "dist.send") in str(error)
+        and line_of(program, "dist.recv") in str(error)
+    )
 
 
 @pytest.mark.parametrize("side", ["send", "recv"])
 @pytest.mark.parametrize(
     ("bad", "words"),
-    [(torch.zeros(4, 4)[:, 0], "strided.*contiguous"), (negative(torch.zeros(4)), r"lazily conjugated or negated.*x\.resolve_conj\(\)")],
+    [
+        (torch.zeros(4, 4)[:, 0], "strided.*contiguous"),
+        (negative(torch.zeros(4)), r"lazily conjugated or negated.*x\.resolve_conj\(\)"),
+    ],
     ids=["strided", "negated"],
 )
 def test_tensors_that_gloo_would_misread(side, bad, words):
@@ -93,15 +102,26 @@ def test_a_tensor_changed_between_isend_and_wait(numel, when):
                 dist.send(torch.ones(1), 0)
 
     error = simulate(program, 2, Network(latency=1.0, bandwidth=1e12)).error
-    assert isinstance(error, MisuseError) and error.rank == 0 and "changed" in str(error) and line_of(program, "dist.isend(x") in str(error)
+    assert (
+        isinstance(error, MisuseError)
+        and error.rank == 0
+        and "changed" in str(error)
+        and line_of(program, "dist.isend(x") in str(error)
+    )
 
 
 def test_writing_beside_a_sent_view_is_no_misuse():
-    """torch's version counter of a view counts writes to its whole base, so the bytes must be compared."""
+    """torch's version counter of a view counts writes to its whole base, so the bytes must be
+    compared.
+    """
 
     def program(rank):
         x = torch.full((4,), float("nan"))
-        works = [dist.isend(x[:2], 1 - rank), dist.irecv(x[2:3], 1 - rank, tag=1), dist.irecv(torch.empty(2), 1 - rank)]
+        works = [
+            dist.isend(x[:2], 1 - rank),
+            dist.irecv(x[2:3], 1 - rank, tag=1),
+            dist.irecv(torch.empty(2), 1 - rank),
+        ]
         works.append(dist.isend(torch.ones(1), 1 - rank, tag=1))
         x[3] = 5.0
         wait_for(works)
@@ -168,7 +188,9 @@ def test_a_rank_that_communicates_while_it_is_cancelled_is_cancelled_again():
 def test_a_failing_job_leaves_the_process_as_it_was():
     def settings():
         process = threading.active_count(), torch.get_num_threads(), dist.is_initialized()
-        cores = (os.sched_getaffinity(0), os.sched_getscheduler(0)) if sys.platform == "linux" else None
+        cores = (
+            (os.sched_getaffinity(0), os.sched_getscheduler(0)) if sys.platform == "linux" else None
+        )
         return *process, torch.get_default_dtype(), random.random.__qualname__, cores
 
     before, state = settings(), torch.get_rng_state()
@@ -262,7 +284,8 @@ def test_a_rank_that_only_reports_anothers_failure_is_not_the_cause():
         dist.barrier()
         if rank != 2:
             raise Reported(2)
-        dist.all_reduce(torch.ones(1), group=dist.new_group([2]))  # so the failure comes after the reports, in virtual time too
+        # so the failure comes after the reports, in virtual time too
+        dist.all_reduce(torch.ones(1), group=dist.new_group([2]))
         compute(1.0)
         raise ValueError("on rank 2")
 

@@ -1,4 +1,7 @@
-"""rules="nccl": what runs on NCCL runs here, and what would hang there is named. The rules are listed in sim/queues.py."""
+"""rules="nccl": what runs on NCCL runs here, and what would hang there is named.
+
+The rules are listed in sim/queues.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def irecv(peer, **kwargs):
 
 def in_a_batch(*messages):
     """messages: (dist.isend, tensor, peer) or (dist.irecv, tensor, peer), maybe with a tag."""
-    return dist.batch_isend_irecv([dist.P2POp(op, x, peer, tag=tag[0] if tag else 0) for op, x, peer, *tag in messages])
+    return dist.batch_isend_irecv(
+        [dist.P2POp(op, x, peer, tag=tag[0] if tag else 0) for op, x, peer, *tag in messages]
+    )
 
 
 # ---- 1. one queue per communicator: an operation starts when those before it have ended ----
@@ -55,7 +60,9 @@ def test_an_exchange_in_which_both_send_first_runs_on_gloo_and_not_on_nccl():
     assert run(both_send_first, 2).results == [1.0, 0.0]
     error = deadlock(both_send_first)
     assert error.cycle == [0, 1]
-    assert error.waiting == {r: ("send", 1 - r, line_of(both_send_first, "received.wait")) for r in (0, 1)}
+    assert error.waiting == {
+        r: ("send", 1 - r, line_of(both_send_first, "received.wait")) for r in (0, 1)
+    }
     assert "rank 0's receive from rank 1 waits in the queue behind its send to rank 1" in str(error)
     assert "batch_isend_irecv" in str(error) and "On gloo" not in str(error)
 
@@ -87,7 +94,8 @@ def test_an_operation_occupies_the_queue_and_not_the_rank():
 
     result = run(program, 3, Network(latency=1.0, bandwidth=float("inf")), rules="nccl")
     sends = {(e.peer, e.start) for e in trace(result).events if e.kind == "send"}
-    assert sends == {(1, 50.0), (1, 51.0), (2, 5.0)}  # those to rank 1 one after the other; that to rank 2 in a queue of its own
+    # those to rank 1 one after the other; that to rank 2 in a queue of its own
+    assert sends == {(1, 50.0), (1, 51.0), (2, 5.0)}
 
 
 def test_a_rank_that_returns_leaves_its_queue_running():
@@ -134,7 +142,10 @@ def test_batches_share_the_groups_queue_with_its_collectives():
 
     assert run(program, 2).results == [None, None]
     error = deadlock(program)
-    assert error.cycle == [0, 1] and {kind for kind, _, _ in error.waiting.values()} == {"send", "all_reduce"}
+    assert error.cycle == [0, 1] and {kind for kind, _, _ in error.waiting.values()} == {
+        "send",
+        "all_reduce",
+    }
     assert "rank 1's receive from rank 0 waits in the queue behind its all_reduce" in str(error)
     assert "rank 0's all_reduce waits in the queue behind its send to rank 1" in str(error)
 
@@ -199,7 +210,9 @@ def test_a_wait_for_one_message_of_a_batch_waits_for_all():
 
 def test_torchs_coalescing_manager_makes_a_batch():
     def program(rank):
-        with dist.distributed_c10d._coalescing_manager(None, torch.device("cpu"), async_ops=True) as manager:
+        with dist.distributed_c10d._coalescing_manager(
+            None, torch.device("cpu"), async_ops=True
+        ) as manager:
             sent = isend(rank + 1, 1 - rank)
             x, received = irecv(1 - rank)
             everybodys = torch.tensor([rank + 5.0])
@@ -214,7 +227,12 @@ def test_torchs_coalescing_manager_makes_a_batch():
 def test_a_batch_that_broke_off_does_not_swallow_the_next_messages():
     def program(rank):
         with pytest.raises(ValueError):
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 1 - rank), dist.P2POp(dist.isend, torch.ones(1), 7)])
+            dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, torch.ones(1), 1 - rank),
+                    dist.P2POp(dist.isend, torch.ones(1), 7),
+                ]
+            )
         x = torch.zeros(1)
         if rank == 0:
             isend(4, 1).wait()
@@ -248,7 +266,11 @@ def test_in_a_batch_too_two_ranks_messages_meet_in_order():
     def program(rank):
         x, y = torch.zeros(1), torch.zeros(1)
         if rank == 0:
-            wait_for(in_a_batch((dist.isend, torch.tensor([1.0]), 1, 5), (dist.isend, torch.tensor([2.0]), 1, 6)))
+            wait_for(
+                in_a_batch(
+                    (dist.isend, torch.tensor([1.0]), 1, 5), (dist.isend, torch.tensor([2.0]), 1, 6)
+                )
+            )
         else:
             wait_for(in_a_batch((dist.irecv, x, 0, 6), (dist.irecv, y, 0, 5)))
         return x.item(), y.item()
@@ -267,7 +289,9 @@ def test_a_receive_from_anyone_is_refused():
             dist.recv(torch.zeros(1))
 
     assert run(program, 2).results == [None, None]
-    with pytest.raises(RuntimeError, match="rank 1 receives from any rank, and NCCL does not support that"):
+    with pytest.raises(
+        RuntimeError, match="rank 1 receives from any rank, and NCCL does not support that"
+    ):
         under_nccl(program)
 
 
@@ -283,16 +307,26 @@ def test_different_collectives_never_meet():
 
     assert isinstance(simulate(program, 3).error, MisuseError)
     error = deadlock(program, 3)
-    assert error.waiting[0][:2] == ("all_reduce", 1) and error.waiting[1][:2] == ("barrier", (0, 2)) and error.cycle == [0, 1]
+    assert (
+        error.waiting[0][:2] == ("all_reduce", 1)
+        and error.waiting[1][:2] == ("barrier", (0, 2))
+        and error.cycle == [0, 1]
+    )
     assert "the ranks call different operations: all_reduce and barrier" in str(error)
 
 
 def test_collectives_in_another_order_never_meet():
     def program(rank):
-        works = [lambda: dist.all_reduce(torch.ones(1), async_op=True), lambda: dist.broadcast(torch.ones(1), 0, async_op=True)]
+        works = [
+            lambda: dist.all_reduce(torch.ones(1), async_op=True),
+            lambda: dist.broadcast(torch.ones(1), 0, async_op=True),
+        ]
         wait_for([work() for work in (works if rank else works[::-1])])
 
-    assert {kind for kind, _, _ in deadlock(program).waiting.values()} == {"all_reduce", "broadcast"}
+    assert {kind for kind, _, _ in deadlock(program).waiting.values()} == {
+        "all_reduce",
+        "broadcast",
+    }
 
 
 def test_a_collective_and_a_batch_never_meet():
@@ -311,7 +345,11 @@ def test_other_sizes_are_misuse_as_on_gloo():
         dist.all_reduce(torch.ones(1 + rank))
 
     def message(rank):
-        wait_for(in_a_batch((dist.isend, torch.ones(1), 1) if rank == 0 else (dist.irecv, torch.ones(2), 0)))
+        wait_for(
+            in_a_batch(
+                (dist.isend, torch.ones(1), 1) if rank == 0 else (dist.irecv, torch.ones(2), 0)
+            )
+        )
 
     for wrong in (program, message):
         error = simulate(wrong, 2, rules="nccl").error
@@ -366,7 +404,10 @@ def test_a_tensor_that_changes_before_its_wait_is_misuse():
 
 
 def two_stages_a_rank(rank):
-    """Rank 0 has stages 0 and 2, rank 1 stages 1 and 3. Both send one activation and receive another, in the order of their schedules."""
+    """Rank 0 has stages 0 and 2, rank 1 stages 1 and 3.
+
+    Both send one activation and receive another, in the order of their schedules.
+    """
     x = torch.zeros(1)
     sent = isend(rank, 1 - rank, tag=1 - rank)  # rank 0: F1 to stage 1; rank 1: F0 to stage 2
     received = dist.irecv(x, 1 - rank, tag=rank)
@@ -377,7 +418,10 @@ def two_stages_a_rank(rank):
 def two_stages_in_batches_of_one(rank):
     """As torch.distributed.pipelining posts them."""
     x = torch.zeros(1)
-    wait_for(in_a_batch((dist.isend, torch.tensor([float(rank)]), 1 - rank)) + in_a_batch((dist.irecv, x, 1 - rank)))
+    wait_for(
+        in_a_batch((dist.isend, torch.tensor([float(rank)]), 1 - rank))
+        + in_a_batch((dist.irecv, x, 1 - rank))
+    )
     return x.item()
 
 
@@ -392,7 +436,9 @@ def test_pytorch_issue_172668(program):
 
 def test_the_events_behind_a_deadlock_are_kept():
     result = simulate(both_send_first, 2, rules="nccl")
-    assert sorted((row[0], row[1], row[2]) for row in result.unfinished) == [(r, kind, 1 - r) for r in (0, 1) for kind in ("recv", "send")]
+    assert sorted((row[0], row[1], row[2]) for row in result.unfinished) == [
+        (r, kind, 1 - r) for r in (0, 1) for kind in ("recv", "send")
+    ]
 
 
 def test_a_rank_that_has_returned():
@@ -405,7 +451,9 @@ def test_a_rank_that_has_returned():
 
 
 def test_a_forgotten_message_of_three_names_the_cycle():
-    """All ranks of a ring send to the right before they receive from the left: each pair has a queue of its own, so three ranks run."""
+    """All ranks of a ring send to the right before they receive from the left: each pair has a
+    queue of its own, so three ranks run.
+    """
 
     def program(rank):
         n = dist.get_world_size()
@@ -421,10 +469,17 @@ def test_a_forgotten_message_of_three_names_the_cycle():
 @pytest.mark.parametrize("way", ["plain", "hook", "static graph"])
 def test_torchs_data_parallel(way):
     def program(rank):
-        net = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001, static_graph=way == "static graph")
+        net = torch.nn.parallel.DistributedDataParallel(
+            model(), bucket_cap_mb=0.0001, static_graph=way == "static graph"
+        )
         if way == "hook":
             net.register_comm_hook(
-                None, lambda _, bucket: dist.all_reduce(bucket.buffer().div_(3), async_op=True).get_future().then(lambda f: f.value()[0])
+                None,
+                lambda _, bucket: (
+                    dist.all_reduce(bucket.buffer().div_(3), async_op=True)
+                    .get_future()
+                    .then(lambda f: f.value()[0])
+                ),
             )
         train(net, lambda m: m(batch(rank)).square().mean())
         return [p.detach() for p in net.parameters()]
@@ -443,13 +498,22 @@ def one_step_of_a_pipeline(schedules, microbatches=4):
     for name in schedules:
         chunks = 2 if "Interleaved" in name else 1
         torch.manual_seed(0)
-        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double() for _ in range(n * chunks)]
+        layers = [
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double()
+            for _ in range(n * chunks)
+        ]
         x, y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
         indices = range(rank, n * chunks, n)
-        stages = [pipelining.PipelineStage(layers[i], i, n * chunks, torch.device("cpu")) for i in indices]
-        schedule = getattr(pipelining, name)(stages if chunks > 1 else stages[0], microbatches, loss_fn=torch.nn.functional.mse_loss)
+        stages = [
+            pipelining.PipelineStage(layers[i], i, n * chunks, torch.device("cpu")) for i in indices
+        ]
+        schedule = getattr(pipelining, name)(
+            stages if chunks > 1 else stages[0], microbatches, loss_fn=torch.nn.functional.mse_loss
+        )
         losses: list[torch.Tensor] = []
-        schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == last else {}))
+        schedule.step(
+            *([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == last else {})
+        )
         whole = torch.nn.functional.mse_loss(torch.nn.Sequential(*layers)(x), y)
         found[name] = (torch.stack(losses).mean().item(), whole.item()) if rank == last else None
     return found
@@ -457,9 +521,18 @@ def one_step_of_a_pipeline(schedules, microbatches=4):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_torchs_pipeline_schedules(world_size):
-    names = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+    names = (
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+    )
     for name, (ours, whole) in (
-        p101.launch(one_step_of_a_pipeline, names, world_size=world_size, backend="sim", rules="nccl").results[-1].items()
+        p101.launch(
+            one_step_of_a_pipeline, names, world_size=world_size, backend="sim", rules="nccl"
+        )
+        .results[-1]
+        .items()
     ):
         assert ours == pytest.approx(whole, rel=1e-12), name
 
@@ -484,7 +557,11 @@ def test_torchs_fully_shard():
 
 def names():
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    return dist.get_backend(), [dist.get_backend(mesh.get_group(axis)) for axis in ("a", "b")], dist.get_backend_config()
+    return (
+        dist.get_backend(),
+        [dist.get_backend(mesh.get_group(axis)) for axis in ("a", "b")],
+        dist.get_backend_config(),
+    )
 
 
 def test_launch_takes_the_rules():
@@ -492,9 +569,14 @@ def test_launch_takes_the_rules():
     assert ran.results == [("sim_nccl", ["sim_nccl", "sim_nccl"], "cpu:sim_nccl")] * 4
     assert ran.backend == ran.trace.backend == "sim"
     assert p101.launch(names, world_size=4, backend="sim", rules="gloo").results[0][0] == "sim"
-    assert p101.watch(p101.all_reduce, world_size=2, backend="sim", rules="nccl").results[0].numel() == 4
+    assert (
+        p101.watch(p101.all_reduce, world_size=2, backend="sim", rules="nccl").results[0].numel()
+        == 4
+    )
     with pytest.raises(DeadlockError):
-        p101.launch(lambda: both_send_first(dist.get_rank()), world_size=2, backend="sim", rules="nccl")
+        p101.launch(
+            lambda: both_send_first(dist.get_rank()), world_size=2, backend="sim", rules="nccl"
+        )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

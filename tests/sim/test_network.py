@@ -1,4 +1,6 @@
-"""The topologies of the sim's network: which links each message takes, and errors that say what was passed."""
+"""The topologies of the sim's network: which links each message takes, and errors that say what
+was passed.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,21 @@ def test_a_switch_takes_the_senders_outgoing_and_the_receivers_incoming_link_tog
         ((out, into),) = route(a, b).hops
         for c, d in pairs:
             ((other_out, other_into),) = route(c, d).hops
-            assert (out == other_out) == (a == c) and (into == other_into) == (b == d) and out != other_into
+            assert (
+                (out == other_out) == (a == c)
+                and (into == other_into) == (b == d)
+                and out != other_into
+            )
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])
 def test_a_ring_takes_the_shorter_way_round(n):
-    assert hop_counts(Network.ring(), n) == {(a, b): min((b - a) % n, (a - b) % n) for a in range(n) for b in range(n)}
-    assert hop_counts(Network.ring(bidirectional=False), n) == {(a, b): (b - a) % n for a in range(n) for b in range(n)}
+    assert hop_counts(Network.ring(), n) == {
+        (a, b): min((b - a) % n, (a - b) % n) for a in range(n) for b in range(n)
+    }
+    assert hop_counts(Network.ring(bidirectional=False), n) == {
+        (a, b): (b - a) % n for a in range(n) for b in range(n)
+    }
 
 
 @pytest.mark.parametrize("n", [4, 8, 12])
@@ -49,7 +59,10 @@ def test_a_torus_is_crossed_one_axis_after_the_other_by_the_shortest_way(shape):
     n = math.prod(shape)
     places = list(itertools.product(*map(range, shape)))
     expected = {
-        (a, b): sum(min((y - x) % k, (x - y) % k) for x, y, k in zip(places[a], places[b], shape, strict=True))
+        (a, b): sum(
+            min((y - x) % k, (x - y) % k)
+            for x, y, k in zip(places[a], places[b], shape, strict=True)
+        )
         for a, b in itertools.product(range(n), repeat=2)
     }
     assert hop_counts(Network.torus(shape), n) == expected
@@ -68,9 +81,15 @@ def test_paths_on_a_torus_share_the_links_of_their_common_hops():
 
 
 def test_two_level_networks_share_the_links_of_a_node_and_not_those_inside():
-    network = Network.two_level(2, latency=3.0, bandwidth=1.0, inside_latency=1.0, inside_bandwidth=5.0)
+    network = Network.two_level(
+        2, latency=3.0, bandwidth=1.0, inside_latency=1.0, inside_bandwidth=5.0
+    )
     route = network.router(5)
-    assert route(0, 1)[:2] == (1.0, 5.0) and route(0, 2)[:2] == (3.0, 1.0) and route(4, 0)[:2] == (3.0, 1.0)
+    assert (
+        route(0, 1)[:2] == (1.0, 5.0)
+        and route(0, 2)[:2] == (3.0, 1.0)
+        and route(4, 0)[:2] == (3.0, 1.0)
+    )
     assert route(0, 2).hops[0][0] == route(1, 4).hops[0][0]  # the outgoing link of node 0
     assert route(2, 0).hops[0][1] == route(4, 1).hops[0][1]  # its incoming link
     assert not set(route(0, 1).hops[0]) & set(route(0, 2).hops[0])
@@ -98,7 +117,9 @@ def test_a_message_to_oneself_takes_no_link_and_no_time():
     ],
 )
 def test_a_bad_value_is_an_error_that_names_it(arguments, word):
-    with pytest.raises(ValueError, match=f"{word}.*got {re.escape(repr(next(iter(arguments.values()))))}"):
+    with pytest.raises(
+        ValueError, match=f"{word}.*got {re.escape(repr(next(iter(arguments.values()))))}"
+    ):
         Network(**arguments)
 
 
@@ -115,7 +136,8 @@ def test_bad_topologies_are_errors():
         Network.torus((4, 4)).router(8)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network.two_level(0)
-    with pytest.raises(ValueError, match="6 ranks, but this run has 4"):  # raised by launch, before it starts any rank
+    # raised by launch, before it starts any rank
+    with pytest.raises(ValueError, match="6 ranks, but this run has 4"):
         p101.launch(int, world_size=4, backend="sim", network=Network.torus((2, 3)))
     with pytest.raises(ValueError, match="inside_bandwidth"):
         Network.two_level(2, inside_bandwidth=-1.0)
@@ -123,7 +145,12 @@ def test_bad_topologies_are_errors():
 
 @pytest.mark.parametrize(
     "network",
-    [Network(), Network.ring(bidirectional=False), Network.torus((2, 3)), Network.two_level(2, eager=8)],
+    [
+        Network(),
+        Network.ring(bidirectional=False),
+        Network.torus((2, 3)),
+        Network.two_level(2, eager=8),
+    ],
     ids=["switch", "one-way ring", "torus", "two levels"],
 )
 def test_a_network_can_be_pickled(network):

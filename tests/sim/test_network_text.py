@@ -1,4 +1,6 @@
-"""A network written as text is the one that Python would make, and a mistake in it is named with what was expected."""
+"""A network written as text is the one that Python would make, and a mistake in it is named
+with what was expected.
+"""
 
 import pytest
 
@@ -13,7 +15,10 @@ GOOD = {
     "two_level=8,inside_bandwidth=1e12": Network.two_level(8, inside_bandwidth=1e12),
 }
 BAD = {
-    "fast": "has 'fast', which is neither a topology in front nor name=value; expected, for example, latency=1e-6",
+    "fast": (
+        "has 'fast', which is neither a topology in front nor name=value; expected, for "
+        "example, latency=1e-6"
+    ),
     "speed=1": "has no 'speed'; a switch takes latency, bandwidth, eager",
     "latency=quick": "has latency=quick; expected a number, such as latency=1e-6",
     "latency=-1": "latency must be a finite number of seconds, 0 or more; got -1.0",

@@ -1,4 +1,6 @@
-"""A virtual rank looks like a process to the program: its modules, environment and output are its own. (Its random numbers: test_ranks.)"""
+"""A virtual rank looks like a process to the program: its modules, environment and output are
+its own. (Its random numbers: test_ranks.)
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ SCRIPTS = str(Path(__file__).parent / "scripts")
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """The scripts can be imported, by this process and by ranks. This process has not imported them before, and forgets them."""
+    """The scripts can be imported, by this process and by ranks.
+
+    This process has not imported them before, and forgets them.
+    """
     monkeypatch.syspath_prepend(SCRIPTS)
     before = set(sys.modules)
     yield
@@ -34,7 +39,10 @@ def scripts(monkeypatch):
 
 def on_gloo_and_sim(program, world_size: int = 4) -> list:
     """What it returns on gloo, by rank, after a check that it returns the same on sim."""
-    gloo, sim = (p101.launch(program, world_size=world_size, backend=backend).results for backend in ("gloo", "sim"))
+    gloo, sim = (
+        p101.launch(program, world_size=world_size, backend=backend).results
+        for backend in ("gloo", "sim")
+    )
     assert gloo == sim
     return gloo
 
@@ -53,7 +61,12 @@ def megatron_style():
 
 
 def test_megatrons_parallel_state(scripts):
-    assert on_gloo_and_sim(megatron_style) == [(3.0, 5.0, 100), (3.0, 10.0, 101), (12.0, 5.0, 102), (12.0, 10.0, 103)]
+    assert on_gloo_and_sim(megatron_style) == [
+        (3.0, 5.0, 100),
+        (3.0, 10.0, 101),
+        (12.0, 5.0, 102),
+        (12.0, 10.0, 103),
+    ]
 
 
 @pytest.mark.parametrize("grid", [(2, 2, 1), (1, 2, 2)], ids=["tp 2, pp 2", "pp 2, dp 2"])
@@ -69,12 +82,16 @@ def test_picotrons_process_group_manager(scripts, grid):
 
 
 def logs():
-    """What a rank's handlers get: the one of an imported module, and those that it adds to the root logger, some of them on rank 0 only."""
+    """What a rank's handlers get: the one of an imported module, and those that it adds to the
+    root logger, some of them on rank 0 only.
+    """
     import own_logger
 
     rank = dist.get_rank()
     logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING, handlers=[own_logger.Collected()], format=f"{rank}: %(message)s"
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        handlers=[own_logger.Collected()],
+        format=f"{rank}: %(message)s",
     )
     dist.barrier()  # all ranks have added theirs
     own_logger.log.info("step 1")
@@ -89,9 +106,13 @@ def test_each_rank_has_its_own_log_handlers_and_levels(scripts):
     rank_0, rank_1 = on_gloo_and_sim(logs, 2)
     assert rank_0 == ["step 1", "0: step 1", "0: only rank 0 says this", "0: late"]
     assert rank_1 == ["step 1", "1: step 1", "1: late"]
-    assert simulate(lambda rank: len(logging.getLogger().handlers), 2).results == [len(before[0])] * 2
+    assert (
+        simulate(lambda rank: len(logging.getLogger().handlers), 2).results == [len(before[0])] * 2
+    )
     simulate(lambda rank: logging.getLogger().addHandler(logging.StreamHandler()), 2)
-    assert (logging.getLogger().handlers, logging.getLogger().level) == before, "this process's own are as they were"
+    assert (logging.getLogger().handlers, logging.getLogger().level) == before, (
+        "this process's own are as they were"
+    )
 
 
 def test_torchs_record_finds_the_file_of_what_a_rank_prints():
@@ -107,7 +128,12 @@ def test_torchs_record_finds_the_file_of_what_a_rank_prints():
 def nanogpt_style():
     import nanogpt_style
 
-    return nanogpt_style.ddp, nanogpt_style.losses, nanogpt_style.weights, nanogpt_style.master_process
+    return (
+        nanogpt_style.ddp,
+        nanogpt_style.losses,
+        nanogpt_style.weights,
+        nanogpt_style.master_process,
+    )
 
 
 def test_nanogpts_script_trains_one_model_on_all_ranks(scripts):
@@ -130,7 +156,9 @@ def test_torchs_profiler_runs_on_one_rank_at_a_time(at_once):
 
     result = simulate(program, 3)
     if at_once:
-        assert isinstance(result.error, RuntimeError) and "rank 1 uses torch's profiler while rank 0 does" in str(result.error)
+        assert isinstance(
+            result.error, RuntimeError
+        ) and "rank 1 uses torch's profiler while rank 0 does" in str(result.error)
     else:
         assert result.error is None and result.results == [[1]] * 3
 
@@ -144,15 +172,26 @@ def environment():
     if rank:
         del os.environ["DELETED"]
     dist.barrier()
-    torchrun = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+    torchrun = [
+        os.environ[name]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    ]
     assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
-    return torchrun, environ["MINE"], os.getenv("SETTING"), "DELETED" in os.environ, dict(os.environ)["MINE"]
+    return (
+        torchrun,
+        environ["MINE"],
+        os.getenv("SETTING"),
+        "DELETED" in os.environ,
+        dict(os.environ)["MINE"],
+    )
 
 
 def test_each_rank_has_its_own_environment(monkeypatch):
     monkeypatch.setenv("SETTING", "mine")
     monkeypatch.setenv("DELETED", "")
-    expected = [([str(r), str(r), "4", "4", "0"], str(r), f"mine {r}", r == 0, str(r)) for r in range(4)]
+    expected = [
+        ([str(r), str(r), "4", "4", "0"], str(r), f"mine {r}", r == 0, str(r)) for r in range(4)
+    ]
     assert on_gloo_and_sim(environment) == expected
     assert os.environ["SETTING"] == "mine" and "RANK" not in os.environ
 
@@ -164,7 +203,8 @@ def test_classes_that_are_pickled_by_value_and_print_are_each_ranks_own(capfd):
         "def program():\n"
         "    import builtins\n"
         "    Registry.members.append(dist.get_rank())\n"
-        "    if dist.get_rank() != 2:\n        builtins.print = lambda *args: None\n"  # as many programs silence other ranks
+        # as many programs silence other ranks
+        "    if dist.get_rank() != 2:\n        builtins.print = lambda *args: None\n"
         "    dist.barrier()\n"
         "    print('a line of rank', dist.get_rank())\n"
         "    return Registry.members, Registry()\n",
@@ -176,7 +216,9 @@ def test_classes_that_are_pickled_by_value_and_print_are_each_ranks_own(capfd):
     assert capfd.readouterr().out == "[rank 2] a line of rank 2\n"
 
 
-def test_results_and_exceptions_of_the_programs_own_classes_come_back(scripts, tmp_path, monkeypatch):
+def test_results_and_exceptions_of_the_programs_own_classes_come_back(
+    scripts, tmp_path, monkeypatch
+):
     (tmp_path / "own_classes_of_a_program.py").write_text("class Own(Exception):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -197,7 +239,9 @@ def test_results_and_exceptions_of_the_programs_own_classes_come_back(scripts, t
     assert type(failed.value.__cause__) is here.Own
 
 
-def test_modules_that_were_loaded_before_a_simulation_are_shared_and_libraries_too(tmp_path, monkeypatch):
+def test_modules_that_were_loaded_before_a_simulation_are_shared_and_libraries_too(
+    tmp_path, monkeypatch
+):
     for name in ("before_the_run", "during_the_run"):
         (tmp_path / f"{name}.py").write_text("import dataclasses, graphlib\nranks = []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -217,16 +261,22 @@ def test_modules_that_were_loaded_before_a_simulation_are_shared_and_libraries_t
 
     main = sys.modules["__main__"]
     results = run(program, 3).results
-    assert [ranks for ranks, _ in results] == [[0], [1], [2]] and len({library for _, library in results}) == 1
+    assert [ranks for ranks, _ in results] == [[0], [1], [2]] and len(
+        {library for _, library in results}
+    ) == 1
     assert before_the_run.ranks == [0, 1, 2]
     assert "during_the_run" not in sys.modules and sys.modules["__main__"] is main
 
 
 def test_ranks_may_communicate_while_they_import_a_module(tmp_path, monkeypatch):
     (tmp_path / "a_script.py").write_text(
-        "import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)\nimport a_part\ny = a_part.x + x\n"
+        "import torch, torch.distributed as dist\nx = "
+        "torch.ones(1)\ndist.all_reduce(x)\nimport a_part\ny = a_part.x + x\n"
     )
-    (tmp_path / "a_part.py").write_text("import a_script, torch.distributed as dist\ndist.barrier()\nx = a_script.x * dist.get_rank()\n")
+    (tmp_path / "a_part.py").write_text(
+        "import a_script, torch.distributed as dist\ndist.barrier()\nx = a_script.x * "
+        "dist.get_rank()\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def program(rank):

@@ -1,5 +1,7 @@
 # ruff: noqa: NPY002  the global generator of NumPy is tested here
-"""For torch.distributed, random numbers and autograd, each virtual rank is like a process of its own."""
+"""For torch.distributed, random numbers and autograd, each virtual rank is like a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from .programs import ring_all_gather, run, trace, wait_for
 def test_the_default_group():
     def program(rank):
         ranks = dist.get_process_group_ranks(dist.group.WORLD)
-        return dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.is_initialized(), ranks, dist.group.WORLD.size()
+        return (
+            dist.get_rank(),
+            dist.get_world_size(),
+            dist.get_backend(),
+            dist.is_initialized(),
+            ranks,
+            dist.group.WORLD.size(),
+        )
 
     assert run(program, 3).results == [(r, 3, "sim", True, [0, 1, 2], 3) for r in range(3)]
     assert not dist.is_initialized()
@@ -67,7 +76,10 @@ def test_messages_match_by_tag():
 def test_batch_isend_irecv():
     def program(rank):
         n, y = dist.get_world_size(), torch.empty(1)
-        ops = [dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % n), dist.P2POp(dist.irecv, y, (rank - 1) % n)]
+        ops = [
+            dist.P2POp(dist.isend, torch.full((1,), float(rank)), (rank + 1) % n),
+            dist.P2POp(dist.irecv, y, (rank - 1) % n),
+        ]
         wait_for(dist.batch_isend_irecv(ops))
         return y.item()
 
@@ -78,13 +90,26 @@ def test_messages_have_a_sequence_number_and_the_place_of_the_call():
     def program(rank):
         for _ in range(2):
             wait_for([dist.isend(torch.ones(2), 1 - rank), dist.irecv(torch.empty(2), 1 - rank)])
-        wait_for([dist.isend(torch.ones(1), 1 - rank, tag=5), dist.irecv(torch.empty(1), 1 - rank, tag=5)])
+        wait_for(
+            [
+                dist.isend(torch.ones(1), 1 - rank, tag=5),
+                dist.irecv(torch.empty(1), 1 - rank, tag=5),
+            ]
+        )
 
     record = trace(run(program, 2, payload_bytes=8))
-    sends = sorted((e.rank, e.tag, e.seq, e.nbytes, e.shape, e.dtype, tuple(e.payload)) for e in record.events if e.kind == "send")
+    sends = sorted(
+        (e.rank, e.tag, e.seq, e.nbytes, e.shape, e.dtype, tuple(e.payload))
+        for e in record.events
+        if e.kind == "send"
+    )
     two, one = (8, (2,), "float32", (1.0, 1.0)), (4, (1,), "float32", (1.0,))
-    assert sends == [(r, *row) for r in range(2) for row in [(0, 1, *two), (0, 2, *two), (5, 1, *one)]]
-    assert len(record.messages()) == 6 and all(type(e.shape) is tuple and e.where.startswith(__file__) for e in record.events)
+    assert sends == [
+        (r, *row) for r in range(2) for row in [(0, 1, *two), (0, 2, *two), (5, 1, *one)]
+    ]
+    assert len(record.messages()) == 6 and all(
+        type(e.shape) is tuple and e.where.startswith(__file__) for e in record.events
+    )
 
 
 def test_sub_groups_use_ranks_of_the_world():
@@ -104,8 +129,17 @@ def test_sub_groups_use_ranks_of_the_world():
         return x.item(), members, odd is dist.GroupMember.NON_GROUP_MEMBER
 
     result = run(program, 4)
-    assert result.results == [(0.0, None, True), (4.0, [1, 3], False), (2.0, None, True), (4.0, [1, 3], False)]
-    assert {(e.kind, e.rank, e.peer, e.group) for e in trace(result).events if e.kind in ("send", "broadcast")} == {
+    assert result.results == [
+        (0.0, None, True),
+        (4.0, [1, 3], False),
+        (2.0, None, True),
+        (4.0, [1, 3], False),
+    ]
+    assert {
+        (e.kind, e.rank, e.peer, e.group)
+        for e in trace(result).events
+        if e.kind in ("send", "broadcast")
+    } == {
         ("send", 0, 3, EventGroup("2", (0, 3), None)),
         ("broadcast", 1, 3, EventGroup("1", (1, 3), None)),
         ("broadcast", 3, 3, EventGroup("1", (1, 3), None)),
@@ -129,7 +163,9 @@ def test_a_mesh_of_two_axes():
         dist.all_reduce(column, group=mesh.get_group("dp"))
         return row.item(), column.item(), tuple(mesh.get_coordinate())
 
-    assert run(program, 6).results == [(3.0 if r < 3 else 12.0, 2.0 * (r % 3) + 3, (r // 3, r % 3)) for r in range(6)]
+    assert run(program, 6).results == [
+        (3.0 if r < 3 else 12.0, 2.0 * (r % 3) + 3, (r // 3, r % 3)) for r in range(6)
+    ]
 
 
 def test_a_rank_that_destroys_its_group_leaves_the_other_ranks_groups():
@@ -143,7 +179,10 @@ def test_a_rank_that_destroys_its_group_leaves_the_other_ranks_groups():
 
 
 def draws(rank: int, pause) -> list:
-    """Random numbers from all generators, with pauses between. Normals are generated in pairs, so half a pair is left at some pauses."""
+    """Random numbers from all generators, with pauses between.
+
+    Normals are generated in pairs, so half a pair is left at some pauses.
+    """
     if rank == 1:
         torch.manual_seed(5), random.seed(5), np.random.seed(5)
     drawn = []
@@ -151,7 +190,15 @@ def draws(rank: int, pause) -> list:
         drawn.append((torch.rand(2).tolist(), random.gauss(0, 1), np.random.normal()))
         pause()
         hidden = np.random.mtrand._rand.rand()  # as SciPy and scikit-learn do
-        drawn.append((random.random(), random.sample(range(100), 3), np.random.rand(), hidden, torch.randn(3).tolist()))
+        drawn.append(
+            (
+                random.random(),
+                random.sample(range(100), 3),
+                np.random.rand(),
+                hidden,
+                torch.randn(3).tolist(),
+            )
+        )
         if rank == 2:
             pause()
     return drawn
@@ -184,14 +231,23 @@ def test_modes_stay_with_their_rank():
         if rank == 0:
             torch.set_default_dtype(torch.float64)
         device = torch.device("meta" if rank == 3 else "cpu")
-        with torch.set_grad_enabled(rank == 1), torch.autocast("cpu", torch.bfloat16, enabled=rank == 2), device:
+        with (
+            torch.set_grad_enabled(rank == 1),
+            torch.autocast("cpu", torch.bfloat16, enabled=rank == 2),
+            device,
+        ):
             dist.barrier()
             x = torch.ones(2, 2)
             return x.dtype, torch.is_grad_enabled(), (x @ x).dtype, x.device.type
 
     f32, f64, b16 = torch.float32, torch.float64, torch.bfloat16
     results = run(program, 4).results
-    assert results == [(f64, False, f64, "cpu"), (f32, True, f32, "cpu"), (f32, False, b16, "cpu"), (f32, False, f32, "meta")]
+    assert results == [
+        (f64, False, f64, "cpu"),
+        (f32, True, f32, "cpu"),
+        (f32, False, b16, "cpu"),
+        (f32, False, f32, "meta"),
+    ]
 
 
 class Exchange(torch.autograd.Function):
@@ -226,14 +282,25 @@ def test_backward_runs_on_the_ranks_own_thread():
 def test_hundreds_of_ranks():
     n = 200
     record = trace(run(ring_all_gather, n))
-    assert record.messages_sent == [n - 1] * n and record.bytes_sent == record.bytes_received == [4 * (n - 1)] * n
+    assert (
+        record.messages_sent == [n - 1] * n
+        and record.bytes_sent == record.bytes_received == [4 * (n - 1)] * n
+    )
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the process's threads in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="counts the process's threads in /proc"
+)
 def test_a_rank_computes_with_one_thread_even_where_openmp_would_start_more():
-    # In a process of its own, as the tests run with OMP_NUM_THREADS=1. A pool of threads would spin on the simulation's one core.
+    # In a process of its own, as the tests run with OMP_NUM_THREADS=1. A pool of threads would spin
+    # on the simulation's one core.
     done = subprocess.run(
-        [sys.executable, "-c", THREADS], env=os.environ | {"OMP_NUM_THREADS": "3"}, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", THREADS],
+        env=os.environ | {"OMP_NUM_THREADS": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert done.stdout.split() == ["0", "0"]
 

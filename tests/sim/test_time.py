@@ -1,4 +1,7 @@
-"""How long a message and a computation take on the sim. (Messages that need the same links: test_contention.py.)"""
+"""How long a message and a computation take on the sim.
+
+(Messages that need the same links: test_contention.py.)
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,30 @@ def test_makespan_counts_steps(n):
     assert makespan(programs.flat_broadcast, n, STEPS) == n - 1
     assert makespan(programs.tree_broadcast, n, STEPS) == math.ceil(math.log2(n))
     assert makespan(programs.ring_all_gather, n, STEPS) == n - 1
-    assert makespan(programs.direct_all_to_all, n, STEPS) == n - 1  # n−1 permutations, posted at once
+    # n−1 permutations, posted at once
+    assert makespan(programs.direct_all_to_all, n, STEPS) == n - 1
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_makespan_counts_the_bytes_on_the_critical_path(n):
     size = 4 * 3  # three float32 numbers
     assert makespan(lambda r: programs.flat_broadcast(r, 3), n, BYTES) == (n - 1) * size
-    assert makespan(lambda r: programs.tree_broadcast(r, 3), n, BYTES) == math.ceil(math.log2(n)) * size
+    assert (
+        makespan(lambda r: programs.tree_broadcast(r, 3), n, BYTES)
+        == math.ceil(math.log2(n)) * size
+    )
     assert makespan(lambda r: programs.ring_all_gather(r, 3), n, BYTES) == (n - 1) * size
 
 
 @pytest.mark.parametrize(
     "network",
-    [STEPS, Network.ring(), Network.ring(bidirectional=False), Network.two_level(3), Network(eager=1e9)],
+    [
+        STEPS,
+        Network.ring(),
+        Network.ring(bidirectional=False),
+        Network.two_level(3),
+        Network(eager=1e9),
+    ],
     ids=["steps", "ring", "one-way ring", "two levels", "eager"],
 )
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
@@ -48,7 +61,12 @@ def test_data_arrives_on_any_network(n, network):
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():
-    assert makespan(lambda r: programs.flat_broadcast(r, 100), 2, Network(latency=0.5, bandwidth=200.0)) == 0.5 + 400 / 200
+    assert (
+        makespan(
+            lambda r: programs.flat_broadcast(r, 100), 2, Network(latency=0.5, bandwidth=200.0)
+        )
+        == 0.5 + 400 / 200
+    )
 
 
 def test_the_receivers_tensor_changes_only_when_the_message_ends():
@@ -82,22 +100,46 @@ def test_a_rank_sends_and_receives_at_once_but_one_message_each_way():
 
 
 def test_messages_start_first_come_first_served():
-    """Compared with a plain form of the rule: whenever a message ends, go through all that have not started, in order."""
+    """Compared with a plain form of the rule: whenever a message ends, go through all that have
+    not started, in order.
+    """
     for seed in range(25):
         rng = random.Random(seed)
         n = rng.choice([2, 3, 4, 6])
-        peers = {r: rng.sample([p for p in range(n) if p != r], rng.randint(0, n - 1)) for r in range(n)}
+        peers = {
+            r: rng.sample([p for p in range(n) if p != r], rng.randint(0, n - 1)) for r in range(n)
+        }
         sends = [(r, d, rng.choice([1, 2, 3])) for r in range(n) for d in peers[r]]
 
         def program(rank, sends=sends):
-            works = [dist.isend(torch.zeros(size, dtype=torch.int8), dst) for src, dst, size in sends if src == rank]
-            wait_for(works + [dist.irecv(torch.zeros(size, dtype=torch.int8), src) for src, dst, size in sends if dst == rank])
+            works = [
+                dist.isend(torch.zeros(size, dtype=torch.int8), dst)
+                for src, dst, size in sends
+                if src == rank
+            ]
+            wait_for(
+                works
+                + [
+                    dist.irecv(torch.zeros(size, dtype=torch.int8), src)
+                    for src, dst, size in sends
+                    if dst == rank
+                ]
+            )
 
-        seen = sorted((e.rank, e.peer, e.start, e.end) for e in trace(run(program, n, BYTES)).events if e.kind == "send")
+        seen = sorted(
+            (e.rank, e.peer, e.start, e.end)
+            for e in trace(run(program, n, BYTES)).events
+            if e.kind == "send"
+        )
         order = {}
         for src, dst, _ in sends:
             order[src, dst] = sum(1 for s, d in order if s == src)
-        left, flying, expected, now = sorted(sends, key=lambda m: (order[m[0], m[1]], m[0])), [], [], 0.0
+        left, flying, expected, now = (
+            sorted(sends, key=lambda m: (order[m[0], m[1]], m[0])),
+            [],
+            [],
+            0.0,
+        )
         while left or flying:
             for message in list(left):
                 src, dst, size = message
@@ -122,7 +164,9 @@ def test_compute_moves_only_the_ranks_own_clock():
 
     result = run(program, 3, STEPS)
     assert result.results == [3.0, 3.0, 4.0]
-    send, recv = (next(e for e in trace(result).events if e.kind == kind) for kind in ("send", "recv"))
+    send, recv = (
+        next(e for e in trace(result).events if e.kind == kind) for kind in ("send", "recv")
+    )
     assert (recv.posted, send.posted, send.start, send.end, recv.end) == (0, 2, 2, 3, 3)
     spans = [(e.rank, e.start, e.end, e.args) for e in trace(result).spans("work")]
     assert sorted(spans) == [(r, 0.0, 2.0 * r, {"size": r}) for r in range(3)]
@@ -153,8 +197,14 @@ def test_an_eager_message_does_not_wait_for_its_receive(receive_at):
             assert x.tolist() == [1.0, 1.0]
         return recorder().now()
 
-    assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=8)).results == [1.0, max(1.0, receive_at)]
-    assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=7)).results == [receive_at + 1.0] * 2
+    assert run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=8)).results == [
+        1.0,
+        max(1.0, receive_at),
+    ]
+    assert (
+        run(program, 2, Network(latency=1.0, bandwidth=math.inf, eager=7)).results
+        == [receive_at + 1.0] * 2
+    )
 
 
 def test_two_ranks_that_both_send_first_do_not_deadlock_if_eager():
@@ -206,7 +256,9 @@ def test_polling_between_computations_takes_no_time():
 
 
 @pytest.mark.parametrize(
-    "network", [Network(), Network.torus((3, 4)), Network.two_level(4), Network(eager=4)], ids=["switch", "torus", "two levels", "eager"]
+    "network",
+    [Network(), Network.torus((3, 4)), Network.two_level(4), Network(eager=4)],
+    ids=["switch", "torus", "two levels", "eager"],
 )
 def test_a_run_is_the_same_every_time(network):
     def program(rank):

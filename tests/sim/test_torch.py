@@ -1,4 +1,6 @@
-"""torch's own DDP, FSDP2, DTensor and differentiable collectives run unchanged on the sim, with the results of one process or of gloo."""
+"""torch's own DDP, FSDP2, DTensor and differentiable collectives run unchanged on the sim, with
+the results of one process or of gloo.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .programs import run, trace
 
 def model() -> torch.nn.Module:
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)
+    ).double()
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -41,16 +45,25 @@ def one_process(n: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("way", ["plain", "hook", "static graph"])
 def test_torchs_data_parallel_gives_what_one_process_does(n, way):
     def program(rank):
-        net = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001, static_graph=way == "static graph")
+        net = torch.nn.parallel.DistributedDataParallel(
+            model(), bucket_cap_mb=0.0001, static_graph=way == "static graph"
+        )
         if way == "hook":  # a communication hook written in Python
             net.register_comm_hook(
-                None, lambda _, bucket: dist.all_reduce(bucket.buffer().div_(n), async_op=True).get_future().then(lambda f: f.value()[0])
+                None,
+                lambda _, bucket: (
+                    dist.all_reduce(bucket.buffer().div_(n), async_op=True)
+                    .get_future()
+                    .then(lambda f: f.value()[0])
+                ),
             )
         train(net, lambda m: m(batch(rank)).square().mean())
         return [p.detach() for p in net.parameters()]
 
     result = run(program, n)
-    assert any(e.kind == "all_reduce" and e.where.startswith(__file__) for e in trace(result).events)
+    assert any(
+        e.kind == "all_reduce" and e.where.startswith(__file__) for e in trace(result).events
+    )
     for parameters in result.results:
         for ours, theirs in zip(parameters, one_process(n), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
@@ -81,7 +94,10 @@ def test_torchs_dtensor(n):
 
     def program(rank):
         gen = torch.Generator().manual_seed(1)
-        a, b = torch.randn(7, 6, generator=gen, dtype=torch.float64), torch.randn(6, 5, generator=gen, dtype=torch.float64)
+        a, b = (
+            torch.randn(7, 6, generator=gen, dtype=torch.float64),
+            torch.randn(6, 5, generator=gen, dtype=torch.float64),
+        )
         mesh = init_device_mesh("cpu", (n,))
         product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
         torch.testing.assert_close(product.redistribute(mesh, [Shard(0)]).full_tensor(), a @ b)
@@ -101,7 +117,9 @@ def differentiable_collectives():
     p, rank = dist.get_world_size(), dist.get_rank()
 
     def given(salt: int) -> torch.Tensor:
-        return torch.randn(p, generator=torch.Generator().manual_seed(10 * rank + salt), dtype=torch.float64)
+        return torch.randn(
+            p, generator=torch.Generator().manual_seed(10 * rank + salt), dtype=torch.float64
+        )
 
     def room() -> list[torch.Tensor]:
         return [torch.zeros(p, dtype=torch.float64) for _ in range(p)]
@@ -110,7 +128,8 @@ def differentiable_collectives():
         "broadcast": lambda *x: functional.broadcast(x[0], 1),
         "gather": lambda *x: functional.gather(x[0], 1),
         "scatter": lambda *x: functional.scatter(list(x), 1),
-        "reduce": lambda *x: functional.reduce(x[0], 1) * (rank == 1),  # on other ranks the result is undefined
+        # on other ranks the result is undefined
+        "reduce": lambda *x: functional.reduce(x[0], 1) * (rank == 1),
         "reduce_scatter": lambda *x: functional.reduce_scatter(room()[0], list(x)),
         "all_gather": lambda *x: functional.all_gather(x[0]),
         "all_to_all": lambda *x: functional.all_to_all(room(), list(x)),
@@ -123,10 +142,16 @@ def differentiable_collectives():
         results = call(*x)
         results = results if isinstance(results, tuple) else (results,)
         sum((y * given(i)).sin().sum() for i, y in enumerate(results)).backward()
-        found[name] = [t.tolist() for t in results], [None if t.grad is None else t.grad.tolist() for t in x]
+        found[name] = (
+            [t.tolist() for t in results],
+            [None if t.grad is None else t.grad.tolist() for t in x],
+        )
     return found
 
 
 def test_torchs_differentiable_collectives_give_what_they_do_on_gloo():
-    gloo, sim = (p101.launch(differentiable_collectives, world_size=2, backend=backend).results for backend in ("gloo", "sim"))
+    gloo, sim = (
+        p101.launch(differentiable_collectives, world_size=2, backend=backend).results
+        for backend in ("gloo", "sim")
+    )
     assert sim == gloo  # bit for bit, as the sum of two values does not depend on their order

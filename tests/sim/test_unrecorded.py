@@ -1,4 +1,7 @@
-"""`unrecorded()` leaves nothing in a run: the same events at the same times as without it. What happens inside is right all the same."""
+"""`unrecorded()` leaves nothing in a run: the same events at the same times as without it.
+
+What happens inside is right all the same.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def together(group):
 
 
 def inside(group=None):
-    """What a rank does in the block: messages, both sorts of collectives, spans, compute() and a backward."""
+    """What a rank does in the block: messages, both sorts of collectives, spans, compute() and
+    a backward.
+    """
     ranks = list(range(dist.get_world_size())) if group is None else group
     n, rank = len(ranks), dist.get_rank()
     place = ranks.index(rank)
@@ -48,7 +53,10 @@ def inside(group=None):
             assert x.grad is not None and x.grad.item() == 2 * rank * n
             received = torch.empty(2)
             to, source = ranks[(place + 1) % n], ranks[(place - 1) % n]
-            both = [dist.P2POp(dist.isend, torch.full((2,), float(rank)), to), dist.P2POp(dist.irecv, received, source)]
+            both = [
+                dist.P2POp(dist.isend, torch.full((2,), float(rank)), to),
+                dist.P2POp(dist.irecv, received, source),
+            ]
             for work in dist.batch_isend_irecv(both):
                 work.wait()
             assert received.tolist() == [source, source]
@@ -68,7 +76,10 @@ OPERATIONS = {
 
 
 def program(seed, *, block):
-    """A few collectives, at which the ranks arrive at different times. The block is before one of them, or at the end."""
+    """A few collectives, at which the ranks arrive at different times.
+
+    The block is before one of them, or at the end.
+    """
 
     def rank_main(rank):
         same, own = random.Random(seed), random.Random(1000 * seed + rank)
@@ -77,7 +88,10 @@ def program(seed, *, block):
             if block and step == place:
                 inside()
             compute(own.random() * same.choice([0.0, 1e-5, 1.0]))
-            x, root = torch.full((same.choice([1, 7, 1000, 10**5]),), rank + 1.0), same.randrange(dist.get_world_size())
+            x, root = (
+                torch.full((same.choice([1, 7, 1000, 10**5]),), rank + 1.0),
+                same.randrange(dist.get_world_size()),
+            )
             name = same.choice([*OPERATIONS])
             with span(name, step=step):
                 result = OPERATIONS[name](x, root)
@@ -92,7 +106,10 @@ def program(seed, *, block):
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_run_is_the_same_with_and_without(n, network, rules):
     for seed in range(6):
-        with_it, without = (run(program(seed, block=block), n, network, rules=rules, payload_bytes=64) for block in (True, False))
+        with_it, without = (
+            run(program(seed, block=block), n, network, rules=rules, payload_bytes=64)
+            for block in (True, False)
+        )
         assert with_it.results == without.results
         assert trace(with_it).events == trace(without).events
         assert trace(with_it).makespan == trace(without).makespan and not with_it.unwaited
@@ -100,7 +117,10 @@ def test_a_run_is_the_same_with_and_without(n, network, rules):
 
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
 def test_a_rank_that_comes_late_does_not_keep_the_others(rules):
-    """Rank 1 waits for rank 2 before the block. Rank 0 has been in the block for 5 seconds, and goes on at 0."""
+    """Rank 1 waits for rank 2 before the block.
+
+    Rank 0 has been in the block for 5 seconds, and goes on at 0.
+    """
 
     def rank_main(rank):
         if rank == 2:
@@ -121,7 +141,9 @@ def test_a_rank_that_comes_late_does_not_keep_the_others(rules):
 
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
 def test_ranks_that_enter_at_the_same_time_stay_in_order(rules):
-    """new_group takes no time, so ranks that wait for others there run later at the same time, and get links later."""
+    """new_group takes no time, so ranks that wait for others there run later at the same time,
+    and get links later.
+    """
 
     def program(block):
         def rank_main(rank):
@@ -202,7 +224,9 @@ def test_a_deadlock_inside_is_named(rules):
 
     error = simulate(rank_main, 2, rules=rules).error
     assert isinstance(error, DeadlockError)
-    assert error.waiting == {r: ("recv", 1 - r, line_of(rank_main, "dist.recv")) for r in (0, 1)} and error.cycle == [0, 1]
+    assert error.waiting == {
+        r: ("recv", 1 - r, line_of(rank_main, "dist.recv")) for r in (0, 1)
+    } and error.cycle == [0, 1]
 
 
 def test_a_deadlock_with_a_rank_outside():
@@ -214,7 +238,10 @@ def test_a_deadlock_with_a_rank_outside():
 
     error = simulate(rank_main, 2).error
     assert isinstance(error, DeadlockError)
-    assert error.waiting == {0: ("recv", 1, line_of(rank_main, "dist.recv")), 1: ("all_gather", 0, line_of(rank_main, "all_gather("))}
+    assert error.waiting == {
+        0: ("recv", 1, line_of(rank_main, "dist.recv")),
+        1: ("all_gather", 0, line_of(rank_main, "all_gather(")),
+    }
 
 
 def test_nccls_queues_inside():
@@ -226,7 +253,9 @@ def test_nccls_queues_inside():
 
     run(rank_main, 2)
     error = simulate(rank_main, 2, rules="nccl").error
-    assert isinstance(error, DeadlockError) and "waits in the queue behind its send to rank 1" in str(error)
+    assert isinstance(
+        error, DeadlockError
+    ) and "waits in the queue behind its send to rank 1" in str(error)
 
 
 def test_a_misuse_inside():

@@ -77,8 +77,12 @@ def polled_until_done(future: torch.futures.Future) -> torch.Tensor:
 
 FUTURES = {  # each waits for futures in another way, and returns the sum of 1 over two ranks
     "wait_all": lambda: torch.futures.wait_all([summed(2.0), summed(1.0)])[1][0],
-    "collect_all": lambda: torch.futures.collect_all([summed(2.0), summed(1.0)]).wait()[1].value()[0],
-    "collect_all, polled": lambda: polled_until_done(torch.futures.collect_all([summed(2.0), summed(1.0)]))[1].value()[0],
+    "collect_all": lambda: (
+        torch.futures.collect_all([summed(2.0), summed(1.0)]).wait()[1].value()[0]
+    ),
+    "collect_all, polled": lambda: polled_until_done(
+        torch.futures.collect_all([summed(2.0), summed(1.0)])
+    )[1].value()[0],
     "own": lambda: set_by(summed(1.0)).wait(),
     "own, polled": lambda: polled_until_done(set_by(summed(1.0))),
     "own, then": lambda: set_by(summed(0.5)).then(lambda done: done.value() * 2).wait(),
@@ -90,18 +94,28 @@ FUTURES = {  # each waits for futures in another way, and returns the sum of 1 o
 
 @pytest.mark.parametrize("way", FUTURES)
 def test_virtual_time_passes_however_a_program_waits_for_futures(way):
-    assert run(lambda rank: FUTURES[way]().tolist(), 2, Network(latency=1.0)).results == [[2.0, 2.0]] * 2
+    assert (
+        run(lambda rank: FUTURES[way]().tolist(), 2, Network(latency=1.0)).results
+        == [[2.0, 2.0]] * 2
+    )
 
 
 def test_a_future_that_nothing_will_set_is_an_error_at_once():
     result = simulate(lambda rank: torch.futures.Future().wait(), 2)
-    with pytest.raises(RuntimeError, match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"rank 0 waits for a torch\.futures\.Future that nothing will set.*get_future",
+    ):
         raise result.error
 
 
 def test_a_deadlock_in_a_future_names_the_call_that_does_not_end():
-    error = simulate(lambda rank: set_by(summed(1.0)).wait() if rank == 0 else dist.recv(torch.ones(1), 0), 2).error
-    with pytest.raises(DeadlockError, match=r"rank 0 waits in all_reduce(.|\n)*rank 1 waits in recv"):
+    error = simulate(
+        lambda rank: set_by(summed(1.0)).wait() if rank == 0 else dist.recv(torch.ones(1), 0), 2
+    ).error
+    with pytest.raises(
+        DeadlockError, match=r"rank 0 waits in all_reduce(.|\n)*rank 1 waits in recv"
+    ):
         raise error
 
 
@@ -133,7 +147,13 @@ def test_works_are_instances_of_torchs_work():
     def program(rank):
         x = torch.zeros(1)
         works = [dist.isend(x, rank), dist.irecv(torch.zeros(1), rank), dist.barrier(async_op=True)]
-        return [isinstance(work, dist.Work) and work.wait() and work.is_success() and work.exception() is None for work in works]
+        return [
+            isinstance(work, dist.Work)
+            and work.wait()
+            and work.is_success()
+            and work.exception() is None
+            for work in works
+        ]
 
     assert run(program, 2).results == [[True] * 3] * 2
 
@@ -141,19 +161,30 @@ def test_works_are_instances_of_torchs_work():
 def test_the_benchmark_counts_as_the_callers_code():
     events = trace(run(lambda rank: round_the_ring(1), 3)).events
     places = {(event.kind, event.where.rpartition(":")[0]) for event in events}
-    assert places == {(kind, round_the_ring.__code__.co_filename) for kind in ("send", "recv")} and len({e.where for e in events}) == 2
+    assert (
+        places == {(kind, round_the_ring.__code__.co_filename) for kind in ("send", "recv")}
+        and len({e.where for e in events}) == 2
+    )
 
 
 def test_a_trace_has_the_same_events_whenever_it_is_read():
     result = run(lambda rank: round_the_ring(2), 5)
     read, unread = trace(result), trace(result)
     events = read.events
-    assert pickle.loads(pickle.dumps(unread)).events == copy.copy(unread).events == events == unread.events == read.events
-    assert sorted(events, key=lambda e: (e.start, e.rank, e.seq)) == events and len(events) == 2 * sum(unread.messages_sent)
+    assert (
+        pickle.loads(pickle.dumps(unread)).events
+        == copy.copy(unread).events
+        == events
+        == unread.events
+        == read.events
+    )
+    assert sorted(events, key=lambda e: (e.start, e.rank, e.seq)) == events and len(
+        events
+    ) == 2 * sum(unread.messages_sent)
     for sent in (e for e in events if e.kind == "send"):
-        assert sent._replace(rank=sent.peer, kind="recv", peer=sent.rank, where=received_at(events), posted=0.0) in [
-            e._replace(posted=0.0) for e in events
-        ]
+        assert sent._replace(
+            rank=sent.peer, kind="recv", peer=sent.rank, where=received_at(events), posted=0.0
+        ) in [e._replace(posted=0.0) for e in events]
 
 
 def received_at(events):

@@ -1,4 +1,6 @@
-"""What the tests of the trainers share: small models in float64, and what one process makes of them with nothing but torch."""
+"""What the tests of the trainers share: small models in float64, and what one process makes of
+them with nothing but torch.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ SETTINGS = (  # half of them: every pair of two options' values is in one
 
 
 def setting(*numbers: int) -> Setting:
-    """One of the four. Where the numbers are those of a task, a variant and the ranks, each pair of these meets all four."""
+    """One of the four. Where the numbers are those of a task, a variant and the ranks, each
+    pair of these meets all four.
+    """
     return SETTINGS[sum(numbers) % len(SETTINGS)]
 
 
@@ -58,7 +62,10 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 def adamw_by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Two groups: matrices, whose weights decay, and all else."""
     parameters = list(parameters)
-    groups = [{"params": [p for p in parameters if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix} for matrix in (True, False)]
+    groups = [
+        {"params": [p for p in parameters if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
+        for matrix in (True, False)
+    ]
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
@@ -66,11 +73,15 @@ ALL_OPTIMIZERS = {**OPTIMIZERS, "adamw by shape": adamw_by_shape}
 
 
 class Sometimes(nn.Module):
-    """Samples that begin with a positive number take a path of their own, which a batch without such never touches; `never` is on none."""
+    """Samples that begin with a positive number take a path of their own, which a batch without
+    such never touches; `never` is on none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes, self.never = (MLP([4, 6, 1], seed=s, dtype=torch.float64) for s in (1, 2, 3))
+        self.always, self.sometimes, self.never = (
+            MLP([4, 6, 1], seed=s, dtype=torch.float64) for s in (1, 2, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y, special = self.always(x), x[:, 0] > 0
@@ -82,7 +93,8 @@ class Sometimes(nn.Module):
 class Task(NamedTuple):
     build: Callable[[], nn.Module]
     loss_fn: Callable[[Tensor, Tensor], Tensor]
-    batch: Callable[[int], tuple[Tensor, Tensor]]  #  of a step: 11 samples, which only one rank can share evenly
+    # of a step: 11 samples, which only one rank can share evenly
+    batch: Callable[[int], tuple[Tensor, Tensor]]
 
 
 def randn(step: int, *shape: int) -> Tensor:
@@ -104,11 +116,17 @@ def text(step: int) -> tuple[Tensor, Tensor]:
 
 
 def gpt(tied: bool, dtype: torch.dtype = torch.float64) -> GPT:
-    return GPT(GPTConfig(vocabulary=13, context=6, layers=2, heads=2, width=8, tied=tied), dtype=dtype)
+    return GPT(
+        GPTConfig(vocabulary=13, context=6, layers=2, heads=2, width=8, tied=tied), dtype=dtype
+    )
 
 
 TASKS = {
-    "mlp": Task(lambda: MLP([4, 7, 7, 3], dtype=torch.float64), F.mse_loss, lambda step: (randn(step, 11, 4), randn(100 + step, 11, 3))),
+    "mlp": Task(
+        lambda: MLP([4, 7, 7, 3], dtype=torch.float64),
+        F.mse_loss,
+        lambda step: (randn(step, 11, 4), randn(100 + step, 11, 3)),
+    ),
     "sometimes": Task(Sometimes, F.mse_loss, special_in_few_samples),
     "tied gpt": Task(lambda: gpt(True), next_token_loss, text),
     "untied gpt": Task(lambda: gpt(False), next_token_loss, text),
@@ -154,13 +172,19 @@ def trained(trainer: Any, task: Task, steps: int = STEPS) -> Outcome:
 
 def differences(found: Outcome, expected: Outcome, close: float = CLOSE) -> list[str]:
     """Where losses, gradients or weights differ by more than `close` of what they are."""
-    wrong = [f"loss {a} and not {b}" for a, b in zip(found.losses, expected.losses) if abs(a - b) > close * abs(b)]
+    wrong = [
+        f"loss {a} and not {b}"
+        for a, b in zip(found.losses, expected.losses)
+        if abs(a - b) > close * abs(b)
+    ]
     for step, (have, want) in enumerate(zip(found.gradients, expected.gradients)):
         wrong += [f"gradient, step {step}: {what}" for what in differing(have, want, close)]
     return wrong + [f"weight: {what}" for what in differing(found.weights, expected.weights, close)]
 
 
-def differing(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], close: float) -> list[str]:
+def differing(
+    found: dict[str, Tensor | None], expected: dict[str, Tensor | None], close: float
+) -> list[str]:
     if found.keys() != expected.keys():
         return [f"names {sorted(found.keys() ^ expected.keys())}"]
     wrong = []

@@ -1,4 +1,6 @@
-"""What the tests of tensor parallelism share: models in float64, one forward and backward of each, whole and cut."""
+"""What the tests of tensor parallelism share: models in float64, one forward and backward of
+each, whole and cut.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,13 @@ class FusedAttention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 72), nn.Linear(24, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        q, k, v = (
+            part.unflatten(-1, (-1, 2)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
 
 
 def seeded(model: nn.Module) -> nn.Module:
@@ -36,7 +43,9 @@ def seeded(model: nn.Module) -> nn.Module:
     model.double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(initial_weight(name + " matrix", (1, *p.shape))[0] * (1 if p.dim() > 1 else 0.3)).add_(0 if p.dim() > 1 else 0.5)
+            p.copy_(
+                initial_weight(name + " matrix", (1, *p.shape))[0] * (1 if p.dim() > 1 else 0.3)
+            ).add_(0 if p.dim() > 1 else 0.5)
     return model
 
 
@@ -72,15 +81,26 @@ FEATURES = (F.mse_loss, randn(1, 3, 5, 8), randn(2, 3, 5, 8), F.mse_loss)
 
 
 def chain() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 3))
+    return nn.Sequential(
+        nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 3)
+    )
 
 
 def fused() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), FusedAttention(), nn.LayerNorm(8), FusedAttention(), nn.Linear(8, 8))
+    return nn.Sequential(
+        nn.Linear(8, 8), FusedAttention(), nn.LayerNorm(8), FusedAttention(), nn.Linear(8, 8)
+    )
 
 
 def with_embedding() -> nn.Module:
-    return nn.Sequential(nn.Embedding(13, 6, padding_idx=4), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6), nn.Linear(6, 13))
+    return nn.Sequential(
+        nn.Embedding(13, 6, padding_idx=4),
+        nn.LayerNorm(6),
+        nn.Linear(6, 5),
+        nn.ReLU(),
+        nn.Linear(5, 6),
+        nn.Linear(6, 13),
+    )
 
 
 FUSED_PLAN = {"*.qkv": p101.column(parts=3, heads=12), "*.out": "row"}
@@ -93,12 +113,17 @@ CASES = {
     "gpt, auto": Case(lambda: gpt(tied=False), "auto", *CUT_HEAD),
     "gpt, whole head": Case(gpt, WITHOUT_HEAD, *WHOLE_HEAD),
     "fused": Case(fused, FUSED_PLAN, *FEATURES),
-    "embedding": Case(with_embedding, {"0": "vocabulary", "2": "column", "4": "row", "5": "vocabulary"}, *CUT_HEAD),
+    "embedding": Case(
+        with_embedding, {"0": "vocabulary", "2": "column", "4": "row", "5": "vocabulary"}, *CUT_HEAD
+    ),
 }
 IN_TIME = {
     "chain": Case(chain, CHAIN, *TIMES),
     "mlp, last layer alone": Case(lambda: MLP([4, 7, 6, 3]), "auto", *TIMES),
-    **{name: CASES[name] for name in ("gpt, tied", "gpt, auto", "gpt, whole head", "fused", "embedding")},
+    **{
+        name: CASES[name]
+        for name in ("gpt, tied", "gpt, auto", "gpt, whole head", "fused", "embedding")
+    },
 }
 
 
@@ -108,7 +133,9 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def one_backward(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, targets: Tensor) -> Outcome:
+def one_backward(
+    model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, targets: Tensor
+) -> Outcome:
     inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
     loss = loss_fn(model(inputs), targets)
     loss.backward()
@@ -119,7 +146,11 @@ def whole(case: Case) -> Outcome:
     return one_backward(seeded(case.build()), case.whole_loss, case.inputs, case.targets)
 
 
-def cut(case: Case, sequence_parallel: bool = False, prepare: Callable[[nn.Module], object] = lambda model: None) -> Outcome:
+def cut(
+    case: Case,
+    sequence_parallel: bool = False,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+) -> Outcome:
     """On one rank, with its blocks of the gradients."""
     model, n = seeded(case.build()), dist.get_world_size()
     resolved = resolve(case.plan, model, case.loss_fn, n, sequence_parallel)
@@ -145,10 +176,19 @@ def differences(case: Case, results: list[Outcome], close: float = 1e-10) -> lis
     expected = whole(case)
     placements = resolve(case.plan, seeded(case.build()), case.loss_fn, len(results)).placements
     found: Mapping[str, Tensor] = {
-        name: joined([result.gradients[name] for result in results], placements.get(name)) for name in expected.gradients
+        name: joined([result.gradients[name] for result in results], placements.get(name))
+        for name in expected.gradients
     }
-    wrong = [f"loss {r.loss}, not {expected.loss}" for r in results if abs(r.loss - expected.loss) > close * abs(expected.loss)]
-    wrong += [name for name, g in expected.gradients.items() if not (found[name] - g).norm() <= close * g.norm()]
+    wrong = [
+        f"loss {r.loss}, not {expected.loss}"
+        for r in results
+        if abs(r.loss - expected.loss) > close * abs(expected.loss)
+    ]
+    wrong += [
+        name
+        for name, g in expected.gradients.items()
+        if not (found[name] - g).norm() <= close * g.norm()
+    ]
     if expected.inputs is not None:
         wrong += [
             f"inputs on rank {i}"

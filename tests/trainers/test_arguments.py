@@ -1,4 +1,6 @@
-"""What makes no sense is an error at once, with every trainer, on every rank alike, that says what was given and what was expected."""
+"""What makes no sense is an error at once, with every trainer, on every rank alike, that says
+what was given and what was expected.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,17 @@ def wraps(of):
 
 
 CASES = [  # what is done with a trainer, and what the error says
-    (wraps(lambda: MLP), TypeError, r"model=<class '.*MLP'>: expected an nn.Module that has been built"),
+    (
+        wraps(lambda: MLP),
+        TypeError,
+        r"model=<class '.*MLP'>: expected an nn.Module that has been built",
+    ),
     (wraps(lambda: None), TypeError, "model=None: expected an nn.Module"),
-    (wraps(lambda: MLP([4, 4], device="meta")), ValueError, r"'layers\.0\.weight' is on the meta device and has no values"),
+    (
+        wraps(lambda: MLP([4, 4], device="meta")),
+        ValueError,
+        r"'layers\.0\.weight' is on the meta device and has no values",
+    ),
     (
         wraps(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))),
         ValueError,
@@ -59,44 +69,104 @@ CASES = [  # what is done with a trainer, and what the error says
     ),
     (wraps(lambda: model().requires_grad_(False)), ValueError, "nothing to train"),
     (loss("mse"), TypeError, r"loss_fn='mse': expected a function of \(outputs, targets\)"),
-    (loss(None), ValueError, r"loss_fn is None, so the model returns its loss: expected step\(inputs\)"),
-    (loss(lambda y, t: (F.mse_loss(y, t), -1.0)), ValueError, r"the loss has the weight -1\.0: expected \(sum of losses, their weight\)"),
+    (
+        loss(None),
+        ValueError,
+        r"loss_fn is None, so the model returns its loss: expected step\(inputs\)",
+    ),
+    (
+        loss(lambda y, t: (F.mse_loss(y, t), -1.0)),
+        ValueError,
+        r"the loss has the weight -1\.0: expected \(sum of losses, their weight\)",
+    ),
     (loss(lambda y, t: (F.mse_loss(y, t), 0)), ValueError, "the weights of the loss add up to 0"),
-    (loss(nn.MSELoss), TypeError, r"expected a function .* such as torch\.nn\.functional\.mse_loss or nn\.MSELoss\(\)"),
-    (loss(lambda y, t: (y - t).square().mean(1)), ValueError, r"loss_fn returned a tensor of shape \(6,\): expected the mean"),
-    (loss(lambda y, t: F.mse_loss(y, t).item()), ValueError, r"loss_fn returned 0\.\d+: expected the mean"),
-    (loss(lambda y, t: F.mse_loss(y, t).detach()), ValueError, "the loss depends on no weight that is trained: was it detached"),
+    (
+        loss(nn.MSELoss),
+        TypeError,
+        r"expected a function .* such as torch\.nn\.functional\.mse_loss or nn\.MSELoss\(\)",
+    ),
+    (
+        loss(lambda y, t: (y - t).square().mean(1)),
+        ValueError,
+        r"loss_fn returned a tensor of shape \(6,\): expected the mean",
+    ),
+    (
+        loss(lambda y, t: F.mse_loss(y, t).item()),
+        ValueError,
+        r"loss_fn returned 0\.\d+: expected the mean",
+    ),
+    (
+        loss(lambda y, t: F.mse_loss(y, t).detach()),
+        ValueError,
+        "the loss depends on no weight that is trained: was it detached",
+    ),
     (loss(lambda y, t: (y.argmax(1) == 1).sum()), ValueError, "made of whole numbers"),
     (optimizer(sgd(model().parameters())), TypeError, "is a SGD that is already built"),
     (optimizer(lambda p: torch.optim.SGD(p, lr=-1.0)), ValueError, "Invalid learning rate: -1.0"),
-    (optimizer(torch.optim.LBFGS), ValueError, r"trainers call LBFGS\.step\(\) without arguments, and that fails: .*'closure'"),
+    (
+        optimizer(torch.optim.LBFGS),
+        ValueError,
+        r"trainers call LBFGS\.step\(\) without arguments, and that fails: .*'closure'",
+    ),
     (option(accumulate=0), ValueError, "accumulate=0: expected"),
     (option(accumulate=True), ValueError, "accumulate=True: expected the number of microbatches"),
     (option(bucket_bytes=-1), ValueError, "bucket_bytes=-1: expected a number of bytes"),
     (option(clip_norm=0.0), ValueError, "clip_norm=0.0: expected"),
     (option(clip_norm="1"), ValueError, "clip_norm='1': expected the largest norm"),
     (option(clip_norm=float("nan")), ValueError, "clip_norm=nan"),
-    (option(autocast=True), ValueError, r"autocast=True: expected a floating-point dtype such as torch\.bfloat16"),
+    (
+        option(autocast=True),
+        ValueError,
+        r"autocast=True: expected a floating-point dtype such as torch\.bfloat16",
+    ),
     (option(autocast=torch.int8), ValueError, r"autocast=torch\.int8"),
-    (fit((X, Y)), TypeError, r"a batch is a tensor of shape \(6, 4\): expected \(inputs, targets\)"),
+    (
+        fit((X, Y)),
+        TypeError,
+        r"a batch is a tensor of shape \(6, 4\): expected \(inputs, targets\)",
+    ),
     (fit([{"x": X, "y": Y}]), TypeError, "a batch is a dict"),
-    (fit([(X, Y, Y)]), TypeError, r"a batch is a tuple of a tensor of shape \(6, 4\), a tensor .*, a tensor"),
-    (fit([([[1.0] * 4] * 6, Y)]), TypeError, r"a batch is a list of list, list, list, list, …: expected tensors"),
-    (fit([({"x": X, "m": X[:5]}, Y)]), ValueError, r"have the shapes \(6, 4\), \(5, 4\): expected the same number of samples"),
+    (
+        fit([(X, Y, Y)]),
+        TypeError,
+        r"a batch is a tuple of a tensor of shape \(6, 4\), a tensor .*, a tensor",
+    ),
+    (
+        fit([([[1.0] * 4] * 6, Y)]),
+        TypeError,
+        r"a batch is a list of list, list, list, list, …: expected tensors",
+    ),
+    (
+        fit([({"x": X, "m": X[:5]}, Y)]),
+        ValueError,
+        r"have the shapes \(6, 4\), \(5, 4\): expected the same number of samples",
+    ),
     (fit([({"x": X, "flags": 3}, Y)]), TypeError, "a batch is a dict of 'x', 'flags'"),
     (fit([(X, torch.tensor(1.0))]), TypeError, r"a tensor of shape \(\): expected"),
     (fit([(X, Y[:5])]), ValueError, "inputs have 6 samples along dim 0 and targets 5"),
     (fit(lambda step: None, until=3), TypeError, "a batch is None"),
     (fit(None), TypeError, "batches=None: expected batches"),
     (fit(lambda step: (X, Y)), ValueError, "would never end: say until="),
-    (fit(lambda step: (X, Y), until=-1), ValueError, "until=-1: expected the number of steps in all"),
+    (
+        fit(lambda step: (X, Y), until=-1),
+        ValueError,
+        "until=-1: expected the number of steps in all",
+    ),
     (fit(lambda step: (X, Y), until="3"), ValueError, "until='3'"),
     (fit([(X, Y)], save_every=5), ValueError, "save_every=5, save_to=None"),
     (fit([(X, Y)], save_every=0.5, save_to="run.pt"), ValueError, r"save_every=0\.5"),
-    (fit([(X, Y)], save_to="no such folder/run.pt"), OSError, "there is no folder no such folder: make it first"),
+    (
+        fit([(X, Y)], save_to="no such folder/run.pt"),
+        OSError,
+        "there is no folder no such folder: make it first",
+    ),
     (fit([(X, Y)], save_to="."), OSError, r"\. is a folder: expected the name of a file"),
     (fit([(X, Y)], on_step=3), TypeError, "on_step=3: expected a function of a step"),
-    (lambda build: torch.no_grad()(build(model(), F.mse_loss, sgd).step)(X, Y), ValueError, r"torch\.no_grad\(\)"),
+    (
+        lambda build: torch.no_grad()(build(model(), F.mse_loss, sgd).step)(X, Y),
+        ValueError,
+        r"torch\.no_grad\(\)",
+    ),
 ]
 
 
@@ -129,7 +199,9 @@ def on_gpus_only():
 
 
 def raised(build):
-    with pytest.raises(ValueError, match=r"model\) on cpu, and the group .* sends from cuda only: move it there") as error:
+    with pytest.raises(
+        ValueError, match=r"model\) on cpu, and the group .* sends from cuda only: move it there"
+    ) as error:
         build(model(), F.mse_loss, sgd)
     return str(error.value)
 
@@ -144,7 +216,9 @@ def twice():
     first = ShardedTrainer(kept, F.mse_loss, sgd, zero_stage=3)
     for build in TRAINERS.values():
         for other in (kept, nn.Sequential(kept.layers[0])):
-            with pytest.raises(ValueError, match="weights are cut up already, by a trainer that was built before"):
+            with pytest.raises(
+                ValueError, match="weights are cut up already, by a trainer that was built before"
+            ):
                 build(other, F.mse_loss, sgd)
     again = model()
     again.load_state_dict(first.state_dict())
@@ -164,7 +238,9 @@ def test_gradients_are_copies(name):
     kept = {key: gradient.clone() for key, gradient in first.items()}
     trainer.step(X, -Y)
     assert all(torch.equal(first[key], kept[key]) for key in kept)
-    assert not any(torch.equal(gradient, kept[key]) for key, gradient in trainer.gradients().items())
+    assert not any(
+        torch.equal(gradient, kept[key]) for key, gradient in trainer.gradients().items()
+    )
 
 
 def test_a_batch_may_be_a_list_or_one_tensor_of_two():

@@ -1,4 +1,7 @@
-"""BatchNorm on every trainer: the statistics of the whole batch, or a clear error. Equal to one process in float64."""
+"""BatchNorm on every trainer: the statistics of the whole batch, or a clear error.
+
+Equal to one process in float64.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,16 @@ import parallel101 as p101
 from parallel101.mesh import group_of
 from parallel101.trainers.batch_norm import batch_norm
 from parallel101.trainers.trainer import Trainer
-from tests.trainers.cases import OPTIMIZERS, TRAINERS, Task, differences, differing, one_process, randn, trained
+from tests.trainers.cases import (
+    OPTIMIZERS,
+    TRAINERS,
+    Task,
+    differences,
+    differing,
+    one_process,
+    randn,
+    trained,
+)
 from tests.trainers.hybrid_cases import mesh_of
 from tests.trainers.hybrid_cases import world_size as ranks_of
 
@@ -28,7 +40,9 @@ SHAPES = {"1d": (3,), "sequence": (3, 5), "2d": (3, 2, 4), "3d": (3, 2, 1, 2)}
 
 
 def function_on_shares(shares):
-    """For each shape, with and without weights: output, gradients and running statistics, on this rank."""
+    """For each shape, with and without weights: output, gradients and running statistics, on
+    this rank.
+    """
     found, rank = {}, dist.get_rank()
     for name, shape in SHAPES.items():
         for affine in (False, True):
@@ -37,7 +51,9 @@ def function_on_shares(shares):
             mean, var = randn(4, 3), randn(5, 3).square()
             y = batch_norm(group_of(None), x, mean, var, w, b, training=True, momentum=0.3)
             (y * randn(6, sum(shares), *shape).split(shares)[rank]).sum().backward()
-            found[name, affine] = [y.detach(), x.grad, mean, var] + ([w.grad, b.grad] if affine else [])
+            found[name, affine] = [y.detach(), x.grad, mean, var] + (
+                [w.grad, b.grad] if affine else []
+            )
     return found
 
 
@@ -53,7 +69,9 @@ def test_the_function_is_torchs_on_the_whole_batch(shares):
             (y * randn(6, sum(shares), *shape)).sum().backward()
             ys, xs, means, variances, *weights = zip(*(found[name, affine] for found in results))
             for of_ranks in (means, variances):
-                assert all(torch.equal(of_rank, of_ranks[0]) for of_rank in of_ranks), "the same bits on all ranks"
+                assert all(torch.equal(of_rank, of_ranks[0]) for of_rank in of_ranks), (
+                    "the same bits on all ranks"
+                )
             torch.testing.assert_close(torch.cat(ys), y.detach(), rtol=0, atol=CLOSE)
             torch.testing.assert_close(torch.cat(xs), x.grad, rtol=0, atol=CLOSE)
             torch.testing.assert_close((means[0], variances[0]), (mean, var), rtol=0, atol=CLOSE)
@@ -77,13 +95,19 @@ def test_it_computes_in_float32_at_least():
 
 
 class Net(nn.Module):
-    """Norms after a convolution and after a linear layer, without biases that a norm would take away again."""
+    """Norms after a convolution and after a linear layer, without biases that a norm would take
+    away again.
+    """
 
     def __init__(self, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.image = nn.Sequential(nn.Conv2d(2, 3, 2, bias=False), nn.BatchNorm2d(3, **options), nn.ReLU(), nn.Flatten())
-        self.rest = nn.Sequential(nn.Linear(12, 5, bias=False), nn.BatchNorm1d(5, **options), nn.Tanh(), nn.Linear(5, 2))
+        self.image = nn.Sequential(
+            nn.Conv2d(2, 3, 2, bias=False), nn.BatchNorm2d(3, **options), nn.ReLU(), nn.Flatten()
+        )
+        self.rest = nn.Sequential(
+            nn.Linear(12, 5, bias=False), nn.BatchNorm1d(5, **options), nn.Tanh(), nn.Linear(5, 2)
+        )
         self.double()
 
     def forward(self, x):
@@ -113,7 +137,14 @@ class WithReLU(nn.BatchNorm1d):
 class Subclass(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
-        super().__init__(nn.Flatten(), nn.BatchNorm1d(18), nn.Tanh(), nn.Linear(18, 4, bias=False), WithReLU(4), nn.Linear(4, 2))
+        super().__init__(
+            nn.Flatten(),
+            nn.BatchNorm1d(18),
+            nn.Tanh(),
+            nn.Linear(18, 4, bias=False),
+            WithReLU(4),
+            nn.Linear(4, 2),
+        )
         self.double()
 
 
@@ -136,10 +167,21 @@ def unlike_one_process(trainers):
     wrong = []
     for i, trainer in enumerate(trainers):
         for k, (name, case) in enumerate(TASKS.items()):
-            optimizer, clip_norm = (("sgd", 0.05), ("adamw", None), ("sgd", None), ("adamw", 0.05))[(i + k + group_of().size) % 4]
+            optimizer, clip_norm = (("sgd", 0.05), ("adamw", None), ("sgd", None), ("adamw", 0.05))[
+                (i + k + group_of().size) % 4
+            ]
             expected = one_process(case, optimizer, clip_norm, 3)
-            built = TRAINERS[trainer](case.build(), F.mse_loss, OPTIMIZERS[optimizer], clip_norm=clip_norm, sync_batch_norm=True)
-            wrong += [(trainer, name, what) for what in differences(trained(built, case, 3), expected, CLOSE)]
+            built = TRAINERS[trainer](
+                case.build(),
+                F.mse_loss,
+                OPTIMIZERS[optimizer],
+                clip_norm=clip_norm,
+                sync_batch_norm=True,
+            )
+            wrong += [
+                (trainer, name, what)
+                for what in differences(trained(built, case, 3), expected, CLOSE)
+            ]
     return wrong
 
 
@@ -150,7 +192,9 @@ def test_all_trainers_are_equal_to_one_process(world_size):
 
 
 def test_on_gloo():
-    assert p101.launch(unlike_one_process, ["overlapped", "ZeRO-3"], world_size=3).results == [[]] * 3
+    assert (
+        p101.launch(unlike_one_process, ["overlapped", "ZeRO-3"], world_size=3).results == [[]] * 3
+    )
 
 
 def one_sample_each(trainer):
@@ -178,8 +222,14 @@ MESHES = {
 
 
 def on_a_mesh(mesh, options):
-    trainer = p101.HybridTrainer(Net(), F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of(mesh), sync_batch_norm=True, **options)
-    return differences(trained(trainer, TASKS["plain"], 3), one_process(TASKS["plain"], "sgd", options.get("clip_norm"), 3), CLOSE)
+    trainer = p101.HybridTrainer(
+        Net(), F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of(mesh), sync_batch_norm=True, **options
+    )
+    return differences(
+        trained(trainer, TASKS["plain"], 3),
+        one_process(TASKS["plain"], "sgd", options.get("clip_norm"), 3),
+        CLOSE,
+    )
 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES.items(), ids=str)
@@ -194,7 +244,14 @@ def sequential():
 
 def on_stages(mesh):
     case = task(sequential)
-    trainer = p101.HybridTrainer(sequential(), F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of(mesh), microbatches=1, sync_batch_norm=True)
+    trainer = p101.HybridTrainer(
+        sequential(),
+        F.mse_loss,
+        OPTIMIZERS["sgd"],
+        mesh=mesh_of(mesh),
+        microbatches=1,
+        sync_batch_norm=True,
+    )
     return differences(trained(trainer, case, 3), one_process(case, "sgd", None, 3), CLOSE)
 
 
@@ -204,10 +261,14 @@ def test_on_stages_with_one_microbatch():
 
 def dp_of_one():
     return [
-        differences(trained(build(), TASKS["plain"], 3), one_process(TASKS["plain"], "sgd", None, 3), CLOSE)
+        differences(
+            trained(build(), TASKS["plain"], 3), one_process(TASKS["plain"], "sgd", None, 3), CLOSE
+        )
         for build in (
             lambda: p101.TensorParallelTrainer(Net(), F.mse_loss, OPTIMIZERS["sgd"], plan=PLAN),
-            lambda: p101.HybridTrainer(Net(), F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of("tp 2"), plan=PLAN),
+            lambda: p101.HybridTrainer(
+                Net(), F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of("tp 2"), plan=PLAN
+            ),
         )
     ]
 
@@ -222,13 +283,19 @@ def test_tp_alone_needs_no_option():
 def buffers_and_evaluations():
     found = {}
     for name in ("plain", "mean of all", "of the batch", "frozen"):
-        trainer = p101.DataParallelTrainer(TASKS[name].build(), F.mse_loss, OPTIMIZERS["sgd"], sync_batch_norm=True)
+        trainer = p101.DataParallelTrainer(
+            TASKS[name].build(), F.mse_loss, OPTIMIZERS["sgd"], sync_batch_norm=True
+        )
         for step in range(3):
             trainer.step(*trainer.share(TASKS[name].batch(step)))
         buffers = {key: buffer.clone() for key, buffer in trainer.model.named_buffers()}
         found[name] = buffers, trainer.evaluate([TASKS[name].batch(9)])
-        assert differing(dict(trainer.model.named_buffers()), buffers, 0) == [], "evaluation changes no statistics"
-        assert [m.training for m in trainer.model.modules()] == [m.training for m in TASKS[name].build().modules()]
+        assert differing(dict(trainer.model.named_buffers()), buffers, 0) == [], (
+            "evaluation changes no statistics"
+        )
+        assert [m.training for m in trainer.model.modules()] == [
+            m.training for m in TASKS[name].build().modules()
+        ]
     return found
 
 
@@ -257,7 +324,10 @@ def class_and_copies():
 
 def test_the_modules_stay_what_they_are_and_can_be_copied():
     x = TASKS["plain"].batch(0)[0]
-    (before, *first), (_, *second) = p101.launch(class_and_copies, world_size=2, backend="gloo").results  # results are pickled
+    # results are pickled
+    (before, *first), (_, *second) = p101.launch(
+        class_and_copies, world_size=2, backend="gloo"
+    ).results
     expected = before(x)  # alone: it talks to nobody
     assert first[0] == second[0] == 0, "a copy has statistics of its own"
     torch.testing.assert_close(torch.cat([first[1], second[1]]), expected, rtol=0, atol=CLOSE)
@@ -278,7 +348,11 @@ def refusals():
     found = {
         "microbatches": said(lambda: many(Net(), accumulate=2)),
         "synchronised": said(lambda: many(Net(), accumulate=2, sync_batch_norm=True)),
-        "pipeline": said(lambda: p101.PipelineTrainer(sequential(), F.mse_loss, OPTIMIZERS["sgd"], microbatches=4)),
+        "pipeline": said(
+            lambda: p101.PipelineTrainer(
+                sequential(), F.mse_loss, OPTIMIZERS["sgd"], microbatches=4
+            )
+        ),
     }
     if group_of().size > 1:
         found["share"] = said(lambda: many(Net()))
@@ -292,19 +366,30 @@ def test_what_a_norm_would_not_see_is_refused():
     (alone,) = p101.launch(refusals, world_size=1, backend="sim").results
     first, second = p101.launch(refusals, world_size=2, backend="sim").results
     assert first == second
-    assert re.search(r"'image\.1' is a BatchNorm2d, .* runs it on 2 microbatches.*accumulate=1", alone["microbatches"])
+    assert re.search(
+        r"'image\.1' is a BatchNorm2d, .* runs it on 2 microbatches.*accumulate=1",
+        alone["microbatches"],
+    )
     assert alone["microbatches"] == alone["synchronised"] == first["microbatches"]
     assert "'1' is a BatchNorm2d" in alone["pipeline"]
     assert "4 microbatches" in first["pipeline"]
-    assert re.search(r"each rank has only its share.*sync_batch_norm=True.*get_submodule\('image\.1'\)\.eval\(\)", first["share"])
+    assert re.search(
+        r"each rank has only its "
+        r"share.*sync_batch_norm=True.*get_submodule\('image\.1'\)\.eval\(\)",
+        first["share"],
+    )
     assert "eval()" not in first["of the batch"], "it has no statistics but the batch's"
 
 
 def between_column_and_row():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) gets the cut outputs of column layer '0'"):
-        p101.TensorParallelTrainer(model, F.mse_loss, OPTIMIZERS["sgd"], plan={"0": "column", "2": "row"})
+    with pytest.raises(
+        ValueError, match=r"'1' \(BatchNorm1d\) gets the cut outputs of column layer '0'"
+    ):
+        p101.TensorParallelTrainer(
+            model, F.mse_loss, OPTIMIZERS["sgd"], plan={"0": "column", "2": "row"}
+        )
 
 
 def test_between_a_column_and_a_row_it_is_refused():

@@ -1,4 +1,6 @@
-"""What a batch and a loss may be: trees of tensors, fewer samples than ranks, and losses that are sums with weights."""
+"""What a batch and a loss may be: trees of tensors, fewer samples than ranks, and losses that
+are sums with weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from tests.trainers.cases import CLOSE, OPTIMIZERS, TRAINERS, Task, differences, one_process, randn, trained
+from tests.trainers.cases import (
+    CLOSE,
+    OPTIMIZERS,
+    TRAINERS,
+    Task,
+    differences,
+    one_process,
+    randn,
+    trained,
+)
 from tests.trainers.hybrid_cases import mesh_of
 
 PLAN = {"layers.0": "column", "layers.1": "row"}
@@ -19,9 +30,13 @@ LAYOUTS = {  # on 4 ranks
     **{name: TRAINERS[name] for name in ("naive", "overlapped", "ZeRO-1", "ZeRO-2", "ZeRO-3")},
     "accumulated": partial(p101.DataParallelTrainer, accumulate=2),
     "tensor": lambda *args: p101.HybridTrainer(*args, mesh=mesh_of("dp 2, tp 2"), plan=PLAN),
-    "pipeline": lambda *args: p101.HybridTrainer(*args, mesh=mesh_of("dp 2, pp 2"), microbatches=3, zero_stage=1),
+    "pipeline": lambda *args: p101.HybridTrainer(
+        *args, mesh=mesh_of("dp 2, pp 2"), microbatches=3, zero_stage=1
+    ),
     "pipeline, split": lambda *args: p101.PipelineTrainer(*args, schedule="zb-h1", microbatches=4),
-    "pipeline, ZeRO-3": lambda *args: p101.HybridTrainer(*args, mesh=mesh_of("pp 2, dp 2"), microbatches=2, zero_stage=3),
+    "pipeline, ZeRO-3": lambda *args: p101.HybridTrainer(
+        *args, mesh=mesh_of("pp 2, dp 2"), microbatches=2, zero_stage=3
+    ),
 }
 
 
@@ -45,8 +60,13 @@ def unlike_one_process(task, names):
 
 def whole_loss(task, model):
     """The mean over two batches, by samples or by the weights of the loss."""
-    results = [(task.loss_fn(model(task.batch(i)[0]), task.batch(i)[1]), len(task.batch(i)[1])) for i in range(2)]
-    pairs = [loss if isinstance(loss, tuple) else (loss * samples, samples) for loss, samples in results]
+    results = [
+        (task.loss_fn(model(task.batch(i)[0]), task.batch(i)[1]), len(task.batch(i)[1]))
+        for i in range(2)
+    ]
+    pairs = [
+        loss if isinstance(loss, tuple) else (loss * samples, samples) for loss, samples in results
+    ]
     return float(sum(total for total, _ in pairs) / sum(weight for _, weight in pairs))
 
 
@@ -62,7 +82,9 @@ FEW = Task(mlp, F.mse_loss, few)
 
 
 @pytest.mark.parametrize(
-    ("backend", "names"), [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-3", "pipeline"])], ids=["sim", "gloo"]
+    ("backend", "names"),
+    [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-3", "pipeline"])],
+    ids=["sim", "gloo"],
 )
 def test_ranks_and_microbatches_without_samples(backend, names):
     results = p101.launch(unlike_one_process, FEW, names, world_size=4, backend=backend).results
@@ -83,7 +105,11 @@ def sum_and_weight(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
 
 
-@pytest.mark.parametrize(("backend", "names"), [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-2", "tensor"])], ids=["sim", "gloo"])
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-2", "tensor"])],
+    ids=["sim", "gloo"],
+)
 @pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["", "clipped"])
 def test_a_mean_over_the_targets_that_count(backend, names, clip_norm):
     """One process has torch's own mean."""
@@ -126,8 +152,13 @@ def fitted(kind, layout):
         trainer = build(Masked(), None, OPTIMIZERS["sgd"])
         trees = [{"x": x, "mask": mask, "labels": y, "scale": None} for x, mask, y in batches]
     else:
-        trainer = build(Masked(), lambda outputs, y: F.mse_loss(outputs["logits"], y["y"]), OPTIMIZERS["sgd"])
-        trees = [((x, mask) if kind == "arguments" else {"x": x, "mask": mask}, {"y": y}) for x, mask, y in batches]
+        trainer = build(
+            Masked(), lambda outputs, y: F.mse_loss(outputs["logits"], y["y"]), OPTIMIZERS["sgd"]
+        )
+        trees = [
+            ((x, mask) if kind == "arguments" else {"x": x, "mask": mask}, {"y": y})
+            for x, mask, y in batches
+        ]
     losses = trainer.fit(trees, progress=False).losses
     return [*losses, trainer.evaluate(trees)]
 

@@ -1,4 +1,6 @@
-"""Fit, evaluation, saving and going on: the curve of an interrupted run is that of one that was not, whatever the number of ranks."""
+"""Fit, evaluation, saving and going on: the curve of an interrupted run is that of one that was
+not, whatever the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def batch(step):
 
 def build():
     return DataParallelTrainer(
-        MLP([4, 8, 4], dtype=torch.float64), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5, bucket_bytes=200
+        MLP([4, 8, 4], dtype=torch.float64),
+        F.mse_loss,
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        clip_norm=0.5,
+        bucket_bytes=200,
     )
 
 
@@ -40,7 +46,8 @@ def run(until=STEPS, start=None, **saving):
 def test_a_save_is_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
     run(until=3, save_to=path)
-    for name in ("fsync", "replace"):  # killed while it writes, and when all is written but not yet in its place
+    # killed while it writes, and when all is written but not yet in its place
+    for name in ("fsync", "replace"):
         with pytest.raises(p101.RankFailed) as failed:
             p101.launch(killed_in, name, path, world_size=1)
         assert failed.value.exitcode == 9
@@ -69,7 +76,10 @@ def test_a_file_that_is_no_checkpoint(tmp_path):
     path = tmp_path / "other.pt"
     other = DataParallelTrainer(MLP([4, 9, 4]), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
     other.save(path)
-    with pytest.raises(ValueError, match=r"another model's: 'layers\.0\.weight' is \(9, 4\) there and \(8, 4\) here"):
+    with pytest.raises(
+        ValueError,
+        match=r"another model's: 'layers\.0\.weight' is \(9, 4\) there and \(8, 4\) here",
+    ):
         build().resume(path)
 
 
@@ -81,7 +91,9 @@ def where_nobody_can_write(path):
 
 
 def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
-    first, second = p101.launch(where_nobody_can_write, tmp_path / "no folder" / "run.pt", world_size=2).results
+    first, second = p101.launch(
+        where_nobody_can_write, tmp_path / "no folder" / "run.pt", world_size=2
+    ).results
     assert "there is no folder" in first
     assert "rank 0 could not save to" in second
     assert first in second
@@ -93,7 +105,9 @@ def evaluate():
     trainer = build()
     model = MLP([4, 8, 4], dtype=torch.float64)
     batches = [batch(0), (torch.ones(3, 4).double(), torch.zeros(3, 4).double())]
-    whole = F.mse_loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
+    whole = F.mse_loss(
+        model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
+    )
     return trainer.evaluate(batches) / whole.item() - 1, trainer.model.training
 
 
@@ -134,7 +148,11 @@ def test_describe_says_who_holds_what():
     weights = 8 * (4 * 8 + 8 + 8 * 4 + 4)
     for empty, held, table in p101.launch(holdings, world_size=2).results:
         assert empty == {"weights": [weights] * 2, "gradients": [0, 0], "optimizer state": [0, 0]}
-        assert held == {"weights": [weights] * 2, "gradients": [weights] * 2, "optimizer state": [2 * weights + 4 * 4] * 2}
+        assert held == {
+            "weights": [weights] * 2,
+            "gradients": [weights] * 2,
+            "optimizer state": [2 * weights + 4 * 4] * 2,
+        }
         assert "rank 1" in table
         assert "4 gradients in" in table
 
@@ -142,7 +160,9 @@ def test_describe_says_who_holds_what():
 def told():
     """What on_step hears, and when: after the step, before the save."""
     heard, trainer = [], build()
-    history = trainer.fit(batch, until=3, on_step=lambda step: heard.append((step, trainer.steps)), progress=False)
+    history = trainer.fit(
+        batch, until=3, on_step=lambda step: heard.append((step, trainer.steps)), progress=False
+    )
     return [step._asdict() for step, _ in heard], [taken for _, taken in heard], history.as_dict()
 
 
@@ -150,26 +170,36 @@ def test_on_step_hears_of_every_step_on_every_rank():
     for steps, taken, history in [told(), *p101.launch(told, world_size=2).results]:
         assert taken == [1, 2, 3]
         assert list(steps[0]) == ["step", "loss", "seconds", "samples", "tokens"]
-        assert [list(column) for column in zip(*(step.values() for step in steps))] == list(history.values())
+        assert [list(column) for column in zip(*(step.values() for step in steps))] == list(
+            history.values()
+        )
         assert history["steps"] == [0, 1, 2]
 
 
 def shown(live, rank):
-    return build().fit(batch, until=4, on_step=live.curve(f"rank {rank}", rank=rank), progress=False).losses
+    return (
+        build()
+        .fit(batch, until=4, on_step=live.curve(f"rank {rank}", rank=rank), progress=False)
+        .losses
+    )
 
 
 def test_a_live_picture_follows_fit():
     with LiveLoss(until=4) as live:
         alone = shown(live, 0)
         first = p101.launch(shown, live, 1, world_size=2).results[0]
-    assert live.curves == {"rank 0": list(enumerate(alone)), "rank 1": list(enumerate(first))}, "one rank writes, each step once"
+    assert live.curves == {"rank 0": list(enumerate(alone)), "rank 1": list(enumerate(first))}, (
+        "one rank writes, each step once"
+    )
 
 
 def test_an_evaluation_leaves_every_module_as_it_was():
     trainer = build()
     frozen = trainer.model.layers[0].eval()
     modes = []
-    trainer.model.layers[1].register_forward_pre_hook(lambda layer, inputs: modes.append(layer.training))
+    trainer.model.layers[1].register_forward_pre_hook(
+        lambda layer, inputs: modes.append(layer.training)
+    )
     trainer.evaluate([batch(0)])
     trainer.step(*batch(0))
     with pytest.raises(TypeError):
@@ -192,7 +222,9 @@ def scheduled(until, save_to=None, start=None, named=True):
     )
     if start is not None:
         trainer.resume(start, **({"scheduler": scheduler} if named else {}))
-    losses = trainer.fit(batch, until=until, save_to=save_to, scheduler=scheduler, progress=False).losses
+    losses = trainer.fit(
+        batch, until=until, save_to=save_to, scheduler=scheduler, progress=False
+    ).losses
     return losses, scheduler.get_last_lr()
 
 
@@ -200,15 +232,22 @@ def test_a_scheduler_is_saved_and_resumed(tmp_path):
     path = tmp_path / "run.pt"
     expected = p101.launch(scheduled, STEPS, world_size=2, backend="sim").results
     p101.launch(scheduled, 4, save_to=path, world_size=2, backend="sim")
-    assert p101.launch(scheduled, STEPS, start=path, world_size=2, backend="sim").results == expected
+    assert (
+        p101.launch(scheduled, STEPS, start=path, world_size=2, backend="sim").results == expected
+    )
     run(until=2, save_to=tmp_path / "without.pt")
-    with pytest.raises(ValueError, match=r"has no scheduler's state: expected a file that save\(…, scheduler=…\) wrote"):
+    with pytest.raises(
+        ValueError,
+        match=r"has no scheduler's state: expected a file that save\(…, scheduler=…\) wrote",
+    ):
         scheduled(STEPS, start=tmp_path / "without.pt")
 
 
 def different_batches():
     own = torch.utils.data.TensorDataset(*batch(0))
-    loader = torch.utils.data.DataLoader(own, batch_size=4, sampler=torch.utils.data.DistributedSampler(own))
+    loader = torch.utils.data.DataLoader(
+        own, batch_size=4, sampler=torch.utils.data.DistributedSampler(own)
+    )
     with pytest.raises(ValueError, match=r"ranks? .* other batches .*DistributedSampler") as error:
         build().fit(loader, progress=False)
     return str(error.value)

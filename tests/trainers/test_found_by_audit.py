@@ -1,4 +1,6 @@
-"""Models that a trainer took before and trained wrongly, or could not train: what the structure does not tell must not be guessed."""
+"""Models that a trainer took before and trained wrongly, or could not train: what the structure
+does not tell must not be guessed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Doubled(nn.Sequential):
 def seeded(*modules):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for module in (m for top in modules for m in top.modules() if hasattr(m, "reset_parameters")):
+        for module in (
+            m for top in modules for m in top.modules() if hasattr(m, "reset_parameters")
+        ):
             module.reset_parameters()
     return nn.Sequential(*modules).double()
 
@@ -37,7 +41,9 @@ def twice():
 
 
 def hooked():
-    model = seeded(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 6))
+    model = seeded(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 6)
+    )
     model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
     return model
 
@@ -54,7 +60,9 @@ TENSOR = {
     "a hook": hooked,
 }
 PIPELINE = {
-    "an operation in place": lambda: seeded(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True)),
+    "an operation in place": lambda: seeded(
+        nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True)
+    ),
 }
 
 
@@ -66,13 +74,32 @@ def unlike_one_process(trainer_class, build, **options):
 
 @pytest.mark.parametrize("name", TENSOR)
 def test_what_auto_does_not_recognise_stays_whole(name):
-    assert p101.launch(unlike_one_process, p101.TensorParallelTrainer, TENSOR[name], world_size=2, backend="sim").results == [[]] * 2
+    assert (
+        p101.launch(
+            unlike_one_process,
+            p101.TensorParallelTrainer,
+            TENSOR[name],
+            world_size=2,
+            backend="sim",
+        ).results
+        == [[]] * 2
+    )
 
 
 @pytest.mark.parametrize("name", PIPELINE)
 def test_zero_bubble_runs(name):
     options = {"schedule": "zb-h1", "microbatches": 3}
-    assert p101.launch(unlike_one_process, p101.PipelineTrainer, PIPELINE[name], **options, world_size=2, backend="sim").results == [[]] * 2
+    assert (
+        p101.launch(
+            unlike_one_process,
+            p101.PipelineTrainer,
+            PIPELINE[name],
+            **options,
+            world_size=2,
+            backend="sim",
+        ).results
+        == [[]] * 2
+    )
 
 
 def test_a_dropout_does_not_stand_between_a_column_and_its_row():
@@ -86,7 +113,15 @@ def test_a_dropout_does_not_stand_between_a_column_and_its_row():
 
 def test_a_sequential_with_a_forward_of_its_own_is_not_cut_into_stages():
     def build():
-        p101.PipelineTrainer(Doubled(nn.Linear(2, 2), nn.Linear(2, 2)), F.mse_loss, OPTIMIZERS["sgd"])
+        p101.PipelineTrainer(
+            Doubled(nn.Linear(2, 2), nn.Linear(2, 2)), F.mse_loss, OPTIMIZERS["sgd"]
+        )
 
-    with pytest.raises(p101.RankFailed, match=r"a Doubled can't be cut into pipeline stages: expected an nn.Sequential without a forward"):
+    with pytest.raises(
+        p101.RankFailed,
+        match=(
+            r"a Doubled can't be cut into pipeline stages: expected an nn.Sequential without a "
+            r"forward"
+        ),
+    ):
         p101.launch(build, world_size=2, backend="sim")

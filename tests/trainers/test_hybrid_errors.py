@@ -41,24 +41,50 @@ def mesh_without_names():
     return init_device_mesh("cpu", (2, 2))
 
 
-V_SHAPED = p101.Schedule.from_csv("0F0,3F0,3B0,0F1,3F1,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
+V_SHAPED = p101.Schedule.from_csv(
+    "0F0,3F0,3B0,0F1,3F1,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1"
+)
 BUILDS = {
     "axes of other names": (
         lambda: {"mesh": mesh_of("data 2, tp 2")},
         ValueError,
         r"axes \('data', 'tp'\): expected names out of dp, tp, pp",
     ),
-    "no names": (lambda: {"mesh": mesh_without_names()}, ValueError, "axes have no names: expected names out of dp, tp, pp"),
-    "no mesh": (lambda: {"mesh": None}, TypeError, "mesh=None: expected a DeviceMesh with named axes"),
+    "no names": (
+        lambda: {"mesh": mesh_without_names()},
+        ValueError,
+        "axes have no names: expected names out of dp, tp, pp",
+    ),
+    "no mesh": (
+        lambda: {"mesh": None},
+        TypeError,
+        "mesh=None: expected a DeviceMesh with named axes",
+    ),
     "a mesh larger than the world": (
         lambda: {"mesh": mesh_of("dp 2, tp 2, pp 2")},
         (RuntimeError, ValueError),
         "Mesh should not be bigger than default world size 4",
     ),
-    "accumulate with pp": (lambda: {"mesh": mesh_of("dp 2, pp 2"), "accumulate": 2}, ValueError, "say microbatches=2"),
-    "microbatches without pp": (lambda: {"mesh": mesh_of("dp 2, tp 2"), "microbatches": 2}, ValueError, "the mesh has no axis pp"),
-    "a schedule without pp": (lambda: {"mesh": mesh_of("dp 2, tp 2"), "schedule": "gpipe"}, ValueError, "the mesh has no axis pp"),
-    "chunks without pp": (lambda: {"mesh": mesh_of("dp 2, tp 2"), "chunks": 2}, ValueError, "the mesh has no axis pp"),
+    "accumulate with pp": (
+        lambda: {"mesh": mesh_of("dp 2, pp 2"), "accumulate": 2},
+        ValueError,
+        "say microbatches=2",
+    ),
+    "microbatches without pp": (
+        lambda: {"mesh": mesh_of("dp 2, tp 2"), "microbatches": 2},
+        ValueError,
+        "the mesh has no axis pp",
+    ),
+    "a schedule without pp": (
+        lambda: {"mesh": mesh_of("dp 2, tp 2"), "schedule": "gpipe"},
+        ValueError,
+        "the mesh has no axis pp",
+    ),
+    "chunks without pp": (
+        lambda: {"mesh": mesh_of("dp 2, tp 2"), "chunks": 2},
+        ValueError,
+        "the mesh has no axis pp",
+    ),
     "layers_per_stage without pp": (
         lambda: {"mesh": mesh_of("dp 4"), "layers_per_stage": [2, 1]},
         ValueError,
@@ -69,10 +95,26 @@ BUILDS = {
         ValueError,
         "is for the axis 'tp', and the mesh has dp, pp",
     ),
-    "sequence parallel without tp": (lambda: {"mesh": mesh_of("dp 4"), "sequence_parallel": True}, ValueError, "is for the axis 'tp', and"),
-    "zero_stage 4": (lambda: {"mesh": mesh_of("dp 2, tp 2"), "zero_stage": 4}, ValueError, "zero_stage=4: expected"),
-    "more stages than layers": (lambda: {"mesh": mesh_of("pp 4")}, ValueError, "3 modules with parameters, too few for 4 pipeline stages"),
-    "too few layers_per_stage": (lambda: {"mesh": mesh_of("dp 2, pp 2"), "layers_per_stage": [5]}, ValueError, "expected 2 numbers"),
+    "sequence parallel without tp": (
+        lambda: {"mesh": mesh_of("dp 4"), "sequence_parallel": True},
+        ValueError,
+        "is for the axis 'tp', and",
+    ),
+    "zero_stage 4": (
+        lambda: {"mesh": mesh_of("dp 2, tp 2"), "zero_stage": 4},
+        ValueError,
+        "zero_stage=4: expected",
+    ),
+    "more stages than layers": (
+        lambda: {"mesh": mesh_of("pp 4")},
+        ValueError,
+        "3 modules with parameters, too few for 4 pipeline stages",
+    ),
+    "too few layers_per_stage": (
+        lambda: {"mesh": mesh_of("dp 2, pp 2"), "layers_per_stage": [5]},
+        ValueError,
+        "expected 2 numbers",
+    ),
     "layers_per_stage that leave one out": (
         lambda: {"mesh": mesh_of("dp 2, pp 2"), "layers_per_stage": [2, 2]},
         ValueError,
@@ -103,13 +145,25 @@ BUILDS = {
         "takes logits that are cut, but the plan cuts no head",
     ),
     "ZeRO-3 with a tied weight on two stages of one rank": (
-        lambda: {"mesh": mesh_of("dp 2, pp 2"), "model": TASKS["tied"].build(), "schedule": V_SHAPED, "zero_stage": 3},
+        lambda: {
+            "mesh": mesh_of("dp 2, pp 2"),
+            "model": TASKS["tied"].build(),
+            "schedule": V_SHAPED,
+            "zero_stage": 3,
+        },
         ValueError,
         r"'embedding\.token\.weight' is tied between two stages on one rank",
     ),
-    "an unknown schedule": (lambda: {"mesh": mesh_of("dp 2, pp 2"), "schedule": "2f2b"}, ValueError, "schedule '2f2b' is unknown"),
+    "an unknown schedule": (
+        lambda: {"mesh": mesh_of("dp 2, pp 2"), "schedule": "2f2b"},
+        ValueError,
+        "schedule '2f2b' is unknown",
+    ),
     "a schedule for other ranks": (
-        lambda: {"mesh": mesh_of("dp 2, pp 2"), "schedule": p101.schedule("1f1b", stages=3, microbatches=3)},
+        lambda: {
+            "mesh": mesh_of("dp 2, pp 2"),
+            "schedule": p101.schedule("1f1b", stages=3, microbatches=3),
+        },
         ValueError,
         "a schedule for 3 ranks",
     ),
@@ -119,7 +173,10 @@ BUILDS = {
         "expected an nn.Module that has been built",
     ),
     "models that differ": (
-        lambda: {"mesh": mesh_of("dp 2, pp 2"), "model": MLP([4, 8, 3], seed=torch.distributed.get_rank())},
+        lambda: {
+            "mesh": mesh_of("dp 2, pp 2"),
+            "model": MLP([4, 8, 3], seed=torch.distributed.get_rank()),
+        },
         ValueError,
         "the models differ at the start",
     ),
@@ -150,7 +207,10 @@ def batch(samples, features=4, salt=0):
 
 
 def given_in_a_step(mesh, axis, other):
-    """The ranks at position 1 of the axis give another batch. Returns the error, and the weights that it has not changed."""
+    """The ranks at position 1 of the axis give another batch.
+
+    Returns the error, and the weights that it has not changed.
+    """
     options = {"microbatches": 2} if "pp" in mesh else {}
     trainer = p101.HybridTrainer(mlp(), F.mse_loss, sgd, mesh=mesh_of(mesh), **options)
     before = trainer.state_dict()
@@ -167,16 +227,32 @@ def given_in_a_step(mesh, axis, other):
             "dp 2, tp 2",
             "tp",
             batch(3),
-            "rank 0 and rank 1 were given 4 and 3 samples, but ranks that differ only along tp or pp work on the same ones",
+            (
+                "rank 0 and rank 1 were given 4 and 3 samples, but ranks that differ only along tp "
+                "or pp work on the same ones"
+            ),
         ),
         (
             "pp 2, tp 2",
             "pp",
             batch(5),
-            "rank 0 and rank 2 were given 4 and 5 samples, but ranks that differ only along tp or pp work on the same ones",
+            (
+                "rank 0 and rank 2 were given 4 and 5 samples, but ranks that differ only along tp "
+                "or pp work on the same ones"
+            ),
         ),
-        ("dp 2, pp 2", "pp", batch(4, 5), "rank 0 and rank 1 were given other samples, but ranks that differ only along tp or pp"),
-        ("dp 2, pp 2", "pp", batch(4, salt=5), "rank 0 and rank 1 were given other samples.*a DistributedSampler, or a loader that"),
+        (
+            "dp 2, pp 2",
+            "pp",
+            batch(4, 5),
+            "rank 0 and rank 1 were given other samples, but ranks that differ only along tp or pp",
+        ),
+        (
+            "dp 2, pp 2",
+            "pp",
+            batch(4, salt=5),
+            "rank 0 and rank 1 were given other samples.*a DistributedSampler, or a loader that",
+        ),
     ],
     ids=["along tp", "along pp", "of another shape", "in another order"],
 )
@@ -184,7 +260,9 @@ def test_samples_that_do_not_fit_are_refused_and_the_next_step_is_right(mesh, ax
     found = p101.launch(given_in_a_step, mesh, axis, other, world_size=4, backend="sim").results
     assert len(set(found)) == 1
     assert re.search(words, found[0][0])
-    assert found[0][1] == pytest.approx(p101.launch(one_step_alone, world_size=1, backend="sim").results[0], rel=1e-10)
+    assert found[0][1] == pytest.approx(
+        p101.launch(one_step_alone, world_size=1, backend="sim").results[0], rel=1e-10
+    )
 
 
 def one_step_alone():
@@ -204,27 +282,45 @@ def with_a_nan(mesh, options):
 @pytest.mark.parametrize(
     ("mesh", "options", "words"),
     [
-        ("pp 2, dp 2", {"microbatches": 2, "zero_stage": 3}, "step 0: the loss is nan on rank 3; no weight was changed"),
-        ("pp 2, tp 2", {"microbatches": 2}, "step 0: the loss is nan on rank 2, nan on rank 3; no weight was changed"),
+        (
+            "pp 2, dp 2",
+            {"microbatches": 2, "zero_stage": 3},
+            "step 0: the loss is nan on rank 3; no weight was changed",
+        ),
+        (
+            "pp 2, tp 2",
+            {"microbatches": 2},
+            "step 0: the loss is nan on rank 2, nan on rank 3; no weight was changed",
+        ),
     ],
     ids=["dp", "tp"],
 )
-def test_a_nan_on_the_last_stage_is_the_same_error_on_all_and_the_next_step_is_right(mesh, options, words):
+def test_a_nan_on_the_last_stage_is_the_same_error_on_all_and_the_next_step_is_right(
+    mesh, options, words
+):
     found = p101.launch(with_a_nan, mesh, options, world_size=4, backend="sim").results
     assert len(set(found)) == 1
     assert found[0][0].startswith(words)
-    assert found[0][1] == pytest.approx(p101.launch(one_step_alone, world_size=1, backend="sim").results[0], rel=1e-10)
+    assert found[0][1] == pytest.approx(
+        p101.launch(one_step_alone, world_size=1, backend="sim").results[0], rel=1e-10
+    )
 
 
 # ── replicas along tp ──
 
 
 class Centred(nn.Module):
-    """Between its column and its row layer it needs the mean of all features, and with tensor parallel it sees some."""
+    """Between its column and its row layer it needs the mean of all features, and with tensor
+    parallel it sees some.
+    """
 
     def __init__(self):
         super().__init__()
-        self.up, self.scale, self.down = nn.Linear(4, 8), nn.Parameter(torch.ones(1)), nn.Linear(8, 3)
+        self.up, self.scale, self.down = (
+            nn.Linear(4, 8),
+            nn.Parameter(torch.ones(1)),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x):
         x = self.up(x)
@@ -232,7 +328,14 @@ class Centred(nn.Module):
 
 
 def with_dropout():
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        nn.Dropout(0.5),
+        nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.Linear(8, 3),
+    ).double()
 
 
 class OwnNoise(nn.Module):
@@ -251,7 +354,9 @@ def seeded_along_tp(seed_of, mesh, options):
     model = with_dropout()
     tp = mesh_of(mesh)["tp"].get_local_rank()
     model[2] = nn.Sequential(OwnNoise(seed_of * tp), model[2])
-    trainer = p101.HybridTrainer(model, F.mse_loss, sgd, mesh=mesh_of(mesh), plan={"3": "column", "5": "row"}, **options)
+    trainer = p101.HybridTrainer(
+        model, F.mse_loss, sgd, mesh=mesh_of(mesh), plan={"3": "column", "5": "row"}, **options
+    )
     torch.manual_seed(tp)  # dropout's masks don't depend on it
     before = trainer.state_dict()
     try:
@@ -265,20 +370,30 @@ def seeded_along_tp(seed_of, mesh, options):
 @pytest.mark.parametrize("mesh", ["dp 2, tp 2", "tp 2, pp 2"])
 def test_random_numbers_that_differ_along_tp_are_named_in_the_first_step(mesh, options):
     def run(seed_of):
-        found = set(p101.launch(seeded_along_tp, seed_of, mesh, options, world_size=4, backend="sim").results)
+        found = set(
+            p101.launch(
+                seeded_along_tp, seed_of, mesh, options, world_size=4, backend="sim"
+            ).results
+        )
         assert len(found) == 1
         return found.pop()
 
     assert isinstance(run(0), float)
     assert re.match(
-        r"the gradient of '0\.weight' is not the same on all ranks along tp: its norms are \S+, \S+\. .*torch\.Generator", run(1)
+        r"the gradient of '0\.weight' is not the same on all ranks along tp: its norms are "
+        r"\S+, \S+\. .*torch\.Generator",
+        run(1),
     )
 
 
 def partly_computed():
     torch.manual_seed(0)
-    trainer = p101.TensorParallelTrainer(Centred().double(), F.mse_loss, sgd, plan={"up": "column", "down": "row"})
-    with pytest.raises(p101.NotEqualError, match=r"loss differs(.|\n)*The plan cuts what must not be cut") as error:
+    trainer = p101.TensorParallelTrainer(
+        Centred().double(), F.mse_loss, sgd, plan={"up": "column", "down": "row"}
+    )
+    with pytest.raises(
+        p101.NotEqualError, match=r"loss differs(.|\n)*The plan cuts what must not be cut"
+    ) as error:
         trainer.step(*batch(8))
     return str(error.value)
 
@@ -304,7 +419,9 @@ def buffers_of_one_stage():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3), CountSamples()).double()
     trainer = p101.HybridTrainer(model, F.mse_loss, sgd, mesh=mesh_of("dp 2, pp 2"), microbatches=2)
-    with pytest.raises(p101.NotEqualError, match=r"the buffer of '2\.last' differs(.|\n)*statistics of the samples") as error:
+    with pytest.raises(
+        p101.NotEqualError, match=r"the buffer of '2\.last' differs(.|\n)*statistics of the samples"
+    ) as error:
         trainer.step(*trainer.share(batch(8)))
     return str(error.value)
 
@@ -316,14 +433,21 @@ def test_buffers_that_differ_on_one_stage_are_an_error_on_all_stages():
 # ── what belongs to the trainer ──
 
 
-PARTS = [("tp 4", {"plan": {"layers.0": "column", "layers.1": "row"}}), ("pp 2, dp 2", {"microbatches": 2}), ("dp 4", {"zero_stage": 3})]
+PARTS = [
+    ("tp 4", {"plan": {"layers.0": "column", "layers.1": "row"}}),
+    ("pp 2, dp 2", {"microbatches": 2}),
+    ("dp 4", {"zero_stage": 3}),
+]
 WHOLE = [("dp 4", {}), ("dp 4", {"zero_stage": 2})]
 
 
 def state_and_copies(mesh, options):
     trainer = p101.HybridTrainer(mlp(), F.mse_loss, sgd, mesh=mesh_of(mesh), **options)
     said = []
-    for use in (trainer.model.state_dict, lambda: torch.optim.swa_utils.AveragedModel(trainer.model)):
+    for use in (
+        trainer.model.state_dict,
+        lambda: torch.optim.swa_utils.AveragedModel(trainer.model),
+    ):
         try:
             use()
         except RuntimeError as error:
@@ -337,11 +461,15 @@ def state_and_copies(mesh, options):
 @pytest.mark.parametrize(("mesh", "options"), [*PARTS, *WHOLE], ids=str)
 def test_a_model_that_is_cut_has_no_state_of_its_own(mesh, options):
     for said in p101.launch(state_and_copies, mesh, options, world_size=4, backend="sim").results:
-        assert ["expected trainer.state_dict()" in text for text in said] == [True] * 2 * ((mesh, options) in PARTS)
+        assert ["expected trainer.state_dict()" in text for text in said] == [True] * 2 * (
+            (mesh, options) in PARTS
+        )
 
 
 def thawed(mesh, options):
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.GELU(), nn.Linear(8, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.GELU(), nn.Linear(8, 3)
+    ).double()
     model[0].requires_grad_(False)
     trainer = p101.HybridTrainer(model, F.mse_loss, sgd, mesh=mesh_of(mesh), **options)
     losses = [trainer.step(*trainer.share(batch(8)))]
@@ -360,10 +488,14 @@ def thawed(mesh, options):
     return [*losses, trainer.step(*trainer.share(batch(8)))], errors
 
 
-@pytest.mark.parametrize(("mesh", "options"), [("dp 4", {"zero_stage": 1}), ("pp 2, dp 2", {"microbatches": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("dp 4", {"zero_stage": 1}), ("pp 2, dp 2", {"microbatches": 2})], ids=str
+)
 def test_what_was_frozen_stays_so(mesh, options):
     torch.manual_seed(0)
-    for losses, (norm, weight) in p101.launch(thawed, mesh, options, world_size=4, backend="sim").results:
+    for losses, (norm, weight) in p101.launch(
+        thawed, mesh, options, world_size=4, backend="sim"
+    ).results:
         assert losses[1] < losses[0]
         assert "'1' is a BatchNorm1d, which looks at the whole batch" in norm
         assert "'0.weight' was frozen when the trainer was built" in weight

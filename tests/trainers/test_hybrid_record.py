@@ -1,4 +1,6 @@
-"""Each axis sends what theory says, and each rank holds its part: counted in the record, and from live storages."""
+"""Each axis sends what theory says, and each rank holds its part: counted in the record, and
+from live storages.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from parallel101.trainers.support.memory import storage_bytes
 from tests.trainers.cases import randn
 from tests.trainers.hybrid_cases import mesh_of, world_size
 
-SAMPLES, NARROW, WIDE, PAIRS = 8, 4, 8, 4  # the model: pairs of a column layer NARROW → WIDE and a row layer WIDE → NARROW
+# the model: pairs of a column layer NARROW → WIDE and a row layer WIDE → NARROW
+SAMPLES, NARROW, WIDE, PAIRS = 8, 4, 8, 4
 DOUBLE = 8  # bytes of a float64
 
 
 def axes_of(mesh):
-    return {"dp": 1, "tp": 1, "pp": 1} | {name: int(size) for name, size in (axis.split() for axis in mesh.split(", "))}
+    return {"dp": 1, "tp": 1, "pp": 1} | {
+        name: int(size) for name, size in (axis.split() for axis in mesh.split(", "))
+    }
 
 
 def trainer_of(mesh, narrow=NARROW, wide=WIDE, dtype=torch.float64, **options):
@@ -36,9 +41,15 @@ def second_step(mesh):
 
 
 def sent_in_second_step(mesh, backend):
-    trace = p101.launch(second_step, mesh, world_size=world_size(mesh), backend=backend, trace=True).trace
+    trace = p101.launch(
+        second_step, mesh, world_size=world_size(mesh), backend=backend, trace=True
+    ).trace
     begun = {span.rank: span.start for span in trace.spans("second step")}
-    return [event for event in trace.events if event.kind == "send" and event.posted >= begun[event.rank]]
+    return [
+        event
+        for event in trace.events
+        if event.kind == "send" and event.posted >= begun[event.rank]
+    ]
 
 
 RECORDED = [
@@ -53,20 +64,28 @@ RECORDED = [
 
 @pytest.mark.parametrize(("backend", "mesh"), RECORDED)
 def test_bytes_along_each_axis_equal_theory(backend, mesh):
-    """Counts of samples, losses and errors go among all ranks at once: the axis of those events has all names, such as "dp_tp_pp"."""
+    """Counts of samples, losses and errors go among all ranks at once: the axis of those events
+    has all names, such as "dp_tp_pp".
+    """
     size = axes_of(mesh)
     every_axis = "_".join(name for name in (axis.split()[0] for axis in mesh.split(", ")))
     sent = sent_in_second_step(mesh, backend)
-    by_axis = {axis: sum(event.nbytes for event in sent if event.group.axis == axis) for axis in {event.group.axis for event in sent}}
+    by_axis = {
+        axis: sum(event.nbytes for event in sent if event.group.axis == axis)
+        for axis in {event.group.axis for event in sent}
+    }
     control = by_axis.pop(every_axis)
     assert control <= 6 * DOUBLE * world_size(mesh) ** 2
     weights_of_a_pair = 2 * NARROW * WIDE // size["tp"] + WIDE // size["tp"] + NARROW
-    of_each_line = PAIRS * weights_of_a_pair * size["tp"]  # the gradients of all ranks along tp and pp
+    # the gradients of all ranks along tp and pp
+    of_each_line = PAIRS * weights_of_a_pair * size["tp"]
     activation = SAMPLES * NARROW  # of the whole batch, between two pairs
     expected = {
         "dp": 2 * (size["dp"] - 1) * of_each_line * DOUBLE,
-        "tp": 2 * (size["tp"] - 1) * activation * (PAIRS + PAIRS - 1) * DOUBLE,  # forward, and backward but for the first pair's inputs
-        "pp": 2 * (size["pp"] - 1) * activation * size["tp"] * DOUBLE,  # there and back, on every rank along tp
+        # forward, and backward but for the first pair's inputs
+        "tp": 2 * (size["tp"] - 1) * activation * (PAIRS + PAIRS - 1) * DOUBLE,
+        # there and back, on every rank along tp
+        "pp": 2 * (size["pp"] - 1) * activation * size["tp"] * DOUBLE,
     }
     assert by_axis == {axis: nbytes for axis, nbytes in expected.items() if nbytes}
 
@@ -81,8 +100,12 @@ def test_activations_go_between_neighbouring_stages_once_a_microbatch_and_way(me
         way = stage(event.rank), stage(event.peer)
         counts[way] = counts.get(way, 0) + 1
     pipelines, microbatches = size["dp"] * size["tp"], 2
-    assert counts == {way: microbatches * pipelines for a in range(3) for way in ((a, a + 1), (a + 1, a))}
-    assert {event.nbytes for event in along} == {SAMPLES // size["dp"] // microbatches * NARROW * DOUBLE}
+    assert counts == {
+        way: microbatches * pipelines for a in range(3) for way in ((a, a + 1), (a + 1, a))
+    }
+    assert {event.nbytes for event in along} == {
+        SAMPLES // size["dp"] // microbatches * NARROW * DOUBLE
+    }
 
 
 # ── who holds what ──
@@ -98,18 +121,32 @@ def held(mesh, zero_stage):
 
 @pytest.mark.parametrize(
     ("mesh", "zero_stage"),
-    [*(("dp 2, tp 2, pp 2", stage) for stage in (0, 1, 2, 3)), ("pp 4, dp 2", 1), ("pp 4, dp 2", 3), ("tp 4, dp 2", 2), ("tp 4, dp 2", 3)],
+    [
+        *(("dp 2, tp 2, pp 2", stage) for stage in (0, 1, 2, 3)),
+        ("pp 4, dp 2", 1),
+        ("pp 4, dp 2", 3),
+        ("tp 4, dp 2", 2),
+        ("tp 4, dp 2", 3),
+    ],
 )
 def test_a_rank_holds_its_stages_its_shards_and_with_zero_its_part_of_those(mesh, zero_stage):
-    """4 bytes a weight, 4 a gradient and 8 of AdamW's state; the biases of row layers are whole along tp."""
+    """4 bytes a weight, 4 a gradient and 8 of AdamW's state; the biases of row layers are whole
+    along tp.
+    """
     size = axes_of(mesh)
     mine = 4 * PAIRS // size["pp"] * (2 * 32 * 64 // size["tp"] + 64 // size["tp"] + 32)
-    for holdings, in_the_model in p101.launch(held, mesh, zero_stage, world_size=world_size(mesh), backend="sim").results:
+    for holdings, in_the_model in p101.launch(
+        held, mesh, zero_stage, world_size=world_size(mesh), backend="sim"
+    ).results:
         expected = {
             "weights": mine / (size["dp"] if zero_stage == 3 else 1),
             "gradients": mine / (size["dp"] if zero_stage >= 2 else 1),
             "optimizer state": 2 * mine / (size["dp"] if zero_stage >= 1 else 1),
         }
         for kind, nbytes in expected.items():
-            assert holdings.bytes[kind] == pytest.approx([nbytes] * world_size(mesh), rel=0.01), kind
-        assert in_the_model == pytest.approx(0 if zero_stage == 3 else mine, rel=0.01), "the model that was passed has freed the rest"
+            assert holdings.bytes[kind] == pytest.approx([nbytes] * world_size(mesh), rel=0.01), (
+                kind
+            )
+        assert in_the_model == pytest.approx(0 if zero_stage == 3 else mine, rel=0.01), (
+            "the model that was passed has freed the rest"
+        )

@@ -1,4 +1,6 @@
-"""A run moves from one mesh to another, and its losses are those of one process that was never interrupted."""
+"""A run moves from one mesh to another, and its losses are those of one process that was never
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,32 @@ class Affine(nn.Module):
 
 
 def partly_frozen():
-    """Two stages are cut between layers 3 and 4, a column and a row layer; the bias of 3 is not trained, and is cut along tp."""
-    model = seeded(nn.Sequential(nn.Linear(4, 8), Affine(8), nn.GELU(), nn.Linear(8, 6), nn.Linear(6, 8), Affine(8), nn.Linear(8, 3)))
+    """Two stages are cut between layers 3 and 4, a column and a row layer; the bias of 3 is not
+    trained, and is cut along tp.
+    """
+    model = seeded(
+        nn.Sequential(
+            nn.Linear(4, 8),
+            Affine(8),
+            nn.GELU(),
+            nn.Linear(8, 6),
+            nn.Linear(6, 8),
+            Affine(8),
+            nn.Linear(8, 3),
+        )
+    )
     model[3].bias.requires_grad_(False)
     return model
 
 
 MODELS = {
     "tied gpt": (TASKS["tied"].build, TASKS["tied"].loss_fn, TASKS["tied"].batch, "auto"),
-    "partly frozen": (partly_frozen, F.mse_loss, lambda step: (randn(step, 8, 4), randn(9 + step, 8, 3)), {"3": "column", "4": "row"}),
+    "partly frozen": (
+        partly_frozen,
+        F.mse_loss,
+        lambda step: (randn(step, 8, 4), randn(9 + step, 8, 3)),
+        {"3": "column", "4": "row"},
+    ),
 }
 CHAIN = [
     ("dp 4", {}),
@@ -56,11 +75,22 @@ def go_on(name, mesh, options, path, until):
     if mesh is None:
         trainer = p101.DataParallelTrainer(build(), loss_fn, adamw_by_shape)
     else:
-        options = {**options, "sequence_parallel": name == "tied gpt" and options.get("sequence_parallel", False)}
-        trainer = p101.HybridTrainer(build(), loss_fn, adamw_by_shape, mesh=mesh_of(mesh), plan=plan if "tp" in mesh else "auto", **options)
+        options = {
+            **options,
+            "sequence_parallel": name == "tied gpt" and options.get("sequence_parallel", False),
+        }
+        trainer = p101.HybridTrainer(
+            build(),
+            loss_fn,
+            adamw_by_shape,
+            mesh=mesh_of(mesh),
+            plan=plan if "tp" in mesh else "auto",
+            **options,
+        )
     if path.exists():
         trainer.resume(path)
-        trainer.optimizer.param_groups[0]["lr"] *= 0.5  # an option that only the checkpoint can tell the next
+        # an option that only the checkpoint can tell the next
+        trainer.optimizer.param_groups[0]["lr"] *= 0.5
     history = trainer.fit(batch, until=until, save_to=path, progress=False)
     return history.losses, trainer.state_dict()
 
@@ -70,7 +100,11 @@ def test_a_run_that_moves_between_meshes_has_the_losses_of_one_process(name, tmp
     chain, alone = tmp_path / "chain.pt", tmp_path / "alone.pt"
     for i, (mesh, options) in enumerate(CHAIN):
         here = name, mesh, options, chain, i + 1
-        results = p101.launch(go_on, *here, world_size=world_size(mesh), backend="sim").results if mesh else [go_on(*here)]
+        results = (
+            p101.launch(go_on, *here, world_size=world_size(mesh), backend="sim").results
+            if mesh
+            else [go_on(*here)]
+        )
         losses, weights = go_on(name, None, {}, alone, i + 1)
         for other_losses, other_weights in results:
             assert other_losses == pytest.approx(losses, rel=1e-10), (mesh, options)
@@ -85,10 +119,16 @@ def test_a_run_that_moves_between_meshes_has_the_losses_of_one_process(name, tmp
 
 def refused(path):
     trainer = p101.HybridTrainer(
-        seeded(MLP([4, 8, 8, 3])), F.mse_loss, adamw_by_shape, mesh=mesh_of("pp 2, tp 2"), plan={"layers.0": "column", "layers.1": "row"}
+        seeded(MLP([4, 8, 8, 3])),
+        F.mse_loss,
+        adamw_by_shape,
+        mesh=mesh_of("pp 2, tp 2"),
+        plan={"layers.0": "column", "layers.1": "row"},
     )
     before = trainer.state_dict()
-    with pytest.raises(ValueError, match=r"the checkpoint is another model's: .*'layers\.1\.weight' is") as error:
+    with pytest.raises(
+        ValueError, match=r"the checkpoint is another model's: .*'layers\.1\.weight' is"
+    ) as error:
         trainer.resume(path)
     assert differing(trainer.state_dict(), before, 0) == []
     return str(error.value)

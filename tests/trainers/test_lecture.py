@@ -6,7 +6,8 @@ data_parallelism       each rank has a slice of the batch, all the square weight
 tensor_parallelism     each rank has some columns of each matrix, and the activations are gathered and concatenated
 pipeline_parallelism   each rank has some of the layers; it receives microbatches, computes them and sends them on
 
-The lecture shows the last two forward only and leaves backward as homework, so their gradients are compared with one process.
+The lecture shows the last two forward only and leaves backward as homework, so their gradients are
+compared with one process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def get_init_params(num_inputs: int, num_outputs: int, rank: int) -> nn.Paramete
     return nn.Parameter(torch.randn(num_inputs, num_outputs) / math.sqrt(num_outputs))
 
 
-def data_parallelism_main(rank: int, world_size: int, data: torch.Tensor, num_layers: int, num_steps: int):
+def data_parallelism_main(
+    rank: int, world_size: int, data: torch.Tensor, num_layers: int, num_steps: int
+):
     setup(rank, world_size)
 
     # Each rank takes its slice of the batch
@@ -68,7 +71,11 @@ def data_parallelism_main(rank: int, world_size: int, data: torch.Tensor, num_la
         optimizer.step()
         losses.append(loss.item())
 
-    results = losses, [param.detach().clone() for param in params], [param.grad.clone() for param in params]
+    results = (
+        losses,
+        [param.detach().clone() for param in params],
+        [param.grad.clone() for param in params],
+    )
     cleanup()
     return results
 
@@ -97,7 +104,12 @@ def ours(data, num_steps, keep_gradients):
 
     kept = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
     optimizer = AsTheLecture if keep_gradients else torch.optim.AdamW
-    trainer = DataParallelTrainer(Lecture(), lambda out, _: out.square().mean(), lambda p: optimizer(p, lr=1e-3), verify=not keep_gradients)
+    trainer = DataParallelTrainer(
+        Lecture(),
+        lambda out, _: out.square().mean(),
+        lambda p: optimizer(p, lr=1e-3),
+        verify=not keep_gradients,
+    )
     mine, _ = trainer.share((data, data))
     losses = [trainer.step(mine, mine) for _ in range(num_steps)]
     return losses, list(trainer.state_dict().values()), list(trainer.gradients().values())
@@ -106,7 +118,9 @@ def ours(data, num_steps, keep_gradients):
 def both(data):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = [ours(data, num_steps, keep_gradients=num_steps > 1) for num_steps in (1, 3)]
-    return mine, [data_parallelism_main(rank, world_size, data, LAYERS, num_steps) for num_steps in (1, 3)]
+    return mine, [
+        data_parallelism_main(rank, world_size, data, LAYERS, num_steps) for num_steps in (1, 3)
+    ]
 
 
 def test_the_lectures_program_and_the_trainer_give_the_same_numbers():
@@ -115,7 +129,9 @@ def test_the_lectures_program_and_the_trainer_give_the_same_numbers():
     results = p101.launch(both, data, world_size=world_size).results
     for run, num_steps in enumerate((1, 3)):
         theirs = [lecture[run] for _, lecture in results]
-        of_the_batch = [sum(losses[step] for losses, _, _ in theirs) / world_size for step in range(num_steps)]
+        of_the_batch = [
+            sum(losses[step] for losses, _, _ in theirs) / world_size for step in range(num_steps)
+        ]
         for (ours_of_rank, _), (_, their_weights, their_gradients) in zip(results, theirs):
             losses, weights, gradients = ours_of_rank[run]
             torch.testing.assert_close(losses, of_the_batch, rtol=1e-6, atol=0)
@@ -155,7 +171,9 @@ def tensor_parallelism_main(rank: int, world_size: int, data: torch.Tensor, num_
     return x.detach(), [param.detach() for param in params]
 
 
-def pipeline_parallelism_main(rank: int, world_size: int, data: torch.Tensor, num_layers: int, num_micro_batches: int):
+def pipeline_parallelism_main(
+    rank: int, world_size: int, data: torch.Tensor, num_layers: int, num_micro_batches: int
+):
     setup(rank, world_size)
 
     batch_size, num_dim = data.size(0), data.size(1)
@@ -216,12 +234,18 @@ def data_of_the_lecture() -> torch.Tensor:
 
 
 def trained_one_step(build, weights: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """By a trainer that `build` makes of a model: the loss, and the gradients of the whole model."""
+    """By a trainer that `build` makes of a model: the loss, and the gradients of the whole
+    model.
+    """
     data, trainer = data_of_the_lecture(), build(model_of(weights))
     return trainer.step(data, data), trainer.gradients()
 
 
-def same_numbers(outputs: torch.Tensor, weights: list[torch.Tensor], steps: list[tuple[float, dict[str, torch.Tensor]]]) -> None:
+def same_numbers(
+    outputs: torch.Tensor,
+    weights: list[torch.Tensor],
+    steps: list[tuple[float, dict[str, torch.Tensor]]],
+) -> None:
     """The lecture's outputs, one process with the same weights, and the trainer on every rank."""
     model = model_of(weights)
     expected = model(data_of_the_lecture())
@@ -230,13 +254,22 @@ def same_numbers(outputs: torch.Tensor, weights: list[torch.Tensor], steps: list
     for loss, gradients in steps:
         assert loss == pytest.approx(outputs.square().mean().item(), rel=1e-6)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6 * parameter.grad.abs().max().item())
+            torch.testing.assert_close(
+                gradients[name],
+                parameter.grad,
+                rtol=1e-5,
+                atol=1e-6 * parameter.grad.abs().max().item(),
+            )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_the_tensor_parallel_program_and_the_trainer_give_the_same_numbers(backend):
     data, ranks = data_of_the_lecture(), 4
-    results = p101.launch(lambda: tensor_parallelism_main(dist.get_rank(), ranks, data, LAYERS), world_size=ranks, backend=backend).results
+    results = p101.launch(
+        lambda: tensor_parallelism_main(dist.get_rank(), ranks, data, LAYERS),
+        world_size=ranks,
+        backend=backend,
+    ).results
     weights = [torch.cat([params[i] for _, params in results], dim=1) for i in range(LAYERS)]
 
     def build(model):
@@ -260,7 +293,11 @@ def test_the_pipeline_program_and_the_trainer_give_the_same_numbers(backend):
     for schedule in ("gpipe", "1f1b", "zb-h1"):
 
         def build(model, schedule=schedule):
-            return p101.PipelineTrainer(model, square_mean, adamw, schedule=schedule, microbatches=microbatches)
+            return p101.PipelineTrainer(
+                model, square_mean, adamw, schedule=schedule, microbatches=microbatches
+            )
 
-        steps = p101.launch(trained_one_step, build, weights, world_size=ranks, backend=backend).results
+        steps = p101.launch(
+            trained_one_step, build, weights, world_size=ranks, backend=backend
+        ).results
         same_numbers(results[-1][0], weights, steps)

@@ -1,4 +1,6 @@
-"""What is wrong with a tensor-parallel, pipeline or hybrid run is an error at once, the same on every rank, and no weight is changed."""
+"""What is wrong with a tensor-parallel, pipeline or hybrid run is an error at once, the same on
+every rank, and no weight is changed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def mlp(layers: int = 4) -> MLP:
 
 
 def gpt(heads: int) -> GPT:
-    return GPT(GPTConfig(vocabulary=13, context=6, layers=2, heads=heads, width=8), dtype=torch.float64)
+    return GPT(
+        GPTConfig(vocabulary=13, context=6, layers=2, heads=heads, width=8), dtype=torch.float64
+    )
 
 
 def mesh(**axes: int) -> DeviceMesh:
@@ -48,7 +52,9 @@ def hybrid(model, loss_fn=F.mse_loss, *, axes, **options):
 
 
 def small_step(trainer, samples: int) -> float:
-    return trainer.step(torch.ones(samples, 4, dtype=torch.float64), torch.ones(samples, 2, dtype=torch.float64))
+    return trainer.step(
+        torch.ones(samples, 4, dtype=torch.float64), torch.ones(samples, 2, dtype=torch.float64)
+    )
 
 
 class WithFunction(nn.Module):
@@ -93,33 +99,63 @@ WAITING = p101.Schedule(
 )
 PATTERN = {"blocks.*.up": "column"}
 FAULTS = {  # on 4 ranks, and the words that name it
-    "fewer layers than stages": (lambda: pipeline(mlp(3)), "the model has 3 modules with parameters, too few for 4 pipeline stages"),
+    "fewer layers than stages": (
+        lambda: pipeline(mlp(3)),
+        "the model has 3 modules with parameters, too few for 4 pipeline stages",
+    ),
     "fewer layers than stages, interleaved": (
         lambda: pipeline(mlp(5), schedule="interleaved", chunks=2, microbatches=4),
         "the model has 5 modules with parameters, too few for 8 pipeline stages",
     ),
-    "fewer layers than stages, hybrid": (lambda: hybrid(mlp(2), axes={"pp": 4}), "too few for 4 pipeline stages"),
-    "a plan that matches no module": (lambda: tensor(mlp(), plan=PATTERN), "plan: 'blocks.*.up' matches no module"),
+    "fewer layers than stages, hybrid": (
+        lambda: hybrid(mlp(2), axes={"pp": 4}),
+        "too few for 4 pipeline stages",
+    ),
+    "a plan that matches no module": (
+        lambda: tensor(mlp(), plan=PATTERN),
+        "plan: 'blocks.*.up' matches no module",
+    ),
     "a plan that matches no module, hybrid": (
         lambda: hybrid(mlp(), axes={"tp": 2, "pp": 2}, plan=PATTERN),
         "plan: 'blocks.*.up' matches no module",
     ),
-    "heads": (lambda: tensor(gpt(2), next_token_loss), "'blocks.0.attention.query' has 2 heads, which 4 ranks cannot share equally"),
-    "heads, hybrid": (lambda: hybrid(gpt(1), next_token_loss, axes={"pp": 2, "tp": 2}), "which 2 ranks cannot share equally"),
+    "heads": (
+        lambda: tensor(gpt(2), next_token_loss),
+        "'blocks.0.attention.query' has 2 heads, which 4 ranks cannot share equally",
+    ),
+    "heads, hybrid": (
+        lambda: hybrid(gpt(1), next_token_loss, axes={"pp": 2, "tp": 2}),
+        "which 2 ranks cannot share equally",
+    ),
     "a mesh larger than the world": (
         lambda: hybrid(mlp(), axes={"dp": 2, "tp": 2, "pp": 2}),
         "Mesh should not be bigger than default world size 4, but found 8 ranks",  # torch's
     ),
     "a schedule that would deadlock": (
         lambda: pipeline(mlp(), schedule=WAITING),
-        "wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
+        (
+            "wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits "
+            "for 0F1 of rank 0"
+        ),
     ),
-    "a schedule for other ranks": (lambda: hybrid(mlp(), axes={"dp": 2, "pp": 2}, schedule=WAITING), "expected one for the 2 ranks"),
+    "a schedule for other ranks": (
+        lambda: hybrid(mlp(), axes={"dp": 2, "pp": 2}, schedule=WAITING),
+        "expected one for the 2 ranks",
+    ),
     "a function in the sequence, pipeline": (lambda: pipeline(WithFunction()), FUNCTION),
     "a function in the sequence, tensor": (lambda: tensor(WithFunction()), FUNCTION),
-    "a function in the sequence, ZeRO-3": (lambda: p101.ShardedTrainer(WithFunction(), F.mse_loss, sgd, zero_stage=3), FUNCTION),
-    "a module called sequence, pipeline": (lambda: pipeline(Called()), "a Called can't be cut into pipeline stages"),
-    "an axis of another name": (lambda: hybrid(mlp(), axes={"dp": 2, "ep": 2}), "expected names out of dp, tp, pp"),
+    "a function in the sequence, ZeRO-3": (
+        lambda: p101.ShardedTrainer(WithFunction(), F.mse_loss, sgd, zero_stage=3),
+        FUNCTION,
+    ),
+    "a module called sequence, pipeline": (
+        lambda: pipeline(Called()),
+        "a Called can't be cut into pipeline stages",
+    ),
+    "an axis of another name": (
+        lambda: hybrid(mlp(), axes={"dp": 2, "ep": 2}),
+        "expected names out of dp, tp, pp",
+    ),
 }
 
 
@@ -133,9 +169,14 @@ def raised(call) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, str]]:
-    """By rank, the error of each fault. In one launch, since an error leaves the ranks able to go on."""
+    """By rank, the error of each fault.
+
+    In one launch, since an error leaves the ranks able to go on.
+    """
     faults = {name: call for name, (call, _) in FAULTS.items()}
-    return p101.launch(lambda: {name: raised(call) for name, call in faults.items()}, world_size=4, backend="sim").results
+    return p101.launch(
+        lambda: {name: raised(call) for name, call in faults.items()}, world_size=4, backend="sim"
+    ).results
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
@@ -149,21 +190,36 @@ def test_a_module_called_sequence_is_cut_by_its_plan():
     def program():
         return small_step(tensor(Called(), plan={"sequence.layers.0": "column_gather"}), 4)
 
-    expected = F.mse_loss(mlp()(torch.ones(4, 4, dtype=torch.float64)), torch.ones(4, 2, dtype=torch.float64)).item()
-    assert p101.launch(program, world_size=2, backend="sim").results == [pytest.approx(expected)] * 2
+    expected = F.mse_loss(
+        mlp()(torch.ones(4, 4, dtype=torch.float64)), torch.ones(4, 2, dtype=torch.float64)
+    ).item()
+    assert (
+        p101.launch(program, world_size=2, backend="sim").results == [pytest.approx(expected)] * 2
+    )
 
 
 # ── in the middle of a step ──
 
 
 def test_what_is_no_tensor_cannot_go_to_the_next_stage():
-    found = p101.launch(lambda: raised(lambda: small_step(pipeline(nn.Sequential(Pair(), Pair())), 4)), world_size=2, backend="sim").results
-    assert found[0].startswith("ScheduleError: stage 0 gave a tuple: expected one tensor between two stages")
-    assert found[1].startswith("ValueError: rank 0 could not finish step 0, and no weight was changed: ScheduleError: stage 0 gave a tuple")
+    found = p101.launch(
+        lambda: raised(lambda: small_step(pipeline(nn.Sequential(Pair(), Pair())), 4)),
+        world_size=2,
+        backend="sim",
+    ).results
+    assert found[0].startswith(
+        "ScheduleError: stage 0 gave a tuple: expected one tensor between two stages"
+    )
+    assert found[1].startswith(
+        "ValueError: rank 0 could not finish step 0, and no weight was changed: ScheduleError: "
+        "stage 0 gave a tuple"
+    )
 
 
 class Faulty(nn.Module):
-    """A layer that fails, if it was armed, in a forward or a backward: raises an error, or writes down the time and ends its process."""
+    """A layer that fails, if it was armed, in a forward or a backward: raises an error, or
+    writes down the time and ends its process.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +227,12 @@ class Faulty(nn.Module):
         self.arm(None)
 
     def arm(self, fault: str | None, call: int = 2, dies: Path | None = None) -> None:
-        self.fault, self.call, self.dies, self.calls = fault, call, dies, {"forward": 0, "backward": 0}
+        self.fault, self.call, self.dies, self.calls = (
+            fault,
+            call,
+            dies,
+            {"forward": 0, "backward": 0},
+        )
 
     def forward(self, x):
         self.count("forward")
@@ -201,15 +262,24 @@ KINDS = {
     "zb-h1": lambda model: pipeline(model, schedule="zb-h1", microbatches=4),
     "zb-h2": lambda model: pipeline(model, schedule="zb-h2", microbatches=7),
     "dp x pp": lambda model: hybrid(model, axes={"dp": 2, "pp": 2}, microbatches=4),
-    "ZeRO-1 x pp": lambda model: hybrid(model, axes={"dp": 2, "pp": 2}, microbatches=4, zero_stage=1),
-    "ZeRO-2 x pp": lambda model: hybrid(model, axes={"dp": 2, "pp": 2}, microbatches=4, zero_stage=2),
-    "ZeRO-3 x pp": lambda model: hybrid(model, axes={"dp": 2, "pp": 2}, microbatches=4, zero_stage=3),
-    "tp x pp": lambda model: hybrid(model, axes={"tp": 2, "pp": 2}, microbatches=4, plan={"*.linear": "column_gather"}),
+    "ZeRO-1 x pp": lambda model: hybrid(
+        model, axes={"dp": 2, "pp": 2}, microbatches=4, zero_stage=1
+    ),
+    "ZeRO-2 x pp": lambda model: hybrid(
+        model, axes={"dp": 2, "pp": 2}, microbatches=4, zero_stage=2
+    ),
+    "ZeRO-3 x pp": lambda model: hybrid(
+        model, axes={"dp": 2, "pp": 2}, microbatches=4, zero_stage=3
+    ),
+    "tp x pp": lambda model: hybrid(
+        model, axes={"tp": 2, "pp": 2}, microbatches=4, plan={"*.linear": "column_gather"}
+    ),
     "tensor": lambda model: tensor(model, plan={"*.linear": "column_gather"}),
 }
 
 
-WITH_TP = ("tp x pp", "tensor")  # a rank that fails in the middle of a layer can't go on there: its error ends the run
+# a rank that fails in the middle of a layer can't go on there: its error ends the run
+WITH_TP = ("tp x pp", "tensor")
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -217,7 +287,9 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def fails_and_goes_on(kind: str, fault: str) -> tuple[str, bool, float, float]:
-    """The error, whether all weights are as they were, and the losses of a step after it and of the same step without it."""
+    """The error, whether all weights are as they were, and the losses of a step after it and of
+    the same step without it.
+    """
     x, y = (torch.ones(8, 4, dtype=torch.float64) for _ in range(2))
     losses = []
     for failing in (True, False):
@@ -243,16 +315,24 @@ def fails_and_goes_on(kind: str, fault: str) -> tuple[str, bool, float, float]:
 def test_a_fault_on_one_stage_is_told_on_every_rank_and_changes_no_weight(kind):
     """Faults that ranks survive: one after the other, in one launch."""
     faults = ("nan",) if kind in WITH_TP else ("nan", "forward", "backward")
-    by_rank = p101.launch(lambda: [fails_and_goes_on(kind, fault) for fault in faults], world_size=4, backend="sim").results
+    by_rank = p101.launch(
+        lambda: [fails_and_goes_on(kind, fault) for fault in faults], world_size=4, backend="sim"
+    ).results
     for fault, *results in zip(faults, *by_rank):
         for error, unchanged, after, without in results:
             assert unchanged
             assert after == without
             if fault == "nan":
-                assert re.match("FloatingPointError: step 1: the loss is (nan on rank ., )*nan on rank 3; no weight was changed", error)
+                assert re.match(
+                    "FloatingPointError: step 1: the loss is (nan on rank ., )*nan on rank 3; "
+                    "no weight was changed",
+                    error,
+                )
             elif error != f"ArithmeticError: a fault in {fault}":  # on the rank that has that layer
                 assert re.fullmatch(
-                    f"RuntimeError: rank [12] could not finish step [01], and no weight was changed: .*: a fault in {fault}", error
+                    "RuntimeError: rank [12] could not finish step [01], and no weight was "
+                    f"changed: .*: a fault in {fault}",
+                    error,
                 )
         assert len({result[0] for result in results}) == (1 if fault == "nan" else 2)
 
@@ -283,11 +363,17 @@ def dies(kind: str, fault: str, file) -> None:
     trainer.step(x, y)
 
 
-@pytest.mark.parametrize(("kind", "fault"), [("1f1b", "backward"), ("zb-h1", "forward"), ("dp x pp", "forward")])
-def test_a_rank_that_dies_in_the_middle_of_a_pipeline_ends_the_run_with_its_name(kind, fault, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "fault"), [("1f1b", "backward"), ("zb-h1", "forward"), ("dp x pp", "forward")]
+)
+def test_a_rank_that_dies_in_the_middle_of_a_pipeline_ends_the_run_with_its_name(
+    kind, fault, tmp_path
+):
     died = tmp_path / "died"
     with pytest.raises(p101.RankFailed, match=r"rank [123]") as failed:
         p101.launch(dies, kind, fault, died, world_size=4)
-    assert time.time() - float(died.read_text()) < 2.0, "seconds: the others do not wait for the dead"
+    assert time.time() - float(died.read_text()) < 2.0, (
+        "seconds: the others do not wait for the dead"
+    )
     assert failed.value.exitcode == 7
     assert failed.value.rank in ((1, 3) if kind == "dp x pp" else (2,))

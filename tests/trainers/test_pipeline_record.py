@@ -1,4 +1,6 @@
-"""What the record of a pipeline shows: who sends what to whom, what each stage holds, and that receives are posted ahead."""
+"""What the record of a pipeline shows: who sends what to whom, what each stage holds, and that
+receives are posted ahead.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Wait(torch.autograd.Function):
 
 def step(schedule, chunks=1, steps=1, microbatches=MICROBATCHES):
     ranks = torch.distributed.get_world_size()
-    model = torch.nn.Sequential(*(Costly([WIDTH, WIDTH], seed=s, dtype=torch.float64) for s in range(ranks * chunks)))
+    model = torch.nn.Sequential(
+        *(Costly([WIDTH, WIDTH], seed=s, dtype=torch.float64) for s in range(ranks * chunks))
+    )
     options = {"schedule": schedule, "microbatches": microbatches, "chunks": chunks}
     trainer = p101.PipelineTrainer(model, F.mse_loss, OPTIMIZERS["sgd"], **options)
     for number in range(steps):
@@ -49,7 +53,11 @@ def step(schedule, chunks=1, steps=1, microbatches=MICROBATCHES):
 
 def activations_and_gradients(trace):
     """The messages of the pipeline, without those that announce shapes, which are whole numbers."""
-    return [e for e in trace.events if e.kind == "send" and e.group.axis == "pp" and e.dtype == "float64"]
+    return [
+        e
+        for e in trace.events
+        if e.kind == "send" and e.group.axis == "pp" and e.dtype == "float64"
+    ]
 
 
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
@@ -58,17 +66,23 @@ def test_activations_travel_to_the_next_stage_only_and_gradients_back(backend, s
     trace = p101.launch(step, schedule, world_size=3, backend=backend, trace=True).trace
     counted = Counter((e.rank, e.peer) for e in activations_and_gradients(trace))
     assert counted == dict.fromkeys([(0, 1), (1, 2), (1, 0), (2, 1)], MICROBATCHES)
-    assert {e.nbytes for e in activations_and_gradients(trace)} == {SAMPLES // MICROBATCHES * WIDTH * 8}
+    assert {e.nbytes for e in activations_and_gradients(trace)} == {
+        SAMPLES // MICROBATCHES * WIDTH * 8
+    }
 
 
 def test_shapes_are_announced_once():
     trace = p101.launch(step, "1f1b", steps=3, world_size=3, backend="sim").trace
-    announced = [e for e in trace.events if e.kind == "send" and e.group.axis == "pp" and e.dtype == "int64"]
+    announced = [
+        e for e in trace.events if e.kind == "send" and e.group.axis == "pp" and e.dtype == "int64"
+    ]
     assert Counter((e.rank, e.peer) for e in announced) == {(0, 1): 1, (1, 2): 1}
 
 
 def held_at_most(trace, rank):
-    """(stage, microbatch) pairs from the start of the forward to the end of the backward, or of its last half."""
+    """(stage, microbatch) pairs from the start of the forward to the end of the backward, or of
+    its last half.
+    """
     done = "weight gradient" if trace.spans("weight gradient") else "backward"
     starts = [(e.start, 1) for e in trace.spans("forward") if e.rank == rank]
     ends = [(e.end, -1) for e in trace.spans(done) if e.rank == rank]
@@ -85,11 +99,18 @@ def test_one_f_one_b_holds_at_most_p_minus_rank_microbatches(n):
     assert [held_at_most(trace, rank) for rank in range(n)] == [n - rank for rank in range(n)]
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1)],
+)
 def test_a_run_takes_the_time_that_the_schedule_predicts(schedule, chunks):
-    """On a virtual clock, where a forward takes one second and a backward two, all of it in its first half."""
+    """On a virtual clock, where a forward takes one second and a backward two, all of it in its
+    first half.
+    """
     free = p101.Network(latency=0.0, bandwidth=math.inf)
-    trace = p101.launch(step, schedule, chunks=chunks, world_size=4, backend="sim", network=free).trace
+    trace = p101.launch(
+        step, schedule, chunks=chunks, world_size=4, backend="sim", network=free
+    ).trace
     spans = [e for name in SECONDS for e in trace.spans(name)]
     run = max(e.end for e in spans) - min(e.start for e in spans)
     lists = p101.schedule(schedule, stages=4, microbatches=MICROBATCHES, chunks=chunks)
@@ -102,23 +123,47 @@ def test_the_next_receive_is_posted_before_the_present_compute_ends(backend):
     trace = p101.launch(step, "1f1b", steps=2, world_size=3, backend=backend, trace=True).trace
     begun = {e.rank: e.start for e in trace.spans("step") if e.args["number"] == 1}
     for rank in range(3):
-        computed = [e for name in SECONDS for e in trace.spans(name) if e.rank == rank and e.start >= begun[rank]]
+        computed = [
+            e
+            for name in SECONDS
+            for e in trace.spans(name)
+            if e.rank == rank and e.start >= begun[rank]
+        ]
         computed.sort(key=lambda e: e.start)
-        received = [e for e in trace.events if e.kind == "recv" and e.rank == rank and e.group.axis == "pp" and e.posted >= begun[rank]]
+        received = [
+            e
+            for e in trace.events
+            if e.kind == "recv"
+            and e.rank == rank
+            and e.group.axis == "pp"
+            and e.posted >= begun[rank]
+        ]
         assert len(received) == MICROBATCHES * (1 if rank in (0, 2) else 2)
         for e in received:
-            user = next(i for i, span in enumerate(computed) if span.end >= e.end)  # the first that may use it
+            # the first that may use it
+            user = next(i for i, span in enumerate(computed) if span.end >= e.end)
             assert e.posted <= computed[max(0, user - 1)].end
 
 
 def test_lists_with_messages_are_carried_out_in_their_order():
-    """From the second step on, when shapes are known: all messages of two ranks go through one group, as in torch's pipelining."""
+    """From the second step on, when shapes are known: all messages of two ranks go through one
+    group, as in torch's pipelining.
+    """
     rank_0 = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
     rank_1 = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
     lists = p101.Schedule([rank_0.split(), rank_1.split()])
     trace = p101.launch(step, lists, microbatches=2, steps=2, world_size=2, backend="sim").trace
     begun = max(e.start for e in trace.spans("step") if e.args["number"] == 1)
-    for rank, expected in enumerate((["send", "send", "recv", "recv"], ["recv", "recv", "send", "send"])):
-        of_rank = [e for e in trace.events if e.kind in ("send", "recv") and e.group.axis == "pp" and e.rank == rank and e.posted >= begun]
+    for rank, expected in enumerate(
+        (["send", "send", "recv", "recv"], ["recv", "recv", "send", "send"])
+    ):
+        of_rank = [
+            e
+            for e in trace.events
+            if e.kind in ("send", "recv")
+            and e.group.axis == "pp"
+            and e.rank == rank
+            and e.posted >= begun
+        ]
         assert [e.kind for e in sorted(of_rank, key=lambda e: e.posted)] == expected
         assert len({e.group.name for e in of_rank}) == 1

@@ -1,4 +1,6 @@
-"""Dropout's masks: other ones for other samples, the same on ranks that share samples, and nobody else's random numbers used up."""
+"""Dropout's masks: other ones for other samples, the same on ranks that share samples, and
+nobody else's random numbers used up.
+"""
 
 from __future__ import annotations
 
@@ -33,37 +35,56 @@ class Masks(nn.Module):
 
 def model(stages=1):
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(stages) for layer in (nn.Linear(4, 4), Masks()))).double()
+    return nn.Sequential(
+        *(layer for _ in range(stages) for layer in (nn.Linear(4, 4), Masks()))
+    ).double()
 
 
 def masks_of(trainer, steps=2):
-    (masks,) = (module for part in trainer.prepared.parts.values() for module in part.modules() if isinstance(module, Masks))
+    (masks,) = (
+        module
+        for part in trainer.prepared.parts.values()
+        for module in part.modules()
+        if isinstance(module, Masks)
+    )
     for _ in range(steps):
         trainer.step(*trainer.share((randn(1, 8, 4), randn(2, 8, 4))))
     return masks.drawn
 
 
 def on_a_mesh(mesh, seed):
-    """This rank's place along dp, and its masks. Every rank has another seed, and changes it before the step."""
+    """This rank's place along dp, and its masks.
+
+    Every rank has another seed, and changes it before the step.
+    """
     stages = 2 if "pp" in mesh else 1
     options = {"microbatches": 1, "layers_per_stage": [2, 2]} if stages > 1 else {}
     built = model(stages)
     torch.manual_seed(seed + group_of().position)
-    trainer = p101.HybridTrainer(built, F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of(mesh), verify=False, **options)
+    trainer = p101.HybridTrainer(
+        built, F.mse_loss, OPTIMIZERS["sgd"], mesh=mesh_of(mesh), verify=False, **options
+    )
     torch.manual_seed(seed + 100 + group_of().position)
     return trainer.axes.here["dp"], masks_of(trainer)
 
 
-@pytest.mark.parametrize(("mesh", "backend"), [("dp 2, tp 2", "sim"), ("tp 2, dp 2", "sim"), ("dp 2, pp 2", "sim"), ("dp 2, tp 2", "gloo")])
+@pytest.mark.parametrize(
+    ("mesh", "backend"),
+    [("dp 2, tp 2", "sim"), ("tp 2, dp 2", "sim"), ("dp 2, pp 2", "sim"), ("dp 2, tp 2", "gloo")],
+)
 def test_they_differ_along_dp_and_agree_along_tp_and_pp(mesh, backend):
     def run(seed):
-        return p101.launch(on_a_mesh, mesh, seed, world_size=ranks_of(mesh), backend=backend).results
+        return p101.launch(
+            on_a_mesh, mesh, seed, world_size=ranks_of(mesh), backend=backend
+        ).results
 
     by_place = {}
     for place, masks in run(5):
         assert by_place.setdefault(place, masks) == masks
     first, second = by_place[0], by_place[1]
-    assert len({str(mask) for mask in first + second}) == len(first) + len(second) >= 4, "also from step to step"
+    assert len({str(mask) for mask in first + second}) == len(first) + len(second) >= 4, (
+        "also from step to step"
+    )
     assert dict(run(5)) == by_place, "a run is the same again"
     assert dict(run(6)) != by_place, "with another seed it is another one"
 
@@ -76,7 +97,9 @@ def with_seed(seed):
 
 def test_every_bit_of_the_seed_counts():
     seeds = (2**63, 2**63 + 1, 2**31, 2**31 + 2**32)
-    assert len({str(p101.launch(with_seed, seed, world_size=2, backend="sim").results) for seed in seeds}) == len(seeds)
+    assert len(
+        {str(p101.launch(with_seed, seed, world_size=2, backend="sim").results) for seed in seeds}
+    ) == len(seeds)
 
 
 def global_numbers(trainer):
@@ -122,5 +145,7 @@ def resumed(path):
 
 
 def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(tmp_path):
-    for through, again in p101.launch(resumed, tmp_path / "run.pt", world_size=2, backend="sim").results:
+    for through, again in p101.launch(
+        resumed, tmp_path / "run.pt", world_size=2, backend="sim"
+    ).results:
         assert again == through[-len(again) :]

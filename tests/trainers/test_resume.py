@@ -1,4 +1,6 @@
-"""A resume that can't be is an error on every rank, and changes nothing: weights, optimizer state, steps and history are what they were."""
+"""A resume that can't be is an error on every rank, and changes nothing: weights, optimizer
+state, steps and history are what they were.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,27 @@ class WithBuffer(MLP):
 
 
 OTHERS = {  # what was saved, and why it is not for the trainer that `build()` gives
-    "wider": (lambda: build(model=MLP([4, 6, 4], dtype=torch.float64)), r"'layers\.0\.weight' is \(6, 4\) there and \(5, 4\) here"),
-    "deeper": (lambda: build(model=MLP([4, 5, 4, 4], dtype=torch.float64)), r"it has 'layers\.2\.weight', which this model lacks"),
-    "shallower": (lambda: build(model=MLP([4, 5], dtype=torch.float64)), r"it has no 'layers\.1\.weight'"),
+    "wider": (
+        lambda: build(model=MLP([4, 6, 4], dtype=torch.float64)),
+        r"'layers\.0\.weight' is \(6, 4\) there and \(5, 4\) here",
+    ),
+    "deeper": (
+        lambda: build(model=MLP([4, 5, 4, 4], dtype=torch.float64)),
+        r"it has 'layers\.2\.weight', which this model lacks",
+    ),
+    "shallower": (
+        lambda: build(model=MLP([4, 5], dtype=torch.float64)),
+        r"it has no 'layers\.1\.weight'",
+    ),
     "a buffer more": (lambda: build(model=WithBuffer()), "it has 'scale', which this model lacks"),
-    "frozen there": (lambda: build(model=frozen_bias()), r"knows no optimizer state of 'layers\.0\.bias'"),
-    "sgd": (lambda: build(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), "has the state of SGD, and this trainer's optimizer is AdamW"),
+    "frozen there": (
+        lambda: build(model=frozen_bias()),
+        r"knows no optimizer state of 'layers\.0\.bias'",
+    ),
+    "sgd": (
+        lambda: build(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+        "has the state of SGD, and this trainer's optimizer is AdamW",
+    ),
     "other groups": (
         lambda: build(optimizer=adamw_by_shape),
         r"'layers\.0\.weight' and 'layers\.0\.bias' are together in group 0 .* different options",
@@ -78,7 +95,9 @@ OTHERS = {  # what was saved, and why it is not for the trainer that `build()` g
 
 
 def refused(zero_stage, files, place):
-    """Every one of these files, tried by a trainer that has taken two steps and then takes a third."""
+    """Every one of these files, tried by a trainer that has taken two steps and then takes a
+    third.
+    """
     trainer, untouched = steps(build(zero_stage), 2), steps(build(zero_stage), 2)
     before = content_of(trainer, place / f"{zero_stage}.pt")
     for path, message in files:
@@ -95,7 +114,9 @@ def all_refused(files, place):
 
 @pytest.fixture
 def files(tmp_path):
-    """Checkpoints of others, one that was cut off anywhere, and none at all; with what is said of each."""
+    """Checkpoints of others, one that was cut off anywhere, and none at all; with what is said
+    of each.
+    """
     paths = []
     for name, (other, message) in OTHERS.items():
         other().save(tmp_path / name)
@@ -134,9 +155,24 @@ def test_ranks_that_do_not_read_the_same_are_told_so(tmp_path):
     (tmp_path / "cut").write_bytes((tmp_path / "good").read_bytes()[:999])
     for second, first_hears, missing in (
         ("nowhere", "rank 1 could not resume from .*good: FileNotFoundError", True),
-        ("cut", "rank 1 could not resume from .*good: ValueError: .*cut is not a checkpoint", False),
-        ("later", r"the ranks read different contents from .*good: 'layers\.0\.weight' on rank 1 differs from rank 0", False),
-        ("earlier", "read different contents from .*good: 'steps' on rank 1 differs from rank 0", False),
+        (
+            "cut",
+            "rank 1 could not resume from .*good: ValueError: .*cut is not a checkpoint",
+            False,
+        ),
+        (
+            "later",
+            (
+                r"the ranks read different contents from .*good: 'layers\.0\.weight' on rank 1 "
+                r"differs from rank 0"
+            ),
+            False,
+        ),
+        (
+            "earlier",
+            "read different contents from .*good: 'steps' on rank 1 differs from rank 0",
+            False,
+        ),
     ):
         first, other = p101.launch(on_disks_of_their_own, tmp_path, second, world_size=2).results
         for (is_os_error, message), (other_is_os_error, _) in zip(first, other):
@@ -163,19 +199,29 @@ def saved_and_resumed(zero_stage, path):
 def test_a_group_without_parameters(tmp_path):
     for zero_stage in (None, 1, 2, 3):
         assert saved_and_resumed(zero_stage, tmp_path / "alone.pt")
-        assert p101.launch(saved_and_resumed, zero_stage, tmp_path / "two.pt", world_size=2).results == [True] * 2
+        assert (
+            p101.launch(saved_and_resumed, zero_stage, tmp_path / "two.pt", world_size=2).results
+            == [True] * 2
+        )
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     trainer = steps(build(), 1)
     trainer.save(tmp_path / "run.pt")
-    for name, error in (("fsync", OSError("no space left")), ("replace", PermissionError("not now"))):
+    for name, error in (
+        ("fsync", OSError("no space left")),
+        ("replace", PermissionError("not now")),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(os, name, lambda *args, error=error: (_ for _ in ()).throw(error))
             with pytest.raises(OSError, match=str(error)):
                 steps(trainer, 1).save(tmp_path / "run.pt")
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", lambda *args: (_ for _ in ()).throw(RuntimeError("unexpected pos 64 vs 0")))
+        patched.setattr(
+            torch,
+            "save",
+            lambda *args: (_ for _ in ()).throw(RuntimeError("unexpected pos 64 vs 0")),
+        )
         with pytest.raises(OSError, match="could not be written: unexpected pos"):
             trainer.save(tmp_path / "run.pt")
     assert os.listdir(tmp_path) == ["run.pt"]

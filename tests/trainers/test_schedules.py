@@ -1,4 +1,6 @@
-"""Schedules are data: complete and in order, as fast and as large as their papers say, and torch's can be read, checked and timed."""
+"""Schedules are data: complete and in order, as fast and as large as their papers say, and
+torch's can be read, checked and timed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import parallel101 as p101
 from parallel101.trainers.schedules.schedule import SCHEDULES
 
 NAMES = list(SCHEDULES)
-SHAPES = [(1, 1), (1, 4), (2, 2), (2, 7), (3, 5), (4, 8), (4, 12), (5, 9), (8, 16)]  # (ranks, microbatches)
+# (ranks, microbatches)
+SHAPES = [(1, 1), (1, 4), (2, 2), (2, 7), (3, 5), (4, 8), (4, 12), (5, 9), (8, 16)]
 
 
 def built(name, p, m, chunks=2):
@@ -31,7 +34,8 @@ def test_every_schedule_can_be_run_under_all_rules(name):
         assert p101.Schedule.from_csv(schedule.to_csv()) == schedule
 
 
-FORWARD, INPUT, WEIGHT = 10.0, 12.0, 5.0  # W ≤ min(F, B) and 2W ≤ F + B: the domain of the closed forms
+# W ≤ min(F, B) and 2W ≤ F + B: the domain of the closed forms
+FORWARD, INPUT, WEIGHT = 10.0, 12.0, 5.0
 IDLE = {
     "gpipe": lambda p: (p - 1) * (FORWARD + INPUT + WEIGHT),
     "1f1b": lambda p: (p - 1) * (FORWARD + INPUT + WEIGHT),
@@ -44,13 +48,17 @@ IDLE = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SHAPES if m >= 2 * p - 1])
 def test_idle_time_is_the_closed_form(name, p, m):
-    """Zero Bubble, Table 2, with free communication; interleaved: a chunk's share of the time, and of the bubble."""
+    """Zero Bubble, Table 2, with free communication; interleaved: a chunk's share of the time,
+    and of the bubble.
+    """
     chunks = 3 if name == "interleaved" and p > 1 else 1
     schedule = built(name, p, m, chunks)
     work = schedule.microbatches * (FORWARD + INPUT + WEIGHT)
     time = schedule.time(FORWARD / chunks, INPUT / chunks, WEIGHT / chunks)
     cost = max(
-        max(slot.end for slot in time.slots if slot.rank == r) - min(slot.start for slot in time.slots if slot.rank == r) for r in range(p)
+        max(slot.end for slot in time.slots if slot.rank == r)
+        - min(slot.start for slot in time.slots if slot.rank == r)
+        for r in range(p)
     )
     assert cost == pytest.approx(work + IDLE[name](p) / chunks)
     assert time.bubble_rate == pytest.approx(1 - work / cost)
@@ -68,7 +76,9 @@ def test_activations_held():
     }
 
 
-PUBLISHED = {  # Zero Bubble's models: ranks, microbatches; milliseconds of F, B, W, communication; bubble rates of 1F1B, ZB-H1, ZB-H2
+# Zero Bubble's models: ranks, microbatches; milliseconds of F, B, W, communication; bubble rates of
+# 1F1B, ZB-H1, ZB-H2
+PUBLISHED = {
     "1.5 B, 24": (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
     "1.5 B, 32": (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
     "1.5 B, 64": (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
@@ -86,10 +96,14 @@ PUBLISHED = {  # Zero Bubble's models: ranks, microbatches; milliseconds of F, B
 
 @pytest.mark.parametrize("row", list(PUBLISHED))
 def test_published_bubble_rates(row):
-    """arXiv 2401.10241, the table of bubble rates, from the times measured for each model and number of microbatches."""
+    """arXiv 2401.10241, the table of bubble rates, from the times measured for each model and
+    number of microbatches.
+    """
     p, m, (f, b, w, communication), rates = PUBLISHED[row]
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates):
-        time = p101.schedule(name, stages=p, microbatches=m).time(f, b, w, communication=communication)
+        time = p101.schedule(name, stages=p, microbatches=m).time(
+            f, b, w, communication=communication
+        )
         assert time.bubble_rate == pytest.approx(rate, abs=1e-4), name
 
 
@@ -98,9 +112,17 @@ def test_costs_may_differ_between_stages():
     assert schedule.time([1.0, 3.0], 0.0, 0.0).makespan == 1 + 3 * 3
     assert schedule.time([1.0, 3.0], 0.0, 0.0, communication=5.0).makespan == 1 + 5 + 3 * 3 + 5
     for costs in ([1.0], [1.0, 2.0, 3.0], -1.0, [1.0, -1.0], float("inf")):
-        with pytest.raises(p101.ScheduleError, match=r"forward=.*: expected seconds, 0 or more: a number, or one for each of the 2 stages"):
+        with pytest.raises(
+            p101.ScheduleError,
+            match=(
+                r"forward=.*: expected seconds, 0 or more: a number, or one for each of the 2 "
+                r"stages"
+            ),
+        ):
             schedule.time(costs)
-    with pytest.raises(p101.ScheduleError, match=r"communication=\[1, 2\]: expected one number of seconds"):
+    with pytest.raises(
+        p101.ScheduleError, match=r"communication=\[1, 2\]: expected one number of seconds"
+    ):
         schedule.time(communication=[1, 2])
 
 
@@ -108,7 +130,13 @@ class Mock(_PipelineStageBase):
     """What torch's schedules ask of a stage to make their lists."""
 
     def __init__(self, stages, ranks, index):
-        self.submod, self.num_stages, self.group_size, self.group_rank, self.group = None, stages, ranks, 0, None
+        self.submod, self.num_stages, self.group_size, self.group_rank, self.group = (
+            None,
+            stages,
+            ranks,
+            0,
+            None,
+        )
         self.stage_index, self.has_backward = index, True
 
 
@@ -125,11 +153,19 @@ TORCHS = {  # its stages on rank 0, microbatches
 def csv_of(name):
     """torch's lists of compute, and with its sends and receives."""
     stages, microbatches = TORCHS[name]
-    schedule = getattr(torchs, f"Schedule{name}")([Mock(8, 4, index) for index in stages], microbatches, loss_fn=lambda y, t: 0)
+    schedule = getattr(torchs, f"Schedule{name}")(
+        [Mock(8, 4, index) for index in stages], microbatches, loss_fn=lambda y, t: 0
+    )
     order = {rank: list(schedule.pipeline_order[rank]) for rank in range(4)}
-    idle = "\n".join(",".join("" if action is None else str(action) for action in order[rank]) for rank in range(4))
+    idle = "\n".join(
+        ",".join("" if action is None else str(action) for action in order[rank])
+        for rank in range(4)
+    )
     placement = p101.Schedule.from_csv(idle).placement
-    dense = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+    dense = {
+        rank: [action for action in actions if action is not None]
+        for rank, actions in order.items()
+    }
     full = torchs._add_send_recv(dense, stage_to_rank=placement.__getitem__, num_stages=8)
     return idle, "\n".join(",".join(map(str, full[rank])) for rank in range(4))
 
@@ -144,7 +180,9 @@ def test_torchs_schedules_are_read_checked_and_timed(name):
         schedule.check("nccl")
     assert compute.time() == compute.time(), "no chance in it"
     assert with_messages.time().makespan == compute.time().makespan, "messages that take no time"
-    assert with_messages.time(communication=1.0).makespan >= compute.time(communication=1.0).makespan
+    assert (
+        with_messages.time(communication=1.0).makespan >= compute.time(communication=1.0).makespan
+    )
     if name == "ZBVZeroBubble":
         assert compute.time().bubble_rate == 0, "the point of it, where F = B = W"
     if name == "DualPipeV":
@@ -176,25 +214,46 @@ def test_a_hang_that_others_met_is_found_before_it_happens():
     with pytest.raises(p101.ScheduleError) as error:
         schedule.check("nccl")
     assert "the ranks would wait for each other forever under NCCL's rules" in str(error.value)
-    assert "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0" in str(error.value)
+    assert (
+        "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 "
+        "of rank 0"
+    ) in str(error.value)
 
 
 WRONG = {  # what is wrong with two stages' lists, and the words that name it
-    "missing backward": (["0F0,0F1,0B0", "1F0,1B0,1F1,1B1"], "0B1 is missing: stage 0 has the forward of microbatch 1"),
-    "missing forward": (["0F0,0B0,0B1", "1F0,1B0,1F1,1B1"], "0F1 is missing: 2 microbatches pass stages 0 to 1"),
+    "missing backward": (
+        ["0F0,0F1,0B0", "1F0,1B0,1F1,1B1"],
+        "0B1 is missing: stage 0 has the forward of microbatch 1",
+    ),
+    "missing forward": (
+        ["0F0,0B0,0B1", "1F0,1B0,1F1,1B1"],
+        "0F1 is missing: 2 microbatches pass stages 0 to 1",
+    ),
     "missing half": (["0F0,0I0", "1F0,1B0"], "0W0 is missing"),
     "missing stage": (["0F0,0B0", "2F0,2B0"], "1F0 is missing"),
     "twice": (["0F0,0F0,0B0", "1F0,1B0"], "0F0 appears twice: on rank 0"),
     "twice, whole and half": (["0F0,0B0,0W0", "1F0,1B0"], "appears twice: 0B0 and 0W0"),
     "a stage on two ranks": (["0F0,0B0,1F0", "1B0"], "stage 1 is on rank 0, and rank 1 has 1B0"),
-    "too early": (["0B0,0F0", "1F0,1B0"], "rank 0: 0B0 comes too early: it needs 0F0, which comes later"),
+    "too early": (
+        ["0B0,0F0", "1F0,1B0"],
+        "rank 0: 0B0 comes too early: it needs 0F0, which comes later",
+    ),
     "weights too early": (["0F0,0W0,0I0", "1F0,1B0"], "rank 0: 0W0 comes too early: it needs 0I0"),
     "a cycle of waits": (
         ["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"],
-        "wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits for 0F1 of rank 0",
+        (
+            "wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1; rank 1's 1F1 waits "
+            "for 0F1 of rank 0"
+        ),
     ),
-    "a send without a receive": (["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"], "1F0 needs 1RECV_F0, which is missing"),
-    "a receive without a send": (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "1RECV_F0 needs 0SEND_F0, which is missing"),
+    "a send without a receive": (
+        ["0F0,0SEND_F0,0RECV_B0,0B0", "1F0,1B0,1SEND_B0"],
+        "1F0 needs 1RECV_F0, which is missing",
+    ),
+    "a receive without a send": (
+        ["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"],
+        "1RECV_F0 needs 0SEND_F0, which is missing",
+    ),
     "nothing": ([""], "the schedule is empty"),
     "a rank without a stage": (["0F0,0B0", ""], "rank 1 has no stage"),
     "no action": (["0F0,0X0"], r"action '0X0': expected a stage, one of F, B, I, W"),
@@ -215,7 +274,10 @@ def test_what_is_wrong_is_named(case):
         ({"stages": 0}, "stages=0: expected a whole number, 1 or more"),
         ({"microbatches": 2.0}, "microbatches=2.0: expected a whole number"),
         ({"chunks": 2}, "chunks=2: '1f1b' has one stage a rank"),
-        ({"name": "interleaved", "microbatches": 6, "chunks": 2}, "microbatches=6: 'interleaved' runs them in groups of one per rank"),
+        (
+            {"name": "interleaved", "microbatches": 6, "chunks": 2},
+            "microbatches=6: 'interleaved' runs them in groups of one per rank",
+        ),
     ],
     ids=["unknown", "no stages", "half a microbatch", "chunks", "interleaved and indivisible"],
 )
@@ -232,14 +294,19 @@ def test_what_is_no_list_for_each_rank_is_refused(actions):
 
 
 def test_actions_that_are_no_texts_are_refused():
-    with pytest.raises(p101.ScheduleError, match=r"action 1 \(int\): expected a text such as '0F3'"):
+    with pytest.raises(
+        p101.ScheduleError, match=r"action 1 \(int\): expected a text such as '0F3'"
+    ):
         p101.Schedule([[1, 2]])
 
 
 def test_ranks_that_compute_only_do_not_wait_by_nccls_rules():
     schedule = p101.Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B1", "1B0"]])
     for rules in ("gloo", "nccl"):
-        with pytest.raises(p101.ScheduleError, match="would wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1"):
+        with pytest.raises(
+            p101.ScheduleError,
+            match="would wait for each other forever: rank 0's 0B0 waits for 1B0 of rank 1",
+        ):
             schedule.check(rules)
 
 

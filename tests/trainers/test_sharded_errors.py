@@ -1,4 +1,6 @@
-"""What sharding can't do is said at once and on every rank: which optimizer, which stage, which weight."""
+"""What sharding can't do is said at once and on every rank: which optimizer, which stage, which
+weight.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def sgd(parameters):
 
 
 def trainer(model=None, optimizer=sgd, **options):
-    return ShardedTrainer(MLP([4, 4, 4], bias=False) if model is None else model, F.mse_loss, optimizer, **options)
+    return ShardedTrainer(
+        MLP([4, 4, 4], bias=False) if model is None else model, F.mse_loss, optimizer, **options
+    )
 
 
 def test_options_that_mean_nothing():
@@ -47,7 +51,8 @@ def weights_elsewhere():
     x = torch.ones(4, 4)
     with pytest.raises(RuntimeError, match="whole only in the forward of a module that has it"):
         trainer(Elsewhere()).step(x, x)
-    whole = trainer(Elsewhere(), layers=(nn.GELU,))  # no layer at all: everything is whole while the model runs
+    # no layer at all: everything is whole while the model runs
+    whole = trainer(Elsewhere(), layers=(nn.GELU,))
     whole.step(x, x)
     assert whole.describe().bytes["gathered (peak)"] == [160]
 
@@ -55,7 +60,9 @@ def weights_elsewhere():
 def test_a_weight_that_is_used_outside_of_its_module_is_explained():
     weights_elsewhere()
     with pytest.raises(TypeError, match="sparse"):
-        ShardedTrainer(nn.Embedding(5, 4, sparse=True), F.mse_loss, sgd).step(torch.arange(3), torch.ones(3, 4))
+        ShardedTrainer(nn.Embedding(5, 4, sparse=True), F.mse_loss, sgd).step(
+            torch.arange(3), torch.ones(3, 4)
+        )
 
 
 def nan_on_one_rank():
@@ -76,7 +83,17 @@ def test_a_nan_changes_no_weight_and_the_next_step_is_as_good_as_ever():
 
 def test_layers_are_found_in_the_model():
     gpt = GPT(GPTConfig(13, layers=2, width=8, heads=2))
-    assert [name for name, _ in layers_of(gpt)] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
+    assert [name for name, _ in layers_of(gpt)] == [
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "norm",
+        "head",
+    ]
     assert [name for name, _ in layers_of(gpt, (Block,))] == ["blocks.0", "blocks.1"]
-    nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.GELU(), nn.Linear(2, 2)), nn.ParameterList([torch.ones(1)]))
+    nested = nn.Sequential(
+        nn.Linear(2, 2),
+        nn.Sequential(nn.GELU(), nn.Linear(2, 2)),
+        nn.ParameterList([torch.ones(1)]),
+    )
     assert [name for name, _ in layers_of(nested)] == ["0", "1.1"]

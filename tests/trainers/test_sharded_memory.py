@@ -1,4 +1,6 @@
-"""Who holds what: bytes a rank fall to 1/n as each stage says, counted from live storages, so that a layer that leaks is seen."""
+"""Who holds what: bytes a rank fall to 1/n as each stage says, counted from live storages, so
+that a layer that leaks is seen.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ ALL = DEPTH * LAYER
 
 
 def trainer(zero_stage, **options):
-    return ShardedTrainer(MLP([WIDTH] * (DEPTH + 1)), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-3), zero_stage=zero_stage, **options)
+    return ShardedTrainer(
+        MLP([WIDTH] * (DEPTH + 1)),
+        F.mse_loss,
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        zero_stage=zero_stage,
+        **options,
+    )
 
 
 def step(trainer):
@@ -39,13 +47,23 @@ def test_weights_gradients_and_optimizer_state_fall_to_one_nth(n):
     """ZeRO's table 1 in float32: 4 + 4 + 8/n, 4 + 4/n + 8/n, 4/n + 4/n + 8/n bytes a parameter."""
     for found in p101.launch(held, world_size=n, bucket_bytes=LAYER).results:
         for zero_stage, holdings in found.items():
-            share = {kind: [count / ALL for count in counts] for kind, counts in holdings.bytes.items()}
+            share = {
+                kind: [count / ALL for count in counts] for kind, counts in holdings.bytes.items()
+            }
             assert share["weights"] == pytest.approx([1 if zero_stage < 3 else 1 / n] * n, rel=1e-3)
-            assert share["gradients"] == pytest.approx([1 if zero_stage < 2 else 1 / n] * n, rel=1e-3)
-            assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01), "and a few counts of steps"
-            assert holdings.bytes["gathered (peak)"] == [0 if zero_stage < 3 else 2 * LAYER] * n, "two layers at a time"
+            assert share["gradients"] == pytest.approx(
+                [1 if zero_stage < 2 else 1 / n] * n, rel=1e-3
+            )
+            assert share["optimizer state"] == pytest.approx([2 / n] * n, rel=0.01), (
+                "and a few counts of steps"
+            )
+            assert holdings.bytes["gathered (peak)"] == [0 if zero_stage < 3 else 2 * LAYER] * n, (
+                "two layers at a time"
+            )
             in_flight = holdings.bytes["gradients in flight (peak)"]
-            assert all(0 < most <= 3.2 * LAYER for most in in_flight), "two layers' that leave and one's that is packed"
+            assert all(0 < most <= 3.2 * LAYER for most in in_flight), (
+                "two layers' that leave and one's that is packed"
+            )
         assert "stage 3" in str(found[3])
         assert "6 layers" in str(found[3])
 
@@ -98,11 +116,18 @@ def test_tied_weights_are_whole_beside_two_layers():
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
-    """Of two layers' weights the graph keeps places, and the values are those that were saved; an activation is kept as it is."""
+    """Of two layers' weights the graph keeps places, and the values are those that were saved;
+    an activation is kept as it is.
+    """
     model = MLP([5, 4, 3])
     saved, whole = [], {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = ShardedTrainer(model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), autocast=autocast)
-    with trainer.gradient_sync.forward(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+    trainer = ShardedTrainer(
+        model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), autocast=autocast
+    )
+    with (
+        trainer.gradient_sync.forward(),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
+    ):
         pack, unpack = saved_weights.pack_and_unpack(trainer.gradient_sync.whole_now, autocast)
 
         def keep(tensor):
@@ -111,7 +136,9 @@ def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
 
         with saved_tensors_hooks(keep, unpack):
             output = model(torch.randn(3, 5, requires_grad=True))
-        assert trainer.gradient_sync.live.now("weights") == 0, "every layer is freed, though the graph is alive"
+        assert trainer.gradient_sync.live.now("weights") == 0, (
+            "every layer is freed, though the graph is alive"
+        )
     assert output.grad_fn is not None
     places = [(place, values) for place, values in saved if isinstance(place, Place)]
     assert len(places) == 2
@@ -125,5 +152,12 @@ def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
 
 
 def test_bytes_as_papers_write_them():
-    told = {0: "0 B", 999: "999 B", 1000: "1 kB", 999_600: "1 MB", 18_874_368: "18.9 MB", 9_600_000_000: "9.6 GB"}
+    told = {
+        0: "0 B",
+        999: "999 B",
+        1000: "1 kB",
+        999_600: "1 MB",
+        18_874_368: "18.9 MB",
+        9_600_000_000: "9.6 GB",
+    }
     assert {count: readable(count) for count in told} == told

@@ -1,4 +1,6 @@
-"""A run goes on where it was saved, by whatever trainer on however many ranks: the curve is the one of a single run."""
+"""A run goes on where it was saved, by whatever trainer on however many ranks: the curve is the
+one of a single run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ STEPS = 9
 
 def groups(parameters):
     parameters = list(parameters)
-    return torch.optim.AdamW([{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.3}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.3}], lr=1e-2
+    )
 
 
 def trainer_of(zero_stage):
@@ -31,7 +35,8 @@ def go_on(zero_stage, path, until):
     trainer = trainer_of(zero_stage)
     if path.exists():
         trainer.resume(path)
-        trainer.optimizer.param_groups[0]["lr"] *= 0.5  # an option that only the checkpoint can tell the next
+        # an option that only the checkpoint can tell the next
+        trainer.optimizer.param_groups[0]["lr"] *= 0.5
     history = trainer.fit(TASK.batch, until=until, save_to=path, progress=False)
     return history.losses, trainer.state_dict()
 
@@ -40,11 +45,15 @@ LAYOUTS = [(3, 2), (1, 3), (None, 2), (2, 4), (3, 1), (3, 3), (None, None)]  # (
 
 
 def test_any_trainer_goes_on_with_the_same_curve(tmp_path):
-    """A chain of trainers, each of which takes over what the one before has saved; beside it one process that does all steps alone."""
+    """A chain of trainers, each of which takes over what the one before has saved; beside it
+    one process that does all steps alone.
+    """
     for i, (zero_stage, ranks) in enumerate(LAYOUTS):
         chain, alone = tmp_path / "chain.pt", tmp_path / "alone.pt"
         results = (
-            [go_on(zero_stage, chain, i + 1)] if ranks is None else p101.launch(go_on, zero_stage, chain, i + 1, world_size=ranks).results
+            [go_on(zero_stage, chain, i + 1)]
+            if ranks is None
+            else p101.launch(go_on, zero_stage, chain, i + 1, world_size=ranks).results
         )
         losses, weights = go_on(None, alone, i + 1)
         for other_losses, other_weights in results:
@@ -80,16 +89,27 @@ def smaller_than_the_ranks(path):
     """Two weights on three ranks: the last has nothing to update, and takes part all the same."""
 
     def trainer():
-        return ShardedTrainer(MLP([1, 1]), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.1), zero_stage=3, clip_norm=0.5)
+        return ShardedTrainer(
+            MLP([1, 1]),
+            F.mse_loss,
+            lambda p: torch.optim.AdamW(p, lr=0.1),
+            zero_stage=3,
+            clip_norm=0.5,
+        )
 
     batch = torch.ones(3, 1), torch.zeros(3, 1)
     first, second = trainer(), trainer()
     first.fit([batch] * 2, save_to=path, progress=False)
     second.resume(path)
-    return [first.step(*first.share(batch)), second.step(*second.share(batch))], first.describe().bytes["optimizer state"]
+    return [
+        first.step(*first.share(batch)),
+        second.step(*second.share(batch)),
+    ], first.describe().bytes["optimizer state"]
 
 
 def test_a_rank_without_weights_saves_and_goes_on(tmp_path):
-    for (alone, resumed), state in p101.launch(smaller_than_the_ranks, tmp_path / "run.pt", world_size=3).results:
+    for (alone, resumed), state in p101.launch(
+        smaller_than_the_ranks, tmp_path / "run.pt", world_size=3
+    ).results:
         assert alone == resumed
         assert state[0] == state[1] > state[2] == 0

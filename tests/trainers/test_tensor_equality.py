@@ -1,4 +1,6 @@
-"""Tensor parallel on n ranks is one process, to ten digits: losses, gradients and weights after five steps."""
+"""Tensor parallel on n ranks is one process, to ten digits: losses, gradients and weights after
+five steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ import parallel101 as p101
 from parallel101.models.gpt import next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.models.plans import GPT_PLAN
-from tests.trainers.cases import EVERY_SETTING, OPTIMIZERS, STEPS, Setting, Task, differences, one_process, randn, setting, trained
+from tests.trainers.cases import (
+    EVERY_SETTING,
+    OPTIMIZERS,
+    STEPS,
+    Setting,
+    Task,
+    differences,
+    one_process,
+    randn,
+    setting,
+    trained,
+)
 from tests.trainers.tensor_cases import FUSED_PLAN, WITHOUT_HEAD, fused, gpt, seeded
 
 
@@ -56,9 +69,15 @@ def unlike_one_process(cases, trainer_class=None, **more):
         task, options = TRAINED[name]
         options = {"loss_fn": task.loss_fn, **options, **more}
         trainer = (trainer_class or p101.TensorParallelTrainer)(
-            task.build(), optimizer=OPTIMIZERS[optimizer], clip_norm=clip_norm, accumulate=accumulate, **options
+            task.build(),
+            optimizer=OPTIMIZERS[optimizer],
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            **options,
         )
-        if different := differences(trained(trainer, task), one_process(task, optimizer, clip_norm)):
+        if different := differences(
+            trained(trainer, task), one_process(task, optimizer, clip_norm)
+        ):
             wrong.append((name, optimizer, clip_norm, accumulate, different))
     return wrong
 
@@ -67,7 +86,10 @@ def unlike_one_process(cases, trainer_class=None, **more):
 def test_equal_to_one_process(world_size):
     """Each with one setting, and with another on another number of ranks."""
     cases = [(name, setting(i, world_size)) for i, name in enumerate(TRAINED)]
-    assert p101.launch(unlike_one_process, cases, world_size=world_size, backend="sim").results == [[]] * world_size
+    assert (
+        p101.launch(unlike_one_process, cases, world_size=world_size, backend="sim").results
+        == [[]] * world_size
+    )
 
 
 def test_with_every_setting():
@@ -76,7 +98,10 @@ def test_with_every_setting():
 
 
 def test_on_gloo():
-    cases = [(name, setting(i)) for i, name in enumerate(("lecture", "gpt", "gpt, whole head, time cut", "fused, time cut"))]
+    cases = [
+        (name, setting(i))
+        for i, name in enumerate(("lecture", "gpt", "gpt, whole head, time cut", "fused, time cut"))
+    ]
     assert p101.launch(unlike_one_process, cases, world_size=2, backend="gloo").results == [[]] * 2
 
 
@@ -91,7 +116,9 @@ def joined_loss(logits, targets, ignore_index):
 
 def with_options_of_the_loss():
     task = GPT._replace(loss_fn=ignoring(joined_loss))
-    trainer = p101.TensorParallelTrainer(task.build(), ignoring(p101.vocabulary_cross_entropy), OPTIMIZERS["sgd"])
+    trainer = p101.TensorParallelTrainer(
+        task.build(), ignoring(p101.vocabulary_cross_entropy), OPTIMIZERS["sgd"]
+    )
     return differences(trained(trainer, task), one_process(task, "sgd", None))
 
 
@@ -114,11 +141,17 @@ SYNC = [
 def on_a_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cases = [([(name, Setting("adamw", 0.05, 1))], sync) for name, sync in SYNC]
-    return [wrong for case, sync in cases for wrong in unlike_one_process(case, p101.HybridTrainer, mesh=mesh, **sync)]
+    return [
+        wrong
+        for case, sync in cases
+        for wrong in unlike_one_process(case, p101.HybridTrainer, mesh=mesh, **sync)
+    ]
 
 
 def test_with_data_parallel():
-    """Weight gradients that are computed while the all-reduce over tp is in flight are synchronised over dp, each once."""
+    """Weight gradients that are computed while the all-reduce over tp is in flight are
+    synchronised over dp, each once.
+    """
     assert p101.launch(on_a_mesh, world_size=4, backend="sim").results == [[]] * 4
 
 
@@ -126,18 +159,31 @@ def on_a_mesh_with_stages(name, schedule):
     task, options = TRAINED[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     trainer = p101.HybridTrainer(
-        task.build(), optimizer=OPTIMIZERS["adamw"], mesh=mesh, schedule=schedule, microbatches=3, **{"loss_fn": task.loss_fn, **options}
+        task.build(),
+        optimizer=OPTIMIZERS["adamw"],
+        mesh=mesh,
+        schedule=schedule,
+        microbatches=3,
+        **{"loss_fn": task.loss_fn, **options},
     )
     return differences(trained(trainer, task), one_process(task, "adamw", None))
 
 
 @pytest.mark.parametrize("name", ["untied gpt", "gpt, time cut", "fused, time cut"])
 def test_in_a_pipeline_that_splits_backward(name):
-    """I starts the all-reduce of the input's gradient and W computes the weight gradient, each once a layer and microbatch."""
-    split, whole = (p101.launch(on_a_mesh_with_stages, name, schedule, world_size=4, backend="sim") for schedule in ("zb-h1", "1f1b"))
+    """I starts the all-reduce of the input's gradient and W computes the weight gradient, each
+    once a layer and microbatch.
+    """
+    split, whole = (
+        p101.launch(on_a_mesh_with_stages, name, schedule, world_size=4, backend="sim")
+        for schedule in ("zb-h1", "1f1b")
+    )
     assert split.results == whole.results == [[]] * 4
     assert bytes_by_axis(split.trace)["tp"] == bytes_by_axis(whole.trace)["tp"]
-    computed = [len([e for e in split.trace.spans("weight gradient") if e.rank == rank]) for rank in range(4)]
+    computed = [
+        len([e for e in split.trace.spans("weight gradient") if e.rank == rank])
+        for rank in range(4)
+    ]
     assert computed == [3 * STEPS] * 4, "a W for each microbatch and step, and none in between"
 
 
@@ -146,7 +192,9 @@ def test_in_a_pipeline_that_splits_backward(name):
 
 def bytes_by_axis(trace):
     """Of activations and gradients, which are float64, in the steps."""
-    begun = {span.rank: span.start for span in reversed(trace.spans("step"))} or dict.fromkeys(range(trace.world_size), 0.0)
+    begun = {span.rank: span.start for span in reversed(trace.spans("step"))} or dict.fromkeys(
+        range(trace.world_size), 0.0
+    )
     sent = {}
     for event in trace.events:
         if event.kind == "send" and "float64" in event.dtype and event.posted >= begun[event.rank]:
@@ -157,7 +205,9 @@ def bytes_by_axis(trace):
 def one_step(name):
     task, options = TRAINED[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    trainer = p101.HybridTrainer(task.build(), optimizer=OPTIMIZERS["sgd"], mesh=mesh, **{"loss_fn": task.loss_fn, **options})
+    trainer = p101.HybridTrainer(
+        task.build(), optimizer=OPTIMIZERS["sgd"], mesh=mesh, **{"loss_fn": task.loss_fn, **options}
+    )
     p101.barrier()
     with p101.span("step"):
         trainer.step(*trainer.share(task.batch(0)))
@@ -165,7 +215,8 @@ def one_step(name):
 
 ACTIVATIONS, POSITIONS = 5 * 6 * 24, 5 * 6  # of the whole batch, which dp shares out
 OF_A_GPT = (4 * 2 + 1 + 1) * ACTIVATIONS + (POSITIONS + 2 * 2) + 2 * POSITIONS
-PARTIAL = 2 * (4 * 24 + 2 * 24) + 2 * 24 + 7 * 24  # norms, biases of rows, positions: summed by each of two replicas
+# norms, biases of rows, positions: summed by each of two replicas
+PARTIAL = 2 * (4 * 24 + 2 * 24) + 2 * 24 + 7 * 24
 ALL_REDUCED = {"mlp": 5 * (6 + 3 + 6), "gpt": OF_A_GPT, "gpt, time cut": OF_A_GPT + 2 * PARTIAL}
 
 

@@ -1,4 +1,6 @@
-"""The layers of tensor parallelism against the whole model: losses, gradients of inputs and weights, messages, overlap."""
+"""The layers of tensor parallelism against the whole model: losses, gradients of inputs and
+weights, messages, overlap.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,32 @@ from parallel101.mesh import split_sizes
 from parallel101.trainers.tensor.layers import Region
 from parallel101.trainers.tensor.plan import resolve
 from parallel101.trainers.weight_gradients import WeightGradients
-from tests.trainers.tensor_cases import CASES, IN_TIME, Outcome, cut, differences, one_backward, randn, seeded
+from tests.trainers.tensor_cases import (
+    CASES,
+    IN_TIME,
+    Outcome,
+    cut,
+    differences,
+    one_backward,
+    randn,
+    seeded,
+)
 
 SEQUENCE = {False: CASES, True: IN_TIME}
 
 
 def all_cases(sequence_parallel):
-    return {name: cut(case, sequence_parallel) for name, case in SEQUENCE[sequence_parallel].items()}
+    return {
+        name: cut(case, sequence_parallel) for name, case in SEQUENCE[sequence_parallel].items()
+    }
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_loss_and_gradients_are_the_whole_models(world_size, sequence_parallel):
-    results = p101.launch(all_cases, sequence_parallel, world_size=world_size, backend="sim").results
+    results = p101.launch(
+        all_cases, sequence_parallel, world_size=world_size, backend="sim"
+    ).results
     for name, case in SEQUENCE[sequence_parallel].items():
         assert differences(case, [result[name] for result in results]) == [], name
 
@@ -46,8 +61,12 @@ def test_on_gloo_as_on_the_virtual_clock():
 
 def test_under_the_rules_of_nccl():
     results = p101.launch(some_cases_everywhere, world_size=2, backend="sim", rules="nccl").results
-    assert [differences(case, [result[0][name] for result in results]) for name, case in CASES.items()] == [[]] * len(CASES)
-    assert [differences(case, [result[1][name] for result in results]) for name, case in IN_TIME.items()] == [[]] * len(IN_TIME)
+    assert [
+        differences(case, [result[0][name] for result in results]) for name, case in CASES.items()
+    ] == [[]] * len(CASES)
+    assert [
+        differences(case, [result[1][name] for result in results]) for name, case in IN_TIME.items()
+    ] == [[]] * len(IN_TIME)
 
 
 def computed_again(model):
@@ -61,7 +80,9 @@ def with_checkpoints(sequence_parallel):
 
 
 def split_backward(sequence_parallel):
-    """As a zero-bubble schedule does it: a backward that leaves the weight gradients, and then those."""
+    """As a zero-bubble schedule does it: a backward that leaves the weight gradients, and then
+    those.
+    """
     case, model = CASES["gpt, auto"], seeded(CASES["gpt, auto"].build())
     resolved = resolve(case.plan, model, case.loss_fn, dist.get_world_size(), sequence_parallel)
     resolved.apply(model, None)
@@ -81,12 +102,18 @@ def split_backward(sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
-@pytest.mark.parametrize(("program", "name"), [(with_checkpoints, "gpt, tied"), (split_backward, "gpt, auto")], ids=["checkpoint", "split"])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(with_checkpoints, "gpt, tied"), (split_backward, "gpt, auto")],
+    ids=["checkpoint", "split"],
+)
 def test_backward_in_other_orders(program, name, sequence_parallel):
     run = p101.launch(program, sequence_parallel, world_size=2, backend="sim")
     assert differences(CASES[name], run.results) == []
     if program is split_backward:
-        usual = p101.launch(lambda: cut(CASES[name], sequence_parallel), world_size=2, backend="sim")
+        usual = p101.launch(
+            lambda: cut(CASES[name], sequence_parallel), world_size=2, backend="sim"
+        )
         assert run.trace.bytes_sent == usual.trace.bytes_sent, "each message once"
 
 
@@ -94,7 +121,9 @@ def test_backward_in_other_orders(program, name, sequence_parallel):
 
 
 def bytes_of(name, sequence_parallel, world_size):
-    """Bytes that all ranks send in a forward and backward, without the sums of partial gradients."""
+    """Bytes that all ranks send in a forward and backward, without the sums of partial
+    gradients.
+    """
     case = SEQUENCE[sequence_parallel][name]
 
     def program():
@@ -133,25 +162,41 @@ def test_a_pair_has_one_all_reduce_in_each_direction(world_size):
     barrier = sum(p101.launch(p101.barrier, world_size=world_size, backend="sim").trace.bytes_sent)
     assert sum(forward.bytes_sent) == 2 * (world_size - 1) * 8 * 6 * 5
     assert sum(both.bytes_sent) - barrier == 2 * (world_size - 1) * 8 * (6 * 5 + 6 * 4)
-    assert max(forward.messages_sent) == 2 * (world_size - 1), "the blocks to their owners, and the sums to all"
+    assert max(forward.messages_sent) == 2 * (world_size - 1), (
+        "the blocks to their owners, and the sums to all"
+    )
 
 
 def test_the_all_reduce_is_in_flight_while_the_weight_gradient_is_computed():
     trace = p101.launch(pair_forward_and_backward, 2, 5000, world_size=2, trace=True).trace
     for rank in range(2):
-        (backward,), (computed, *_) = ([e for e in trace.spans(name) if e.rank == rank] for name in ("backward", "weight gradient"))
-        messages = [e for e in trace.events if e.rank == rank and e.kind in ("send", "recv") and e.posted > backward.start]
-        assert len([e for e in messages if e.posted < computed.start]) == 2, "the first half of the all-reduce, both ways"
+        (backward,), (computed, *_) = (
+            [e for e in trace.spans(name) if e.rank == rank]
+            for name in ("backward", "weight gradient")
+        )
+        messages = [
+            e
+            for e in trace.events
+            if e.rank == rank and e.kind in ("send", "recv") and e.posted > backward.start
+        ]
+        assert len([e for e in messages if e.posted < computed.start]) == 2, (
+            "the first half of the all-reduce, both ways"
+        )
         assert len([e for e in messages if e.posted > computed.end]) == 2, "the second half"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bytes_of_a_gpt_equal_theory_with_and_without_sequence_parallel(world_size):
-    """Query, key and value share one all-reduce; a block has two in each direction, the embedding one, the head one, the loss two."""
+    """Query, key and value share one all-reduce; a block has two in each direction, the
+    embedding one, the head one, the loss two.
+    """
     activations, positions = 3 * 5 * 24, 3 * 5
     all_reduced = (4 * 2 + 1 + 1) * activations + (positions + world_size) + 2 * positions
     theory = 2 * (world_size - 1) * 8 * all_reduced
-    assert [bytes_of("gpt, tied", cut_time, world_size) for cut_time in (False, True)] == [theory, theory]
+    assert [bytes_of("gpt, tied", cut_time, world_size) for cut_time in (False, True)] == [
+        theory,
+        theory,
+    ]
 
 
 def three_layers():
@@ -177,9 +222,13 @@ def sharing(world_size):
 def test_layers_with_one_input_share_its_all_reduce(world_size):
     run = p101.launch(sharing, world_size, world_size=world_size, backend="sim")
     for i, expected in enumerate(two_inputs_of_three_layers(three_layers())):
-        torch.testing.assert_close(torch.cat([result[i] for result in run.results]), expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            torch.cat([result[i] for result in run.results]), expected, rtol=1e-12, atol=0
+        )
     outputs, inputs = 3 * 18 * 5, 2 * 18 * 4
-    assert sum(run.trace.bytes_sent) == 8 * (world_size - 1) * (outputs + 2 * inputs), "three outputs gathered, two inputs all-reduced"
+    assert sum(run.trace.bytes_sent) == 8 * (world_size - 1) * (outputs + 2 * inputs), (
+        "three outputs gathered, two inputs all-reduced"
+    )
 
 
 def changed_in_place():
@@ -202,7 +251,9 @@ def test_an_input_that_changed_is_gathered_again():
 
 
 def in_pieces():
-    """Two pipeline stages, one after the other on the same rank: each applies the plan to its own modules only."""
+    """Two pipeline stages, one after the other on the same rank: each applies the plan to its
+    own modules only.
+    """
     case, n = IN_TIME["gpt, tied"], dist.get_world_size()
     stages = []
     for local in (["embedding", "blocks.0"], ["blocks.1", "norm", "head"]):
@@ -212,7 +263,13 @@ def in_pieces():
         stages.append(
             (
                 model,
-                [module for name, module in zip(["embedding", "blocks.0", "blocks.1", "norm", "head"], model.sequence()) if name in local],
+                [
+                    module
+                    for name, module in zip(
+                        ["embedding", "blocks.0", "blocks.1", "norm", "head"], model.sequence()
+                    )
+                    if name in local
+                ],
             )
         )
     assert isinstance(stages[0][0].head, nn.Linear), "not on this stage, so not cut"
@@ -228,7 +285,9 @@ def in_pieces():
         losses.append(
             (
                 p101.vocabulary_cross_entropy(x, tokens[:, 1:]).item(),
-                F.cross_entropy(seeded(case.build())(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item(),
+                F.cross_entropy(
+                    seeded(case.build())(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+                ).item(),
             )
         )
     return losses
@@ -249,22 +308,35 @@ def other_dtypes():
             model = seeded(case.build()).float()
             loss_fn = case.whole_loss
             if build == "cut":
-                resolve(case.plan, model, case.loss_fn, dist.get_world_size(), autocast).apply(model, None)
+                resolve(case.plan, model, case.loss_fn, dist.get_world_size(), autocast).apply(
+                    model, None
+                )
                 loss_fn = case.loss_fn
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = loss_fn(model(case.inputs), case.targets)
             with torch.no_grad():
                 assert autocast or abs(loss_fn(model(case.inputs), case.targets) - loss) < 1e-6
             loss.backward()
-            found.append((loss.dtype, loss.item(), model.blocks[0].attention_norm.weight.grad, model.blocks[0].mlp.up.weight.grad.dtype))
+            found.append(
+                (
+                    loss.dtype,
+                    loss.item(),
+                    model.blocks[0].attention_norm.weight.grad,
+                    model.blocks[0].mlp.up.weight.grad.dtype,
+                )
+            )
     return found
 
 
 def test_float32_and_bfloat16_autocast():
-    for whole, mine, whole_half, half in p101.launch(other_dtypes, world_size=3, backend="sim").results:
+    for whole, mine, whole_half, half in p101.launch(
+        other_dtypes, world_size=3, backend="sim"
+    ).results:
         assert [r[0] for r in (whole, mine, whole_half, half)] == [torch.float32] * 4
         assert {r[3] for r in (whole, mine, whole_half, half)} == {torch.float32}
-        assert mine[1] == pytest.approx(whole[1], rel=1e-5) and half[1] == pytest.approx(whole[1], rel=0.02)
+        assert mine[1] == pytest.approx(whole[1], rel=1e-5) and half[1] == pytest.approx(
+            whole[1], rel=0.02
+        )
         torch.testing.assert_close(mine[2], whole[2], rtol=1e-3, atol=1e-6)
 
 
@@ -272,13 +344,17 @@ def mistakes():
     """Each is an error on every rank, before any message."""
     case = IN_TIME["chain"]
     model = seeded(case.build())
-    resolve(case.plan, model, case.loss_fn, dist.get_world_size(), sequence_parallel=True).apply(model, None)
+    resolve(case.plan, model, case.loss_fn, dist.get_world_size(), sequence_parallel=True).apply(
+        model, None
+    )
     with pytest.raises(ValueError, match=r"expected \(batch, time, features\)"):
         model(randn(1, 6, 4))
     gpt = CASES["gpt, tied"]
     model = seeded(gpt.build())
     resolve(gpt.plan, model, gpt.loss_fn, dist.get_world_size()).apply(model, None)
-    with pytest.raises(IndexError, match="tokens range from 0 to 13, but the embedding has 13 rows"):
+    with pytest.raises(
+        IndexError, match="tokens range from 0 to 13, but the embedding has 13 rows"
+    ):
         model(torch.tensor([[0, 13]]))
 
 
@@ -310,12 +386,19 @@ def test_cross_entropy_of_cut_logits_is_torchs_of_the_joined_ones(sizes, ignored
             (3 * loss).backward()
         return loss.detach(), mine.grad
 
-    forward, both = (p101.launch(program, backward, world_size=len(sizes), backend="sim") for backward in (False, True))
+    forward, both = (
+        p101.launch(program, backward, world_size=len(sizes), backend="sim")
+        for backward in (False, True)
+    )
     for loss, _ in both.results:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0, equal_nan=True)
-    torch.testing.assert_close(torch.cat([g for _, g in both.results], -1), whole.grad, rtol=1e-12, atol=1e-16)
+    torch.testing.assert_close(
+        torch.cat([g for _, g in both.results], -1), whole.grad, rtol=1e-12, atol=1e-16
+    )
     assert both.trace.bytes_sent == forward.trace.bytes_sent, "backward sends nothing"
-    assert sum(forward.trace.bytes_sent) == 2 * (len(sizes) - 1) * 8 * (12 + len(sizes) + 2 * 12), "and logits are not gathered"
+    assert sum(forward.trace.bytes_sent) == 2 * (len(sizes) - 1) * 8 * (12 + len(sizes) + 2 * 12), (
+        "and logits are not gathered"
+    )
 
 
 def losses_of_extreme_logits():
@@ -338,7 +421,13 @@ def losses_of_extreme_logits():
 
 def test_cross_entropy_of_extreme_and_of_half_logits():
     logits, targets = logits_and_targets(3, torch.float32)
-    for loss, half, dtype in p101.launch(losses_of_extreme_logits, world_size=3, backend="sim").results:
-        assert loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1) * 1000, targets.flatten()).item(), rel=1e-6)
-        assert half == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=0.01)
+    for loss, half, dtype in p101.launch(
+        losses_of_extreme_logits, world_size=3, backend="sim"
+    ).results:
+        assert loss == pytest.approx(
+            F.cross_entropy(logits.flatten(0, 1) * 1000, targets.flatten()).item(), rel=1e-6
+        )
+        assert half == pytest.approx(
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=0.01
+        )
         assert dtype == torch.float32

@@ -1,7 +1,10 @@
-"""Our schedules run in torch.distributed.pipelining, and torch's lists run in PipelineTrainer: both equal one process, in float64.
+"""Our schedules run in torch.distributed.pipelining, and torch's lists run in PipelineTrainer: both
+equal one process, in float64.
 
-torch's lists are made by its own classes: compute only, and with the sends and receives that it adds. For two ranks with two stages each
-they are those of its test artefacts zb1p_2rank_2stagep_compute.csv and zb1p_2rank_2stagep_comms.csv (pytorch, test/distributed/pipelining).
+torch's lists are made by its own classes: compute only, and with the sends and receives that it
+adds. For two ranks with two stages each they are those of its test artefacts
+zb1p_2rank_2stagep_compute.csv and zb1p_2rank_2stagep_comms.csv (pytorch,
+test/distributed/pipelining).
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 import parallel101 as p101
-from tests.trainers.cases import CLOSE, OPTIMIZERS, TASKS, Task, differences, differing, one_process, randn, trained
+from tests.trainers.cases import (
+    CLOSE,
+    OPTIMIZERS,
+    TASKS,
+    Task,
+    differences,
+    differing,
+    one_process,
+    randn,
+    trained,
+)
 from tests.trainers.test_schedules import CYCLE, TORCHS, Mock, csv_of
 
 LAYERS, WIDTH, SAMPLES = 8, 5, 40
@@ -25,7 +38,9 @@ LAYERS, WIDTH, SAMPLES = 8, 5, 40
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).double()
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+    ).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +60,9 @@ OURS = {  # name → chunks, microbatches
 }
 
 
-def in_torchs_runtime(schedules: dict[str, p101.Schedule], folder: str) -> dict[str, tuple[float | None, dict[str, Tensor | None]]]:
+def in_torchs_runtime(
+    schedules: dict[str, p101.Schedule], folder: str
+) -> dict[str, tuple[float | None, dict[str, Tensor | None]]]:
     """The loss, where it is known, and the gradients of this rank's stages."""
     rank, found = dist.get_rank(), {}
     for name, schedule in schedules.items():
@@ -53,19 +70,31 @@ def in_torchs_runtime(schedules: dict[str, p101.Schedule], folder: str) -> dict[
         each = LAYERS // count
         mine = [stage for stage, of in schedule.placement.items() if of == rank]
         parts = {stage: whole[stage * each : (stage + 1) * each] for stage in mine}
-        stages = [PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()]
+        stages = [
+            PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()
+        ]
         runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=mse_loss)
         runtime._load_csv(f"{folder}/{name}.csv")
         losses: list[Tensor] = []
-        runtime.step(*([inputs] if 0 in mine else []), target=targets if count - 1 in mine else None, losses=losses)
+        runtime.step(
+            *([inputs] if 0 in mine else []),
+            target=targets if count - 1 in mine else None,
+            losses=losses,
+        )
         loss = torch.stack(losses).mean().item() if losses else None
-        found[name] = loss, {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+        found[name] = (
+            loss,
+            {name: p.grad for name, p in whole.named_parameters() if p.grad is not None},
+        )
     return found
 
 
 def test_our_schedules_run_in_torchs_runtime(tmp_path):
     ranks = 2
-    schedules = {n: p101.schedule(n, stages=ranks, chunks=chunks, microbatches=m) for n, (chunks, m) in OURS.items()}
+    schedules = {
+        n: p101.schedule(n, stages=ranks, chunks=chunks, microbatches=m)
+        for n, (chunks, m) in OURS.items()
+    }
     for name, schedule in schedules.items():
         (tmp_path / f"{name}.csv").write_text(schedule.to_csv())
     results = p101.launch(in_torchs_runtime, schedules, str(tmp_path), world_size=ranks).results
@@ -73,21 +102,33 @@ def test_our_schedules_run_in_torchs_runtime(tmp_path):
     for name in schedules:
         (loss,) = [of_rank[name][0] for of_rank in results if of_rank[name][0] is not None]
         assert loss == pytest.approx(expected.losses[0], rel=CLOSE), name
-        gradients = {parameter: g for of_rank in results for parameter, g in of_rank[name][1].items()}
+        gradients = {
+            parameter: g for of_rank in results for parameter, g in of_rank[name][1].items()
+        }
         assert not differing(gradients, expected.gradients[0], CLOSE), name
 
 
 def torchs_lists() -> dict[int, dict[str, str]]:
     """Number of ranks → name → CSV."""
-    zero_bubble = torchs.ScheduleInterleavedZeroBubble([Mock(4, 2, stage) for stage in (0, 2)], 8, loss_fn=mse_loss)
-    order = {rank: [action for action in zero_bubble.pipeline_order[rank] if action is not None] for rank in range(2)}
-    merged = {rank: torchs._merge_bw(list(actions)) for rank, actions in order.items()}  # B where W follows I
+    zero_bubble = torchs.ScheduleInterleavedZeroBubble(
+        [Mock(4, 2, stage) for stage in (0, 2)], 8, loss_fn=mse_loss
+    )
+    order = {
+        rank: [action for action in zero_bubble.pipeline_order[rank] if action is not None]
+        for rank in range(2)
+    }
+    # B where W follows I
+    merged = {rank: torchs._merge_bw(list(actions)) for rank, actions in order.items()}
     full = torchs._add_send_recv(merged, stage_to_rank=lambda stage: stage % 2, num_stages=4)
     of_two = {
         "zb1p, compute": "\n".join(",".join(map(str, of_rank)) for of_rank in order.values()),
         "zb1p, with messages": "\n".join(",".join(map(str, of_rank)) for of_rank in full.values()),
     }
-    of_four = {f"{name}, {how}": text for name in TORCHS for how, text in zip(("compute", "with messages"), csv_of(name))}
+    of_four = {
+        f"{name}, {how}": text
+        for name in TORCHS
+        for how, text in zip(("compute", "with messages"), csv_of(name))
+    }
     return {2: of_two, 4: of_four}
 
 
@@ -95,14 +136,23 @@ def run_lists(lists: dict[str, str]) -> dict[str, list[str]]:
     """Name → where the trainer differs from one process."""
     found = {}
     for name, text in lists.items():
-        trainer = p101.PipelineTrainer(model(), mse_loss, OPTIMIZERS["sgd"], schedule=p101.Schedule.from_csv(text))
-        found[name] = differences(trained(trainer, TASK, STEPS), one_process(TASK, "sgd", None, STEPS))
+        trainer = p101.PipelineTrainer(
+            model(), mse_loss, OPTIMIZERS["sgd"], schedule=p101.Schedule.from_csv(text)
+        )
+        found[name] = differences(
+            trained(trainer, TASK, STEPS), one_process(TASK, "sgd", None, STEPS)
+        )
     return found
 
 
 @pytest.mark.parametrize(
     ("ranks", "where"),
-    [(2, {}), (2, {"backend": "sim", "rules": "nccl"}), (4, {"backend": "sim"}), (4, {"backend": "sim", "rules": "nccl"})],
+    [
+        (2, {}),
+        (2, {"backend": "sim", "rules": "nccl"}),
+        (4, {"backend": "sim"}),
+        (4, {"backend": "sim", "rules": "nccl"}),
+    ],
     ids=["2 on gloo", "2 by NCCL's rules", "4 on sim", "4 by NCCL's rules"],
 )
 def test_torchs_lists_run_in_our_trainer(ranks, where):
@@ -115,10 +165,15 @@ def test_a_hang_that_others_met_runs_by_gloos_rules_and_is_named_by_nccls():
     """pytorch issue 172668: two stages a rank, and sends and receives that go one by one."""
     lists = {"the cycle": "\n".join(CYCLE)}
     for where in ({}, {"backend": "sim"}):
-        assert p101.launch(run_lists, lists, world_size=2, **where).results == [{"the cycle": []}] * 2
+        assert (
+            p101.launch(run_lists, lists, world_size=2, **where).results == [{"the cycle": []}] * 2
+        )
     with pytest.raises(p101.RankFailed, match="ScheduleError") as error:
         p101.launch(run_lists, lists, world_size=2, backend="sim", rules="nccl")
-    assert "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 of rank 0" in str(error.value)
+    assert (
+        "rank 0's 0SEND_F1 waits for 1RECV_F1 of rank 1; rank 1's 1SEND_F0 waits for 2RECV_F0 "
+        "of rank 0"
+    ) in str(error.value)
 
 
 def v_shaped() -> list[str]:
@@ -126,7 +181,12 @@ def v_shaped() -> list[str]:
     found = []
     for kind in (torchs.ScheduleZBVZeroBubble, torchs.ScheduleDualPipeV):
         order = kind([Mock(4, 2, stage) for stage in (0, 3)], 4, loss_fn=mse_loss).pipeline_order
-        found.append("\n".join(",".join(str(action) for action in order[rank] if action is not None) for rank in range(2)))
+        found.append(
+            "\n".join(
+                ",".join(str(action) for action in order[rank] if action is not None)
+                for rank in range(2)
+            )
+        )
     return found
 
 
@@ -135,21 +195,34 @@ def tied_on_one_rank(texts: list[str], zero_stage: int) -> list[list[str]] | str
     task, found = TASKS["tied gpt"], []
     for text in texts:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-        options = {"schedule": p101.Schedule.from_csv(text), "zero_stage": zero_stage, "clip_norm": 0.1}
+        options = {
+            "schedule": p101.Schedule.from_csv(text),
+            "zero_stage": zero_stage,
+            "clip_norm": 0.1,
+        }
         try:
-            trainer = p101.HybridTrainer(task.build(), task.loss_fn, OPTIMIZERS["adamw"], mesh=mesh, **options)
+            trainer = p101.HybridTrainer(
+                task.build(), task.loss_fn, OPTIMIZERS["adamw"], mesh=mesh, **options
+            )
         except ValueError as error:
             return str(error)
-        found.append(differences(trained(trainer, task, STEPS), one_process(task, "adamw", 0.1, STEPS)))
+        found.append(
+            differences(trained(trainer, task, STEPS), one_process(task, "adamw", 0.1, STEPS))
+        )
     return found
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_weight_that_is_tied_between_two_stages_of_one_rank(zero_stage):
-    results = p101.launch(tied_on_one_rank, v_shaped(), zero_stage, world_size=4, backend="sim", rules="nccl").results
+    results = p101.launch(
+        tied_on_one_rank, v_shaped(), zero_stage, world_size=4, backend="sim", rules="nccl"
+    ).results
     assert results == [[[], []]] * 4
 
 
 def test_such_a_weight_is_refused_by_zero_3_on_all_ranks():
     for error in p101.launch(tied_on_one_rank, v_shaped(), 3, world_size=4, backend="sim").results:
-        assert "'embedding.token.weight' is tied between two stages on one rank, and zero_stage=3 gathers weights stage by stage" in error
+        assert (
+            "'embedding.token.weight' is tied between two stages on one rank, and zero_stage=3 "
+            "gathers weights stage by stage"
+        ) in error

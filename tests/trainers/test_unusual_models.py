@@ -1,4 +1,6 @@
-"""Models that are not a row of layers: on every trainer they are equal to one process, or a clear error on every rank."""
+"""Models that are not a row of layers: on every trainer they are equal to one process, or a
+clear error on every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 import parallel101 as p101
 from parallel101.models.mlp import MLP
 from parallel101.trainers.sharded import ShardedTrainer
-from tests.trainers.cases import CLOSE, OPTIMIZERS, TRAINERS, Task, differences, one_process, randn, trained
+from tests.trainers.cases import (
+    CLOSE,
+    OPTIMIZERS,
+    TRAINERS,
+    Task,
+    differences,
+    one_process,
+    randn,
+    trained,
+)
 
 
 def dense(seed):
@@ -46,7 +57,10 @@ class OfNoElementsOrOne(Parts):
     """Weights without elements, and without dims."""
 
     def __init__(self):
-        super().__init__(nothing=nn.Parameter(torch.empty(0, 3, dtype=torch.float64)), one=nn.Parameter(randn(9, 1)[0]))
+        super().__init__(
+            nothing=nn.Parameter(torch.empty(0, 3, dtype=torch.float64)),
+            one=nn.Parameter(randn(9, 1)[0]),
+        )
 
     def forward(self, x):
         return super().forward(x) * self.one + self.nothing.sum()
@@ -62,7 +76,9 @@ class SomeFrozen(Parts):
 
 
 class Buffers(Parts):
-    """One that nobody changes, one that every forward changes alike, one that no checkpoint keeps; and a norm that is frozen."""
+    """One that nobody changes, one that every forward changes alike, one that no checkpoint
+    keeps; and a norm that is frozen.
+    """
 
     def __init__(self):
         super().__init__(norm=nn.BatchNorm1d(4, dtype=torch.float64).eval())
@@ -76,10 +92,15 @@ class Buffers(Parts):
 
 
 class Unordered(Parts):
-    """Weights that lie column by column; in a list without forward; in complex numbers; two dtypes."""
+    """Weights that lie column by column; in a list without forward; in complex numbers; two
+    dtypes.
+    """
 
     def __init__(self):
-        super().__init__(columns=nn.Parameter(randn(5, 4, 4).t()), listed=nn.ParameterList([randn(6, 4, 4), randn(7, 4, 4)]))
+        super().__init__(
+            columns=nn.Parameter(randn(5, 4, 4).t()),
+            listed=nn.ParameterList([randn(6, 4, 4), randn(7, 4, 4)]),
+        )
         self.turned = nn.Parameter(torch.complex(randn(8, 4, 4), randn(9, 4, 4)))
 
     def forward(self, x):
@@ -105,20 +126,35 @@ class OutputsInADict(Parts):
 
 
 def regression(build, dtype=torch.float64, loss_fn=F.mse_loss):
-    return Task(build, loss_fn, lambda step: (randn(step, 11, 4).to(dtype), randn(100 + step, 11, 4).to(dtype)))
+    return Task(
+        build,
+        loss_fn,
+        lambda step: (randn(step, 11, 4).to(dtype), randn(100 + step, 11, 4).to(dtype)),
+    )
 
 
-TASKS = {kind.__name__: regression(kind) for kind in (Tied, OfNoElementsOrOne, SomeFrozen, Buffers, Unordered, Recurrent)}
-TASKS["OutputsInADict"] = regression(OutputsInADict, loss_fn=lambda outputs, y: F.mse_loss(outputs["y"], y))
+TASKS = {
+    kind.__name__: regression(kind)
+    for kind in (Tied, OfNoElementsOrOne, SomeFrozen, Buffers, Unordered, Recurrent)
+}
+TASKS["OutputsInADict"] = regression(
+    OutputsInADict, loss_fn=lambda outputs, y: F.mse_loss(outputs["y"], y)
+)
 TASKS["float16"] = regression(lambda: MLP([4, 8, 4], dtype=torch.float16), torch.float16)
 TASKS["bfloat16"] = regression(lambda: MLP([4, 8, 4], dtype=torch.bfloat16), torch.bfloat16)
 HALF = {"float16": 0.02, "bfloat16": 0.05}  #  rounding, of 11 and 8 bits, in five steps
 
 
 def cases(world_size, trainers):
-    """Each trainer with each model; on an even number of ranks with one optimizer and on an odd one with the other."""
+    """Each trainer with each model; on an even number of ranks with one optimizer and on an odd
+    one with the other.
+    """
     of_each = itertools.product(enumerate(TRAINERS), enumerate(TASKS))
-    chosen = [(trainer, name, ("sgd", "adamw")[(i + k + world_size) % 2]) for (i, trainer), (k, name) in of_each if trainer in trainers]
+    chosen = [
+        (trainer, name, ("sgd", "adamw")[(i + k + world_size) % 2])
+        for (i, trainer), (k, name) in of_each
+        if trainer in trainers
+    ]
     return [case for case in chosen if case[1:] != ("float16", "adamw")]  #  its eps is 0 in float16
 
 
@@ -128,17 +164,26 @@ def unlike_one_process(cases):
         task = TASKS[name]
         learned = {name for name, p in task.build().named_parameters() if p.requires_grad}
         expected = one_process(task, optimizer, None)
-        expected = expected._replace(gradients=[{name: of_step[name] for name in learned} for of_step in expected.gradients])
+        expected = expected._replace(
+            gradients=[{name: of_step[name] for name in learned} for of_step in expected.gradients]
+        )
         found = trained(TRAINERS[trainer](task.build(), task.loss_fn, OPTIMIZERS[optimizer]), task)
-        wrong += [(trainer, name, optimizer, what) for what in differences(found, expected, HALF.get(name, CLOSE))]
+        wrong += [
+            (trainer, name, optimizer, what)
+            for what in differences(found, expected, HALF.get(name, CLOSE))
+        ]
     return wrong
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend", "trainers"), [(2, "sim", TRAINERS), (3, "gloo", ("overlapped", "ZeRO-2", "ZeRO-3"))], ids=["sim", "gloo"]
+    ("world_size", "backend", "trainers"),
+    [(2, "sim", TRAINERS), (3, "gloo", ("overlapped", "ZeRO-2", "ZeRO-3"))],
+    ids=["sim", "gloo"],
 )
 def test_unusual_models_are_equal_to_one_process(world_size, backend, trainers):
-    run = p101.launch(unlike_one_process, cases(world_size, trainers), world_size=world_size, backend=backend)
+    run = p101.launch(
+        unlike_one_process, cases(world_size, trainers), world_size=world_size, backend=backend
+    )
     assert run.results == [[]] * world_size
 
 
@@ -147,11 +192,15 @@ def test_unusual_models_without_a_process_group():
 
 
 class Twice(Parts):
-    """Layer a runs twice, each time computed again in backward: its gradients are complete twice over."""
+    """Layer a runs twice, each time computed again in backward: its gradients are complete
+    twice over.
+    """
 
     def forward(self, x):
         for layer in (self.a, self.b, self.a):
-            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x.requires_grad_(), use_reentrant=True)
+            x = checkpoint(
+                lambda x, layer=layer: torch.tanh(layer(x)), x.requires_grad_(), use_reentrant=True
+            )
         return x
 
 
@@ -160,7 +209,9 @@ def twice():
     expected = one_process(task, "sgd", None)
     for name, build in TRAINERS.items():
         try:
-            said[name] = differences(trained(build(task.build(), task.loss_fn, OPTIMIZERS["sgd"]), task), expected)
+            said[name] = differences(
+                trained(build(task.build(), task.loss_fn, OPTIMIZERS["sgd"]), task), expected
+            )
         except RuntimeError as error:
             said[name] = str(error)
     return said
@@ -192,7 +243,11 @@ class Gathers(Parts):
 def statistics_of_the_batch():
     x, said = randn(0, 6, 4), []
     for build in TRAINERS.values():
-        for model in (Gathers(), Parts(norm=nn.BatchNorm1d(4)), Parts(norm=nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False)))):
+        for model in (
+            Gathers(),
+            Parts(norm=nn.BatchNorm1d(4)),
+            Parts(norm=nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False))),
+        ):
             try:
                 trainer = build(model, F.mse_loss, OPTIMIZERS["sgd"], verify=True)
                 before = trainer.state_dict()
@@ -201,7 +256,9 @@ def statistics_of_the_batch():
                 said.append(str(error))
                 if isinstance(model, Gathers):
                     after = trainer.state_dict()
-                    assert all(torch.equal(before[name], after[name]) for name in before if name != "mean"), "no weight was changed"
+                    assert all(
+                        torch.equal(before[name], after[name]) for name in before if name != "mean"
+                    ), "no weight was changed"
     return said
 
 
@@ -211,7 +268,10 @@ def test_statistics_of_a_share_are_not_those_of_the_batch():
     assert len(first) == 3 * len(TRAINERS)
     for gathers, norm, inside in zip(first[::3], first[1::3], first[2::3]):
         assert "the buffer of 'mean' differs" in gathers
-        assert "'norm' is a BatchNorm1d, which looks at the whole batch, and each rank has only its share" in norm
+        assert (
+            "'norm' is a BatchNorm1d, which looks at the whole batch, and each rank has only "
+            "its share"
+        ) in norm
         assert "model.get_submodule('norm').eval()" in norm
         assert "sync_batch_norm=True" in inside
     assert statistics_of_the_batch() == [], "one rank has the whole batch"
@@ -230,11 +290,18 @@ def penalty(zero_stage, **options):
 
 
 def penalties():
-    with pytest.raises((RuntimeError, p101.NotEqualError), match=r"was empty where it was used \(a penalty in the loss, for example\)"):
+    with pytest.raises(
+        (RuntimeError, p101.NotEqualError),
+        match=r"was empty where it was used \(a penalty in the loss, for example\)",
+    ):
         penalty(3)
     return penalty(1), penalty(2)
 
 
 def test_a_penalty_in_the_loss_is_right_or_explained():
-    losses = [loss for of_rank in [penalties(), *p101.launch(penalties, world_size=2).results] for loss in of_rank]
+    losses = [
+        loss
+        for of_rank in [penalties(), *p101.launch(penalties, world_size=2).results]
+        for loss in of_rank
+    ]
     assert losses == pytest.approx(losses[:1] * len(losses), rel=CLOSE)

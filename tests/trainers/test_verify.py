@@ -1,4 +1,6 @@
-"""The comparison with one process before the first step: it leaves no trace, and says when it is not made."""
+"""The comparison with one process before the first step: it leaves no trace, and says when it
+is not made.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,32 @@ def built(name, check):
     model.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
     model.norm = nn.Sequential(model.norm, WithBuffers())
     loss = p101.vocabulary_cross_entropy if "tp" in mesh else next_token_loss
-    plan = {"plan": {"embedding.token": "vocabulary", "head": "vocabulary", "*.up": "column", "*.down": "row"}} if "tp" in mesh else {}
+    plan = (
+        {
+            "plan": {
+                "embedding.token": "vocabulary",
+                "head": "vocabulary",
+                "*.up": "column",
+                "*.down": "row",
+            }
+        }
+        if "tp" in mesh
+        else {}
+    )
     if "sequence_parallel" in options:
         model.norm = model.norm[0]
         plan = {"plan": "auto"}
     model.blocks[0].mlp.down._forward_hooks.clear()
-    return p101.HybridTrainer(model, loss, ALL_OPTIMIZERS["adamw"], mesh=mesh_of(mesh), verify=check, clip_norm=0.05, **plan, **options)
+    return p101.HybridTrainer(
+        model,
+        loss,
+        ALL_OPTIMIZERS["adamw"],
+        mesh=mesh_of(mesh),
+        verify=check,
+        clip_norm=0.05,
+        **plan,
+        **options,
+    )
 
 
 def next_token_loss(logits, targets):
@@ -105,9 +127,15 @@ def traces_of_verify(name):
     return found
 
 
-@pytest.mark.parametrize(("backend", "names"), [("sim", list(LAYOUTS)), ("gloo", ["ZeRO-1", "tensor and pipeline"])], ids=["sim", "gloo"])
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [("sim", list(LAYOUTS)), ("gloo", ["ZeRO-1", "tensor and pipeline"])],
+    ids=["sim", "gloo"],
+)
 def test_it_changes_nothing(backend, names):
-    found = p101.launch(lambda: {name: traces_of_verify(name) for name in names}, world_size=4, backend=backend).results
+    found = p101.launch(
+        lambda: {name: traces_of_verify(name) for name in names}, world_size=4, backend=backend
+    ).results
     assert found == [{name: [(True, [])] * 3 for name in names}] * 4
 
 
@@ -115,16 +143,28 @@ def two_steps(name, check):
     trainer = built(name, check)
     trainer.compared = True  # or replicas would be compared in its place
     losses = [trainer.step(*trainer.share(text(step))) for step in range(2)]
-    return losses, {key: value.tolist() for key, value in trainer.state_dict().items()}, str(trainer.describe())
+    return (
+        losses,
+        {key: value.tolist() for key, value in trainer.state_dict().items()},
+        str(trainer.describe()),
+    )
 
 
 @pytest.mark.parametrize("name", ["overlapped", "ZeRO-3", "tensor", "pipeline", "zero bubble"])
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
 def test_it_appears_in_no_record_and_on_no_clock(name, rules):
     network = p101.Network(latency=1e-3, bandwidth=1e6)
-    runs = [p101.launch(two_steps, name, check, world_size=4, backend="sim", network=network, rules=rules) for check in (True, False)]
+    runs = [
+        p101.launch(
+            two_steps, name, check, world_size=4, backend="sim", network=network, rules=rules
+        )
+        for check in (True, False)
+    ]
     assert runs[0].results == runs[1].results, "nor in losses, weights and what is described"
-    with_it, without = ([(e.rank, e.kind, e.peer, e.nbytes, e.start, e.end) for e in run.trace.events] for run in runs)
+    with_it, without = (
+        [(e.rank, e.kind, e.peer, e.nbytes, e.start, e.end) for e in run.trace.events]
+        for run in runs
+    )
     assert with_it == without
     assert runs[0].trace.makespan == runs[1].trace.makespan
     assert runs[0].trace.bytes_sent == runs[1].trace.bytes_sent
@@ -139,7 +179,9 @@ def times_made(options):
     original = first_step.compare
     first_step.compare = lambda *args: made.append(1) or original(*args)
     try:
-        trainer = p101.DataParallelTrainer(seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"], **options)
+        trainer = p101.DataParallelTrainer(
+            seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"], **options
+        )
         trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
     finally:
         first_step.compare = original
@@ -152,12 +194,16 @@ def times_made(options):
     ids=["two ranks", "one rank", "accumulated", "verify=False"],
 )
 def test_it_is_made_once_before_the_first_step(world_size, options, expected):
-    assert p101.launch(times_made, options, world_size=world_size).results == [expected] * world_size
+    assert (
+        p101.launch(times_made, options, world_size=world_size).results == [expected] * world_size
+    )
 
 
 def too_large():
     first_step.MOST_BYTES = 500
-    trainer = p101.DataParallelTrainer(seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"])
+    trainer = p101.DataParallelTrainer(
+        seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"]
+    )
     trainer.step(randn(0, 8, 4), randn(9, 8, 3))
     return trainer.verify(randn(0, 8, 4), randn(9, 8, 3)).equal
 
@@ -165,7 +211,10 @@ def too_large():
 def test_a_model_that_is_too_large_is_said_once_and_may_be_verified_all_the_same(capsys):
     assert p101.launch(too_large, world_size=2).results == [True, True]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "verified" in line]
-    assert "not verified: a comparison with one process would take 936 B on rank 0, more than 500 B" in line
+    assert (
+        "not verified: a comparison with one process would take 936 B on rank 0, more than 500 B"
+        in line
+    )
     assert "fewer or narrower layers" in line
 
 
@@ -175,7 +224,11 @@ def kept_by_the_first_rank():
 
     def kept():
         here = {id(p) for p in trainer.model.parameters()}
-        return 0 if trainer.one_process is None else sum(p.numel() for p in trainer.one_process.whole.parameters() if id(p) not in here)
+        return (
+            0
+            if trainer.one_process is None
+            else sum(p.numel() for p in trainer.one_process.whole.parameters() if id(p) not in here)
+        )
 
     before = kept()
     trainer.verify(*trainer.share(text(0)))
@@ -189,7 +242,9 @@ def test_what_is_kept_for_it_is_freed_afterwards():
 
 
 def test_without_a_copy_it_can_not_be_made():
-    trainer = p101.DataParallelTrainer(nn.Linear(4, 3), F.mse_loss, ALL_OPTIMIZERS["sgd"], verify=False)
+    trainer = p101.DataParallelTrainer(
+        nn.Linear(4, 3), F.mse_loss, ALL_OPTIMIZERS["sgd"], verify=False
+    )
     with pytest.raises(ValueError, match="built with verify=False and keeps no copy"):
         trainer.verify(torch.ones(2, 4), torch.ones(2, 3))
 
@@ -200,7 +255,9 @@ def test_without_a_copy_it_can_not_be_made():
 def a_table(wrong):
     loss = (lambda y, t: F.mse_loss(y, t).sqrt()) if wrong else F.mse_loss
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    trainer = p101.HybridTrainer(seeded(nn.Sequential(nn.Linear(4, 3))), loss, ALL_OPTIMIZERS["sgd"], mesh=mesh)
+    trainer = p101.HybridTrainer(
+        seeded(nn.Sequential(nn.Linear(4, 3))), loss, ALL_OPTIMIZERS["sgd"], mesh=mesh
+    )
     if not wrong:
         return trainer.verify(*trainer.share((randn(0, 8, 4), randn(1, 8, 3))))
     with pytest.raises(p101.NotEqualError) as error:
@@ -215,7 +272,13 @@ def test_a_report_is_a_table_the_same_on_all_ranks():
     assert first.worst.ratio <= 1
     lines = str(first).splitlines()
     assert lines[0] == "equal to one process"
-    assert [line.split()[0] for line in lines[2:]] == ["loss", "evaluate", "gradient", "gradient", "update:"]
+    assert [line.split()[0] for line in lines[2:]] == [
+        "loss",
+        "evaluate",
+        "gradient",
+        "gradient",
+        "update:",
+    ]
 
 
 def test_an_error_has_the_report():

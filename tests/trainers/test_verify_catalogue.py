@@ -1,4 +1,6 @@
-"""Programs as users write them: on each layout equal to one process, or refused before the first step with the cause in words."""
+"""Programs as users write them: on each layout equal to one process, or refused before the
+first step with the cause in words.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ LAYOUTS: dict[str, tuple[int, Callable[..., Any]]] = {  # how many ranks, and wh
     **{f"ZeRO-{stage}": (2, partial(p101.ShardedTrainer, zero_stage=stage)) for stage in (1, 2, 3)},
     "tp": (2, p101.TensorParallelTrainer),
     "pp": (2, p101.PipelineTrainer),
-    **{name: (4, lambda *args, mesh=mesh, **more: p101.HybridTrainer(*args, mesh=mesh_of(mesh), **more)) for name, mesh in MESHES.items()},
+    **{
+        name: (
+            4,
+            lambda *args, mesh=mesh, **more: p101.HybridTrainer(*args, mesh=mesh_of(mesh), **more),
+        )
+        for name, mesh in MESHES.items()
+    },
 }
 DP, ZERO = ("dp",), ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 SHARES = (*DP, *ZERO)
@@ -52,7 +60,9 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Program(NamedTuple):
-    """What a user brings, the layouts to try, and some words of the error; none if it is equal to one process."""
+    """What a user brings, the layouts to try, and some words of the error; none if it is equal
+    to one process.
+    """
 
     says: str
     layouts: tuple[str, ...]
@@ -73,7 +83,9 @@ class Program(NamedTuple):
         return model, lambda y, t: self.loss_fn(y, t) + self.penalty(model)
 
     def trainer(self, layout: str, precision: Precision) -> Any:
-        options = {**self.options, "autocast": precision.autocast} | ({"plan": self.plan} if "tp" in layout else {})
+        options = {**self.options, "autocast": precision.autocast} | (
+            {"plan": self.plan} if "tp" in layout else {}
+        )
         trainer = LAYOUTS[layout][1](*self.model_and_loss(precision), self.optimizer, **options)
         self.prepare(trainer)
         return trainer
@@ -102,7 +114,9 @@ class Program(NamedTuple):
 
 
 def chain(*middle: nn.Module) -> nn.Sequential:
-    return seeded(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), *middle, nn.Linear(6, 6)))
+    return seeded(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), *middle, nn.Linear(6, 6))
+    )
 
 
 class Function(nn.Module):
@@ -141,15 +155,27 @@ IGNORED, WEIGHTS = torch.tensor([-100] * 3 + [1] * 3), torch.arange(1, 7).double
 NO_MEAN, CUT = "loss_fn isn't a mean over samples", (*PARTS, "pp", "dp × tp", "dp × pp", "tp × pp")
 LOSSES = {
     "ignore_index": Program(NO_MEAN, CUT, chain, F.cross_entropy, CLASSES),
-    "a microbatch without targets": Program(NO_MEAN, ("alone",), chain, F.cross_entropy, (ROWS[0], IGNORED)),
-    "class weights": Program(NO_MEAN, CUT, chain, partial(F.cross_entropy, weight=WEIGHTS), (ROWS[0], CLASSES[1].abs() % 6)),
+    "a microbatch without targets": Program(
+        NO_MEAN, ("alone",), chain, F.cross_entropy, (ROWS[0], IGNORED)
+    ),
+    "class weights": Program(
+        NO_MEAN,
+        CUT,
+        chain,
+        partial(F.cross_entropy, weight=WEIGHTS),
+        (ROWS[0], CLASSES[1].abs() % 6),
+    ),
     "a sum": Program(NO_MEAN, CUT, chain, partial(F.mse_loss, reduction="sum")),
     "root mean square": Program(NO_MEAN, CUT, chain, lambda y, t: F.mse_loss(y, t).sqrt()),
     "relative L2": Program(NO_MEAN, CUT, chain, lambda y, t: (y - t).norm() / t.norm()),
     "InfoNCE": Program(NO_MEAN, CUT, chain, info_nce),
     "balance": Program(NO_MEAN, CUT, chain, balance),
-    "a penalty, of parts": Program("loss_fn uses the model's weights", ("tp", "pp", "ZeRO-3"), chain, penalty=squares),
-    "a penalty, of whole weights": Program("", ("dp", "ZeRO-1", "ZeRO-2", "alone"), chain, penalty=squares),
+    "a penalty, of parts": Program(
+        "loss_fn uses the model's weights", ("tp", "pp", "ZeRO-3"), chain, penalty=squares
+    ),
+    "a penalty, of whole weights": Program(
+        "", ("dp", "ZeRO-1", "ZeRO-2", "alone"), chain, penalty=squares
+    ),
     "ignore_index, all samples on each rank": Program("", ("tp",), chain, F.cross_entropy, CLASSES),
 }
 
@@ -160,14 +186,22 @@ LOSSES = {
 class Attention(nn.Module):
     """Four heads of two features, or however `split` finds them."""
 
-    def __init__(self, split: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Any] | None = None):
+    def __init__(
+        self, split: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Any] | None = None
+    ):
         super().__init__()
         names = ("query", "key", "value")
-        self.into = nn.ModuleDict({"fused": nn.Linear(6, 24)} if fused else {name: nn.Linear(6, 8) for name in names})
+        self.into = nn.ModuleDict(
+            {"fused": nn.Linear(6, 24)} if fused else {name: nn.Linear(6, 8) for name in names}
+        )
         self.out, self.split, self.fused = nn.Linear(8, 6), split, fused
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.fused(self.into["fused"](x)) if self.fused else [layer(x) for layer in self.into.values()]
+        parts = (
+            self.fused(self.into["fused"](x))
+            if self.fused
+            else [layer(x) for layer in self.into.values()]
+        )
         q, k, v = (self.split(part).transpose(1, 2) for part in parts)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
 
@@ -204,7 +238,11 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches, self.layers, self.head = nn.Linear(6, 8), nn.Sequential(encoder_layer(), encoder_layer()), nn.Linear(8, 6)
+        self.patches, self.layers, self.head = (
+            nn.Linear(6, 8),
+            nn.Sequential(encoder_layer(), encoder_layer()),
+            nn.Linear(8, 6),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(self.patches(x)).mean(1))
@@ -238,20 +276,44 @@ FEED, LINEARS = {"*.up": "column", "*.down": "row"}, {"*.linear1": "column", "*.
 NOT_CUT, TP = "The plan cuts what must not be cut", ("tp", "dp × tp", "tp × pp")
 IMAGES: Batch = TIMES[0], ROWS[1]
 TENSOR = {
-    "heads that are counted": Program(NOT_CUT, TP, partial(attention, counted), batch=TIMES, plan=HEADS),
-    "fused heads that are counted": Program(NOT_CUT, TP, partial(attention, counted, THIRDS), batch=TIMES, plan=FUSED),
-    "fused by heads": Program(NOT_CUT, TP, partial(attention, wide, by_heads), batch=TIMES, plan=FUSED),
+    "heads that are counted": Program(
+        NOT_CUT, TP, partial(attention, counted), batch=TIMES, plan=HEADS
+    ),
+    "fused heads that are counted": Program(
+        NOT_CUT, TP, partial(attention, counted, THIRDS), batch=TIMES, plan=FUSED
+    ),
+    "fused by heads": Program(
+        NOT_CUT, TP, partial(attention, wide, by_heads), batch=TIMES, plan=FUSED
+    ),
     "heads of a width": Program("", TP, partial(attention, wide), batch=TIMES, plan=HEADS),
-    "fused heads of a width": Program("", TP, partial(attention, wide, THIRDS), batch=TIMES, plan=FUSED),
-    "a norm of one's own": Program(NOT_CUT, TP, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan=FEED),
-    "a norm of one's own, auto": Program(NOT_CUT, TP, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan="auto"),
+    "fused heads of a width": Program(
+        "", TP, partial(attention, wide, THIRDS), batch=TIMES, plan=FUSED
+    ),
+    "a norm of one's own": Program(
+        NOT_CUT, TP, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan=FEED
+    ),
+    "a norm of one's own, auto": Program(
+        NOT_CUT, TP, partial(fed, lambda h: h / h.norm(dim=-1, keepdim=True)), plan="auto"
+    ),
     "softmax": Program(NOT_CUT, TP, partial(fed, partial(torch.softmax, dim=-1)), plan=FEED),
-    "softmax, auto": Program(NOT_CUT, TP, partial(fed, partial(torch.softmax, dim=-1)), plan="auto"),
-    "a dropout that keeps all": Program("", TP, partial(fed, partial(F.dropout, p=0.0)), plan="auto"),
-    "a hook that doubles a gradient": Program("A hook on", ("tp",), partial(hooked, lambda g: 2 * g)),
-    "a hook that clamps a gradient": Program("A hook on", ("tp", "dp"), partial(hooked, lambda g: g.clamp(-1e-3, 1e-3))),
-    "a hook, in a zero-bubble pipeline": Program("A hook on", ("pp",), partial(hooked, lambda g: 2 * g), options={"schedule": "zb-h1"}),
-    "TransformerEncoder": Program("", TP[:2], torchs_encoder, batch=TIMES, plan=LINEARS, random=True),
+    "softmax, auto": Program(
+        NOT_CUT, TP, partial(fed, partial(torch.softmax, dim=-1)), plan="auto"
+    ),
+    "a dropout that keeps all": Program(
+        "", TP, partial(fed, partial(F.dropout, p=0.0)), plan="auto"
+    ),
+    "a hook that doubles a gradient": Program(
+        "A hook on", ("tp",), partial(hooked, lambda g: 2 * g)
+    ),
+    "a hook that clamps a gradient": Program(
+        "A hook on", ("tp", "dp"), partial(hooked, lambda g: g.clamp(-1e-3, 1e-3))
+    ),
+    "a hook, in a zero-bubble pipeline": Program(
+        "A hook on", ("pp",), partial(hooked, lambda g: 2 * g), options={"schedule": "zb-h1"}
+    ),
+    "TransformerEncoder": Program(
+        "", TP[:2], torchs_encoder, batch=TIMES, plan=LINEARS, random=True
+    ),
     "ViT": Program("", TP[:2], lambda: seeded(Encoder()), batch=IMAGES, plan=LINEARS, random=True),
 }
 
@@ -262,7 +324,12 @@ TENSOR = {
 class InTime(nn.Module):
     def __init__(self, mix: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.norm, self.up, self.down, self.mix = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6), mix
+        self.norm, self.up, self.down, self.mix = (
+            nn.LayerNorm(6),
+            nn.Linear(6, 8),
+            nn.Linear(8, 6),
+            mix,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mix(x)
@@ -287,11 +354,19 @@ SEQUENCE = {"batch": TIMES, "plan": FEED, "options": {"sequence_parallel": True}
 ALONE = "every module between the cut layers must act on each position alone"
 TIME = {
     "roll": Program(ALONE, TP, partial(in_time, lambda x: x + x.roll(1, 1)), **SEQUENCE),
-    "a token shift": Program(ALONE, TP, partial(in_time, lambda x: x + F.pad(x[:, :-1], (0, 0, 1, 0))), **SEQUENCE),
-    "a mean over time": Program(ALONE, TP, partial(in_time, lambda x: x - x.mean(1, keepdim=True)), **SEQUENCE),
-    "positions": Program(ALONE, TP, partial(in_time, lambda x: x + POSITIONS[: x.shape[1]]), **SEQUENCE),
+    "a token shift": Program(
+        ALONE, TP, partial(in_time, lambda x: x + F.pad(x[:, :-1], (0, 0, 1, 0))), **SEQUENCE
+    ),
+    "a mean over time": Program(
+        ALONE, TP, partial(in_time, lambda x: x - x.mean(1, keepdim=True)), **SEQUENCE
+    ),
+    "positions": Program(
+        ALONE, TP, partial(in_time, lambda x: x + POSITIONS[: x.shape[1]]), **SEQUENCE
+    ),
     "each position alone": Program("", TP, partial(in_time, lambda x: x), **SEQUENCE),
-    "a time-first LSTM": Program("samples may not lie along dim 0", PARTS, lambda: seeded(TimeFirst()), batch=TIMES),
+    "a time-first LSTM": Program(
+        "samples may not lie along dim 0", PARTS, lambda: seeded(TimeFirst()), batch=TIMES
+    ),
 }
 
 
@@ -299,7 +374,9 @@ TIME = {
 
 
 class Sequenced(nn.Module):
-    """Its forward is what `how` makes of three layers, and its sequence says that it is their composition."""
+    """Its forward is what `how` makes of three layers, and its sequence says that it is their
+    composition.
+    """
 
     def __init__(self, how: Callable[..., Tensor], middle: nn.Module):
         super().__init__()
@@ -331,10 +408,17 @@ NOT_FORWARD = "The modules of .sequence(), one after the other, are not the mode
 PP = ("pp", "dp × pp")
 PIPELINE = {
     "a skip over entries": Program(NOT_FORWARD, PP, partial(sequenced, skip)),
-    "a scaling of the output": Program(NOT_FORWARD, PP, partial(sequenced, lambda x, a, b, c: 2 * c(b(a(x))))),
+    "a scaling of the output": Program(
+        NOT_FORWARD, PP, partial(sequenced, lambda x, a, b, c: 2 * c(b(a(x))))
+    ),
     "a hook on the model": Program(NOT_FORWARD, (*PP, "tp × pp"), output_hook),
     "a tuple between entries": Program(
-        NOT_FORWARD, PP, partial(sequenced, lambda x, a, b, c: c(b(a(x))[0]), partial(nn.LSTM, 6, 6, batch_first=True)), batch=TIMES
+        NOT_FORWARD,
+        PP,
+        partial(
+            sequenced, lambda x, a, b, c: c(b(a(x))[0]), partial(nn.LSTM, 6, 6, batch_first=True)
+        ),
+        batch=TIMES,
     ),
     "the composition": Program("", PP, partial(sequenced, lambda x, a, b, c: c(b(a(x))))),
 }
@@ -386,11 +470,19 @@ class Own(torch.optim.Optimizer):
 
 
 def matrices() -> nn.Sequential:
-    layers = (nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False), nn.Linear(6, 6, bias=False))
+    layers = (
+        nn.Linear(6, 8, bias=False),
+        nn.Tanh(),
+        nn.Linear(8, 6, bias=False),
+        nn.Linear(6, 6, bias=False),
+    )
     return model_of(*layers)
 
 
-NOT_ELEMENTWISE, PIECES = "From equal gradients the optimizer makes other weights", (*ZERO, "tp", "dp × tp", "tp × pp")
+NOT_ELEMENTWISE, PIECES = (
+    "From equal gradients the optimizer makes other weights",
+    (*ZERO, "tp", "dp × tp", "tp × pp"),
+)
 REFUSED: dict[str, Optimizer] = {
     "LARS": Lars,
     "Muon and AdamW in one": lambda p: MuonAndAdam(p, lr=1e-2),
@@ -406,9 +498,18 @@ ELEMENTWISE: dict[str, Optimizer] = {
     "one's own": Own,
 }
 OPTIMIZERS = {
-    **{name: Program(NOT_ELEMENTWISE, PIECES, matrices, optimizer=build) for name, build in REFUSED.items()},
-    **{f"{name}, whole": Program("", ("dp", "pp"), matrices, optimizer=build) for name, build in REFUSED.items()},
-    **{name: Program("", (*DP, *PIECES, "pp"), chain, optimizer=build) for name, build in ELEMENTWISE.items()},
+    **{
+        name: Program(NOT_ELEMENTWISE, PIECES, matrices, optimizer=build)
+        for name, build in REFUSED.items()
+    },
+    **{
+        f"{name}, whole": Program("", ("dp", "pp"), matrices, optimizer=build)
+        for name, build in REFUSED.items()
+    },
+    **{
+        name: Program("", (*DP, *PIECES, "pp"), chain, optimizer=build)
+        for name, build in ELEMENTWISE.items()
+    },
 }
 
 
@@ -445,10 +546,18 @@ MIXES = "Something in the model mixes samples"
 STATISTICS = {
     "parallel101's BatchNorm": Program("BatchNorm", DP, own_batch_norm),
     "statistics of one's own": Program(MIXES, (*PARTS, "pp"), lambda: chain(Function(normalise))),
-    "a mean of one's own": Program(MIXES, (*PARTS, "pp"), lambda: chain(Function(lambda x: x - x.mean(0)))),
-    "a mean, and a loss with a weight": Program(MIXES, DP, lambda: chain(Function(lambda x: x - x.mean(0))), sum_and_weight, CLASSES),
-    "a running mean": Program("keeps statistics of the samples in a buffer", PARTS, lambda: chain(Mean())),
-    "spectral norm, twice in a step": Program("change from one forward to the next", ("alone", "accumulated", "pp"), spectral),
+    "a mean of one's own": Program(
+        MIXES, (*PARTS, "pp"), lambda: chain(Function(lambda x: x - x.mean(0)))
+    ),
+    "a mean, and a loss with a weight": Program(
+        MIXES, DP, lambda: chain(Function(lambda x: x - x.mean(0))), sum_and_weight, CLASSES
+    ),
+    "a running mean": Program(
+        "keeps statistics of the samples in a buffer", PARTS, lambda: chain(Mean())
+    ),
+    "spectral norm, twice in a step": Program(
+        "change from one forward to the next", ("alone", "accumulated", "pp"), spectral
+    ),
     "spectral norm": Program("", SHARES, spectral),
 }
 
@@ -473,7 +582,11 @@ class Lora(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.a, self.b = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.base, self.a, self.b = (
+            nn.Linear(6, 6).requires_grad_(False),
+            nn.Linear(6, 2, bias=False),
+            nn.Linear(2, 6, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x))
@@ -484,10 +597,15 @@ class Dropouts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dropout, self.attention = nn.Dropout(0.5), nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+        self.dropout, self.attention = (
+            nn.Dropout(0.5),
+            nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(x, x, x, need_weights=False)[0] + F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * self.training)
+        x = self.attention(x, x, x, need_weights=False)[0] + F.scaled_dot_product_attention(
+            x, x, x, dropout_p=0.5 * self.training
+        )
         return F.dropout(self.dropout(x), 0.5, self.training)
 
 
@@ -556,13 +674,19 @@ EQUAL = {
     "uneven shares": Program("", EVERY, chain, batch=FEW),
     "a module's hook": Program("", EVERY, hook_on_a_module),
     "outputs in a dict": Program("", EVERY, outputs_in_a_dict, lambda y, t: F.mse_loss(y["y"], t)),
-    "weight norm": Program("", SHARES, lambda: chain(parametrizations.weight_norm(nn.Linear(6, 6)))),
+    "weight norm": Program(
+        "", SHARES, lambda: chain(parametrizations.weight_norm(nn.Linear(6, 6)))
+    ),
     "a sum and its weight": Program("", EVERY, chain, sum_and_weight, CLASSES),
     "a counter": Program("", EVERY, lambda: chain(Counts())),
-    "an optimizer's hook": Program("", EVERY, chain, prepare=lambda trainer: trainer.optimizer.register_step_post_hook(clamp)),
+    "an optimizer's hook": Program(
+        "", EVERY, chain, prepare=lambda trainer: trainer.optimizer.register_step_post_hook(clamp)
+    ),
     "a norm that is frozen": Program("", EVERY, lambda: chain(nn.BatchNorm1d(6).eval())),
     "clip_norm": Program("", EVERY, chain, options={"clip_norm": 0.05}),
-    "compiled": Program("", ("dp", "ZeRO-1"), lambda: torch.compile(chain(nn.Dropout(0.0)), backend="eager")),
+    "compiled": Program(
+        "", ("dp", "ZeRO-1"), lambda: torch.compile(chain(nn.Dropout(0.0)), backend="eager")
+    ),
 }
 
 
@@ -585,7 +709,9 @@ class Precision(NamedTuple):
     close: float  # losses of a few steps
 
     def batch(self, program: Program) -> Batch:
-        return map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, program.batch)
+        return map_tensors(
+            lambda t: t.to(self.dtype) if t.is_floating_point() else t, program.batch
+        )
 
 
 PRECISIONS = {
@@ -608,11 +734,18 @@ class Case(NamedTuple):
         trainer, batch = program.trainer(self.layout, precision), precision.batch(program)
         if program.says:
             return not_refused(trainer, batch, program.says)
-        found = [trainer.evaluate([batch]), *(trainer.step(*trainer.share(batch)) for _ in range(2))]
+        found = [
+            trainer.evaluate([batch]),
+            *(trainer.step(*trainer.share(batch)) for _ in range(2)),
+        ]
         expected = program.one_process(precision)
         if program.random:
             del found[1:], expected[1:]
-        return "" if found == pytest.approx(expected, rel=precision.close) else f"{found}, not {expected}"
+        return (
+            ""
+            if found == pytest.approx(expected, rel=precision.close)
+            else f"{found}, not {expected}"
+        )
 
 
 def not_refused(trainer: Any, batch: Batch, says: str) -> str:
@@ -622,21 +755,29 @@ def not_refused(trainer: Any, batch: Batch, says: str) -> str:
     except p101.NotEqualError as error:
         after = trainer.state_dict()
         changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
-        return f"{changed} changed" if changed else "" if says in str(error) else f"it says: {error}"
+        return (
+            f"{changed} changed" if changed else "" if says in str(error) else f"it says: {error}"
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
 
 
 def cases_of(table: str, world_size: int) -> list[Case]:
-    """In turn, a program gets one of the meshes that it asks for; and if it must be equal, each of its layouts another precision."""
+    """In turn, a program gets one of the meshes that it asks for; and if it must be equal, each
+    of its layouts another precision.
+    """
     found = []
     for i, (name, program) in enumerate(TABLES[table].items()):
         meshes = [layout for layout in program.layouts if layout in MESHES]
-        chosen = [layout for layout in program.layouts if layout not in MESHES] + meshes[i % (len(meshes) or 1) :][:1]
+        chosen = [layout for layout in program.layouts if layout not in MESHES] + meshes[
+            i % (len(meshes) or 1) :
+        ][:1]
         for k, layout in enumerate(chosen):
             precision = list(PRECISIONS)[(i + k) % 4] if table == "equal" else "float64"
-            found += [Case(table, name, layout, precision)] if LAYOUTS[layout][0] == world_size else []
+            found += (
+                [Case(table, name, layout, precision)] if LAYOUTS[layout][0] == world_size else []
+            )
     return found
 
 
@@ -709,7 +850,13 @@ def test_a_refusal_is_pickled_with_its_report():
 
 def test_verify_needs_the_copy_that_verify_false_leaves_out():
     trainer = p101.DataParallelTrainer(chain(), F.mse_loss, adamw, verify=False)
-    with pytest.raises(ValueError, match="built with verify=False and keeps no copy of the whole model: build it with verify=True"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "built with verify=False and keeps no copy of the whole model: build it with "
+            "verify=True"
+        ),
+    ):
         trainer.verify(*ROWS)
 
 
@@ -721,8 +868,14 @@ def test_it_can_be_asked_for_at_any_time():
         with torch.no_grad():
             learnt = ROWS[0], chain()(ROWS[0]) + 1e-10
         for layout in (*SHARES, "tp", "pp"):
-            for batch, optimizer in ((learnt, "AdamW"), (ROWS, "AdamW"), *([(ROWS, "one's own")] if layout == "dp" else [])):
-                trainer = Program("", (), chain, optimizer=ELEMENTWISE[optimizer]).trainer(layout, PRECISIONS["float64"])
+            for batch, optimizer in (
+                (learnt, "AdamW"),
+                (ROWS, "AdamW"),
+                *([(ROWS, "one's own")] if layout == "dp" else []),
+            ):
+                trainer = Program("", (), chain, optimizer=ELEMENTWISE[optimizer]).trainer(
+                    layout, PRECISIONS["float64"]
+                )
                 share = trainer.share(batch)
                 losses = [trainer.step(*share) for _ in range(1 if batch is learnt else 3)]
                 assert batch is not learnt or losses[0] < 1e-19
@@ -735,7 +888,16 @@ def test_it_can_be_asked_for_at_any_time():
 def test_a_norm_that_asks_other_ranks_is_one_of_the_whole_batch_in_one_process():
     model, again = chain(nn.SyncBatchNorm(6)), chain(nn.BatchNorm1d(6))
     optimizer = adamw(list(model.parameters()))
-    state = {"state": {}, "groups": [{"names": [name for name, _ in model.named_parameters()], "lr": 1e-2, **optimizer.defaults}]}
+    state = {
+        "state": {},
+        "groups": [
+            {
+                "names": [name for name, _ in model.named_parameters()],
+                "lr": 1e-2,
+                **optimizer.defaults,
+            }
+        ],
+    }
     whole = OneProcess(model, optimizer, F.mse_loss, None)
     with whole.holding(dict(model.state_dict())):
         found = whole.step(*ROWS, optimizer, state, perturbed=False)

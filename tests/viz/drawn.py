@@ -11,25 +11,63 @@ from parallel101.viz.scene import Scene
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def span(rank: int, name: str, start: float, end: float, seq: int = 0, *, waiting: bool = False, **labels: object) -> Event:
-    return Event(rank, "span", None, 0, 0, start, end, "train.py:7", start, NO_GROUP, seq, (), "", None, name, labels, waiting)
+def span(
+    rank: int,
+    name: str,
+    start: float,
+    end: float,
+    seq: int = 0,
+    *,
+    waiting: bool = False,
+    **labels: object,
+) -> Event:
+    return Event(
+        rank,
+        "span",
+        None,
+        0,
+        0,
+        start,
+        end,
+        "train.py:7",
+        start,
+        NO_GROUP,
+        seq,
+        (),
+        "",
+        None,
+        name,
+        labels,
+        waiting,
+    )
 
 
 def titled(scene: Scene, word: str) -> list[ET.Element]:
     """The rectangles whose tooltip contains this word."""
     root = ET.fromstring(scene.svg())
-    return [rect for rect in root.iter(f"{SVG}rect") if (title := rect.find(f"{SVG}title")) is not None and word in title.text]
+    return [
+        rect
+        for rect in root.iter(f"{SVG}rect")
+        if (title := rect.find(f"{SVG}title")) is not None and word in title.text
+    ]
 
 
-def text_boxes(scene: Scene, t: float, narrow: bool = False) -> list[tuple[str, float, float, float, float]]:
-    """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a letter is 0.52 of the font size wide.
+def text_boxes(
+    scene: Scene, t: float, narrow: bool = False
+) -> list[tuple[str, float, float, float, float]]:
+    """(text, left, top, right, bottom) of all texts at second t, as large as in DejaVu Sans: a
+    letter is 0.52 of the font size wide.
 
     `narrow`: as the player lays them out on a phone.
     """
     found = []
 
     def walk(node: ET.Element, dx: float, dy: float, scale: float) -> None:
-        if (node.get("data-narrow") == "none") if narrow else (node.get("data-only-narrow") is not None):
+        if (
+            (node.get("data-narrow") == "none")
+            if narrow
+            else (node.get("data-only-narrow") is not None)
+        ):
             return
         if narrow and node.get("data-narrow"):
             node.set("transform", node.get("data-narrow"))
@@ -40,11 +78,19 @@ def text_boxes(scene: Scene, t: float, narrow: bool = False) -> list[tuple[str, 
         scale *= float(scaled[1]) if scaled else 1.0
         if node.tag == f"{SVG}text" and "rotate" not in node.get("transform", ""):
             text, classes = "".join(node.itertext()), node.get("class", "").split()
-            size = float(node.get("font-size", 19 if "h" in classes else 10 if "flagged" in classes else 14))
+            size = float(
+                node.get("font-size", 19 if "h" in classes else 10 if "flagged" in classes else 14)
+            )
             width = max(0.52 * len(text), 0.65) * size * scale
-            left = dx + scale * float(node.get("x", 0)) - (width / 2 if "c" in classes else width if "e" in classes else 0)
+            left = (
+                dx
+                + scale * float(node.get("x", 0))
+                - (width / 2 if "c" in classes else width if "e" in classes else 0)
+            )
             below = dy + scale * float(node.get("y", 0))
-            found.append((text, left, below - 0.72 * size * scale, left + width, below + 0.2 * size * scale))
+            found.append(
+                (text, left, below - 0.72 * size * scale, left + width, below + 0.2 * size * scale)
+            )
         for child in node:
             walk(child, dx, dy, scale)
 

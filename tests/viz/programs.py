@@ -1,4 +1,6 @@
-"""Runs to draw: collectives, right and wrong, on the sim backend, with values that carry their origin."""
+"""Runs to draw: collectives, right and wrong, on the sim backend, with values that carry their
+origin.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,29 @@ pairwise_all_to_all = partial(p101.all_to_all, algorithm="pairwise")
 
 @functools.lru_cache(maxsize=256)
 def recorded(
-    program: Callable[[Tensor], object], n: int, numel: int, *, payload: bool = True, uneven: bool = False
+    program: Callable[[Tensor], object],
+    n: int,
+    numel: int,
+    *,
+    payload: bool = True,
+    uneven: bool = False,
 ) -> tuple[Trace, list[object]]:
     """The trace and the results of program(x) on n virtual ranks, as `collective_scene` takes them.
 
-    `uneven`: ranks start at different times, links differ, and the times are those that gloo records. numel 0: x is plain ones.
+    `uneven`: ranks start at different times, links differ, and the times are those that gloo
+    records. numel 0: x is plain ones.
     """
     network = replace(ONE_SECOND, topology=UnevenLinks()) if uneven else ONE_SECOND
-    run = p101.launch(_rank, program, numel, uneven, world_size=n, backend="sim", network=network, trace="payload" if payload else True)
+    run = p101.launch(
+        _rank,
+        program,
+        numel,
+        uneven,
+        world_size=n,
+        backend="sim",
+        network=network,
+        trace="payload" if payload else True,
+    )
     trace = run.trace
     if uneven:
         trace = Trace([e._replace(start=e.posted) for e in trace.events], n, "gloo")
@@ -67,10 +84,16 @@ class UnevenLinks:
         return route
 
 
-def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Post all sends (to, tensor) and receives (from, tensor of the shape to expect), wait for them, return what arrived."""
+def exchange(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> list[Tensor]:
+    """Post all sends (to, tensor) and receives (from, tensor of the shape to expect), wait for
+    them, return what arrived.
+    """
     arrived = [(source, torch.empty_like(like)) for source, like in receives]
-    works = [dist.irecv(buffer, source) for source, buffer in arrived] + [dist.isend(x.contiguous(), to) for to, x in sends]
+    works = [dist.irecv(buffer, source) for source, buffer in arrived] + [
+        dist.isend(x.contiguous(), to) for to, x in sends
+    ]
     for work in works:
         work.wait()
     return [buffer for _, buffer in arrived]
@@ -80,8 +103,13 @@ def me() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def broken_ring_all_reduce(x: Tensor, twice: tuple[int, int] | None = None, lost: tuple[int, int] | None = None) -> Tensor:
-    """The textbook's ring. At `twice` = (rank, step) a rank adds what it received two times, at `lost` it copies it."""
+def broken_ring_all_reduce(
+    x: Tensor, twice: tuple[int, int] | None = None, lost: tuple[int, int] | None = None
+) -> Tensor:
+    """The textbook's ring.
+
+    At `twice` = (rank, step) a rank adds what it received two times, at `lost` it copies it.
+    """
     (rank, n), x = me(), x.clone()
     parts = x.tensor_split(n)
     for step in range(n - 1):
@@ -98,7 +126,10 @@ def broken_ring_all_reduce(x: Tensor, twice: tuple[int, int] | None = None, lost
 
 
 def eager_scatter(x: Tensor) -> Tensor:
-    """A scatter whose root posts all its sends at once. Its link still lets one message through at a time."""
+    """A scatter whose root posts all its sends at once.
+
+    Its link still lets one message through at a time.
+    """
     rank, n = me()
     parts = x.tensor_split(n)
     if rank:
@@ -108,7 +139,9 @@ def eager_scatter(x: Tensor) -> Tensor:
 
 
 def halves_all_gather(x: Tensor) -> Tensor:
-    """An all-gather on a ring that sends one half of each part to the right and the other half to the left."""
+    """An all-gather on a ring that sends one half of each part to the right and the other half
+    to the left.
+    """
     rank, n = me()
     up, down = list(x.tensor_split(2)) if x.numel() > 1 else (x, x[:0])
     right, left = {rank: up}, {rank: down}
@@ -121,14 +154,18 @@ def halves_all_gather(x: Tensor) -> Tensor:
 
 
 def segmented_chain_broadcast(x: Tensor) -> Tensor:
-    """A broadcast along a chain, in as many segments as there are ranks: one arrives while the one before it leaves."""
+    """A broadcast along a chain, in as many segments as there are ranks: one arrives while the
+    one before it leaves.
+    """
     rank, n = me()
     held: list[Tensor] = []
     for segment in x.tensor_split(n):
         if rank == 0:
             exchange([(1, segment)], [])
         else:
-            held += exchange([(rank + 1, held[-1])] if held and rank + 1 < n else [], [(rank - 1, segment)])
+            held += exchange(
+                [(rank + 1, held[-1])] if held and rank + 1 < n else [], [(rank - 1, segment)]
+            )
     if 0 < rank < n - 1:
         exchange([(rank + 1, held[-1])], [])
     return x if rank == 0 else torch.cat(held)

@@ -1,4 +1,6 @@
-"""Which axis communicates when: bytes and messages are those of the record, each in the panel of its axis and at its time."""
+"""Which axis communicates when: bytes and messages are those of the record, each in the panel
+of its axis and at its time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NETWORK = p101.Network(latency=0.25, bandwidth=float("inf"))
 
 
 def two_steps(own):
-    """Twice, on a 2 × 2 mesh: a forward with two all-reduces over tp; a message along pp; an all-reduce over dp; a barrier of all ranks."""
+    """Twice, on a 2 × 2 mesh: a forward with two all-reduces over tp; a message along pp; an
+    all-reduce over dp; a barrier of all ranks.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     pipe = dist.new_group([0, 1], group_desc="mesh_pp")
     for _ in range(2):
@@ -30,7 +34,11 @@ def two_steps(own):
             with p101.span("forward", microbatch=0):
                 for _ in range(2):
                     p101.compute(1.0)
-                    p101.all_reduce(torch.ones(BYTES["tp"] // 4), group=mesh["tp"], algorithm="recursive_doubling")
+                    p101.all_reduce(
+                        torch.ones(BYTES["tp"] // 4),
+                        group=mesh["tp"],
+                        algorithm="recursive_doubling",
+                    )
             if dist.get_rank() == 0:
                 dist.send(torch.ones(2), 1, pipe)
             elif dist.get_rank() == 1:
@@ -64,26 +72,46 @@ def test_the_axes_together_are_the_record():
     assert [sum(of.sent(rank) for of in traffic) for rank in range(4)] == trace.bytes_sent
     assert [sum(of.count(rank) for of in traffic) for rank in range(4)] == trace.messages_sent
     _, last = axis_traffic(trace, "step")
-    assert [2 * sum(of.sent(rank) for of in last) for rank in range(4)] == trace.bytes_sent, "the last of two equal steps"
+    assert [2 * sum(of.sent(rank) for of in last) for rank in range(4)] == trace.bytes_sent, (
+        "the last of two equal steps"
+    )
 
 
 def test_messages_are_drawn_at_their_time_in_the_panel_of_their_axis():
     window, traffic = axis_traffic(record(), "step")
     root = ET.fromstring(axes_scene(record(), "step").svg())
-    drawn = {path.find(f"{SVG}title").text: path.get("d") for path in root.iter(f"{SVG}path") if path.find(f"{SVG}title") is not None}
-    assert drawn.keys() >= {"tp, rank 3: 2 sent", "tp, rank 3: 2 received", "pp, rank 0: 1 sent", "pp, rank 1: 1 received"}
+    drawn = {
+        path.find(f"{SVG}title").text: path.get("d")
+        for path in root.iter(f"{SVG}path")
+        if path.find(f"{SVG}title") is not None
+    }
+    assert drawn.keys() >= {
+        "tp, rank 3: 2 sent",
+        "tp, rank 3: 2 received",
+        "pp, rank 0: 1 sent",
+        "pp, rank 1: 1 received",
+    }
     assert "pp, rank 1: 1 sent" not in drawn
     scale = (RIGHT - LEFT) / (window.end - window.begin)
     for of in traffic:
         if of.axis:
             starts = [LEFT + (m.start - window.begin) * scale for m in of.messages if m.src == 0]
-            (path,) = (d for title, d in drawn.items() if re.match(rf"{of.axis}, rank 0: \d+ sent", title))
-            assert [float(left) for left in re.findall(r"M([\d.]+)", path)] == pytest.approx(sorted(starts), abs=0.1)
+            (path,) = (
+                d for title, d in drawn.items() if re.match(rf"{of.axis}, rank 0: \d+ sent", title)
+            )
+            assert [float(left) for left in re.findall(r"M([\d.]+)", path)] == pytest.approx(
+                sorted(starts), abs=0.1
+            )
 
 
 def test_words_for_readers_who_do_not_see_it():
-    assert "pp: bytes and messages sent by rank: 8 B in 1, 0 B in 0, 0 B in 0, 0 B in 0." in axes_scene(record(), "step").description
-    assert "A collective of torch's own counts as one message." in axes_scene(record(False)).svg().replace("&#x27;", "'")
+    assert (
+        "pp: bytes and messages sent by rank: 8 B in 1, 0 B in 0, 0 B in 0, 0 B in 0."
+        in axes_scene(record(), "step").description
+    )
+    assert "A collective of torch's own counts as one message." in axes_scene(
+        record(False)
+    ).svg().replace("&#x27;", "'")
     assert "torch's own" not in axes_scene(record()).svg().replace("&#x27;", "'")
 
 
@@ -97,7 +125,9 @@ def test_everything_is_inside_the_card(theme):
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"17 ranks, and this picture can show up to 16: use run\.timeline"):
+    with pytest.raises(
+        ValueError, match=r"17 ranks, and this picture can show up to 16: use run\.timeline"
+    ):
         axes_scene(Trace([], 17, "sim"))
     with pytest.raises(ValueError, match="no span is called 'stp': the record has step"):
         axes_scene(Trace([span(0, "step", 0.0, 1.0)], 1, "sim"), "stp")

@@ -1,4 +1,6 @@
-"""Before and after: the blocks that each rank was given and returned are those of the values, and the sentence says what became of them."""
+"""Before and after: the blocks that each rank was given and returned are those of the values,
+and the sentence says what became of them.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,52 @@ def names(run, which):
     replay = replay_of(run.trace, run.results, watched=run.watched, idle=True)
     return [
         " ".join(
-            "–" if b.chunk is None else replay.chunks[b.chunk].label + "".join(str(r) * k for r, k in enumerate(b.counts)) for b in row
+            "–"
+            if b.chunk is None
+            else replay.chunks[b.chunk].label + "".join(str(r) * k for r, k in enumerate(b.counts))
+            for b in row
         )
         for row in which(replay)
     ]
 
 
 CASES = {
-    "all-to-all": (p101.all_to_all, ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"], ["a0 a1 a2", "b0 b1 b2", "c0 c1 c2"], "is transposed."),
-    "all-gather": (p101.all_gather, ["a0", "b1", "c2"], ["a0 b1 c2"] * 3, "has become a row, and every rank has it."),
-    "gather": (p101.gather, ["a0", "b1", "c2"], ["a0 b1 c2", "", ""], "has become the row of rank 0."),
-    "scatter": (p101.scatter, ["a0 b0 c0", "–", "–"], ["a0", "b0", "c0"], "The row of rank 0 has become a column."),
+    "all-to-all": (
+        p101.all_to_all,
+        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
+        ["a0 a1 a2", "b0 b1 b2", "c0 c1 c2"],
+        "is transposed.",
+    ),
+    "all-gather": (
+        p101.all_gather,
+        ["a0", "b1", "c2"],
+        ["a0 b1 c2"] * 3,
+        "has become a row, and every rank has it.",
+    ),
+    "gather": (
+        p101.gather,
+        ["a0", "b1", "c2"],
+        ["a0 b1 c2", "", ""],
+        "has become the row of rank 0.",
+    ),
+    "scatter": (
+        p101.scatter,
+        ["a0 b0 c0", "–", "–"],
+        ["a0", "b0", "c0"],
+        "The row of rank 0 has become a column.",
+    ),
     "reduce-scatter": (
         p101.reduce_scatter,
         ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
         ["a012", "b012", "c012"],
         "its sum becomes the row of one rank.",
     ),
-    "all-reduce": (p.ring_all_reduce, ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"], ["a012 b012 c012"] * 3, "every rank has the sums."),
+    "all-reduce": (
+        p.ring_all_reduce,
+        ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
+        ["a012 b012 c012"] * 3,
+        "every rank has the sums.",
+    ),
     "a part summed twice": (
         lambda x: p.broken_ring_all_reduce(x, twice=(1, 0)),
         ["a0 b0 c0", "a1 b1 c1", "a2 b2 c2"],
@@ -68,7 +98,9 @@ def test_blocks_are_those_of_the_values(name):
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x")) + float(rect.get("width")) <= scene.width
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))
-    assert {float(seconds) for seconds in written} == {scene.duration} and scene.stops[-1].end == scene.duration
+    assert {float(seconds) for seconds in written} == {scene.duration} and scene.stops[
+        -1
+    ].end == scene.duration
 
 
 def returns_nothing(x):
@@ -76,10 +108,22 @@ def returns_nothing(x):
 
 
 ENDINGS = {
-    "a mean": (lambda x: p101.all_reduce(x) / 4, "with the mean of the data of all 4 ranks in it.", ""),
+    "a mean": (
+        lambda x: p101.all_reduce(x) / 4,
+        "with the mean of the data of all 4 ranks in it.",
+        "",
+    ),
     "nothing is returned": (returns_nothing, "The function returned nothing.", ">nothing<"),
-    "unreadable on some ranks": (lambda x: p101.all_reduce(x) + dist.get_rank(), "so it is not judged.", ">can't be read<"),
-    "unreadable on all ranks": (lambda x: p101.all_gather(x) + 1, "so it is not judged.", ">can't be read<"),
+    "unreadable on some ranks": (
+        lambda x: p101.all_reduce(x) + dist.get_rank(),
+        "so it is not judged.",
+        ">can't be read<",
+    ),
+    "unreadable on all ranks": (
+        lambda x: p101.all_gather(x) + 1,
+        "so it is not judged.",
+        ">can't be read<",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Who sends to whom: the squares hold the bytes and messages of the record, and the sentence their range."""
+"""Who sends to whom: the squares hold the bytes and messages of the record, and the sentence
+their range.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,24 @@ def tree():
 @pytest.mark.parametrize(
     ("n", "words"),
     [
-        (1, "No rank sends a message. The messages inside torch's own all_reduce are not recorded."),
+        (
+            1,
+            "No rank sends a message. The messages inside torch's own all_reduce are not recorded.",
+        ),
         (
             4,
-            "2 of 4 ranks send to 1 to 2 others, 32 B to 64 B in 1 to 2 messages. The messages inside torch's own all_reduce are not",
+            (
+                "2 of 4 ranks send to 1 to 2 others, 32 B to 64 B in 1 to 2 messages. The messages "
+                "inside torch's own all_reduce are not"
+            ),
         ),
-        (40, "ranks send to 1 to 6 others, 32 B to 192 B in 1 to 6 messages. The messages inside torch's own"),
+        (
+            40,
+            (
+                "ranks send to 1 to 6 others, 32 B to 192 B in 1 to 6 messages. The messages "
+                "inside torch's own"
+            ),
+        ),
     ],
 )
 def test_squares_and_sentence(n, words):
@@ -37,6 +51,8 @@ def test_squares_and_sentence(n, words):
     for rect in ET.fromstring(scene.svg()).iter(f"{SVG}rect"):
         assert float(rect.get("y")) + float(rect.get("height")) <= scene.height
     if n == 1:
-        ring = p101.launch(lambda: p101.all_gather(torch.ones(2), algorithm="ring"), world_size=3, backend="sim")
+        ring = p101.launch(
+            lambda: p101.all_gather(torch.ones(2), algorithm="ring"), world_size=3, backend="sim"
+        )
         assert "Each rank sends to 1 other, 16 B in 2 messages." in ring.traffic().svg()
         assert "the most is 16 B, for each of 3 pairs of ranks" in ring.traffic().description

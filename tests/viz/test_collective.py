@@ -1,4 +1,6 @@
-"""The collective view shows what the record proves: every cell, every step and every error, on runs of real algorithms."""
+"""The collective view shows what the record proves: every cell, every step and every error, on
+runs of real algorithms.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,59 @@ SIZES = [2, 3, 5, 8]
 
 # program, elements per rank on n ranks, steps, operation, topology
 CASES = {
-    "ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n, lambda n: 2 * (n - 1), "all-reduce", "ring"),
-    "uneven ring all-reduce": (p.ring_all_reduce, lambda n: 2 * n + 1, lambda n: 2 * (n - 1), "all-reduce", "ring"),
-    "ring reduce-scatter": (p.ring_reduce_scatter, lambda n: n, lambda n: n - 1, "reduce-scatter", "ring"),
+    "ring all-reduce": (
+        p.ring_all_reduce,
+        lambda n: 2 * n,
+        lambda n: 2 * (n - 1),
+        "all-reduce",
+        "ring",
+    ),
+    "uneven ring all-reduce": (
+        p.ring_all_reduce,
+        lambda n: 2 * n + 1,
+        lambda n: 2 * (n - 1),
+        "all-reduce",
+        "ring",
+    ),
+    "ring reduce-scatter": (
+        p.ring_reduce_scatter,
+        lambda n: n,
+        lambda n: n - 1,
+        "reduce-scatter",
+        "ring",
+    ),
     "ring all-gather": (p.ring_all_gather, lambda n: 2, lambda n: n - 1, "all-gather", "ring"),
-    "binomial broadcast": (p.binomial_broadcast, lambda n: 3, lambda n: math.ceil(math.log2(n)), "broadcast", None),
-    "binomial reduce": (p.binomial_reduce, lambda n: 3, lambda n: math.ceil(math.log2(n)), "reduce", None),
+    "binomial broadcast": (
+        p.binomial_broadcast,
+        lambda n: 3,
+        lambda n: math.ceil(math.log2(n)),
+        "broadcast",
+        None,
+    ),
+    "binomial reduce": (
+        p.binomial_reduce,
+        lambda n: 3,
+        lambda n: math.ceil(math.log2(n)),
+        "reduce",
+        None,
+    ),
     "flat scatter": (p.flat_scatter, lambda n: 2 * n - 1, lambda n: n - 1, "scatter", "star"),
     "eager scatter": (p.eager_scatter, lambda n: n, lambda n: n - 1, "scatter", "star"),
     "flat gather": (p.flat_gather, lambda n: 2, lambda n: n - 1, "gather", "star"),
-    "pairwise all-to-all": (p.pairwise_all_to_all, lambda n: n, lambda n: n - 1, "all-to-all", None),
+    "pairwise all-to-all": (
+        p.pairwise_all_to_all,
+        lambda n: n,
+        lambda n: n - 1,
+        "all-to-all",
+        None,
+    ),
 }
 
 
 def stripes_at_the_end(scene, trace, results):
-    """{(rank, chunk): ranks} as drawn: for each stripe, whether its middle lies inside a visible path of the last moment."""
+    """{(rank, chunk): ranks} as drawn: for each stripe, whether its middle lies inside a
+    visible path of the last moment.
+    """
     replay = replay_of(trace, results)
     matrix = Matrix(replay)
     shapes = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", e.get("d", "")) for e in cells_panel(scene).iter(f"{SVG}path")
@@ -53,14 +93,25 @@ def stripes_at_the_end(scene, trace, results):
         for origin in replay.chunks[chunk].stripes:
             dx, width = matrix.stripe(chunk, origin)
             middle = x + dx + width / 2, y + matrix.inner[1] / 2
-            found += [origin] if any(bx <= middle[0] <= bx + w and by <= middle[1] <= by + h for bx, by, w, h in boxes) else []
+            found += (
+                [origin]
+                if any(
+                    bx <= middle[0] <= bx + w and by <= middle[1] <= by + h
+                    for bx, by, w, h in boxes
+                )
+                else []
+            )
         if found:
             drawn[rank, chunk] = tuple(found)
     return replay, drawn
 
 
 def cells_panel(scene):
-    return next(panel for panel in ET.fromstring(scene.svg()) if "chunk" in [text.text for text in panel.iter(f"{SVG}text")])
+    return next(
+        panel
+        for panel in ET.fromstring(scene.svg())
+        if "chunk" in [text.text for text in panel.iter(f"{SVG}text")]
+    )
 
 
 @pytest.mark.parametrize("clock", ["virtual", "uneven"])
@@ -71,7 +122,10 @@ def test_steps_names_and_cells(case, n, clock):
     trace, results = recorded(program, n, numel(n), uneven=clock == "uneven")
     scene = collective_scene(trace, results)
     assert len(scene.stops) == steps(n)
-    assert scene.title.lower().endswith(operation) or scene.title == f"{operation.capitalize()} on two ranks"
+    assert (
+        scene.title.lower().endswith(operation)
+        or scene.title == f"{operation.capitalize()} on two ranks"
+    )
     replay, drawn = stripes_at_the_end(scene, trace, results)
     if n > 3 and kind:
         assert replay.topology.kind == kind
@@ -80,7 +134,9 @@ def test_steps_names_and_cells(case, n, clock):
         for term in decode(result.tolist(), n):
             for chunk in replay.returned[rank]:
                 if any(term.counts) and replay.returned[rank][chunk] == term.counts:
-                    truth[rank, chunk] = tuple(r for r in replay.chunks[chunk].stripes if term.counts[r])
+                    truth[rank, chunk] = tuple(
+                        r for r in replay.chunks[chunk].stripes if term.counts[r]
+                    )
     if operation != "all-to-all":  # there a chunk holds the parts of several ranks side by side
         assert drawn == truth
     else:
@@ -101,7 +157,11 @@ def test_in_each_step_of_a_ring_every_rank_gains_one_stripe(n):
     trace, results = recorded(p.ring_reduce_scatter, n, n, uneven=True)
     replay = replay_of(trace, results)
     for step in range(n - 1):
-        landings = [(replay.messages[i].dst, landing) for i in replay.in_step(step) for landing in replay.landings[i]]
+        landings = [
+            (replay.messages[i].dst, landing)
+            for i in replay.in_step(step)
+            for landing in replay.landings[i]
+        ]
         assert sorted(rank for rank, _ in landings) == list(range(n))
         assert all(landing.added and sum(landing.carried) == step + 1 for _, landing in landings)
 
@@ -134,7 +194,9 @@ def test_missing_data_is_flagged(n):
     gone = [e for e in cells_panel(scene).iter(f"{SVG}rect") if e.get("class") == "gone"]
     assert len(gone) == n
     _, drawn = stripes_at_the_end(scene, trace, results)
-    assert {rank: drawn[rank, 1] for rank in range(n)} == dict.fromkeys(range(n), tuple(r for r in range(n) if r != 2))
+    assert {rank: drawn[rank, 1] for rank in range(n)} == dict.fromkeys(
+        range(n), tuple(r for r in range(n) if r != 2)
+    )
 
 
 def test_sums_of_elements_from_different_positions_are_flagged():
@@ -145,8 +207,11 @@ def test_sums_of_elements_from_different_positions_are_flagged():
 
     trace, results = recorded(shifted, 3, 6)
     scene = collective_scene(trace, results)
-    assert scene.stops[-1].label.endswith("Elements from different positions were added together, on every rank.")
-    assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3  # the chunk's name, and a flag for each rank
+    assert scene.stops[-1].label.endswith(
+        "Elements from different positions were added together, on every rank."
+    )
+    # the chunk's name, and a flag for each rank
+    assert [text.text for text in cells_panel(scene).iter(f"{SVG}text")].count("?") == 1 + 3
 
 
 def test_data_of_another_group_is_not_missing():
@@ -161,7 +226,11 @@ def test_data_of_another_group_is_not_missing():
 def test_ranks_outside_the_group_are_left_out():
     def two_of_four(x):
         pair, rank = dist.new_group([1, 3]), me()[0]
-        return p101.all_reduce(x, group=pair, algorithm="recursive_doubling") if rank in (1, 3) else x[:0]
+        return (
+            p101.all_reduce(x, group=pair, algorithm="recursive_doubling")
+            if rank in (1, 3)
+            else x[:0]
+        )
 
     trace, results = recorded(two_of_four, 4, 2)
     scene = collective_scene(trace, results)
@@ -197,7 +266,10 @@ def test_ordinary_values_are_drawn_as_bytes():
         values = torch.tensor([1.5, 2.5])
         return exchange([((rank + 1) % n, values)], [((rank - 1) % n, values)])[0].round()
 
-    assert "These values do not show which rank they came from." in collective_scene(*recorded(ordinary, 4, 2)).svg()
+    assert (
+        "These values do not show which rank they came from."
+        in collective_scene(*recorded(ordinary, 4, 2)).svg()
+    )
 
 
 def test_facts_of_empty_messages_and_of_results_without_messages():
@@ -205,7 +277,12 @@ def test_facts_of_empty_messages_and_of_results_without_messages():
         peer = 1 - me()[0]
         return exchange([(peer, x[:0])], [(peer, x[:0])])[0]
 
-    facts = [t.text for t in ET.fromstring(collective_scene(*recorded(empty, 2, 1, payload=False)).svg()).iter(f"{SVG}text")]
+    facts = [
+        t.text
+        for t in ET.fromstring(collective_scene(*recorded(empty, 2, 1, payload=False)).svg()).iter(
+            f"{SVG}text"
+        )
+    ]
     assert "0 B sent so far" in facts
     scene = collective_scene(Trace([], 4, "gloo"), [origin_tensor(rank, 4, 8) for rank in range(4)])
     assert scene.description.startswith("4 ranks · gloo · 4 chunks.")
@@ -213,38 +290,77 @@ def test_facts_of_empty_messages_and_of_results_without_messages():
 
 @pytest.mark.parametrize("n", [3, 5, 8])
 def test_sentences_do_not_run_into_the_facts_at_their_right(n):
-    """In DejaVu Sans, the widest of the usual fonts, a letter is up to 0.52 of the font size wide, or 0.6 in bold."""
+    """In DejaVu Sans, the widest of the usual fonts, a letter is up to 0.52 of the font size
+    wide, or 0.6 in bold.
+    """
 
     def miscounted(x):
         rank, n = me()
         others = [r for r in range(n) if r != rank]
         total = x
-        for r, got in zip(others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True):
-            total = total + got * (0 if (rank, r % 2) == (0, 1) else 2 if (rank, r % 2) == (1, 0) else 1)
+        for r, got in zip(
+            others, exchange([(r, x) for r in others], [(r, x) for r in others]), strict=True
+        ):
+            total = total + got * (
+                0 if (rank, r % 2) == (0, 1) else 2 if (rank, r % 2) == (1, 0) else 1
+            )
         return total
 
-    for program in (miscounted, p.ring_all_reduce, p.binomial_reduce, partial(p.broken_ring_all_reduce, twice=(1, 0))):
+    for program in (
+        miscounted,
+        p.ring_all_reduce,
+        p.binomial_reduce,
+        partial(p.broken_ring_all_reduce, twice=(1, 0)),
+    ):
         scene = collective_scene(*recorded(program, n, 2 * n))
         lines = [t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("y") == "64"]
         facts = max(0.52 * 13 * len(t.text) for t in lines if t.get("x") == "932")
         for text in (t for t in lines if t.get("x") == "28"):
-            wide = float(text.get("font-size")) * len(text.text) * (0.6 if text.get("class") == "w b" else 0.52)
+            wide = (
+                float(text.get("font-size"))
+                * len(text.text)
+                * (0.6 if text.get("class") == "w b" else 0.52)
+            )
             assert 28 + wide + 12 < 932 - facts, text.text
 
 
-@pytest.mark.parametrize("program", [p.ring_all_reduce, p.ring_all_gather, p.binomial_reduce], ids=["all-reduce", "all-gather", "reduce"])
+@pytest.mark.parametrize(
+    "program",
+    [p.ring_all_reduce, p.ring_all_gather, p.binomial_reduce],
+    ids=["all-reduce", "all-gather", "reduce"],
+)
 def test_the_step_ring_has_the_colours_of_the_sends(program):
     trace, results = recorded(program, 4, 8)
     replay, root = replay_of(trace, results), ET.fromstring(collective_scene(trace, results).svg())
-    arcs = [e.get("style").removeprefix("stroke:") for e in root.iter(f"{SVG}path") if e.get("class") == "arc"][1::2]
-    assert arcs == ["var(--ink)" if replay.adds(step) else "var(--accent)" for step in range(replay.steps)]
+    arcs = [
+        e.get("style").removeprefix("stroke:")
+        for e in root.iter(f"{SVG}path")
+        if e.get("class") == "arc"
+    ][1::2]
+    assert arcs == [
+        "var(--ink)" if replay.adds(step) else "var(--accent)" for step in range(replay.steps)
+    ]
     bars = {e.get("class") for e in root.iter(f"{SVG}path")} & {"sum", "copy"}
     assert bars == {"sum" if arc == "var(--ink)" else "copy" for arc in arcs}
 
 
 def test_torchs_own_collectives_are_named():
     data = [torch.ones(4)] * 2
-    event = Event(0, "all_reduce", None, 0, 32, 0.0, 1.0, "x.py:1", 0.0, EventGroup("world", (0, 1), None), 0, (4,), "int64")
+    event = Event(
+        0,
+        "all_reduce",
+        None,
+        0,
+        32,
+        0.0,
+        1.0,
+        "x.py:1",
+        0.0,
+        EventGroup("world", (0, 1), None),
+        0,
+        (4,),
+        "int64",
+    )
     scene = collective_scene(Trace([event, event._replace(rank=1)], 2, "gloo"), data)
     assert scene.stops == [] and "torch's own all_reduce moved the data" in scene.svg()
     summed = sum(origin_tensor(rank, 2, 4) for rank in range(2))
@@ -257,10 +373,19 @@ def test_torchs_own_collectives_are_named():
 def test_the_captions_of_a_ring():
     scene = collective_scene(*recorded(p.ring_all_reduce, 4, 8))
     assert scene.intro == "Each rank starts with its own data."
-    second = "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to its right neighbour, which adds it to its own."
+    second = (
+        "Step 2 of 6, reduce-scatter: Each rank sends a partial sum to its right neighbour, "
+        "which adds it to its own."
+    )
     assert scene.stops[1].label == second
-    assert scene.stops[4].label == "Step 5 of 6, all-gather: Each rank sends a finished chunk to its right neighbour, which copies it."
-    assert "96 B sent by each rank so far" in scene.svg() and "4 ranks · sim · 64 B in 4 chunks" in scene.svg()
+    assert scene.stops[4].label == (
+        "Step 5 of 6, all-gather: Each rank sends a finished chunk to its right neighbour, "
+        "which copies it."
+    )
+    assert (
+        "96 B sent by each rank so far" in scene.svg()
+        and "4 ranks · sim · 64 B in 4 chunks" in scene.svg()
+    )
 
 
 def test_a_bidirectional_ring_sends_both_ways_in_one_step():
@@ -269,8 +394,14 @@ def test_a_bidirectional_ring_sends_both_ways_in_one_step():
 
 
 def test_recursive_doubling_and_the_chain_are_recognised():
-    assert collective_scene(*recorded(p.doubling_all_reduce, 8, 4)).title == "Recursive-doubling all-reduce"
-    assert collective_scene(*recorded(p.doubling_all_gather, 4, 2)).title == "Recursive-doubling all-gather"
+    assert (
+        collective_scene(*recorded(p.doubling_all_reduce, 8, 4)).title
+        == "Recursive-doubling all-reduce"
+    )
+    assert (
+        collective_scene(*recorded(p.doubling_all_gather, 4, 2)).title
+        == "Recursive-doubling all-gather"
+    )
     chain = collective_scene(*recorded(p.segmented_chain_broadcast, 4, 4))
     assert chain.title == "Chain broadcast" and len(chain.stops) == 4 + 4 - 2
 
@@ -292,7 +423,9 @@ def test_a_barrier_is_described_as_one():
     scene = collective_scene(trace, results)
     assert scene.title == "Barrier" and "before it has heard from every other rank" in scene.intro
     texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
-    assert "The messages carry no data of x, only zeros." in texts and not any("product" in (text or "") for text in texts)
+    assert "The messages carry no data of x, only zeros." in texts and not any(
+        "product" in (text or "") for text in texts
+    )
 
 
 def test_in_an_all_to_all_a_letter_is_a_destination():

@@ -25,7 +25,9 @@ def test_many_ranks_are_summed_up(n):
     replay = replay_of(trace)
     assert step_facts(replay, 0)[::2] == ["1 message of 8 B", f"1 of {n} ranks sends"]
     share = sending_over_time(replay, 0.0, trace.makespan)
-    assert share[0] == pytest.approx(1 / n) and sum(share) / len(share) == pytest.approx((n - 1) / n / len(scene.stops), abs=0.01)
+    assert share[0] == pytest.approx(1 / n) and sum(share) / len(share) == pytest.approx(
+        (n - 1) / n / len(scene.stops), abs=0.01
+    )
 
 
 def test_the_messages_of_a_step_are_said_in_words():
@@ -35,7 +37,9 @@ def test_the_messages_of_a_step_are_said_in_words():
         return [step_facts(replay, step)[1] for step in range(replay.steps)]
 
     assert set(steps(p.ring_all_gather)) == {"each to the rank 1 higher, modulo 20"}
-    assert steps(barrier) == [f"each to the rank {k} higher, modulo 20" for k in (1, 2, 4, 8)] + ["each to the rank 4 lower, modulo 20"]
+    assert steps(barrier) == [f"each to the rank {k} higher, modulo 20" for k in (1, 2, 4, 8)] + [
+        "each to the rank 4 lower, modulo 20"
+    ]
     assert steps(p.flat_gather)[:3] == [f"each to the rank {k} lower" for k in (1, 2, 3)]
     assert "between ranks that are 2 apart" in steps(p.doubling_all_reduce)
 
@@ -53,14 +57,26 @@ def without_origin(n, program=p.binomial_broadcast):
     ("program", "ending", "title"),
     [
         (p.ring_all_reduce, "with the data of all 17 ranks in it once.", "Ring all-reduce"),
-        (partial(p.broken_ring_all_reduce, twice=(1, 0)), "has rank 0's data twice.", "Messages on a ring of 17 ranks"),
-        (lambda x: p101.all_reduce(p101.all_reduce(x)), "so the result is not judged.", "Messages on 17 ranks"),
+        (
+            partial(p.broken_ring_all_reduce, twice=(1, 0)),
+            "has rank 0's data twice.",
+            "Messages on a ring of 17 ranks",
+        ),
+        (
+            lambda x: p101.all_reduce(p101.all_reduce(x)),
+            "so the result is not judged.",
+            "Messages on 17 ranks",
+        ),
     ],
     ids=["right", "added twice", "not known"],
 )
 def test_the_result_of_more_ranks_than_are_drawn_is_judged(program, ending, title):
     scene = p101.watch(program, 17, backend="sim").animate()
-    assert scene.stops[-1].label.endswith(ending) and scene.title == title and ending.split()[-1] in scene.svg(), scene.stops[-1].label
+    assert (
+        scene.stops[-1].label.endswith(ending)
+        and scene.title == title
+        and ending.split()[-1] in scene.svg()
+    ), scene.stops[-1].label
 
 
 def test_too_many_ranks_or_messages_are_refused_with_advice():
@@ -82,4 +98,7 @@ def test_too_many_ranks_or_messages_are_refused_with_advice():
 
 def test_more_chunks_than_letters_are_drawn_as_bytes():
     assert "chunk" in collective_scene(*recorded(p.pairwise_all_to_all, 9, 18)).svg()
-    assert "There are too many ranks or chunks to draw them all." in collective_scene(*recorded(p.halves_all_gather, 9, 2)).svg()
+    assert (
+        "There are too many ranks or chunks to draw them all."
+        in collective_scene(*recorded(p.halves_all_gather, 9, 2)).svg()
+    )

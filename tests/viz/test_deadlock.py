@@ -1,4 +1,6 @@
-"""The picture of a deadlock shows what the error carries: every rank, every arrow, the cycle, the lines of source."""
+"""The picture of a deadlock shows what the error carries: every rank, every arrow, the cycle,
+the lines of source.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ PLACE = "program.py"
 
 
 def ring(n: int) -> DeadlockError:
-    return DeadlockError({r: ("send", (r + 1) % n, f"{PLACE}:{r + 1}") for r in range(n)}, cycle=range(n))
+    return DeadlockError(
+        {r: ("send", (r + 1) % n, f"{PLACE}:{r + 1}") for r in range(n)}, cycle=range(n)
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 64])
@@ -27,14 +31,20 @@ def test_a_cycle_of_any_size(n):
 def test_the_line_of_source_is_shown_if_it_can_be_found():
     svg = deadlock_scene(DeadlockError({0: ("recv", 1, f"{__file__}:1")}, returned=[1])).svg()
     assert "line 1: " in svg and "The picture of a deadlock" in svg
-    assert "gone.py:7" in deadlock_scene(DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1])).svg()
+    assert (
+        "gone.py:7"
+        in deadlock_scene(DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1])).svg()
+    )
 
 
 def test_ranks_that_returned_and_receives_from_any_rank():
-    error = DeadlockError({0: ("barrier", (2, 3), "a.py:1"), 1: ("recv", None, "a.py:2")}, returned=[2])
+    error = DeadlockError(
+        {0: ("barrier", (2, 3), "a.py:1"), 1: ("recv", None, "a.py:2")}, returned=[2]
+    )
     svg = deadlock_scene(error).svg()
     assert len(re.findall(r'class="node gone"', svg)) == 1 and ">returned<" in svg
-    assert len(re.findall(r'class="wait "', svg)) == 2  # from rank 0 to both; a receive from anyone points nowhere
+    # from rank 0 to both; a receive from anyone points nowhere
+    assert len(re.findall(r'class="wait "', svg)) == 2
     assert "waits in barrier for ranks 2 and 3" in svg and "waits in recv from any rank" in svg
 
 
@@ -47,7 +57,9 @@ def test_more_than_64_ranks_are_refused():
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_notes_are_below_the_rows_and_inside_the_picture(n, count):
     error = DeadlockError(
-        ring(n).waiting, range(n), notes=[(f"rank {k} posted a send that nobody receives", f"a.py:{k}") for k in range(count)]
+        ring(n).waiting,
+        range(n),
+        notes=[(f"rank {k} posted a send that nobody receives", f"a.py:{k}") for k in range(count)],
     )
     scene = deadlock_scene(error)
     svg = scene.svg()

@@ -17,13 +17,17 @@ from tests.analysis.test_topology import CASES, binomial, ring
 from tests.viz.drawn import SVG
 
 
-@pytest.mark.parametrize(("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES])
+@pytest.mark.parametrize(
+    ("n", "pairs", "kind"), CASES, ids=[f"{n} ranks, {kind}" for n, _, kind in CASES]
+)
 def test_ranks_have_their_place(n, pairs, kind):
     diagram = diagram_of(topology_of(range(n), pairs))
     node, points = diagram.node, list(diagram.at.values())
     assert sorted(diagram.at) == list(range(n))
     assert all(math.dist(p, q) > 2 * node for i, p in enumerate(points) for q in points[:i])
-    assert all(x - node > 20 and x + node < 440 and y - node > 76 and y + node < 436 for x, y in points)
+    assert all(
+        x - node > 20 and x + node < 440 and y - node > 76 and y + node < 436 for x, y in points
+    )
     x, y, radius = diagram.clock
     assert all(math.dist(p, (x, y)) > radius + node for p in points)
     if kind not in ("ring", "chain"):  # the word below the ring of steps has its place too
@@ -32,10 +36,17 @@ def test_ranks_have_their_place(n, pairs, kind):
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 64])
 def test_many_ranks_keep_apart(n):
-    for pairs in (ring(n), binomial(n), [(0, r) for r in range(1, n)], [(a, b) for a in range(n) for b in range(n) if a != b]):
+    for pairs in (
+        ring(n),
+        binomial(n),
+        [(0, r) for r in range(1, n)],
+        [(a, b) for a in range(n) for b in range(n) if a != b],
+    ):
         diagram = diagram_of(topology_of(range(n), pairs))
         points = list(diagram.at.values())
-        assert all(math.dist(p, q) > 2 * diagram.node for i, p in enumerate(points) for q in points[:i])
+        assert all(
+            math.dist(p, q) > 2 * diagram.node for i, p in enumerate(points) for q in points[:i]
+        )
 
 
 def test_the_root_of_a_tree_is_on_top():
@@ -48,14 +59,23 @@ def test_the_root_of_a_tree_is_on_top():
 @pytest.mark.parametrize("n", [4, 5, 8, 9, 12, 16])
 def test_tiles_do_not_hide_each_other_in_the_middle_of_a_step(n):
     steps = [[(i, (i + k) % n) for i in range(n)] for k in range(1, n)]
-    steps += [[(i, i ^ k) for i in range(n)] for k in (1, 2, 4, 8) if k < n] if n & (n - 1) == 0 else []
+    steps += (
+        [[(i, i ^ k) for i in range(n)] for k in (1, 2, 4, 8) if k < n] if n & (n - 1) == 0 else []
+    )
     diagram = diagram_of(topology_of(range(n), [pair for step in steps for pair in step]))
     assert diagram.topology.kind == "circle"
     side = tile_size(diagram)
     for step in steps:
         ways = [flight(diagram, src, dst, (dst, src) in step, (side, side)) for src, dst in step]
-        middles = [points[len(points) // 2] if len(points) > 2 else tuple((a + b) / 2 for a, b in zip(*points)) for points in ways]
-        apart = min(max(abs(x - u), abs(y - v)) for (x, y), (u, v) in itertools.combinations(middles, 2))
+        middles = [
+            points[len(points) // 2]
+            if len(points) > 2
+            else tuple((a + b) / 2 for a, b in zip(*points))
+            for points in ways
+        ]
+        apart = min(
+            max(abs(x - u), abs(y - v)) for (x, y), (u, v) in itertools.combinations(middles, 2)
+        )
         assert apart >= 0.8 * side, (step, apart)
 
 
@@ -67,5 +87,8 @@ def test_a_mesh_is_drawn_with_its_axes():
     run = p101.watch(both_axes, 8, numel=1, backend="sim")
     texts = {text.text: text for text in ET.fromstring(run.animate().svg()).iter(f"{SVG}text")}
     x, y = (float(texts["tp →"].get(name)) for name in "xy")
-    assert float(texts["4"].get("x")) < x < float(texts["7"].get("x")) and float(texts["7"].get("y")) < y < 436
+    assert (
+        float(texts["4"].get("x")) < x < float(texts["7"].get("x"))
+        and float(texts["7"].get("y")) < y < 436
+    )
     assert float(texts["← dp"].get("x")) < float(texts["4"].get("x"))

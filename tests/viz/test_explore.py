@@ -1,4 +1,6 @@
-"""The explorers: every control leads to a new result, the prediction stands beside it, and what can't be is said in words."""
+"""The explorers: every control leads to a new result, the prediction stands beside it, and what
+can't be is said in words.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def move(explorer, **values) -> None:
 def rows(explorer) -> dict[str, list[str]]:
     """What → its values, from the plain text of the result."""
     plain = explorer.output.outputs[0]["data"]["text/plain"]
-    return {what: values.split(", ") for what, values in (row.split(": ", 1) for row in plain.split("; "))}
+    return {
+        what: values.split(", ")
+        for what, values in (row.split(": ", 1) for row in plain.split("; "))
+    }
 
 
 # ── What all explorers have
@@ -46,8 +51,13 @@ def test_a_prediction_waits_for_the_button_and_then_stands_beside_the_result():
     move(explorer, stages=2, microbatches=4)
     assert explorer.html == before and "Press Run" in explorer.status.value
     explorer.run_button.click()
-    assert "<strong>30 %</strong> ✗ too high" in explorer.html and rows(explorer)["bubble rate"] == ["20.0 %", "20.0 %"]
-    assert explorer.status.value == "bubble rate: you predicted 30 %, it is 20.0 %: too high." and explorer.prediction.value == ""
+    assert "<strong>30 %</strong> ✗ too high" in explorer.html and rows(explorer)[
+        "bubble rate"
+    ] == ["20.0 %", "20.0 %"]
+    assert (
+        explorer.status.value == "bubble rate: you predicted 30 %, it is 20.0 %: too high."
+        and explorer.prediction.value == ""
+    )
     predict(explorer, "a <b>ig one", "in words")
     explorer.prediction._handle_custom_msg({"event": "submit"}, [])  # the Enter key
     assert "Your prediction: <strong>a &lt;b&gt;ig one</strong>" in explorer.html
@@ -60,7 +70,10 @@ def test_what_is_to_be_predicted_is_not_shown_before_but_a_page_without_a_kernel
     assert explorer.quantity.value == "total" and "First predict the total" in explorer.status.value
     assert "41.2 GB" not in explorer.output.outputs[0]["data"]["text/html"]
     move(explorer, zero_stage=3)  # still to be predicted
-    assert "First predict" in explorer.status.value and "<table>" not in explorer.output.outputs[0]["data"]["text/html"]
+    assert (
+        "First predict" in explorer.status.value
+        and "<table>" not in explorer.output.outputs[0]["data"]["text/html"]
+    )
     assert "41.2 GB" in explorer._repr_mimebundle_()[0]["text/html"]
     predict(explorer, "30 GB")
     explorer.run_button.click()
@@ -83,11 +96,16 @@ def test_a_prediction_that_is_no_number_stays_in_the_field_and_the_result_is_not
     explorer = explore_memory(predict="total")
     predict(explorer, "a lot")
     explorer.run_button.click()
-    assert explorer.status.value == 'Type a number, such as 12 GB, or choose "in words".' and explorer.prediction.value == "a lot"
+    assert (
+        explorer.status.value == 'Type a number, such as 12 GB, or choose "in words".'
+        and explorer.prediction.value == "a lot"
+    )
     assert "<table>" not in explorer.output.outputs[0]["data"]["text/html"]
     predict(explorer, "a lot", "in words")
     explorer.run_button.click()
-    assert "Your prediction: <strong>a lot</strong>" in explorer.output.outputs[0]["data"]["text/html"]
+    assert (
+        "Your prediction: <strong>a lot</strong>" in explorer.output.outputs[0]["data"]["text/html"]
+    )
 
 
 def test_a_number_without_a_unit_has_the_one_that_the_empty_field_names(collective):
@@ -98,7 +116,9 @@ def test_a_number_without_a_unit_has_the_one_that_the_empty_field_names(collecti
     assert collective.status.value == "busiest rank sends: you predicted 96 B, it is 96 B: right."
 
 
-EXACT = [  # the exact numbers in percent, bytes or seconds or as counts, what is shown, what is typed, the verdict
+# the exact numbers in percent, bytes or seconds or as counts, what is shown, what is typed, the
+# verdict
+EXACT = [
     ([6], "6", "6", "right"),
     ([6], "6", "6.4", "too high"),
     ([6], "6", "5.5", "too low"),
@@ -154,9 +174,15 @@ EXACT = [  # the exact numbers in percent, bytes or seconds or as counts, what i
 ]
 
 
-@pytest.mark.parametrize(("exact", "shown", "typed", "expected"), EXACT, ids=[f"{typed} for {shown}" for _, shown, typed, _ in EXACT])
+@pytest.mark.parametrize(
+    ("exact", "shown", "typed", "expected"),
+    EXACT,
+    ids=[f"{typed} for {shown}" for _, shown, typed, _ in EXACT],
+)
 def test_a_prediction_is_compared_with_the_exact_result(exact, shown, typed, expected):
-    unit = {"%": "%", "B": "B", "KiB": "B", "GB": "GB", "µs": "µs", "s": "µs"}.get(shown.rpartition(" ")[2], "")
+    unit = {"%": "%", "B": "B", "KiB": "B", "GB": "GB", "µs": "µs", "s": "µs"}.get(
+        shown.rpartition(" ")[2], ""
+    )
     assert verdict(typed, unit, shown, exact) == expected
 
 
@@ -176,12 +202,19 @@ def test_every_quantity_has_its_exact_number_in_the_unit_that_is_shown(explorer)
     result = explorer.run(**{name: control.value for name, control in explorer.controls.items()})
     shown = {what: value for what, value, *_ in result.rows if value != "–"}
     assert set(result.exact) == set(shown) & set(explorer.quantities) != set()
-    assert all(verdict(shown[what], explorer.quantities[what], shown[what], exact) == "right" for what, exact in result.exact.items())
+    assert all(
+        verdict(shown[what], explorer.quantities[what], shown[what], exact) == "right"
+        for what, exact in result.exact.items()
+    )
 
 
 def test_a_page_without_a_kernel_gets_the_table_the_picture_and_the_settings(collective):
     data, _ = collective._repr_mimebundle_()
-    assert data["text/html"].endswith(collective.html) and "<table>" in collective.html and "<figure" in collective.html
+    assert (
+        data["text/html"].endswith(collective.html)
+        and "<table>" in collective.html
+        and "<figure" in collective.html
+    )
     assert (
         "operation all_reduce, algorithm ring, world sim, ranks 4" in data["text/html"]
         and "root" not in data["text/html"].partition("<div")[0]
@@ -207,7 +240,10 @@ def test_an_interrupted_run_says_so_and_the_next_one_works(monkeypatch):
 @pytest.mark.parametrize("explorer", [explore_schedule, explore_memory], ids=["schedule", "memory"])
 def test_every_control_has_a_label_and_keeps_its_keys(explorer):
     explorer = explorer()
-    assert all(control.description for control in (*explorer.controls.values(), explorer.quantity, explorer.run_button))
+    assert all(
+        control.description
+        for control in (*explorer.controls.values(), explorer.quantity, explorer.run_button)
+    )
     assert "data-lm-suppress-shortcuts" in explorer.output.outputs[0]["data"]["text/html"]
 
 
@@ -219,23 +255,46 @@ def test_every_operation_and_algorithm_runs_and_equals_its_closed_form(collectiv
         move(collective, operation=operation)
         algorithm = collective.controls["algorithm"]
         assert algorithm.options == tuple(autograd.algorithms(operation))
-        assert collective.controls["root"].disabled == (operation not in ROOT) == (f"{operation} has no root" in collective.hint.value)
+        assert (
+            collective.controls["root"].disabled
+            == (operation not in ROOT)
+            == (f"{operation} has no root" in collective.hint.value)
+        )
         for name in algorithm.options:
             algorithm.value = name
             assert "<figure" in collective.html
-            assert all(run == form for run, form in rows(collective).values()), (operation, name, rows(collective))
+            assert all(run == form for run, form in rows(collective).values()), (
+                operation,
+                name,
+                rows(collective),
+            )
 
 
 def test_networks_and_speeds_change_the_run(collective):
-    move(collective, operation="all_gather", algorithm="bidirectional_ring", ranks=8, numbers=2, latency="1 s", bandwidth="no limit")
+    move(
+        collective,
+        operation="all_gather",
+        algorithm="bidirectional_ring",
+        ranks=8,
+        numbers=2,
+        latency="1 s",
+        bandwidth="no limit",
+    )
     found = {}
     for network in TOPOLOGIES:
         move(collective, network=network)
         found[network] = rows(collective)
         assert ("only the bytes that a rank sends" in collective.html) == (network not in FORMS)
-    assert [found[name]["time"] for name in FORMS] == [["7 s", "7 s"], ["4 s", "4 s"], ["25 s", "25 s"]]
+    assert [found[name]["time"] for name in FORMS] == [
+        ["7 s", "7 s"],
+        ["4 s", "4 s"],
+        ["25 s", "25 s"],
+    ]
     assert [found[name]["steps"] for name in FORMS] == [["7", "7"], ["4", "4"], ["25", "25"]]
-    assert found["torus"]["busiest rank sends"] == ["112 B", "112 B"] and found["torus"]["steps"][0] + " s" == found["torus"]["time"][0]
+    assert (
+        found["torus"]["busiest rank sends"] == ["112 B", "112 B"]
+        and found["torus"]["steps"][0] + " s" == found["torus"]["time"][0]
+    )
     assert float(found["two nodes"]["time"][0].removesuffix(" s")) > 4
     move(collective, network="switch", latency="20 µs", bandwidth="1 MB/s")
     assert rows(collective)["time"] == ["252 µs", "252 µs"]
@@ -245,33 +304,62 @@ def test_ranks_root_and_numbers(collective):
     move(collective, operation="broadcast", algorithm="flat", ranks=7, root=6, numbers=7)
     assert "rank 6 starts" in collective.html.lower() and rows(collective)["steps"] == ["6", "6"]
     move(collective, ranks=3)  # so there is no rank 6, and equal blocks have 6 numbers
-    assert collective.controls["root"].value == 2 and rows(collective)["steps"] == ["2", "2"] and collective.controls["numbers"].value == 6
+    assert (
+        collective.controls["root"].value == 2
+        and rows(collective)["steps"] == ["2", "2"]
+        and collective.controls["numbers"].value == 6
+    )
     move(collective, numbers=7)
     assert "3 ranks don&#x27;t divide 7 numbers" in collective.html
     move(collective, network="one-way ring")
     move(collective, numbers=6)
     assert "for this root" in collective.html
-    move(collective, network="switch", operation="all_gather", ranks=16, numbers=40)  # with room for 40 numbers each
-    assert collective.controls["numbers"].max == 40 and " 5 KiB" in collective.html and 16 * 40 * 8 == 5 * 1024
+    # with room for 40 numbers each
+    move(collective, network="switch", operation="all_gather", ranks=16, numbers=40)
+    assert (
+        collective.controls["numbers"].max == 40
+        and " 5 KiB" in collective.html
+        and 16 * 40 * 8 == 5 * 1024
+    )
     move(collective, ranks=2)
     assert collective.controls["numbers"].max == 48
 
 
 def test_worlds(collective):
-    move(collective, operation="all_reduce", algorithm="ring", ranks=16, numbers=8, world="sim, NCCL's rules")
+    move(
+        collective,
+        operation="all_reduce",
+        algorithm="ring",
+        ranks=16,
+        numbers=8,
+        world="sim, NCCL's rules",
+    )
     assert rows(collective)["steps"][0] == "30"
     move(collective, ranks=3, numbers=3, operation="all_gather", algorithm="direct")
-    assert rows(collective)["steps"] == ["3", "2"] and "waits for those before it in its rank&#x27;s queue" in collective.html
+    assert (
+        rows(collective)["steps"] == ["3", "2"]
+        and "waits for those before it in its rank&#x27;s queue" in collective.html
+    )
     move(collective, operation="all_reduce", ranks=6, numbers=6, algorithm="recursive_doubling")
-    assert "two steps more than 4 ranks need" in collective.html and rows(collective)["steps"] == ["4", "4"]
+    assert "two steps more than 4 ranks need" in collective.html and rows(collective)["steps"] == [
+        "4",
+        "4",
+    ]
     move(collective, algorithm="ring", numbers=8)
     move(collective, ranks=4)
     assert all(run == form for run, form in rows(collective).values())
     move(collective, world="gloo")
-    assert collective.controls["ranks"].max == MOST_RANKS["gloo"] and collective.controls["network"].disabled
+    assert (
+        collective.controls["ranks"].max == MOST_RANKS["gloo"]
+        and collective.controls["network"].disabled
+    )
     assert "latency and bandwidth have no effect" in collective.hint.value
     found = rows(collective)
-    assert found["steps"] == ["6", "6"] and found["busiest rank sends"] == ["96 B", "96 B"] and found["time"][1] == "–"
+    assert (
+        found["steps"] == ["6", "6"]
+        and found["busiest rank sends"] == ["96 B", "96 B"]
+        and found["time"][1] == "–"
+    )
     move(collective, world="sim")
 
 
@@ -285,9 +373,18 @@ def test_a_function_of_your_own_shows_what_would_hang_on_nccl():
 
     explorer = explore_collective(swap, ranks=2, world="sim")
     assert not {"operation", "algorithm", "root"} & set(explorer.controls)
-    assert rows(explorer) == {"steps": ["1"], "busiest rank sends": ["64 B"], "bytes on the critical path": ["64 B"], "time": ["84 µs"]}
+    assert rows(explorer) == {
+        "steps": ["1"],
+        "busiest rank sends": ["64 B"],
+        "bytes on the critical path": ["64 B"],
+        "time": ["84 µs"],
+    }
     move(explorer, world="sim, NCCL's rules")
-    assert "This hangs." in explorer.html and "the cycle: rank 0 → rank 1" in explorer.html and "<figure" in explorer.html
+    assert (
+        "This hangs." in explorer.html
+        and "the cycle: rank 0 → rank 1" in explorer.html
+        and "<figure" in explorer.html
+    )
 
 
 def test_an_error_is_shown_in_place_of_the_picture(collective, monkeypatch):
@@ -301,11 +398,22 @@ def test_an_error_is_shown_in_place_of_the_picture(collective, monkeypatch):
 
 def test_schedules_equal_their_closed_forms_and_the_numbers_that_are_known():
     explorer = explore_schedule()
-    for name, idle in {"gpipe": "9", "1f1b": "9", "interleaved": "4.5", "zb-h1": "3", "zb-h2": "0"}.items():
+    for name, idle in {
+        "gpipe": "9",
+        "1f1b": "9",
+        "interleaved": "4.5",
+        "zb-h1": "3",
+        "zb-h2": "0",
+    }.items():
         move(explorer, name=name)
         found = rows(explorer)
-        assert found["it is idle"][0] == idle and found["it is idle"][1].endswith(f" = {idle}"), name
-        assert explorer.controls["chunks"].disabled == (name != "interleaved") and "<figure" in explorer.html
+        assert found["it is idle"][0] == idle and found["it is idle"][1].endswith(f" = {idle}"), (
+            name
+        )
+        assert (
+            explorer.controls["chunks"].disabled == (name != "interleaved")
+            and "<figure" in explorer.html
+        )
     assert found["activations held, by rank"][:4] == ["7"] * 4
     move(explorer, name="1f1b", communication=0.5)
     assert rows(explorer)["it is idle"][1] == "–" and "needs free communication" in explorer.html
@@ -314,7 +422,11 @@ def test_schedules_equal_their_closed_forms_and_the_numbers_that_are_known():
 def test_a_schedule_that_cannot_be_is_explained_and_others_go_on():
     explorer = explore_schedule("interleaved", microbatches=8)
     move(explorer, microbatches=6)
-    assert "expected a multiple of stages=4" in explorer.html and "<figure" not in explorer.html and "Traceback" not in explorer.html
+    assert (
+        "expected a multiple of stages=4" in explorer.html
+        and "<figure" not in explorer.html
+        and "Traceback" not in explorer.html
+    )
     move(explorer, stages=3)
     assert "<figure" in explorer.html
 
@@ -334,17 +446,41 @@ def test_memory_has_the_figures_of_zeros_table():
 @pytest.mark.parametrize(
     ("explore", "wrong", "message"),
     [
-        (explore_collective, {"operation": "allreduce"}, "operation='allreduce' is unknown: expected one of 'broadcast'"),
-        (explore_collective, {"algorithm": "star"}, "algorithm='star' is unknown: expected one of 'reduce_broadcast'"),
-        (explore_collective, {"world": "mpi"}, "world='mpi' is unknown: expected one of 'gloo', 'sim'"),
-        (explore_collective, {"network": "mesh"}, "network='mesh' is unknown: expected one of 'switch'"),
+        (
+            explore_collective,
+            {"operation": "allreduce"},
+            "operation='allreduce' is unknown: expected one of 'broadcast'",
+        ),
+        (
+            explore_collective,
+            {"algorithm": "star"},
+            "algorithm='star' is unknown: expected one of 'reduce_broadcast'",
+        ),
+        (
+            explore_collective,
+            {"world": "mpi"},
+            "world='mpi' is unknown: expected one of 'gloo', 'sim'",
+        ),
+        (
+            explore_collective,
+            {"network": "mesh"},
+            "network='mesh' is unknown: expected one of 'switch'",
+        ),
         (explore_collective, {"ranks": 99}, "ranks=99: expected a whole number from 1 to 8"),
         (explore_collective, {"ranks": 2.5}, r"ranks=2\.5: expected a whole number"),
-        (explore_collective, {"numbers": 48, "ranks": 16, "world": "sim"}, "numbers=48: expected a whole number from 1 to 40"),
+        (
+            explore_collective,
+            {"numbers": 48, "ranks": 16, "world": "sim"},
+            "numbers=48: expected a whole number from 1 to 40",
+        ),
         (explore_collective, {"root": 4}, "root=4: expected a whole number from 0 to 3"),
         (explore_schedule, {"name": "2f2b"}, "schedule='2f2b' is unknown: expected one of 'gpipe'"),
         (explore_schedule, {"forward": 9}, r"F \(forward\)=9: expected a number from 0.5 to 4"),
-        (explore_memory, {"predict": "gigabytes"}, "predict='gigabytes' is unknown: expected one of 'total', 'weights'"),
+        (
+            explore_memory,
+            {"predict": "gigabytes"},
+            "predict='gigabytes' is unknown: expected one of 'total', 'weights'",
+        ),
         (explore_memory, {"ranks": 0}, "ranks=0: expected a number from 1 to 65536"),
         (explore_memory, {"zero_stage": 5}, "ZeRO stage=5 is unknown: expected one of 0, 1, 2, 3"),
     ],

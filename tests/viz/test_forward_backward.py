@@ -1,4 +1,6 @@
-"""A forward run beside its backward run: both halves are drawn from their runs, one after the other."""
+"""A forward run beside its backward run: both halves are drawn from their runs, one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from tests.viz.drawn import SVG
 
 @pytest.fixture(scope="module")
 def runs():
-    forward = p101.watch(lambda x: p101.all_gather(x, algorithm="ring"), world_size=3, numel=2, backend="sim")
-    return forward, p101.watch(lambda g: p101.reduce_scatter(g, algorithm="ring"), world_size=3, backend="sim")
+    forward = p101.watch(
+        lambda x: p101.all_gather(x, algorithm="ring"), world_size=3, numel=2, backend="sim"
+    )
+    return forward, p101.watch(
+        lambda g: p101.reduce_scatter(g, algorithm="ring"), world_size=3, backend="sim"
+    )
 
 
 def words(scene, t):
@@ -31,11 +37,18 @@ def test_the_backward_run_starts_when_the_forward_run_has_ended(runs):
     before, middle, after = (words(scene, t) for t in (0.0, scene.stops[2].start, scene.duration))
     for names in (before, middle, after):
         assert "Forward: ring all-gather" in names and "Backward: ring reduce-scatter" in names
-    assert before.count("start") == 2 and "start" not in middle and "Every rank ends with all 3 chunks." in middle
-    assert {"Every rank ends with all 3 chunks.", "step"} < set(after) and after.count("2") == 4  # two ranks, two rows, two steps
+    assert (
+        before.count("start") == 2
+        and "start" not in middle
+        and "Every rank ends with all 3 chunks." in middle
+    )
+    # two ranks, two rows, two steps
+    assert {"Every rank ends with all 3 chunks.", "step"} < set(after) and after.count("2") == 4
 
 
 def test_a_run_whose_messages_carry_no_origin_is_refused(runs):
     unknown = p101.launch(lambda: p101.all_gather(torch.ones(2)), world_size=3, backend="sim")
-    with pytest.raises(ValueError, match=r"the backward run has no messages .* record it with parallel101\.watch"):
+    with pytest.raises(
+        ValueError, match=r"the backward run has no messages .* record it with parallel101\.watch"
+    ):
         forward_backward_scene(runs[0], unknown)

@@ -1,4 +1,6 @@
-"""The lanes show the record's spans and messages, and how much of the communication overlaps with compute."""
+"""The lanes show the record's spans and messages, and how much of the communication overlaps
+with compute.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel101.analysis.overlap import TimeWindow, intersection, seconds, time_breakdown, time_windows, union
+from parallel101.analysis.overlap import (
+    TimeWindow,
+    intersection,
+    seconds,
+    time_breakdown,
+    time_windows,
+    union,
+)
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
 from parallel101.viz.lanes import LEFT, MOST_RANKS, RIGHT, lanes_scene
@@ -18,11 +27,27 @@ WORLD = EventGroup("world", (0, 1), None)
 
 
 def message(kind, rank, peer, start, end, nbytes=8, seq=0):
-    return Event(rank, kind, peer, 0, nbytes, start, end, "train.py:9", start, WORLD, seq, (nbytes // 4,), "float32")
+    return Event(
+        rank,
+        kind,
+        peer,
+        0,
+        nbytes,
+        start,
+        end,
+        "train.py:9",
+        start,
+        WORLD,
+        seq,
+        (nbytes // 4,),
+        "float32",
+    )
 
 
 def step(overlap):
-    """Four seconds of backward, which overlap with `overlap` of the message's two seconds; then a wait, then the optimizer."""
+    """Four seconds of backward, which overlap with `overlap` of the message's two seconds; then
+    a wait, then the optimizer.
+    """
     start = 4.0 - overlap
     return [
         span(0, "step", 0.0, 7.0),
@@ -44,18 +69,29 @@ def test_overlap_of_a_message_with_compute(overlap):
     scene = lanes_scene(Trace(step(overlap), 2, "gloo"), "step")
     assert f">{overlap / 2:.0%}<" in scene.svg()
     assert ">2 ranks · gloo · as recorded · 7 s<" in scene.svg()
-    assert scene.description == f"step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: {overlap / 2:.0%}, 0%."
+    assert scene.description == (
+        "step: 7 s. Compute by rank: 5 s, 0 µs. Communication that overlaps with compute: "
+        f"{overlap / 2:.0%}, 0%."
+    )
 
 
 def test_a_wait_inside_compute_is_not_compute():
-    inside = [span(0, "forward", 0.0, 4.0), span(0, "wait for weights", 1.0, 3.0, 1, waiting=True), message("recv", 0, 1, 0.0, 3.0)]
-    assert time_breakdown(TimeWindow("", 0.0, 4.0, inside), 0) == pytest.approx((2.0, 3.0, 1.0, 2.0))
+    inside = [
+        span(0, "forward", 0.0, 4.0),
+        span(0, "wait for weights", 1.0, 3.0, 1, waiting=True),
+        message("recv", 0, 1, 0.0, 3.0),
+    ]
+    assert time_breakdown(TimeWindow("", 0.0, 4.0, inside), 0) == pytest.approx(
+        (2.0, 3.0, 1.0, 2.0)
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_intervals_agree_with_counting_moments(seed):
     noise = random.Random(seed)
-    pieces = [[(a, a + noise.randrange(1, 6)) for a in noise.choices(range(40), k=8)] for _ in range(2)]
+    pieces = [
+        [(a, a + noise.randrange(1, 6)) for a in noise.choices(range(40), k=8)] for _ in range(2)
+    ]
     moments = [{t for a, b in of for t in range(a, b)} for of in pieces]
     assert seconds(union(pieces[0])) == len(moments[0])
     assert seconds(intersection(union(pieces[0]), union(pieces[1]))) == len(moments[0] & moments[1])
@@ -64,7 +100,11 @@ def test_intervals_agree_with_counting_moments(seed):
 def test_positions_of_bars():
     scene = lanes_scene(Trace(step(1.0), 2, "gloo"), "step")
     scale = (RIGHT - LEFT) / 7.0
-    (backward,), (sent,), (received,) = titled(scene, "backward"), titled(scene, "send to rank 1"), titled(scene, "recv from rank 0")
+    (backward,), (sent,), (received,) = (
+        titled(scene, "backward"),
+        titled(scene, "send to rank 1"),
+        titled(scene, "recv from rank 0"),
+    )
     assert float(backward.get("x")) == pytest.approx(LEFT, abs=0.1)
     assert float(backward.get("width")) == pytest.approx(4 * scale, abs=1)
     assert float(sent.get("x")) == pytest.approx(LEFT + 3 * scale, abs=0.1)
@@ -73,8 +113,16 @@ def test_positions_of_bars():
 
 
 def test_panels_share_one_scale_and_take_the_last_span_of_their_name():
-    events = [span(0, "slow", 0.0, 1.0), span(0, "slow", 2.0, 10.0, 1), span(0, "forward", 2.0, 10.0, 2)]
-    events += [span(0, "fast", 20.0, 22.0, 3), span(0, "forward", 20.0, 22.0, 4), span(0, "forward", 30.0, 31.0, 5)]
+    events = [
+        span(0, "slow", 0.0, 1.0),
+        span(0, "slow", 2.0, 10.0, 1),
+        span(0, "forward", 2.0, 10.0, 2),
+    ]
+    events += [
+        span(0, "fast", 20.0, 22.0, 3),
+        span(0, "forward", 20.0, 22.0, 4),
+        span(0, "forward", 30.0, 31.0, 5),
+    ]
     events[2] = events[2]._replace(end=9.0)
     scene = lanes_scene(Trace(events, 1, "sim"), "slow", "fast")
     widths = [float(bar.get("width")) for bar in titled(scene, "forward")]
@@ -85,7 +133,9 @@ def test_panels_share_one_scale_and_take_the_last_span_of_their_name():
 @pytest.mark.parametrize("n", [1, 2, MOST_RANKS])
 def test_any_number_of_ranks_in_any_theme(n, theme):
     events = [span(r, "forward", 0.0, 1.0 + r, microbatch=0) for r in range(n)]
-    events += [message("send", r, (r + 1) % n, 0.1 * k, 1.0, seq=k) for r in range(n) for k in range(9)]
+    events += [
+        message("send", r, (r + 1) % n, 0.1 * k, 1.0, seq=k) for r in range(n) for k in range(9)
+    ]
     scene = lanes_scene(Trace(events, n, "sim"))
     root = ET.fromstring(scene.svg(theme=theme))
     assert len(titled(scene, "forward")) == n
@@ -94,16 +144,31 @@ def test_any_number_of_ranks_in_any_theme(n, theme):
 
 
 def test_colours_of_spans_are_the_same_in_every_picture():
-    names = ["layer forward", "forward", "gradient ready", "backward", "layer backward", "optimizer", "mine"]
-    drawn = [span_colours([span(0, name, 0.0, 1.0) for name in some]) for some in (names, names[::-1], names[2:5])]
-    assert all(colours[name] == drawn[0][name] for colours in drawn for name in colours if name != "mine")
+    names = [
+        "layer forward",
+        "forward",
+        "gradient ready",
+        "backward",
+        "layer backward",
+        "optimizer",
+        "mine",
+    ]
+    drawn = [
+        span_colours([span(0, name, 0.0, 1.0) for name in some])
+        for some in (names, names[::-1], names[2:5])
+    ]
+    assert all(
+        colours[name] == drawn[0][name] for colours in drawn for name in colours if name != "mine"
+    )
     assert drawn[0]["mine"] not in [colour for name, colour in drawn[0].items() if name != "mine"]
     entries = span_entries(drawn[0])
     assert len({colour for _, colour in entries}) == len(entries) == 5
 
 
 def test_unknown_spans_and_too_many_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"no span is called 'stp': the record has backward, optimizer"):
+    with pytest.raises(
+        ValueError, match=r"no span is called 'stp': the record has backward, optimizer"
+    ):
         lanes_scene(Trace(step(0.0), 2, "gloo"), "stp")
     with pytest.raises(ValueError, match=r"17 ranks.*run\.timeline"):
         lanes_scene(Trace([], 17, "sim"))
@@ -122,8 +187,13 @@ def test_numbers_waits_and_small_messages_are_explained():
     for scene in (lanes_scene(Trace(events, 2, "gloo")), timeline_scene(Trace(events, 2, "gloo"))):
         texts = [text.text for text in ET.fromstring(scene.svg()).iter(f"{SVG}text")]
         assert {"forward, microbatch 0", "forward, microbatch 1", "3", "agree"} <= set(texts)
-        assert "A number in a bar is its microbatch (forward) or its layer (layer forward)." in texts
-        assert "Small messages (8 B): the ranks agree on the number of samples, the loss and errors." in texts
+        assert (
+            "A number in a bar is its microbatch (forward) or its layer (layer forward)." in texts
+        )
+        assert (
+            "Small messages (8 B): the ranks agree on the number of samples, the loss and errors."
+            in texts
+        )
         assert not titled(scene, "wait for gradients")
     plain = lanes_scene(Trace([span(0, "forward", 0.0, 1.0)], 1, "sim")).svg()
     assert "A number in a bar" not in plain and "Small messages" not in plain

@@ -32,18 +32,28 @@ def test_a_curve_goes_through_its_points(length):
 @pytest.mark.parametrize("high", [0.0007, 0.3, 1.0, 4.97, 5.066, 11.0, 250.0])
 def test_the_axis_has_round_numbers(high):
     scene = loss_scene({"1 rank": [(0, high), (9, high / 2)]})
-    texts = [t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("x") == f"{LEFT - 8:g}"]
+    texts = [
+        t for t in ET.fromstring(scene.svg()).iter(f"{SVG}text") if t.get("x") == f"{LEFT - 8:g}"
+    ]
     ticks = [float(t.text) for t in texts]
     assert 4 <= len(ticks) <= 7 and ticks[0] == 0
     assert all(float(f"{tick:.1e}") == tick for tick in ticks)
-    assert [float(t.get("y")) - 4 for t in texts] == pytest.approx([BOTTOM - (BOTTOM - TOP) * t / (1.05 * high) for t in ticks], abs=0.1)
+    assert [float(t.get("y")) - 4 for t in texts] == pytest.approx(
+        [BOTTOM - (BOTTOM - TOP) * t / (1.05 * high) for t in ticks], abs=0.1
+    )
 
 
 def test_histories_have_labels_that_do_not_touch():
-    histories = {f"{n} ranks": SimpleNamespace(steps=[0, 1], losses=[3.0, 1.0 + n / 1000]) for n in range(5)}
+    histories = {
+        f"{n} ranks": SimpleNamespace(steps=[0, 1], losses=[3.0, 1.0 + n / 1000]) for n in range(5)
+    }
     root = ET.fromstring(loss_scene(histories).svg())
-    heights = sorted(float(t.get("y")) for t in root.iter(f"{SVG}text") if (t.text or "").endswith(" ranks"))
-    assert len(heights) == 5 and all(b - a >= 17.9 for a, b in zip(heights, heights[1:], strict=False))
+    heights = sorted(
+        float(t.get("y")) for t in root.iter(f"{SVG}text") if (t.text or "").endswith(" ranks")
+    )
+    assert len(heights) == 5 and all(
+        b - a >= 17.9 for a, b in zip(heights, heights[1:], strict=False)
+    )
     with pytest.raises(ValueError, match="6 curves"):
         loss_scene({str(n): [(0, 1)] for n in range(6)})
 
@@ -71,7 +81,10 @@ def test_ranks_add_to_what_the_notebook_draws():
         live.add("1 rank", 0, 3.0)
         with open(live.path, "a", encoding="utf-8") as file:
             file.write('["2 ranks", 3')  # half a line, as if a rank were still writing it
-        assert live.update() and live.curves == {"2 ranks": [(0, 3.0), (1, 2.0), (2, 1.0)], "1 rank": [(0, 3.0)]}
+        assert live.update() and live.curves == {
+            "2 ranks": [(0, 3.0), (1, 2.0), (2, 1.0)],
+            "1 rank": [(0, 3.0)],
+        }
         assert not live.update()
         with open(live.path, "a", encoding="utf-8") as file:
             file.write(", 0.5]\n")
@@ -83,7 +96,9 @@ def test_it_is_redrawn_in_place_and_stays(monkeypatch):
     shown = []
     handle = SimpleNamespace(update=shown.append)
     monkeypatch.setattr(loss, "in_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", lambda first, display_id: shown.append(first) or handle)
+    monkeypatch.setattr(
+        "IPython.display.display", lambda first, display_id: shown.append(first) or handle
+    )
     with LiveLoss("falling") as live:
         live.add("loss", 0, 1.0)
     assert re.search(r'<img alt="falling".*data:image/svg\+xml;base64,', shown[0].data)

@@ -20,12 +20,18 @@ def counted(**kinds):
 
 def bars(scene, kind):
     """(left, width) of each solid bar of a kind, from the top."""
-    return [(float(r.get("x")), float(r.get("width"))) for r in sorted(titled(scene, f"{kind}: "), key=lambda r: float(r.get("y")))]
+    return [
+        (float(r.get("x")), float(r.get("width")))
+        for r in sorted(titled(scene, f"{kind}: "), key=lambda r: float(r.get("y")))
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_shards_are_side_by_side_and_fill_the_whole_bar(n):
-    whole, part = counted(weights=[1200] * n, optimizer_state=[2400] * n), counted(weights=[1200] * n, optimizer_state=[2400 // n] * n)
+    whole, part = (
+        counted(weights=[1200] * n, optimizer_state=[2400] * n),
+        counted(weights=[1200] * n, optimizer_state=[2400 // n] * n),
+    )
     scene = memory_scene({"all": whole, "shared": part})
     states = bars(scene, "optimizer state")
     full, shared = states[:n], states[n:]
@@ -41,7 +47,9 @@ def test_shards_are_side_by_side_and_fill_the_whole_bar(n):
 def test_uneven_shards_stay_inside_the_bar_and_a_rank_may_hold_nothing():
     scene = memory_scene({"all": counted(weights=[900] * 3), "cut": counted(weights=[600, 600, 0])})
     full, *rest = bars(scene, "weights")
-    assert len(rest) == 4 and all(left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest)
+    assert len(rest) == 4 and all(
+        left >= LEFT and left + width <= full[0] + full[1] + 0.1 for left, width in rest
+    )
     assert full[0] + full[1] <= RIGHT
 
 
@@ -52,7 +60,9 @@ def test_parts_that_several_ranks_hold_are_not_drawn_side_by_side():
 
 
 def test_temporary_memory_is_not_drawn_as_a_shard():
-    passing = SimpleNamespace(ranks=[0, 1], bytes={"gathered (peak)": [100, 50], "weights": [200, 200]})
+    passing = SimpleNamespace(
+        ranks=[0, 1], bytes={"gathered (peak)": [100, 50], "weights": [200, 200]}
+    )
     scene = memory_scene(passing)
     svg, weights, gathered = scene.svg(), bars(scene, "weights"), bars(scene, "gathered (peak)")
     assert gathered[0][0] == gathered[1][0] > weights[0][0]

@@ -1,4 +1,6 @@
-"""No two texts of a picture overlap, whatever the algorithm and the number of ranks: rank numbers, tiles in flight, labels."""
+"""No two texts of a picture overlap, whatever the algorithm and the number of ranks: rank
+numbers, tiles in flight, labels.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ CASES = {
     "halving and doubling": (partial(p101.all_reduce, algorithm="rabenseifner"), 8, 8),
     "Bruck, 16 ranks": (partial(p101.all_to_all, algorithm="bruck"), 16, 16),
     "bytes, 8 ranks": (p.doubling_all_reduce, 8, 0),
-    "torus of 4 × 4, several chunks a message": (partial(on_a_mesh, 4, 4, "all_gather", "torus"), 16, 1),
+    "torus of 4 × 4, several chunks a message": (
+        partial(on_a_mesh, 4, 4, "all_gather", "torus"),
+        16,
+        1,
+    ),
     "torus of 2 × 4, both ways": (partial(on_a_mesh, 2, 4, "all_to_all", "torus"), 8, 16),
     "torus of 4 × 2, both ways": (partial(on_a_mesh, 4, 2, "all_to_all", "torus"), 8, 16),
     "two levels": (partial(on_a_mesh, 4, 2, "all_reduce", "two_level"), 8, 8),
@@ -44,7 +50,8 @@ CASES = {
 def test_no_two_texts_of_a_collective_overlap(name):
     program, n, numel = CASES[name]
     scene = collective_scene(*recorded(program, n, numel))
-    middles = [stop.start + 0.34 * (stop.end - stop.start) for stop in scene.stops[:-1]]  # the tiles are half way
+    # the tiles are half way
+    middles = [stop.start + 0.34 * (stop.end - stop.start) for stop in scene.stops[:-1]]
     for t in [0.0, *middles, scene.duration]:
         assert_apart(scene, t)
 
@@ -55,35 +62,53 @@ def assert_apart(scene, t, narrow=False):
     width, height = scene.narrow if narrow else (scene.width, scene.height)
     for text, left, top, right, bottom in boxes:
         assert left > 0 and top > 0 and right < width and bottom < height, text
-    for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(boxes, 2):
-        assert min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1, (round(t, 2), a, b)
+    for (a, left, top, right, bottom), (b, left_, top_, right_, bottom_) in itertools.combinations(
+        boxes, 2
+    ):
+        assert (
+            min(right, right_) - max(left, left_) < 1 or min(bottom, bottom_) - max(top, top_) < 1
+        ), (round(t, 2), a, b)
 
 
 def test_an_all_reduce_along_one_axis_at_a_time_has_two_levels():
     titles = {
-        name: collective_scene(*recorded(partial(on_a_mesh, 4, 2, "all_reduce", name), 8, 16)).title for name in ("torus", "two_level")
+        name: collective_scene(*recorded(partial(on_a_mesh, 4, 2, "all_reduce", name), 8, 16)).title
+        for name in ("torus", "two_level")
     }
     assert titles == {"torus": "Torus all-reduce", "two_level": "Two-level all-reduce"}
 
 
 def held(by_kind):
-    return SimpleNamespace(ranks=range(4), bytes={kind: [nbytes * 10**6] * 4 for kind, nbytes in by_kind.items()})
+    return SimpleNamespace(
+        ranks=range(4), bytes={kind: [nbytes * 10**6] * 4 for kind, nbytes in by_kind.items()}
+    )
 
 
 def entries():
     shard = {"tp": Shard(0, (32,) * 4)}
-    return {f"layers.{i}.{name}.weight": Entry((128, 64), None, shard) for i in range(2) for name in ("query", "key", "value", "out", "up")}
+    return {
+        f"layers.{i}.{name}.weight": Entry((128, 64), None, shard)
+        for i in range(2)
+        for name in ("query", "key", "value", "out", "up")
+    }
 
 
 ON_A_PHONE = {
     "memory": lambda: memory_scene(
-        {name: held({"weights": 4, "gradients": 4, "optimizer state": 8, "gathered weights (peak)": 2}) for name in ("ZeRO-1", "ZeRO-3")}
+        {
+            name: held(
+                {"weights": 4, "gradients": 4, "optimizer state": 8, "gathered weights (peak)": 2}
+            )
+            for name in ("ZeRO-1", "ZeRO-3")
+        }
     ),
     "loss": lambda: loss_scene({f"{n} ranks": [(0, 3.0), (9, 1e-3 * n)] for n in range(5)}),
     "matrices": lambda: matrices_scene(entries()),
     "traffic": lambda: traffic_scene(recorded(p.ring_all_reduce, 4, 4)[0]),
     "before and after": lambda: p101.watch(p101.reduce_scatter, 4, backend="sim").before_after(),
-    "wrong": lambda: p101.watch(partial(p.broken_ring_all_reduce, twice=(1, 1)), 4, backend="sim").before_after(),
+    "wrong": lambda: p101.watch(
+        partial(p.broken_ring_all_reduce, twice=(1, 1)), 4, backend="sim"
+    ).before_after(),
 }
 
 

@@ -1,4 +1,6 @@
-"""A pipeline's picture: every slot once and at its time, bubbles are exactly the waits, and its numbers are those of the schedule."""
+"""A pipeline's picture: every slot once and at its time, bubbles are exactly the waits, and its
+numbers are those of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ COSTS = {"forward": 2.0, "input_grad": 3.0, "weight_grad": 1.0, "communication":
 
 
 def timed(name, stages, microbatches, chunks):
-    return p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks).time(**COSTS)
+    return p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks).time(
+        **COSTS
+    )
 
 
 def texts(scene):
@@ -49,9 +53,14 @@ def test_every_slot_is_drawn_once_at_its_time(shape):
     time = timed(*shape)
     scene = time.timeline()
     boxes = titled(scene, " of microbatch ")
-    named = Counter(re.match(r"stage (\d+), (.*) of microbatch (\d+)", box.find(f"{SVG}title").text).groups() for box in boxes)
+    named = Counter(
+        re.match(r"stage (\d+), (.*) of microbatch (\d+)", box.find(f"{SVG}title").text).groups()
+        for box in boxes
+    )
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    assert named == Counter((str(a.stage), names[a.kind], str(a.microbatch)) for _, a, _, _ in time.slots)
+    assert named == Counter(
+        (str(a.stage), names[a.kind], str(a.microbatch)) for _, a, _, _ in time.slots
+    )
     scale = (RIGHT - LEFT) / time.makespan
     drawn = sorted((place(box) for box in boxes), key=lambda p: p[0])
     expected = sorted((LEFT + slot.start * scale, LEFT + slot.end * scale) for slot in time.slots)
@@ -65,9 +74,14 @@ def test_the_numbers_are_the_schedules(shape):
     times, scene = planned_times(time), time.timeline()
     assert (times.makespan, times.bubble_rate) == pytest.approx((time.makespan, time.bubble_rate))
     assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
-    assert f"makespan {time.makespan:.4g} · bubble rate {100 * time.bubble_rate:.1f} %" in texts(scene)
+    assert f"makespan {time.makespan:.4g} · bubble rate {100 * time.bubble_rate:.1f} %" in texts(
+        scene
+    )
     assert scene.svg().count('class="f0 held"') == sum(time.peak_activations)
-    assert f"Activations held at most, by rank: {', '.join(map(str, time.peak_activations))}." in scene.description
+    assert (
+        f"Activations held at most, by rank: {', '.join(map(str, time.peak_activations))}."
+        in scene.description
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
@@ -80,7 +94,9 @@ def test_hatches_are_the_bubbles(shape):
         extent = max(slot.end for slot in of_rank) - min(slot.start for slot in of_rank)
         idle = extent - sum(slot.end - slot.start for slot in of_rank)
         mine = [place(h) for h in hatches if h.find(f"{SVG}title").text.startswith(f"rank {rank} ")]
-        assert sum(right - left for left, right in mine) == pytest.approx(idle * scale, abs=0.02 * (1 + len(mine)))
+        assert sum(right - left for left, right in mine) == pytest.approx(
+            idle * scale, abs=0.02 * (1 + len(mine))
+        )
         assert seconds(times.bubbles(rank)) == pytest.approx(idle)
         for start, end in times.bubbles(rank):
             assert not any(slot.start < end and slot.end > start for slot in of_rank)
@@ -90,9 +106,15 @@ def test_actions_that_are_computed_together_share_a_box():
     schedule = p101.Schedule.from_csv(OVERLAP)
     time = schedule.time(**COSTS)
     scene, times = time.timeline(), planned_times(time)
-    assert len(titled(scene, " of microbatch ")) == 13 and times.bubble_rate == pytest.approx(time.bubble_rate)
+    assert len(titled(scene, " of microbatch ")) == 13 and times.bubble_rate == pytest.approx(
+        time.bubble_rate
+    )
     assert [times.peak(rank) for rank in times.ranks] == time.peak_activations
-    forward, backward = (box for box in titled(scene, "together with another action") if "stage 0" in box.find(f"{SVG}title").text)
+    forward, backward = (
+        box
+        for box in titled(scene, "together with another action")
+        if "stage 0" in box.find(f"{SVG}title").text
+    )
     assert place(forward) == place(backward) and float(forward.get("y")) < float(backward.get("y"))
 
 
@@ -117,25 +139,42 @@ def test_stages_of_a_rank_differ_in_shade():
         stage = box.find(f"{SVG}title").text.partition(",")[0]
         shades.setdefault(stage, set()).add("k1" in box.get("class"))
     assert shades == {"stage 0": {False}, "stage 1": {False}, "stage 2": {True}, "stage 3": {True}}
-    assert "stages 0, 2" in texts(scene) and any("Faded: its second stage." in text for text in texts(scene))
+    assert "stages 0, 2" in texts(scene) and any(
+        "Faded: its second stage." in text for text in texts(scene)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_as_it_plays_the_squares_are_the_activations_held(shape):
     time = timed(*shape)
     times, scene = planned_times(time), time.timeline()
-    assert scene.svg(0.0).count("f0 held") == scene.svg().count("f0 held") == sum(time.peak_activations)
+    assert (
+        scene.svg(0.0).count("f0 held")
+        == scene.svg().count("f0 held")
+        == sum(time.peak_activations)
+    )
     for part in (0.07, 0.31, 0.52, 0.83):
         now = part * time.makespan
-        held = sum(([count for moment, count in times.held(rank) if moment <= now] or [0])[-1] for rank in times.ranks)
+        held = sum(
+            ([count for moment, count in times.held(rank) if moment <= now] or [0])[-1]
+            for rank in times.ranks
+        )
         assert scene.svg(LEAD + SWEEP * part).count("f0 held") == held
-        (veil,) = [rect for rect in ET.fromstring(scene.svg(LEAD + SWEEP * part)).iter(f"{SVG}rect") if rect.get("class") == "veil"]
-        assert float(veil.get("transform")[10:].split(",")[0]) == pytest.approx(LEFT + part * (RIGHT - LEFT), abs=0.1)
+        (veil,) = [
+            rect
+            for rect in ET.fromstring(scene.svg(LEAD + SWEEP * part)).iter(f"{SVG}rect")
+            if rect.get("class") == "veil"
+        ]
+        assert float(veil.get("transform")[10:].split(",")[0]) == pytest.approx(
+            LEFT + part * (RIGHT - LEFT), abs=0.1
+        )
 
 
 def test_each_stop_says_how_many_ranks_compute():
     scene = p101.schedule("gpipe", stages=2, microbatches=2).time().timeline()
-    assert [stop.label for stop in scene.stops][:3] == [f"At {t}: {n} of 2 ranks compute." for t, n in ((1, 1), (2, 2), (3, 1))]
+    assert [stop.label for stop in scene.stops][:3] == [
+        f"At {t}: {n} of 2 ranks compute." for t, n in ((1, 1), (2, 2), (3, 1))
+    ]
 
 
 def step(begin, wait=0.0):
@@ -156,7 +195,14 @@ def step(begin, wait=0.0):
 @pytest.mark.parametrize("evaluated", [False, True], ids=["", "then evaluated"])
 @pytest.mark.parametrize("wait", [0.0, 0.5])
 def test_a_recorded_step(wait, evaluated):
-    after = [span(rank, "forward", 40.0 + rank, 41.0 + rank, 9, microbatch=0, stage=rank) for rank in (0, 1)] if evaluated else []
+    after = (
+        [
+            span(rank, "forward", 40.0 + rank, 41.0 + rank, 9, microbatch=0, stage=rank)
+            for rank in (0, 1)
+        ]
+        if evaluated
+        else []
+    )
     trace = Trace([*step(0.0), *step(20.0, wait), *after], 2, "sim")
     for times in (recorded_times(trace), recorded_times(trace, "step")):
         assert (times.makespan, len(times.slots)) == (9.0, 5), "the last step only"
@@ -177,28 +223,46 @@ def test_panels_of_one_record_are_chosen_by_spans():
 
 def carried_out(schedule):
     """Each action takes its time, and then sends what the neighbouring stage waits for."""
-    rank, names = dist.get_rank(), {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    rank, names = (
+        dist.get_rank(),
+        {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"},
+    )
     last, links, arriving, leaving = max(schedule.placement), {}, {}, []
     seconds_of = {"F": 2.0, "B": 4.0, "I": 3.0, "W": 1.0}
 
     def route(action):
         """(stage that its result goes to, rank that has that stage), or None."""
         stage = action.stage + (1 if action.kind == "F" else -1)
-        return (stage, schedule.placement[stage]) if action.kind != "W" and 0 <= stage <= last else None
+        return (
+            (stage, schedule.placement[stage])
+            if action.kind != "W" and 0 <= stage <= last
+            else None
+        )
 
     for _, action in schedule.parts():
         link = (min(action.stage, (route(action) or (-1, 0))[0]), action.kind == "F")
         if route(action) and link not in links:
-            links[link] = dist.new_group([schedule.placement[link[0]], schedule.placement[link[0] + 1]])
+            links[link] = dist.new_group(
+                [schedule.placement[link[0]], schedule.placement[link[0] + 1]]
+            )
     for sender, action in schedule.parts():
         if route(action) and route(action)[1] == rank != sender:
             stage = route(action)[0]
             link = links[min(action.stage, stage), action.kind == "F"]
-            arriving[stage, action.kind == "F", action.microbatch] = dist.irecv(torch.empty(1), sender, link)
+            arriving[stage, action.kind == "F", action.microbatch] = dist.irecv(
+                torch.empty(1), sender, link
+            )
     for action in (action for actor, action in schedule.parts() if actor == rank):
-        work = arriving.pop((action.stage, action.kind == "F", action.microbatch), None) if action.kind != "W" else None
+        work = (
+            arriving.pop((action.stage, action.kind == "F", action.microbatch), None)
+            if action.kind != "W"
+            else None
+        )
         if work is not None:
-            with wait_span("wait for activations" if action.kind == "F" else "wait for gradients", microbatch=action.microbatch):
+            with wait_span(
+                "wait for activations" if action.kind == "F" else "wait for gradients",
+                microbatch=action.microbatch,
+            ):
                 work.wait()
         with p101.span(names[action.kind], microbatch=action.microbatch, stage=action.stage):
             p101.compute(seconds_of[action.kind])
@@ -210,21 +274,38 @@ def carried_out(schedule):
     p101.barrier()  # whose messages are not the pipeline's
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 1], ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize(
+    "shape",
+    [shape for shape in SHAPES if shape[1] > 1],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
 def test_a_run_of_a_schedule_draws_what_was_planned(shape):
     name, stages, microbatches, chunks = shape
     schedule = p101.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
     network = p101.Network(latency=0.0, bandwidth=float("inf"))
-    trace = p101.launch(carried_out, schedule, world_size=stages, backend="sim", network=network).trace
+    trace = p101.launch(
+        carried_out, schedule, world_size=stages, backend="sim", network=network
+    ).trace
     planned, recorded = planned_times(schedule.time(2.0, 3.0, 1.0)), recorded_times(trace)
     assert recorded.slots == planned.slots
-    assert [recorded.bubbles(rank) for rank in recorded.ranks] == [planned.bubbles(rank) for rank in planned.ranks]
-    between = {part for rank, part in schedule.parts() for other in (part.stage + 1,) if schedule.placement.get(other, rank) != rank}
+    assert [recorded.bubbles(rank) for rank in recorded.ranks] == [
+        planned.bubbles(rank) for rank in planned.ranks
+    ]
+    between = {
+        part
+        for rank, part in schedule.parts()
+        for other in (part.stage + 1,)
+        if schedule.placement.get(other, rank) != rank
+    }
     assert len(recorded.messages) == 2 * len([part for part in between if part.kind == "F"])
 
 
 @pytest.mark.parametrize("theme", ["light", "dark", None])
-@pytest.mark.parametrize("shape", [("1f1b", 1, 1, 1), ("1f1b", 16, 32, 1), ("interleaved", 8, 24, 5)], ids=["one", "many", "chunks"])
+@pytest.mark.parametrize(
+    "shape",
+    [("1f1b", 1, 1, 1), ("1f1b", 16, 32, 1), ("interleaved", 8, 24, 5)],
+    ids=["one", "many", "chunks"],
+)
 def test_everything_is_inside_the_card(shape, theme):
     scene = timed(*shape).timeline()
     for element in ET.fromstring(scene.svg(theme=theme)).iter():
@@ -234,9 +315,17 @@ def test_everything_is_inside_the_card(shape, theme):
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"the record has no pipeline: expected spans named forward, .*; its spans are: load\."):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"the record has no pipeline: expected spans named forward, .*; its spans are: "
+            r"load\."
+        ),
+    ):
         pipeline_scene(Trace([span(0, "load", 0.0, 1.0)], 1, "sim"))
-    with pytest.raises(ValueError, match=r"within='step': names of spans choose parts of one record"):
+    with pytest.raises(
+        ValueError, match=r"within='step': names of spans choose parts of one record"
+    ):
         pipeline_scene(timed("1f1b", 2, 2, 1), "step")
     with pytest.raises(ValueError, match="2 pipelines have 100 ranks together: expected 1 to 96"):
         pipeline_scene(dict.fromkeys("ab", timed("1f1b", 50, 50, 1)))

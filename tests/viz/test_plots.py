@@ -1,4 +1,6 @@
-"""Plots: hollow points for measurements, a line for the model, labels that do not touch, and the page's colours."""
+"""Plots: hollow points for measurements, a line for the model, labels that do not touch, and
+the page's colours.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ def test_a_sweep_is_drawn_in_the_pages_colours():
     plot = sweep(MODEL, MODEL, title="Time against size", subtitle="points measured")
     svg = plot.svg()
     ET.fromstring(svg)
-    assert "Time against size" in svg and "points measured" in svg and "4 MiB" in svg and "1 ms" in svg
-    assert not set(re.findall(r"#[0-9a-f]{6}", plot.drawing)) & {LIGHT[name].lower() for name in PLOTTED}
+    assert (
+        "Time against size" in svg and "points measured" in svg and "4 MiB" in svg and "1 ms" in svg
+    )
+    assert not set(re.findall(r"#[0-9a-f]{6}", plot.drawing)) & {
+        LIGHT[name].lower() for name in PLOTTED
+    }
     assert "var(--p0)" in plot.drawing and "fill: var(--bg)" in plot.drawing
     for theme, colours in THEMES.items():
         assert f"--p1:{colours['p1']};" in svg, "alone it follows the reader's theme"
-        assert "var(" not in plot.svg(theme=theme) and f"stroke: {colours['p1']}" in plot.svg(theme=theme)
+        assert "var(" not in plot.svg(theme=theme) and f"stroke: {colours['p1']}" in plot.svg(
+            theme=theme
+        )
 
 
 def test_the_same_numbers_give_the_same_picture():
@@ -48,7 +56,9 @@ def test_points_and_the_marks_of_labels_are_hollow_and_lines_have_no_points():
 def test_the_spread_is_drawn_as_bars_within_the_axes():
     spread = {"ring": {s: (t / 3, 3 * t) for s, t in MODEL["ring"].items()}}
     without, with_bars = sweep(MODEL, title="a"), sweep(MODEL, spread=spread, title="a")
-    assert len(re.findall(r"<path|<use", with_bars.drawing)) >= len(re.findall(r"<path|<use", without.drawing)) + 3 * len(SIZES)
+    assert len(re.findall(r"<path|<use", with_bars.drawing)) >= len(
+        re.findall(r"<path|<use", without.drawing)
+    ) + 3 * len(SIZES)
     ET.fromstring(with_bars.svg())
     with pytest.raises(ValueError, match="one value is 0"):
         sweep(MODEL, spread={"ring": {64.0: (0, 1)}}, title="a")
@@ -56,18 +66,30 @@ def test_the_spread_is_drawn_as_bars_within_the_axes():
 
 def test_points_of_one_size_with_bars_stand_side_by_side():
     spread = {name: {s: (t / 2, 2 * t) for s, t in of.items()} for name, of in MODEL.items()}
-    alone, together = ({name: MODEL[name] for name in names} for names in (["ring"], ["ring", "tree"]))
-    at = [re.findall(r'<use [^>]*x="([\d.]+)"', sweep(m, spread={n: spread[n] for n in m}, title="a").drawing) for m in (alone, together)]
+    alone, together = (
+        {name: MODEL[name] for name in names} for names in (["ring"], ["ring", "tree"])
+    )
+    at = [
+        re.findall(
+            r'<use [^>]*x="([\d.]+)"', sweep(m, spread={n: spread[n] for n in m}, title="a").drawing
+        )
+        for m in (alone, together)
+    ]
     columns = [len({float(x) for x in xs}) for xs in at]
     assert columns[1] - columns[0] > len(SIZES)
 
 
 def test_five_labels_that_would_touch_lie_around_their_lines():
     names = ["a-label", "b-label", "c-label", "d-label", "e-label"]
-    alike, apart = ({name: {1: 1.0, 64: 2.0 * (1 + e * k)} for k, name in enumerate(names)} for e in (1e-4, 9.0))
+    alike, apart = (
+        {name: {1: 1.0, 64: 2.0 * (1 + e * k)} for k, name in enumerate(names)} for e in (1e-4, 9.0)
+    )
     first = heights(sweep(alike, title="a").svg(), *names)
     assert [round(a - b) for a, b in zip(first, first[1:])] == [19] * 4
-    (alone,) = heights(sweep({names[2]: alike[names[2]]}, model={names[0]: alike[names[0]]}, title="a").svg(), names[0])
+    (alone,) = heights(
+        sweep({names[2]: alike[names[2]]}, model={names[0]: alike[names[0]]}, title="a").svg(),
+        names[0],
+    )
     assert abs(first[2] - alone) < 19
     wide = heights(sweep(apart, title="a").svg(), *names)
     assert wide == sorted(wide, reverse=True)
@@ -88,7 +110,10 @@ def test_bandwidth_is_bytes_over_seconds():
 
 def test_a_model_that_is_a_function_is_a_smooth_line():
     points = {"ring": dict.fromkeys(SIZES, 1.0)}
-    few, many = sweep(points, MODEL, title="a"), sweep(points, {"ring": lambda size: 1e-4 + size / 1e9}, title="a")
+    few, many = (
+        sweep(points, MODEL, title="a"),
+        sweep(points, {"ring": lambda size: 1e-4 + size / 1e9}, title="a"),
+    )
     assert many.drawing.count("\nL ") > few.drawing.count("\nL ") + 40
 
 
@@ -106,10 +131,18 @@ def test_wrong_data_is_refused(measured, message):
 
 
 def test_on_a_phone_the_labels_are_inside_the_card():
-    plot = sweep(MODEL, MODEL, title="All-reduce on 4 processes of this machine, which has 2 cores", subtitle="Points: measured.")
+    plot = sweep(
+        MODEL,
+        MODEL,
+        title="All-reduce on 4 processes of this machine, which has 2 cores",
+        subtitle="Points: measured.",
+    )
     assert plot.narrow == (NARROW, HEIGHT) and plot.intro == "Points: measured."
     for label in MODEL:
         x = float(re.search(rf'<text[^>]* x="([\d.]+)"[^>]*>{label}<', plot.narrow_drawing)[1])
         assert x + 0.65 * 13 * len(label) < NARROW
     svg = plot.svg()
-    assert f'<g data-narrow="none">{plot.drawing}</g>' in svg and svg.count('style="display:none"') == 2
+    assert (
+        f'<g data-narrow="none">{plot.drawing}</g>' in svg
+        and svg.count('style="display:none"') == 2
+    )

@@ -1,4 +1,6 @@
-"""Scenes: every still and every loop is well-formed SVG, and a still shows what its keyframes say."""
+"""Scenes: every still and every loop is well-formed SVG, and a still shows what its keyframes
+say.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def scene():
     scene = Scene(200, 100, 'A <ball> & "more"', "It rolls.")
     scene.duration = 4.0
-    scene.add("circle", r=5, class_="ball", fill_opacity=0.5).key("translate", (1.0, (0, 10)), (3.0, (100, 10)))
+    scene.add("circle", r=5, class_="ball", fill_opacity=0.5).key(
+        "translate", (1.0, (0, 10)), (3.0, (100, 10))
+    )
     scene.add("text", "only <then>", x=1).show((1.0, 2.0))
     scene.stops += [Stop(0.5, 2.0, "there"), Stop(2.0, 4.0, "</script><!-- and back")]
     scene.intro = "before"
@@ -36,7 +40,10 @@ def test_keyframes_between_before_and_after():
     assert value_at(ease, 0.1)[0] < 0.1 < 0.9 < value_at(ease, 0.9)[0]
 
 
-@pytest.mark.parametrize(("t", "x", "shown"), [(0, "0", False), (1.5, "25", True), (2, "50", False), (None, "100", False)])
+@pytest.mark.parametrize(
+    ("t", "x", "shown"),
+    [(0, "0", False), (1.5, "25", True), (2, "50", False), (None, "100", False)],
+)
 def test_a_still_is_one_moment(scene, t, x, shown):
     root = ET.fromstring(scene.svg(t))
     assert root.find(f"{SVG}circle").get("transform") == f"translate({x},10)"
@@ -47,7 +54,10 @@ def test_a_still_is_one_moment(scene, t, x, shown):
 def test_a_loop_holds_every_frame(scene):
     root = ET.fromstring(scene.svg(smil=True))
     motion = next(root.iter(f"{SVG}animateTransform"))
-    assert (motion.get("keyTimes"), motion.get("values")) == ("0;0.25;0.75;1", "0 10;0 10;100 10;100 10")
+    assert (motion.get("keyTimes"), motion.get("values")) == (
+        "0;0.25;0.75;1",
+        "0 10;0 10;100 10;100 10",
+    )
     blink = next(root.iter(f"{SVG}animate"))
     assert (blink.get("keyTimes"), blink.get("values")) == ("0;0.25;0.5", "hidden;visible;hidden")
     assert {e.get("dur") for e in (motion, blink)} == {"4s"}
@@ -64,7 +74,9 @@ def test_themes(scene):
 def test_html_needs_nothing_else_and_is_the_same_each_time(scene):
     html = scene.html()
     assert html == scene.html() == scene._repr_html_()
-    assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", html) and "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", html) and "http" not in html.replace(
+        "http://www.w3.org/2000/svg", ""
+    )
     assert html.count("</script>") == 1 and "<!--" not in html
     assert 'data-lm-suppress-shortcuts="true"' in html
 
@@ -80,8 +92,14 @@ def test_save_by_suffix(scene, tmp_path):
 def test_a_still_and_an_animation_for_slides(scene, tmp_path, chromium):
     from PIL import Image
 
-    still, moving = (Image.open(io.BytesIO(scene.save(tmp_path / name).read_bytes())) for name in ("ball.png", "ball.gif"))
-    assert still.size == (2 * scene.width, 2 * scene.height) and moving.size == (scene.width, scene.height)
+    still, moving = (
+        Image.open(io.BytesIO(scene.save(tmp_path / name).read_bytes()))
+        for name in ("ball.png", "ball.gif")
+    )
+    assert still.size == (2 * scene.width, 2 * scene.height) and moving.size == (
+        scene.width,
+        scene.height,
+    )
     assert moving.n_frames > 2, "it moves"
     bottom = still.convert("L").crop((0, still.height - 20, still.width, still.height))
     assert bottom.getextrema()[0] < 255, "the card reaches down to the last pixel"

@@ -1,4 +1,6 @@
-"""The picture of a sharded product shows which blocks the ranks really held, in right programs and in wrong ones."""
+"""The picture of a sharded product shows which blocks the ranks really held, in right programs
+and in wrong ones.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ def held(run):
     found = []
     for column in columns_of(run):
         parts = [parts_of(run, column, rank) for rank in range(len(run.held))]
-        found.append([("".join("?" if p.cell is None else chr(97 + p.cell) for p in of), of[0].counts if of else ()) for of in parts])
+        found.append(
+            [
+                (
+                    "".join("?" if p.cell is None else chr(97 + p.cell) for p in of),
+                    of[0].counts if of else (),
+                )
+                for of in parts
+            ]
+        )
     return found
 
 
@@ -40,14 +50,21 @@ def test_before_and_after_each_collective():
         [("a", (1, 1)), ("b", (1, 1))],
     ]
     said = words(run.picture())
-    assert said[0] == "A[I, JX] · B[JX, K] → C[I, KX]" and "C[I, KX] on 2 ranks equals the whole A · B." in said
+    assert (
+        said[0] == "A[I, JX] · B[JX, K] → C[I, KX]"
+        and "C[I, KX] on 2 ranks equals the whole A · B." in said
+    )
     assert said.count("1 of 2") == 2 and "ReduceScatterX,K" in said
-    assert bytes_by_step(run.run.trace) == {number: max(run.plan.sent_in(step)) for number, step in enumerate(run.plan.steps)}
+    assert bytes_by_step(run.run.trace) == {
+        number: max(run.plan.sent_in(step)) for number, step in enumerate(run.plan.steps)
+    }
     assert "256 B a rank" in said and "no message" in said
 
 
 def test_two_axes_on_gloo():
-    run = p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2}, backend="gloo")
+    run = p101.sharding.run(
+        "A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2}, backend="gloo"
+    )
     assert [[letters for letters, _ in of] for of in held(run)] == [
         ["a", "b", "c", "d"],
         ["a"] * 4,
@@ -58,21 +75,41 @@ def test_two_axes_on_gloo():
 
 
 WRONG = {
-    "forgotten sum": (BOTH_CUT, lambda a, b: a @ b, "The ranks hold C[I, K] {U_X}: the sum over X is missing."),
+    "forgotten sum": (
+        BOTH_CUT,
+        lambda a, b: a @ b,
+        "The ranks hold C[I, K] {U_X}: the sum over X is missing.",
+    ),
     "wrong dim of a reduce-scatter": (
         BOTH_CUT.replace("C[I, K]", "C[I_X, K]"),
         lambda a, b: p101.reduce_scatter(a @ b, 1),
         "The ranks hold C[I, K_X].",
     ),
-    "forgotten gather": ("A[I_X, J] · B[J, K] → C[I, K]", lambda a, b: a @ b, "The ranks hold C[I_X, K]."),
+    "forgotten gather": (
+        "A[I_X, J] · B[J, K] → C[I, K]",
+        lambda a, b: a @ b,
+        "The ranks hold C[I_X, K].",
+    ),
     "wrong dim of a gather": (
         "A[I_X, J] · B[J, K] → C[I, K]",
         lambda a, b: p101.all_gather(a @ b, 1),
         "Rank 0 returned shape (4, 16): expected (8, 8).",
     ),
-    "added twice": (BOTH_CUT, lambda a, b: p101.all_reduce(a @ b) + a @ b, "Rank 0 has the right shape, (8, 8), with other values"),
-    "no tensor": (BOTH_CUT, lambda a, b: 3, "Rank 0 returned a int: expected a tensor of shape (8, 8)."),
-    "unknown values": (BOTH_CUT, lambda a, b: torch.zeros(8, 8) + 7, "with other values than C has there."),
+    "added twice": (
+        BOTH_CUT,
+        lambda a, b: p101.all_reduce(a @ b) + a @ b,
+        "Rank 0 has the right shape, (8, 8), with other values",
+    ),
+    "no tensor": (
+        BOTH_CUT,
+        lambda a, b: 3,
+        "Rank 0 returned a int: expected a tensor of shape (8, 8).",
+    ),
+    "unknown values": (
+        BOTH_CUT,
+        lambda a, b: torch.zeros(8, 8) + 7,
+        "with other values than C has there.",
+    ),
 }
 LAST = {
     "forgotten sum": [("a", (1, 0)), ("a", (0, 1))],
@@ -98,9 +135,17 @@ def test_mistakes_are_visible(mistake):
 
 def test_a_right_program_of_ones():
     """Values that don't tell the terms apart: what the plan says is taken if it fits."""
-    run = p101.sharding.run(BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4), mesh={"X": 2}, program=lambda a, b: p101.all_reduce(a @ b))
+    run = p101.sharding.run(
+        BOTH_CUT,
+        torch.ones(4, 4),
+        torch.ones(4, 4),
+        mesh={"X": 2},
+        program=lambda a, b: p101.all_reduce(a @ b),
+    )
     assert not run.wrong and held(run)[-1] == [("a", (1, 1))] * 2
-    assert held(p101.sharding.run(BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4), mesh={"X": 2}))[2] == [("a", (1, 0)), ("a", (0, 1))]
+    assert held(p101.sharding.run(BOTH_CUT, torch.ones(4, 4), torch.ones(4, 4), mesh={"X": 2}))[
+        2
+    ] == [("a", (1, 0)), ("a", (0, 1))]
 
 
 def test_what_is_not_drawn():
@@ -111,14 +156,33 @@ def test_what_is_not_drawn():
 
 
 def test_on_a_phone_a_program_is_seen_at_once_and_longer_ones_scroll():
-    forgotten = p101.sharding.run(BOTH_CUT, A, B, mesh={"X": 2}, program=lambda a, b: a @ b).picture()
-    assert forgotten.narrow[0] == 480 and "the sum over X is missing" in forgotten.intro and "Hatched: missing." in forgotten.intro
-    panels = [panel for panel in ET.fromstring(forgotten.svg()).iter(f"{SVG}g") if panel.get("data-narrow", "none") != "none"]
-    moved = [(panel, float(re.match(r"translate\((-?[\d.]+)", panel.get("data-narrow"))[1])) for panel in panels]
+    forgotten = p101.sharding.run(
+        BOTH_CUT, A, B, mesh={"X": 2}, program=lambda a, b: a @ b
+    ).picture()
+    assert (
+        forgotten.narrow[0] == 480
+        and "the sum over X is missing" in forgotten.intro
+        and "Hatched: missing." in forgotten.intro
+    )
+    panels = [
+        panel
+        for panel in ET.fromstring(forgotten.svg()).iter(f"{SVG}g")
+        if panel.get("data-narrow", "none") != "none"
+    ]
+    moved = [
+        (panel, float(re.match(r"translate\((-?[\d.]+)", panel.get("data-narrow"))[1]))
+        for panel in panels
+    ]
     assert all(
-        float(rect.get("x")) + dx >= 0 and float(rect.get("x")) + float(rect.get("width")) + dx <= 480
+        float(rect.get("x")) + dx >= 0
+        and float(rect.get("x")) + float(rect.get("width")) + dx <= 480
         for p, dx in moved
         for rect in p.iter(f"{SVG}rect")
     )
     assert words(forgotten).count("terms") == 2
-    assert p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2}).picture().narrow is None
+    assert (
+        p101.sharding.run("A[I_X, J_Y] · B[J, K] → C[I_X, K]", A, B, mesh={"X": 2, "Y": 2})
+        .picture()
+        .narrow
+        is None
+    )

@@ -20,7 +20,9 @@ from tests.viz.programs import recorded
 
 
 def test_positions_of_spans():
-    trace = Trace([span(0, "forward", 1.0, 3.0, microbatch=2), span(1, "backward", 2.0, 5.0)], 2, "sim")
+    trace = Trace(
+        [span(0, "forward", 1.0, 3.0, microbatch=2), span(1, "backward", 2.0, 5.0)], 2, "sim"
+    )
     scene = timeline_scene(trace)
     (forward,), (backward,) = titled(scene, "forward"), titled(scene, "backward")
     scale = (RIGHT - LEFT) / 4.0
@@ -33,9 +35,19 @@ def test_positions_of_spans():
 
 
 def test_a_span_inside_another_is_one_lane_below():
-    trace = Trace([span(0, "step", 0.0, 4.0), span(0, "forward", 1.0, 2.0, 1), span(0, "backward", 2.0, 4.0, 2)], 1, "sim")
+    trace = Trace(
+        [
+            span(0, "step", 0.0, 4.0),
+            span(0, "forward", 1.0, 2.0, 1),
+            span(0, "backward", 2.0, 4.0, 2),
+        ],
+        1,
+        "sim",
+    )
     scene = timeline_scene(trace)
-    step, forward, backward = (float(titled(scene, name)[0].get("y")) for name in ("step", "forward", "backward"))
+    step, forward, backward = (
+        float(titled(scene, name)[0].get("y")) for name in ("step", "forward", "backward")
+    )
     assert step < forward == backward
 
 
@@ -43,20 +55,43 @@ def test_messages_and_arrows():
     trace, _ = recorded(p.ring_all_reduce, 4, 8, uneven=True)
     scene = timeline_scene(trace)
     assert len(titled(scene, "send to")) == len(titled(scene, "recv from")) == 24
-    (arrows,) = [path for path in ET.fromstring(scene.svg()).iter(f"{SVG}path") if path.get("class") == "arrow"]
+    (arrows,) = [
+        path
+        for path in ET.fromstring(scene.svg()).iter(f"{SVG}path")
+        if path.get("class") == "arrow"
+    ]
     assert arrows.get("d").count("M") == 24
-    assert re.search(r" at \S*programs\.py:\d+$", titled(scene, "send to rank 1: 16 B")[0].find(f"{SVG}title").text)
+    assert re.search(
+        r" at \S*programs\.py:\d+$",
+        titled(scene, "send to rank 1: 16 B")[0].find(f"{SVG}title").text,
+    )
 
 
 def test_collectives_have_their_own_bars():
-    event = Event(0, "all_reduce", None, 0, 1024, 0.0, 0.001, "x.py:3", 0.0, EventGroup("world", (0, 1), None), 0, (256,), "float32")
+    event = Event(
+        0,
+        "all_reduce",
+        None,
+        0,
+        1024,
+        0.0,
+        0.001,
+        "x.py:3",
+        0.0,
+        EventGroup("world", (0, 1), None),
+        0,
+        (256,),
+        "float32",
+    )
     scene = timeline_scene(Trace([event], 1, "gloo"))
     (bar,) = titled(scene, "all_reduce: 1 KiB, 1 ms at x.py:3")
     assert bar.get("class") == "collective"
 
 
 def test_narrow_events_share_a_bar():
-    events = [span(0, "tiny", t / 1e6, (t + 0.5) / 1e6, t) for t in range(10_000)] + [span(0, "long", 0.02, 1.0, 10_000)]
+    events = [span(0, "tiny", t / 1e6, (t + 0.5) / 1e6, t) for t in range(10_000)] + [
+        span(0, "long", 0.02, 1.0, 10_000)
+    ]
     scene = timeline_scene(Trace(events, 1, "gloo"))
     assert len(scene.svg()) < 30_000
     assert titled(scene, "× tiny")

@@ -21,9 +21,12 @@ def back_and_forth(x):
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 6, 7, 11, 17, *range(18, 33), 40, 62])
 def test_the_player_and_the_loop_have_the_same_duration(steps):
-    """After the `dur` of its animations an SVG starts again, so a longer player would end with the first moment."""
+    """After the `dur` of its animations an SVG starts again, so a longer player would end with
+    the first moment.
+    """
     trace, results = recorded(back_and_forth, 2, 1)
-    beginning = Trace([event for event in trace.events if event.end <= steps], 2, "sim")  # each message takes a second
+    # each message takes a second
+    beginning = Trace([event for event in trace.events if event.end <= steps], 2, "sim")
     scene = collective_scene(beginning, results)
     assert len(scene.stops) == steps
     written = set(re.findall(r'dur="(.*?)s"', scene.svg(smil=True)))

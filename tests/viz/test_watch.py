@@ -33,7 +33,9 @@ def test_a_learners_function(backend):
     run = watch(ring, 3, backend=backend)
     scene = run.animate()
     assert scene.title == "Ring all-reduce" and len(scene.stops) == 4
-    assert scene.stops[-1].label.endswith("Every rank ends with all 3 chunks, with the data of all 3 ranks in it once.")
+    assert scene.stops[-1].label.endswith(
+        "Every rank ends with all 3 chunks, with the data of all 3 ranks in it once."
+    )
     assert run.animate("My ring").title == "My ring"
     assert "receive" in run.timeline().svg()
 
@@ -51,7 +53,13 @@ def test_any_size(n, numel):
 
 
 def test_shape_and_dtype():
-    run = watch(lambda x: x.double().sum() * 0 + torch.tensor(x.shape), 2, shape=(2, 3), dtype=torch.float64, backend="sim")
+    run = watch(
+        lambda x: x.double().sum() * 0 + torch.tensor(x.shape),
+        2,
+        shape=(2, 3),
+        dtype=torch.float64,
+        backend="sim",
+    )
     assert [result.tolist() for result in run.results] == [[2, 3], [2, 3]]
     with pytest.raises(ValueError, match=r"shape=.* has 6 elements, but numel=5"):
         watch(ring, 2, shape=(2, 3), numel=5)
@@ -62,7 +70,10 @@ def test_shape_and_dtype():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"dtype": torch.float32}, r"dtype=torch\.float32: values that encode their origin need torch\.int64"),
+        (
+            {"dtype": torch.float32},
+            r"dtype=torch\.float32: values that encode their origin need torch\.int64",
+        ),
         ({"world_size": "4"}, "world_size='4': expected a whole number of ranks"),
         ({"world_size": 0}, "world_size=0"),
         ({"world_size": 19}, "do not fit into torch.int64, which can hold 0: take fewer ranks"),
@@ -78,7 +89,10 @@ def test_wrong_arguments_are_refused_before_any_rank_starts(wrong, message):
 
 
 def test_only_a_function_can_be_watched():
-    with pytest.raises(TypeError, match=r"watch\(\) takes a function of a tensor, to run on each rank; got a int: 3"):
+    with pytest.raises(
+        TypeError,
+        match=r"watch\(\) takes a function of a tensor, to run on each rank; got a int: 3",
+    ):
         watch(3)
 
 

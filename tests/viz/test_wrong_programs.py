@@ -1,4 +1,6 @@
-"""Programs with the mistakes that students make: each with what the picture or the error must say, and what they must not."""
+"""Programs with the mistakes that students make: each with what the picture or the error must
+say, and what they must not.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def pass_right(outbox, inbox, **options):
     exchange(outbox, (rank + 1) % p, inbox, (rank - 1) % p, **options)
 
 
-def all_gather(mine, sends=lambda rank, step: rank - step, order=1, first=0, make=torch.empty_like, **options):
+def all_gather(
+    mine, sends=lambda rank, step: rank - step, order=1, first=0, make=torch.empty_like, **options
+):
     """Lesson 01's ring all-gather, with room for mistakes."""
     rank, p = me()
     blocks = [mine if r == rank else make(mine) for r in range(p)]
@@ -170,7 +174,12 @@ def ring_that_forgets_the_last(x):
     blocks = [block.clone() for block in x.tensor_split(p)]
     for step in range(2 * (p - 1)):
         into = blocks[(rank - step - 1) % p]
-        exchange(blocks[(rank - step) % p], (rank + 1) % p, inbox := torch.empty_like(into), (rank - 1) % p)
+        exchange(
+            blocks[(rank - step) % p],
+            (rank + 1) % p,
+            inbox := torch.empty_like(into),
+            (rank - 1) % p,
+        )
         into.add_(inbox) if step < p - 1 else into.copy_(inbox)
     return torch.cat(blocks)
 
@@ -210,7 +219,12 @@ def all_to_all_without_its_own(x):
     parts = x.chunk(p)
     got = [torch.empty_like(parts[0]) for _ in range(p)]
     for shift in range(1, p):
-        exchange(parts[(rank + shift) % p], (rank + shift) % p, got[(rank - shift) % p], (rank - shift) % p)
+        exchange(
+            parts[(rank + shift) % p],
+            (rank + shift) % p,
+            got[(rank - shift) % p],
+            (rank - shift) % p,
+        )
     return torch.cat(got)
 
 
@@ -229,7 +243,8 @@ def minus_what_arrived(x):
     return x - inbox
 
 
-WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, what must be said, what must not
+# program, options of watch, what must be said, what must not
+WRONG: dict[str, tuple[Any, dict, str, str]] = {
     "index, sends what it does not have": (
         lambda x: all_gather(x, sends=lambda rank, step: rank + step),
         {},
@@ -249,7 +264,8 @@ WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, w
     ),
     "index, a ring that ends one further": (
         lambda x: reduce_scatter(x, shift=1), {},
-        r"Rank 0 ends with chunk b, which is rank 1's part; rank 1 with c, rank 2 with d and rank 3 with a",
+        (r"Rank 0 ends with chunk b, which is rank 1's part; rank 1 with c, rank 2 with d and "
+        r"rank 3 with a"),
         r"[Rr]ing reduce-scatter|its own part",
     ),
     "index, the wrong block is returned": (lambda x: reduce_scatter(x, take=1), {}, r"lacks", r"its own part|reduce-scatter"),
@@ -269,7 +285,8 @@ WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, w
     ),
     "place, a scatter that is off by one": (
         scatter_off_by_one, {},
-        r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no result", r"[Ss]catter|rank 1 ends with a",
+        (r"Ranks 0 and 1 end with chunk a, and 2 of the 8 elements of rank 0's data are in no "
+        r"result"), r"[Ss]catter|rank 1 ends with a",
     ),
     "place, an all-to-all that is shifted": (
         all_to_all_shifted, {}, r"Rank 0 ends with chunk b, which is rank 1's part", r"all-to-all|its part of every",
@@ -314,7 +331,8 @@ WRONG: dict[str, tuple[Any, dict, str, str]] = {  # program, options of watch, w
     ),
     "forgotten rank, all-reduce in a star": (
         star_that_forgets_the_last, {},
-        r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's data", r"once|all-reduce",
+        (r"On rank 3, the sum lacks the data of ranks 0–2. On ranks 0–2, the sum lacks rank 3's "
+        r"data"), r"once|all-reduce",
     ),
     "forgotten rank, all-reduce on a ring": (
         ring_that_forgets_the_last, {"numel": 12}, r"On rank 3, chunk a lacks the data of ranks 0–2", r"once|all-reduce|Ring",
@@ -353,7 +371,8 @@ def test_a_wrong_program_is_called_wrong(name):
     scene = run.animate()
     verdict = f"{scene.title}. {scene.stops[-1].label}"
     assert re.search(must, said(scene)), said(scene)
-    # a step may be called "all-reduce" in the middle of a run; the title and the last sentence may not vouch for it
+    # a step may be called "all-reduce" in the middle of a run; the title and the last sentence may
+    # not vouch for it
     last = re.sub(r"^(.*?\. )Step \d+ of \d+[^:]*: [^.]*\.", r"\1", verdict)
     assert not re.search(must_not, last), last
     tables = run.before_after()
@@ -362,11 +381,21 @@ def test_a_wrong_program_is_called_wrong(name):
 
 def test_numbers_that_say_nothing_are_not_vouched_for():
     label = p101.watch(lambda x: p101.all_reduce(x) + 1, 4, backend="sim").animate().stops[-1].label
-    assert label.endswith("What the ranks return can't be read as copies, sums or means of the data, so it is not judged.")
-    label = p101.watch(lambda x: p101.broadcast(x) + (me()[0] == 2), 4, backend="sim").animate().stops[-1].label
+    assert label.endswith(
+        "What the ranks return can't be read as copies, sums or means of the data, so it is "
+        "not judged."
+    )
+    label = (
+        p101.watch(lambda x: p101.broadcast(x) + (me()[0] == 2), 4, backend="sim")
+        .animate()
+        .stops[-1]
+        .label
+    )
     assert "What rank 2 returns can't be read as" in label
     label = p101.watch(minus_what_arrived, 4, backend="sim").animate().stops[-1].label
-    assert label.endswith("so it is not judged.") and "What the ranks return can't be read as" in label
+    assert (
+        label.endswith("so it is not judged.") and "What the ranks return can't be read as" in label
+    )
 
 
 def all_reduce_of_three(x):
@@ -411,17 +440,47 @@ def test_a_wrong_program_is_an_error(name):
     program, must, must_not = ERRORS[name]
     with pytest.raises((p101.MisuseError, p101.DeadlockError)) as raised:
         p101.watch(program, 4, backend="sim")
-    assert re.search(must, str(raised.value)) and not re.search(must_not, str(raised.value)), str(raised.value)
+    assert re.search(must, str(raised.value)) and not re.search(must_not, str(raised.value)), str(
+        raised.value
+    )
 
 
 RIGHT = {
-    "ring all-reduce": (lambda x: all_gather(reduce_scatter(x)), {"numel": 12}, "with the data of all 4 ranks in it once"),
-    "mean, rounded down": (lambda x: p101.all_reduce(x) // 4, {}, "with the mean of the data of all 4 ranks in it"),
-    "mean, of integers": (lambda x: p101.all_reduce(x) / 4, {}, "with the mean of the data of all 4 ranks in it"),
-    "mean, divided first": (lambda x: p101.all_reduce(x / 4), {"dtype": torch.float64}, "with the mean of the data"),
-    "mean, by the package": (lambda x: p101.all_reduce(x, op="mean"), {"dtype": torch.float64}, "with the mean of the data"),
-    "mean, lesson 01's third exercise": (lambda x: all_gather(reduce_scatter(x) / 4), {}, "all 4 chunks, with the mean of the data"),
-    "all-gather into a list": (lambda x: list(all_gather(x).chunk(4)), {}, "Every rank ends with all 4 chunks."),
+    "ring all-reduce": (
+        lambda x: all_gather(reduce_scatter(x)),
+        {"numel": 12},
+        "with the data of all 4 ranks in it once",
+    ),
+    "mean, rounded down": (
+        lambda x: p101.all_reduce(x) // 4,
+        {},
+        "with the mean of the data of all 4 ranks in it",
+    ),
+    "mean, of integers": (
+        lambda x: p101.all_reduce(x) / 4,
+        {},
+        "with the mean of the data of all 4 ranks in it",
+    ),
+    "mean, divided first": (
+        lambda x: p101.all_reduce(x / 4),
+        {"dtype": torch.float64},
+        "with the mean of the data",
+    ),
+    "mean, by the package": (
+        lambda x: p101.all_reduce(x, op="mean"),
+        {"dtype": torch.float64},
+        "with the mean of the data",
+    ),
+    "mean, lesson 01's third exercise": (
+        lambda x: all_gather(reduce_scatter(x) / 4),
+        {},
+        "all 4 chunks, with the mean of the data",
+    ),
+    "all-gather into a list": (
+        lambda x: list(all_gather(x).chunk(4)),
+        {},
+        "Every rank ends with all 4 chunks.",
+    ),
     "a group of three ranks": (all_reduce_of_three, {}, "with the data of all 3 ranks in it once"),
     "a slice": (lambda x: p101.all_reduce(x[:1]), {}, "with the data of all 4 ranks in it once"),
 }

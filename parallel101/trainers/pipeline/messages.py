@@ -3,9 +3,10 @@
     rank 0 ══ group "0 → 1": activations ══▶ rank 1            each direction between two ranks has a process group of its own:
     rank 0 ◀═ group "1 → 0": gradients ═════ rank 1            NCCL has no tags, and messages of one group go one by one
 
-Receives are posted ahead, so their shape must be known. The first message of each shape of microbatch is announced by a small one with its
-shape and dtype. Messages from one rank are received in the order in which it sends them. A sent tensor is kept until it was received; that
-is known without asking, when a message arrives which its receiver could compute only with it.
+Receives are posted ahead, so their shape must be known. The first message of each shape of
+microbatch is announced by a small one with its shape and dtype. Messages from one rank are received
+in the order in which it sends them. A sent tensor is kept until it was received; that is known
+without asking, when a message arrives which its receiver could compute only with it.
 """
 
 from __future__ import annotations
@@ -32,58 +33,87 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 class Messages:
     """The messages of one rank's stages with its neighbours.
 
-    Args:
-        axes: the ranks; stages lie along "pp".
-        lists: of all ranks along "pp", with sends and receives.
-        placement: global stage → position along "pp".
-        in_list_order: post them in the order of the list, through one group for both directions, as torch.distributed.pipelining does.
+    Args: axes: the ranks; stages lie along "pp". lists: of all ranks along "pp", with sends and
+        receives. placement: global stage → position along "pp". in_list_order: post them in the
+        order of the list, through one group for both directions, as torch.distributed.pipelining
+        does.
             In the first step, in which shapes are announced, the order is the executor's own.
         device: of the tensors.
     """
 
     LEARNT = ("known", "announced", "seen")
 
-    def __init__(self, axes: Axes, lists: Sequence[Sequence[Action]], placement: Placement, in_list_order: bool, device: torch.device):
-        self.placement, self.me, self.device, self.in_list_order = placement, axes.here["pp"], device, in_list_order
+    def __init__(
+        self,
+        axes: Axes,
+        lists: Sequence[Sequence[Action]],
+        placement: Placement,
+        in_list_order: bool,
+        device: torch.device,
+    ):
+        self.placement, self.me, self.device, self.in_list_order = (
+            placement,
+            axes.here["pp"],
+            device,
+            in_list_order,
+        )
         self.ranks = axes.along(["pp"]).ranks
         self.lists = lists
-        pairs = {(r, placement[partner(a).stage]) for r, of_rank in enumerate(lists) for a in of_rank if a.kind.startswith("SEND")}
+        pairs = {
+            (r, placement[partner(a).stage])
+            for r, of_rank in enumerate(lists)
+            for a in of_rank
+            if a.kind.startswith("SEND")
+        }
         self.groups = groups_of(axes, sorted(pairs))
         self.acknowledged = acknowledged(lists, placement, self.me)
-        self.known: dict[Hashable, Spec] = {}  # (stage, kind, shape of the microbatch) → shape and dtype of its message
+        # (stage, kind, shape of the microbatch) → shape and dtype of its message
+        self.known: dict[Hashable, Spec] = {}
         self.announced: set[Hashable] = set()
         self.seen: set[Hashable] = set()  # shapes of microbatches of whole steps
 
     def begin(self, shapes: Sequence[Hashable], forward_only: bool = False) -> None:
         """A step begins.
 
-        Args:
-            shapes: for each microbatch, what its messages' shapes depend on. None: it has no samples, and no messages.
-            forward_only: see `is_first_forward`.
+        Args: shapes: for each microbatch, what its messages' shapes depend on. None: it has no
+            samples, and no messages. forward_only: see `is_first_forward`.
         """
         self.shapes = shapes
         present = {shape for shape in shapes if shape is not None}
         self.through_one = self.in_list_order and self.seen.issuperset(present)
         self.seen.update(present)
-        lists = [list(filter(is_first_forward, of_rank)) for of_rank in self.lists] if forward_only else self.lists
+        lists = (
+            [list(filter(is_first_forward, of_rank)) for of_rank in self.lists]
+            if forward_only
+            else self.lists
+        )
         lists = [[a for a in of_rank if shapes[a.microbatch] is not None] for of_rank in lists]
         self.expected: dict[int, deque[Action]] = {}
         for source, of_rank in enumerate(lists):
             if source != self.me:
-                mine = [partner(a) for a in of_rank if a.kind.startswith("SEND") and self.placement[partner(a).stage] == self.me]
+                mine = [
+                    partner(a)
+                    for a in of_rank
+                    if a.kind.startswith("SEND") and self.placement[partner(a).stage] == self.me
+                ]
                 self.expected[source] = deque(mine)
         self.arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
-        self.absent: set[Action] = set()  # what is not sent, because the stage that would compute it has failed
+        # what is not sent, because the stage that would compute it has failed
+        self.absent: set[Action] = set()
         self.sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
 
     def forget(self) -> None:
-        """After a step that failed on some rank, called on all of them: shapes must be announced again."""
+        """After a step that failed on some rank, called on all of them: shapes must be
+        announced again.
+        """
         self.known, self.announced, self.seen = {}, set(), set()
 
     # ── sending ──
 
     def send(self, action: Action, tensor: Tensor | None) -> None:
-        """Begin to send it. None: this rank has failed; the others get zeros, so that they can go on to the end of the step."""
+        """Begin to send it. None: this rank has failed; the others get zeros, so that they can
+        go on to the end of the step.
+        """
         receive = partner(action)
         key, to = self.key(receive), self.placement[receive.stage]
         if receive in self.absent:
@@ -99,18 +129,32 @@ class Messages:
                 self.known[key] = tuple(tensor.shape), tensor.dtype
         if receive not in self.absent:
             shape, dtype = self.known[key]
-            zeros = torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor
+            zeros = (
+                torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor
+            )
             self.isend(action, zeros.contiguous(), to)
         if problem:
             raise ScheduleError(problem)
 
     def unfit(self, action: Action, tensor: Tensor, before: Spec | None) -> str | None:
-        """Why this can't be sent. `before`: shape and dtype of an earlier microbatch of the same shape."""
-        what = f"stage {action.stage} gave a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} for microbatch {action.microbatch}"
+        """Why this can't be sent.
+
+        `before`: shape and dtype of an earlier microbatch of the same shape.
+        """
+        what = (
+            f"stage {action.stage} gave a tensor of shape {tuple(tensor.shape)} and "
+            f"{tensor.dtype} for microbatch {action.microbatch}"
+        )
         if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
-            return f"{what}: expected floating-point activations of up to {MOST_DIMS} dims between two stages"
+            return (
+                f"{what}: expected floating-point activations of up to {MOST_DIMS} dims "
+                "between two stages"
+            )
         if before is not None and (tuple(tensor.shape), tensor.dtype) != before:
-            return f"{what}, and {before[0]} {before[1]} for an earlier one: expected a shape that depends on the inputs' shape only"
+            return (
+                f"{what}, and {before[0]} {before[1]} for an earlier one: expected a shape "
+                "that depends on the inputs' shape only"
+            )
         return None
 
     def isend(self, action: Action, tensor: Tensor, to: int) -> None:
@@ -121,7 +165,9 @@ class Messages:
     # ── receiving ──
 
     def post(self, action: Action) -> None:
-        """Post this receive and those that come before it from the same rank, as far as their shapes are known."""
+        """Post this receive and those that come before it from the same rank, as far as their
+        shapes are known.
+        """
         source = self.source(action)
         while action in self.expected[source] and not self.must_hear(self.expected[source][0]):
             self.post_next(source)
@@ -142,7 +188,10 @@ class Messages:
     def take(self, action: Action) -> Tensor | None:
         """Wait for this message. None: the stage that should have sent it has failed."""
         source = self.source(action)
-        with wait_span("wait for activations" if action.kind == "RECV_F" else "wait for gradients", microbatch=action.microbatch):
+        with wait_span(
+            "wait for activations" if action.kind == "RECV_F" else "wait for gradients",
+            microbatch=action.microbatch,
+        ):
             while action in self.expected[source]:
                 if self.must_hear(self.expected[source][0]):
                     self.hear_shape(self.expected[source][0], source)
@@ -190,19 +239,27 @@ class Messages:
         return self.groups[(min(source, to), max(source, to)) if self.through_one else (source, to)]
 
 
-def groups_of(axes: Axes, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+def groups_of(
+    axes: Axes, pairs: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each direction between two positions of this rank's pipeline.
 
-    All ranks of the world must make all groups, in the same order. If only some of them train, those of each pipeline make two groups
-    of their own: one for messages to later positions, one for messages to earlier ones.
+    All ranks of the world must make all groups, in the same order. If only some of them train,
+    those of each pipeline make two groups of their own: one for messages to later positions, one
+    for messages to earlier ones.
     """
     line = axes.along(["pp"]).ranks
     if len(axes.members.ranks) < dist.get_world_size():
-        both = [dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp") for _ in range(2)]
+        both = [
+            dist.new_group(list(line), use_local_synchronization=True, group_desc="mesh_pp")
+            for _ in range(2)
+        ]
         return {(source, to): both[source > to] for source, to in pairs}
     found = {}
     positions = range(len(axes.members.ranks))
-    lines = dict.fromkeys(tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions)
+    lines = dict.fromkeys(
+        tuple(axes.members.ranks[i] for i in axes.line(["pp"], of)) for of in positions
+    )
     for other in lines:
         for source, to in pairs:
             group = dist.new_group([other[source], other[to]], group_desc="mesh_pp")
@@ -215,7 +272,8 @@ def activations(stage: int, y: Any) -> Tensor:
     """What a stage gives to the next one. Raises ScheduleError if that is no tensor."""
     if not isinstance(y, Tensor):
         raise ScheduleError(
-            f"stage {stage} gave a {type(y).__name__}: expected one tensor between two stages. Cut the model where one tensor goes on "
+            f"stage {stage} gave a {type(y).__name__}: expected one tensor between two stages. "
+            "Cut the model where one tensor goes on "
             "(layers_per_stage=), or let the stage's last module join what it returns (torch.cat)"
         )
     return y.detach()
@@ -225,11 +283,17 @@ def header(tensor: Tensor | None) -> Tensor:
     """Dims, dtype, shape; −1 dims: nothing will come."""
     if tensor is None:
         return torch.tensor([-1] + [0] * (1 + MOST_DIMS))
-    return torch.tensor([tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())])
+    return torch.tensor(
+        [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())]
+    )
 
 
-def acknowledged(lists: Sequence[Sequence[Action]], placement: Placement, me: int) -> dict[Action, list[Action]]:
-    """For each receive of this rank, the sends of this rank that must have been received before that message could be computed."""
+def acknowledged(
+    lists: Sequence[Sequence[Action]], placement: Placement, me: int
+) -> dict[Action, list[Action]]:
+    """For each receive of this rank, the sends of this rank that must have been received before
+    that message could be computed.
+    """
     found: dict[Action, list[Action]] = {}
     for source in range(len(lists)):
         used: list[Action] = []

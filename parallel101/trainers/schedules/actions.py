@@ -31,14 +31,27 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """ "2F3" → stage 2, forward, microbatch 3; "(0F1;7B0)OVERLAP_F_B" → both together. Raises ScheduleError for other texts."""
+        """ "2F3" → stage 2, forward, microbatch 3; "(0F1;7B0)OVERLAP_F_B" → both together.
+
+        Raises ScheduleError for other texts.
+        """
         if not isinstance(text, str):
-            raise ScheduleError(f"action {text!r} ({type(text).__name__}): expected a text such as '0F3'")
+            raise ScheduleError(
+                f"action {text!r} ({type(text).__name__}): expected a text such as '0F3'"
+            )
         if text.startswith("(") and text.endswith(f"){OVERLAP}"):
-            return cls(-1, OVERLAP, -1, tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";")))
+            return cls(
+                -1,
+                OVERLAP,
+                -1,
+                tuple(cls.parse(part) for part in text[1 : -len(OVERLAP) - 1].split(";")),
+            )
         found = ACTION.fullmatch(text)
         if found is None:
-            raise ScheduleError(f"action {text!r}: expected a stage, one of {', '.join(COMPUTE + COMMUNICATION)}, and a microbatch: '0F3'")
+            raise ScheduleError(
+                f"action {text!r}: expected a stage, one of "
+                f"{', '.join(COMPUTE + COMMUNICATION)}, and a microbatch: '0F3'"
+            )
         return cls(int(found[1]), found[2], int(found[3]))
 
     def __str__(self) -> str:

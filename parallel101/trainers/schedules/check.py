@@ -1,4 +1,7 @@
-"""Can a schedule be run? Proved without running it: every action is there once and in order, and no ranks wait for each other in a cycle.
+"""Can a schedule be run?
+
+Proved without running it: every action is there once and in order, and no ranks wait for each other
+in a cycle.
 
     rank 0   0SEND_F1  2RECV_F0        Under gloo's rules each message starts by itself: fine. Under NCCL's, where a rank's messages go
     rank 1   1SEND_F0  1RECV_F1        one by one, each rank's send waits for a receive that stands behind the other's send.
@@ -23,50 +26,80 @@ def check(ranks: Ranks, placement: Placement, microbatches: int, rules: str) -> 
     where = positions(ranks, placement)
     listed = lists_messages(where)
     check_complete(where, placement, microbatches, len(ranks))
-    for (rank, place), action in [((rank, i), a) for rank, actions in enumerate(ranks) for i, a in enumerate(actions)]:
+    for (rank, place), action in [
+        ((rank, i), a) for rank, actions in enumerate(ranks) for i, a in enumerate(actions)
+    ]:
         for part in action.computed():
             for needed in needs(part, placement, where, listed):
                 at = where.get(needed)
                 if at is None:
                     raise ScheduleError(f"rank {rank}: {part} needs {needed}, which is missing")
                 if at[0] == rank and at[1] >= place:
-                    raise ScheduleError(f"rank {rank}: {part} comes too early: it needs {needed}, which comes later")
+                    raise ScheduleError(
+                        f"rank {rank}: {part} comes too early: it needs {needed}, which comes later"
+                    )
     check_progress(ranks, placement, where, listed, queued=rules == "nccl")
 
 
 def positions(ranks: Ranks, placement: Placement) -> dict[Action, tuple[int, int]]:
-    """Action → (rank, place in its list). Raises ScheduleError if one stands twice, or a stage on two ranks."""
+    """Action → (rank, place in its list).
+
+    Raises ScheduleError if one stands twice, or a stage on two ranks.
+    """
     where: dict[Action, tuple[int, int]] = {}
     for rank, actions in enumerate(ranks):
         for place, action in enumerate(actions):
             for part in action.computed():
                 if part in where:
                     other = where[part][0]
-                    raise ScheduleError(f"{part} appears twice: {f'on rank {rank}' if other == rank else f'on ranks {other} and {rank}'}")
+                    raise ScheduleError(
+                        f"{part} appears twice: {f'on rank {rank}' if other == rank else f'on ranks {other} and {rank}'}"
+                    )
                 if placement[part.stage] != rank:
-                    raise ScheduleError(f"stage {part.stage} is on rank {placement[part.stage]}, and rank {rank} has {part}")
+                    raise ScheduleError(
+                        f"stage {part.stage} is on rank {placement[part.stage]}, and rank "
+                        f"{rank} has {part}"
+                    )
                 where[part] = rank, place
     return where
 
 
-def check_complete(where: Mapping[Action, object], placement: Placement, microbatches: int, ranks: int) -> None:
-    """Raises ScheduleError unless each stage has each microbatch's forward, and its backward, whole or in both halves."""
+def check_complete(
+    where: Mapping[Action, object], placement: Placement, microbatches: int, ranks: int
+) -> None:
+    """Raises ScheduleError unless each stage has each microbatch's forward, and its backward,
+    whole or in both halves.
+    """
     if not placement:
         raise ScheduleError("the schedule is empty: expected at least one forward and its backward")
     idle = set(range(ranks)) - set(placement.values())
     if idle:
-        raise ScheduleError(f"rank {min(idle)} has no stage: expected at least one on each of the {ranks} ranks")
+        raise ScheduleError(
+            f"rank {min(idle)} has no stage: expected at least one on each of the {ranks} ranks"
+        )
     for stage in range(max(placement) + 1):
         for i in range(microbatches):
             has = {kind for kind in "FBIW" if Action(stage, kind, i) in where}
             if "F" not in has:
-                raise ScheduleError(f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to {max(placement)}")
+                raise ScheduleError(
+                    f"{stage}F{i} is missing: {microbatches} microbatches pass stages 0 to "
+                    f"{max(placement)}"
+                )
             if "B" in has and has & {"I", "W"}:
                 twice = min(has & {"I", "W"})
-                raise ScheduleError(f"the backward of microbatch {i} on stage {stage} appears twice: {stage}B{i} and {stage}{twice}{i}")
+                raise ScheduleError(
+                    f"the backward of microbatch {i} on stage {stage} appears twice: "
+                    f"{stage}B{i} and {stage}{twice}{i}"
+                )
             if "B" not in has and not has >= {"I", "W"}:
-                lacks = f"{stage}B{i}" if not has & {"I", "W"} else f"{stage}{({'I', 'W'} - has).pop()}{i}"
-                raise ScheduleError(f"{lacks} is missing: stage {stage} has the forward of microbatch {i}")
+                lacks = (
+                    f"{stage}B{i}"
+                    if not has & {"I", "W"}
+                    else f"{stage}{({'I', 'W'} - has).pop()}{i}"
+                )
+                raise ScheduleError(
+                    f"{lacks} is missing: stage {stage} has the forward of microbatch {i}"
+                )
 
 
 def lists_messages(where: Mapping[Action, object]) -> bool:
@@ -74,13 +107,20 @@ def lists_messages(where: Mapping[Action, object]) -> bool:
     return any(action.kind in COMMUNICATION for action in where)
 
 
-def needs(action: Action, placement: Placement, where: Mapping[Action, object], listed: bool) -> list[Action]:
-    """What must be done before this action can be. `listed`: see lists_messages, which looks through all actions once."""
+def needs(
+    action: Action, placement: Placement, where: Mapping[Action, object], listed: bool
+) -> list[Action]:
+    """What must be done before this action can be.
+
+    `listed`: see lists_messages, which looks through all actions once.
+    """
     stage, kind, i = action[:3]
     last = stage + 1 == len(placement)
 
     def from_stage(other: int, done: Action, receive: str) -> Action:
-        return Action(stage, receive, i) if listed and placement[other] != placement[stage] else done
+        return (
+            Action(stage, receive, i) if listed and placement[other] != placement[stage] else done
+        )
 
     def backward_of(s: int) -> Action:
         whole = Action(s, "B", i)
@@ -90,7 +130,10 @@ def needs(action: Action, placement: Placement, where: Mapping[Action, object], 
         case "F":
             return [from_stage(stage - 1, Action(stage - 1, "F", i), "RECV_F")] if stage else []
         case "B" | "I":
-            return [Action(stage, "F", i), *([] if last else [from_stage(stage + 1, backward_of(stage + 1), "RECV_B")])]
+            return [
+                Action(stage, "F", i),
+                *([] if last else [from_stage(stage + 1, backward_of(stage + 1), "RECV_B")]),
+            ]
         case "W":
             return [Action(stage, "I", i)]
         case "SEND_F":
@@ -107,10 +150,19 @@ def partner(action: Action) -> Action:
     return Action(stage + step, {"SEND": "RECV", "RECV": "SEND"}[kind[:4]] + kind[4:], i)
 
 
-def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tuple[int, int]], listed: bool, queued: bool) -> None:
-    """Let all ranks go as far as they can. Raises ScheduleError with the cycle if that is not to the end.
+def check_progress(
+    ranks: Ranks,
+    placement: Placement,
+    where: Mapping[Action, tuple[int, int]],
+    listed: bool,
+    queued: bool,
+) -> None:
+    """Let all ranks go as far as they can.
 
-    Sends and receives are posted in the order of a list and do not stop its rank. `queued`: those of a rank start one by one.
+    Raises ScheduleError with the cycle if that is not to the end.
+
+    Sends and receives are posted in the order of a list and do not stop its rank. `queued`: those
+    of a rank start one by one.
     """
     done: set[Action] = set()
     place = [0] * len(ranks)
@@ -124,7 +176,11 @@ def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tu
         for rank, actions in enumerate(ranks):
             while place[rank] < len(actions):
                 parts = actions[place[rank]].computed()
-                if not all(needed in done for part in parts for needed in needs(part, placement, where, listed)):
+                if not all(
+                    needed in done
+                    for part in parts
+                    for needed in needs(part, placement, where, listed)
+                ):
                     break
                 if parts[0].kind in COMMUNICATION:
                     posted[rank].append(parts[0])
@@ -144,16 +200,28 @@ def check_progress(ranks: Ranks, placement: Placement, where: Mapping[Action, tu
     for rank, actions in enumerate(ranks):
         if posted[rank]:
             action, other = posted[rank][0], partner(posted[rank][0])
-            waiting[rank] = where[other][0], f"rank {rank}'s {action} waits for {other} of rank {where[other][0]}"
+            waiting[rank] = (
+                where[other][0],
+                f"rank {rank}'s {action} waits for {other} of rank {where[other][0]}",
+            )
         elif place[rank] < len(actions):
             parts = actions[place[rank]].computed()
-            part, needed = next((p, n) for p in parts for n in needs(p, placement, where, listed) if n not in done)
-            waiting[rank] = where[needed][0], f"rank {rank}'s {part} waits for {needed} of rank {where[needed][0]}"
+            part, needed = next(
+                (p, n) for p in parts for n in needs(p, placement, where, listed) if n not in done
+            )
+            waiting[rank] = (
+                where[needed][0],
+                f"rank {rank}'s {part} waits for {needed} of rank {where[needed][0]}",
+            )
     if waiting:
         cycle, rank = [], min(waiting)
         while rank not in cycle:
             cycle.append(rank)
             rank = waiting[rank][0]
         words = "; ".join(waiting[r][1] for r in cycle[cycle.index(rank) :])
-        how = " under NCCL's rules, where a rank's sends and receives start one by one" if queued and any(posted) else ""
+        how = (
+            " under NCCL's rules, where a rank's sends and receives start one by one"
+            if queued and any(posted)
+            else ""
+        )
         raise ScheduleError(f"the ranks would wait for each other forever{how}: {words}")

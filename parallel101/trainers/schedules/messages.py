@@ -1,10 +1,12 @@
-"""Sends and receives for a schedule whose lists have none: what the executor adds, so that messages overlap compute.
+"""Sends and receives for a schedule whose lists have none: what the executor adds, so that messages
+overlap compute.
 
     compute only          2F0              2F1              2B0
     with messages   RECV_F0  RECV_F1  2F0  SEND_F0  RECV_B0  2F1  …
 
-A result is sent as soon as it is there. A receive is posted one action ahead: before an action is computed, the receive of the next action
-that needs one is posted. Receives from one rank are posted in the order in which that rank sends, since NCCL has no tags.
+A result is sent as soon as it is there. A receive is posted one action ahead: before an action is
+computed, the receive of the next action that needs one is posted. Receives from one rank are posted
+in the order in which that rank sends, since NCCL has no tags.
 """
 
 from __future__ import annotations
@@ -16,21 +18,31 @@ from parallel101.trainers.schedules.check import Placement, Ranks, partner
 
 
 def with_messages(ranks: Ranks, placement: Placement) -> list[list[Action]]:
-    """The lists with their sends and receives, and overlaps taken apart. Lists that have sends already keep their order."""
+    """The lists with their sends and receives, and overlaps taken apart.
+
+    Lists that have sends already keep their order.
+    """
     apart = [[part for action in of_rank for part in action.computed()] for of_rank in ranks]
     if has_messages(ranks):
         return apart
     sent = [[list(sends(action, placement)) for action in of_rank] for of_rank in apart]
-    expected: dict[int, dict[int, list[Action]]] = {rank: {} for rank in range(len(ranks))}  # by receiver and sender, in the sender's order
+    # by receiver and sender, in the sender's order
+    expected: dict[int, dict[int, list[Action]]] = {rank: {} for rank in range(len(ranks))}
     for source, of_rank in enumerate(sent):
         for send in sum(of_rank, []):
             receive = partner(send)
             expected[placement[receive.stage]].setdefault(source, []).append(receive)
-    return [list(posted_ahead(apart[rank], sent[rank], expected[rank], placement)) for rank in range(len(ranks))]
+    return [
+        list(posted_ahead(apart[rank], sent[rank], expected[rank], placement))
+        for rank in range(len(ranks))
+    ]
 
 
 def posted_ahead(
-    actions: list[Action], sent: list[list[Action]], expected: dict[int, list[Action]], placement: Placement
+    actions: list[Action],
+    sent: list[list[Action]],
+    expected: dict[int, list[Action]],
+    placement: Placement,
 ) -> Iterator[Action]:
     """One rank's list. `expected`: by sending rank, the receives in the order in which it sends."""
     needed = [receive_for(action, placement) for action in actions]

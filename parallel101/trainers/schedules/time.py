@@ -1,8 +1,10 @@
-"""How long a schedule takes, and how many activations it holds: an event simulation in a few lines, in which nothing is computed.
+"""How long a schedule takes, and how many activations it holds: an event simulation in a few lines,
+in which nothing is computed.
 
     bubble rate = 1 − (mean work of the ranks) / cost         cost: the most, over ranks, of (its last end − its own first start)
 
-Whether a schedule can be run at all is check.py's. Definitions: Qi et al. (arXiv 2401.10241), section 4 and Table 2.
+Whether a schedule can be run at all is check.py's. Definitions: Qi et al. (arXiv 2401.10241),
+section 4 and Table 2.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from parallel101.trainers.schedules.actions import COMMUNICATION, Action, ScheduleError
-from parallel101.trainers.schedules.check import Placement, Ranks, lists_messages, needs, partner, positions
+from parallel101.trainers.schedules.check import (
+    Placement,
+    Ranks,
+    lists_messages,
+    needs,
+    partner,
+    positions,
+)
 
 Cost = float | Sequence[float]
 
@@ -29,18 +38,32 @@ class Slot(NamedTuple):
 class ScheduleTime(NamedTuple):
     makespan: float  # seconds from the first start to the last end
     bubble_rate: float  # see above
-    peak_activations: list[int]  # by rank: (stage, microbatch) pairs from the start of F to the end of B or W, at most
+    # by rank: (stage, microbatch) pairs from the start of F to the end of B or W, at most
+    peak_activations: list[int]
     slots: list[Slot]  # every computed action, by rank and time
 
     def timeline(self, title: str = "Pipeline schedule") -> Any:
-        """The schedule as a picture. A notebook shows it; elsewhere call `.save("schedule.html")`."""
+        """The schedule as a picture.
+
+        A notebook shows it; elsewhere call `.save("schedule.html")`.
+        """
         from parallel101.viz.pipeline import pipeline_scene
 
         return pipeline_scene(self, title=title)
 
 
-def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost, weight_grad: Cost, communication: float) -> ScheduleTime:
-    """Run each rank's list in order, each action as soon as what it needs has arrived. See Schedule.time."""
+def simulate(
+    ranks: Ranks,
+    placement: Placement,
+    forward: Cost,
+    input_grad: Cost,
+    weight_grad: Cost,
+    communication: float,
+) -> ScheduleTime:
+    """Run each rank's list in order, each action as soon as what it needs has arrived.
+
+    See Schedule.time.
+    """
     stages = max(placement) + 1
     costs = {
         "F": per_stage("forward", forward, stages),
@@ -49,7 +72,9 @@ def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost
     }
     costs["B"] = [i + w for i, w in zip(costs["I"], costs["W"])]
     if not isinstance(communication, (int, float)) or not 0 <= communication < math.inf:
-        raise ScheduleError(f"communication={communication!r}: expected one number of seconds, 0 or more")
+        raise ScheduleError(
+            f"communication={communication!r}: expected one number of seconds, 0 or more"
+        )
     where = positions(ranks, placement)
     listed = lists_messages(where)
     ready: dict[Action, float] = {}  # when an action's result is on its own rank
@@ -61,16 +86,27 @@ def simulate(ranks: Ranks, placement: Placement, forward: Cost, input_grad: Cost
                 if action.kind.startswith("RECV"):  # posted ahead: who needs it waits for the send
                     place[rank] += 1
                     continue
-                wanted = [needed for part in action.computed() for needed in needs(part, placement, where, listed)]
-                sources = [partner(needed) if needed.kind in COMMUNICATION else needed for needed in wanted]
+                wanted = [
+                    needed
+                    for part in action.computed()
+                    for needed in needs(part, placement, where, listed)
+                ]
+                sources = [
+                    partner(needed) if needed.kind in COMMUNICATION else needed for needed in wanted
+                ]
                 if any(source not in ready for source in sources):
                     break
-                arrivals = [ready[source] + (communication if where[source][0] != rank else 0.0) for source in sources]
+                arrivals = [
+                    ready[source] + (communication if where[source][0] != rank else 0.0)
+                    for source in sources
+                ]
                 if action.kind in COMMUNICATION:
                     ready[action] = max([now[rank], *arrivals])
                 else:
                     start = max([now[rank], *arrivals])
-                    now[rank] = start + sum(costs[part.kind][part.stage] for part in action.computed())
+                    now[rank] = start + sum(
+                        costs[part.kind][part.stage] for part in action.computed()
+                    )
                     slots.append(Slot(rank, action, start, now[rank]))
                     ready.update(dict.fromkeys(action.computed(), now[rank]))
                 place[rank] += 1
@@ -95,8 +131,16 @@ def summary(ranks: int, slots: list[Slot]) -> ScheduleTime:
 
 
 def per_stage(name: str, cost: Cost, stages: int) -> list[float]:
-    """One number for each global stage. Raises ScheduleError for other numbers of them, and for negative ones."""
+    """One number for each global stage.
+
+    Raises ScheduleError for other numbers of them, and for negative ones.
+    """
     costs = list(cost) if isinstance(cost, Sequence) else [cost] * stages
-    if len(costs) != stages or not all(isinstance(c, (int, float)) and 0 <= c < math.inf for c in costs):
-        raise ScheduleError(f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the {stages} stages")
+    if len(costs) != stages or not all(
+        isinstance(c, (int, float)) and 0 <= c < math.inf for c in costs
+    ):
+        raise ScheduleError(
+            f"{name}={cost!r}: expected seconds, 0 or more: a number, or one for each of the "
+            f"{stages} stages"
+        )
     return [float(c) for c in costs]

@@ -1,1 +1,3 @@
-"""What a trainer needs besides its step: arguments, optimizer, fit and history, checkpoints, and who holds what."""
+"""What a trainer needs besides its step: arguments, optimizer, fit and history, checkpoints,
+and who holds what.
+"""

@@ -1,4 +1,5 @@
-"""The arguments of a trainer, checked before the first message, so that a mistake is an error at once.
+"""The arguments of a trainer, checked before the first message, so that a mistake is an error at
+once.
 
 model       a module whose weights have values, on a device that the group can send from
 loss_fn     a function; it returns one number, which depends on the weights, or a sum and its weight
@@ -20,39 +21,59 @@ from parallel101.trainers.support.batches import in_words
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
-SHARDED: WeakSet[nn.Module] = WeakSet()  # modules whose weights a trainer has cut up; only that trainer can gather them
+# modules whose weights a trainer has cut up; only that trainer can gather them
+SHARDED: WeakSet[nn.Module] = WeakSet()
 
 
 def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
     """Raises TypeError or ValueError for what makes no sense on any rank."""
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         raise TypeError(
-            f"loss_fn={loss_fn!r}: expected a function of (outputs, targets) that returns their mean loss, such as "
+            f"loss_fn={loss_fn!r}: expected a function of (outputs, targets) that returns "
+            "their mean loss, such as "
             "torch.nn.functional.mse_loss or nn.MSELoss(), or None if the model returns its loss"
         )
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise ValueError(f"clip_norm={clip_norm!r}: expected the largest norm that the gradients may have, above 0, or None")
-    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
-        raise ValueError(f"autocast={autocast!r}: expected a floating-point dtype such as torch.bfloat16, or None")
+        raise ValueError(
+            f"clip_norm={clip_norm!r}: expected the largest norm that the gradients may have, "
+            "above 0, or None"
+        )
+    if autocast is not None and not (
+        isinstance(autocast, torch.dtype) and autocast.is_floating_point
+    ):
+        raise ValueError(
+            f"autocast={autocast!r}: expected a floating-point dtype such as torch.bfloat16, "
+            "or None"
+        )
 
 
 def check_accumulate(accumulate: Any) -> int:
     """Raises ValueError for what is no number of microbatches."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r}: expected the number of microbatches in a step, 1 or more")
+        raise ValueError(
+            f"accumulate={accumulate!r}: expected the number of microbatches in a step, 1 or more"
+        )
     return accumulate
 
 
 def check_bucket_bytes(bucket_bytes: Any) -> None:
     """Raises ValueError for what is no number of bytes."""
     if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
-        raise ValueError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at a time, or None")
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at "
+            "a time, or None"
+        )
 
 
 def check_model(model: Any) -> torch.device:
-    """The device that the model is on. Raises TypeError or ValueError for a model that can't be trained."""
+    """The device that the model is on.
+
+    Raises TypeError or ValueError for a model that can't be trained.
+    """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: expected an nn.Module that has been built, such as MLP([4, 8, 4])")
+        raise TypeError(
+            f"model={model!r}: expected an nn.Module that has been built, such as MLP([4, 8, 4])"
+        )
     if any(module in SHARDED for module in model.modules()):
         raise ValueError(
             "the model's weights are cut up already, by a trainer that was built before: "
@@ -60,10 +81,16 @@ def check_model(model: Any) -> torch.device:
         )
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
-            raise ValueError(f"{name!r} has no shape yet, since its module is lazy: run the model once before, model(inputs)")
+            raise ValueError(
+                f"{name!r} has no shape yet, since its module is lazy: run the model once "
+                "before, model(inputs)"
+            )
     for name, p in model.named_parameters():
         if p.is_meta:
-            raise ValueError(f"{name!r} is on the meta device and has no values: give it some, with model.to_empty(device=…) and its init")
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values: give it some, with "
+                "model.to_empty(device=…) and its init"
+            )
     return device_of(model)
 
 
@@ -71,11 +98,13 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def loss_and_weight(loss_fn: LossFn | None, outputs: Any, targets: Any) -> tuple[Tensor, float | None]:
+def loss_and_weight(
+    loss_fn: LossFn | None, outputs: Any, targets: Any
+) -> tuple[Tensor, float | None]:
     """The loss, and its weight if it is a sum. Raises ValueError for anything else.
 
-    Args:
-        loss_fn: returns a mean over the samples, or (sum, weight). None: the model returns its loss, or outputs with a `loss`.
+    Args: loss_fn: returns a mean over the samples, or (sum, weight). None: the model returns its
+        loss, or outputs with a `loss`.
     """
     if loss_fn is not None:
         loss = loss_fn(outputs, targets)
@@ -88,15 +117,22 @@ def loss_and_weight(loss_fn: LossFn | None, outputs: Any, targets: Any) -> tuple
         loss, given = loss
         weight = float(given)
         if not weight >= 0:
-            raise ValueError(f"the loss has the weight {weight}: expected (sum of losses, their weight), a weight of 0 or more")
+            raise ValueError(
+                f"the loss has the weight {weight}: expected (sum of losses, their weight), a "
+                "weight of 0 or more"
+            )
     if not isinstance(loss, Tensor) or loss.dim():
         what = in_words(loss) if isinstance(loss, Tensor) else repr(loss)
         if loss_fn is None:
             raise ValueError(
-                f"loss_fn is None, and the model's loss is {what}: expected a model that returns its loss, or outputs with a loss; "
+                f"loss_fn is None, and the model's loss is {what}: expected a model that "
+                "returns its loss, or outputs with a loss; "
                 "or pass loss_fn=lambda outputs, targets: …"
             )
-        raise ValueError(f"loss_fn returned {what}: expected the mean over the samples, a tensor without dims, or (sum, weight)")
+        raise ValueError(
+            f"loss_fn returned {what}: expected the mean over the samples, a tensor without "
+            "dims, or (sum, weight)"
+        )
     return loss, weight
 
 
@@ -104,6 +140,7 @@ def check_depends(loss: Tensor) -> None:
     """Raises ValueError if backward could not begin."""
     if not loss.requires_grad:
         raise ValueError(
-            "the loss depends on no weight that is trained: was it detached, made of whole numbers (argmax), or computed under "
+            "the loss depends on no weight that is trained: was it detached, made of whole "
+            "numbers (argmax), or computed under "
             "torch.no_grad()?"
         )

@@ -1,4 +1,5 @@
-"""A batch is a tree of tensors: a tensor, or dicts, tuples and lists of them, with the samples along dim 0 of each tensor.
+"""A batch is a tree of tensors: a tensor, or dicts, tuples and lists of them, with the samples
+along dim 0 of each tensor.
 
 inputs                        the model is called with
 tokens                        model(tokens)
@@ -21,7 +22,10 @@ HASH = 6  # bytes: a number of this size is exact in float64
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Batch) -> Any:
-    """The same tree with `function` applied to each tensor. What is neither a tensor nor a container stays as it is."""
+    """The same tree with `function` applied to each tensor.
+
+    What is neither a tensor nor a container stays as it is.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
@@ -49,26 +53,50 @@ def tensors_of(tree: Batch) -> list[Tensor]:
 
 
 def count_samples(tree: Batch) -> int:
-    """How many samples the batch has. Raises TypeError for what is no tree of tensors, ValueError if its tensors disagree."""
+    """How many samples the batch has.
+
+    Raises TypeError for what is no tree of tensors, ValueError if its tensors disagree.
+    """
     tensors = tensors_of(tree)
-    strange = next((leaf for leaf in leaves(tree) if not isinstance(leaf, (Tensor, bool, type(None)))), None)
+    strange = next(
+        (leaf for leaf in leaves(tree) if not isinstance(leaf, (Tensor, bool, type(None)))), None
+    )
     if strange is not None or not tensors or not all(t.dim() for t in tensors):
-        raise TypeError(f"a batch is {in_words(tree)}: expected tensors with the samples along dim 0, or dicts, tuples and lists of them")
+        raise TypeError(
+            f"a batch is {in_words(tree)}: expected tensors with the samples along dim 0, or "
+            "dicts, tuples and lists of them"
+        )
     counts = [len(t) for t in tensors]
     if len(set(counts)) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        raise ValueError(f"the tensors of a batch have the shapes {shapes}: expected the same number of samples along dim 0 of each")
+        raise ValueError(
+            f"the tensors of a batch have the shapes {shapes}: expected the same number of "
+            "samples along dim 0 of each"
+        )
     return counts[0]
 
 
 def check_pair(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets); a batch may also be one tensor of two. Raises TypeError or ValueError for anything else."""
-    pair = tuple(batch) if isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1) else ()
+    """(inputs, targets); a batch may also be one tensor of two.
+
+    Raises TypeError or ValueError for anything else.
+    """
+    pair = (
+        tuple(batch)
+        if isinstance(batch, (tuple, list)) or (isinstance(batch, Tensor) and batch.dim() > 1)
+        else ()
+    )
     if len(pair) != 2:
-        raise TypeError(f"a batch is {in_words(batch)}: expected (inputs, targets), with the samples along dim 0 of each tensor")
+        raise TypeError(
+            f"a batch is {in_words(batch)}: expected (inputs, targets), with the samples along "
+            "dim 0 of each tensor"
+        )
     samples, others = count_samples(pair[0]), count_samples(pair[1])
     if samples != others:
-        raise ValueError(f"inputs have {samples} samples along dim 0 and targets {others}: expected the same number")
+        raise ValueError(
+            f"inputs have {samples} samples along dim 0 and targets {others}: expected the "
+            "same number"
+        )
     return pair
 
 
@@ -86,29 +114,41 @@ def join(batches: Sequence[Batch]) -> Batch:
     """The samples of several batches as one. Raises ValueError for samples of different shapes."""
     columns = list(zip(*(tensors_of(batch) for batch in batches)))
     if any(t.shape[1:] != column[0].shape[1:] for column in columns for t in column):
-        raise ValueError("the ranks' samples are of different shapes, and one process would take them together")
+        raise ValueError(
+            "the ranks' samples are of different shapes, and one process would take them together"
+        )
     joined = iter([torch.cat(column) for column in columns])
     return map_tensors(lambda _: next(joined), batches[0])
 
 
 def call(module: nn.Module, inputs: Batch) -> Any:
-    """The module's outputs: the entries of a dict are keywords, those of a tuple or list are arguments."""
+    """The module's outputs: the entries of a dict are keywords, those of a tuple or list are
+    arguments.
+    """
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
 
 
 def number_of_shape(tree: Batch) -> int:
-    """A number for the shape of a sample and its dtype: equal ones have the same, on every rank. Exact as a float64."""
+    """A number for the shape of a sample and its dtype: equal ones have the same, on every rank.
+
+    Exact as a float64.
+    """
     text = f"{[(tuple(t.shape[1:]), t.dtype) for t in tensors_of(tree)]}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=HASH).digest(), "big")
 
 
 def number_of_values(tree: Batch) -> int:
-    """A checksum of the values: equal batches have the same, on every rank. It takes 0.2 ms for a megabyte."""
+    """A checksum of the values: equal batches have the same, on every rank.
+
+    It takes 0.2 ms for a megabyte.
+    """
     checksum = 0
     for t in tensors_of(tree):
-        checksum = zlib.crc32(t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data, checksum)
+        checksum = zlib.crc32(
+            t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data, checksum
+        )
     return checksum
 
 
@@ -119,6 +159,12 @@ def in_words(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(repr, list(value)[:4])) or 'nothing'}{', …' if len(value) > 4 else ''}"
     if isinstance(value, (tuple, list)):
-        parts = [in_words(part) if isinstance(part, Tensor) else type(part).__name__ for part in value[:4]]
-        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}{', …' if len(value) > 4 else ''}"
+        parts = [
+            in_words(part) if isinstance(part, Tensor) else type(part).__name__
+            for part in value[:4]
+        ]
+        return (
+            f"a {type(value).__name__} of "
+            f"{', '.join(parts) or 'nothing'}{', …' if len(value) > 4 else ''}"
+        )
     return "None" if value is None else f"a {type(value).__name__}"

@@ -1,4 +1,5 @@
-"""Saving and resuming, on this layout or another: a checkpoint knows parameters by name, and nothing of ranks.
+"""Saving and resuming, on this layout or another: a checkpoint knows parameters by name, and
+nothing of ranks.
 
 2 ranks   step, step, step, save ─▶ run.pt        weights, optimizer state, steps and history of the whole model
 3 ranks   run.pt ─▶ resume, step, step, …         each rank takes its part; first everything is checked, then everything is changed
@@ -6,7 +7,8 @@
 A file is whole or not there:
 
 write run.pt.part ──▶ fsync ──▶ rename to run.pt        killed before the rename: the old run.pt is untouched;
-                                                        after it: the new one is complete. There is no third case.
+                                                        after it: the new one is complete. There is
+                                                            no third case.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ FIELDS = {"model", "optimizer", "steps", "history"}
 
 
 def state_dict(trainer: Any) -> dict[str, Any]:
-    """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere. Collective: call it on every rank."""
+    """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere.
+
+    Collective: call it on every rank.
+    """
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     with reading_parts(trainer):
         state = copy.copy(trainer.model.state_dict())
@@ -39,16 +44,20 @@ def state_dict(trainer: Any) -> dict[str, Any]:
 
 
 def gradients(trainer: Any) -> dict[str, Tensor | None]:
-    """The gradients of the last step (clipped, if they were), by the names of the model's parameters. Collective."""
+    """The gradients of the last step (clipped, if they were), by the names of the model's
+    parameters. Collective.
+    """
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
 def save(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> None:
-    """Write all that is needed to continue: weights, optimizer state, steps, history. Collective; the first rank writes, atomically.
+    """Write all that is needed to continue: weights, optimizer state, steps, history.
 
-    Any trainer on any number of ranks can `resume` it. `scheduler`: of the learning rate, to be saved with it.
-    Raises OSError on every rank if the file could not be written.
+    Collective; the first rank writes, atomically.
+
+    Any trainer on any number of ranks can `resume` it. `scheduler`: of the learning rate, to be
+    saved with it. Raises OSError on every rank if the file could not be written.
     """
     content = {
         "model": trainer.state_dict(),
@@ -57,29 +66,44 @@ def save(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> Non
         "history": trainer.history.as_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
-    trainer.agree.all_or_none(f"save to {path}", lambda: write_checkpoint(path, content) if trainer.position == 0 else None)
+    trainer.agree.all_or_none(
+        f"save to {path}",
+        lambda: write_checkpoint(path, content) if trainer.position == 0 else None,
+    )
 
 
 def resume(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> int:
-    """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the number of steps that were taken. Collective.
+    """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the
+    number of steps that were taken. Collective.
 
     `scheduler`: of the learning rate; it gets the state that was saved, and there must be one.
 
-    Everything is checked before anything is changed. Raises, on every rank, OSError if the file can't be read on one, and ValueError if it
-    is not such a file, is of another model or optimizer, or differs from the one that the first rank reads.
+    Everything is checked before anything is changed. Raises, on every rank, OSError if the file
+    can't be read on one, and ValueError if it is not such a file, is of another model or optimizer,
+    or differs from the one that the first rank reads.
     """
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
         content = read_checkpoint(path)
         check_state(content["model"], trainer)
         if scheduler is not None and content.get("scheduler") is None:
-            raise ValueError(f"{path} has no scheduler's state: expected a file that save(…, scheduler=…) wrote")
-        return content, trainer.sharded_optimizer.state_to_load(content["optimizer"]), History(**content["history"])
+            raise ValueError(
+                f"{path} has no scheduler's state: expected a file that save(…, scheduler=…) wrote"
+            )
+        return (
+            content,
+            trainer.sharded_optimizer.state_to_load(content["optimizer"]),
+            History(**content["history"]),
+        )
 
     content, optimizer, history = trainer.agree.all_or_none(f"resume from {path}", read)
     tensors = {**content["model"], "steps": torch.tensor(content["steps"])}
     found = [(name, value) for name, value in tensors.items() if isinstance(value, Tensor)]
-    trainer.agree.check_same(found, f"the ranks read different contents from {path}", "expected one file, or copies of it")
+    trainer.agree.check_same(
+        found,
+        f"the ranks read different contents from {path}",
+        "expected one file, or copies of it",
+    )
     load_model(trainer, content["model"])
     trainer.optimizer.load_state_dict(optimizer)
     if scheduler is not None:
@@ -92,7 +116,9 @@ def resume(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> i
 def load_model(trainer: Any, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
     parts = trainer.parts
-    trainer.model.load_state_dict({key: value for key, value in state.items() if key not in trainer.state_names}, strict=False)
+    trainer.model.load_state_dict(
+        {key: value for key, value in state.items() if key not in trainer.state_names}, strict=False
+    )
     for key, value in state.items():
         name = trainer.state_names.get(key)
         if name in parts:
@@ -101,16 +127,21 @@ def load_model(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def refuse_parts(trainer: Any) -> None:
-    """Let `state_dict` and copies of a model that is cut raise an error: they would have shards, or nothing, in place of weights."""
+    """Let `state_dict` and copies of a model that is cut raise an error: they would have
+    shards, or nothing, in place of weights.
+    """
     trainer.reads_parts = False
     entries, model = trainer.layout.entries, trainer.model
-    if all(p.shape == entries[name].shape for name, p in model.named_parameters() if name in entries):
+    if all(
+        p.shape == entries[name].shape for name, p in model.named_parameters() if name in entries
+    ):
         return
 
     def refuse(*_: Any) -> None:
         if not trainer.reads_parts:
             raise RuntimeError(
-                "this rank has only a part of the model's weights: expected trainer.state_dict(), which all ranks call, and which gives "
+                "this rank has only a part of the model's weights: expected "
+                "trainer.state_dict(), which all ranks call, and which gives "
                 "the whole model's (a new model's load_state_dict takes it)"
             )
 
@@ -131,17 +162,28 @@ def reading_parts(trainer: Any) -> Iterator[None]:
 def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that a state_dict has, by name, each once however often it is tied."""
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    return {name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if id(t) in kept}
+    return {
+        name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if id(t) in kept
+    }
 
 
 def names_of_state(model: nn.Module) -> dict[str, str]:
-    """Key of the state_dict → name of the parameter or buffer; several keys have the same name if they are tied."""
+    """Key of the state_dict → name of the parameter or buffer; several keys have the same name
+    if they are tied.
+    """
     names = {id(t): name for name, t in tensors_of_state(model).items()}
-    return {key: names[id(value)] for key, value in model.state_dict(keep_vars=True).items() if id(value) in names}
+    return {
+        key: names[id(value)]
+        for key, value in model.state_dict(keep_vars=True).items()
+        if id(value) in names
+    }
 
 
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
-    """Write `content` (tensors, numbers, strings, in dicts and lists) to `path`, atomically. Raises OSError if that fails."""
+    """Write `content` (tensors, numbers, strings, in dicts and lists) to `path`, atomically.
+
+    Raises OSError if that fails.
+    """
     check_place(path)
     path = Path(path)
     part = path.with_name(path.name + ".part")
@@ -167,16 +209,22 @@ def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Read what `write_checkpoint` wrote, onto the CPU. Nothing in the file is executed.
 
-    Raises OSError if there is nothing to read, ValueError for a file that is not such a checkpoint, or not all of one.
+    Raises OSError if there is nothing to read, ValueError for a file that is not such a checkpoint,
+    or not all of one.
     """
     with open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
-            if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= FIELDS:
+            if (
+                not isinstance(content, dict)
+                or content.get("format") != FORMAT
+                or not content.keys() >= FIELDS
+            ):
                 raise ValueError("it holds something else")
         except Exception as error:  # torch's unpickler raises anything on foreign bytes
             raise ValueError(
-                f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was expected), or it is incomplete: {error}"
+                f"{path} is not a checkpoint that Trainer.save wrote ('{FORMAT}' was "
+                f"expected), or it is incomplete: {error}"
             ) from error
     return content
 
@@ -193,14 +241,23 @@ def check_place(path: str | os.PathLike) -> None:
 
 
 def check_state(state: Mapping[str, Any], trainer: Any) -> None:
-    """Raises ValueError if the names and shapes in a model's state are not those of the trainer's whole model."""
+    """Raises ValueError if the names and shapes in a model's state are not those of the
+    trainer's whole model.
+    """
     keys = trainer.state_keys
     for key in dict.fromkeys([*keys, *state]):
         if key not in state:
             raise ValueError(f"the checkpoint is another model's: it has no {key!r}")
         if key not in keys:
-            raise ValueError(f"the checkpoint is another model's: it has {key!r}, which this model lacks")
+            raise ValueError(
+                f"the checkpoint is another model's: it has {key!r}, which this model lacks"
+            )
         if (name := trainer.state_names.get(key)) is not None:
-            here, there = tuple(trainer.layout.entries[name].shape), tuple(getattr(state[key], "shape", ()))
+            here, there = (
+                tuple(trainer.layout.entries[name].shape),
+                tuple(getattr(state[key], "shape", ())),
+            )
             if here != there:
-                raise ValueError(f"the checkpoint is another model's: {key!r} is {there} there and {here} here")
+                raise ValueError(
+                    f"the checkpoint is another model's: {key!r} is {there} there and {here} here"
+                )

@@ -1,7 +1,9 @@
-"""Many steps: a whole batch in, this rank's share trained on, the loss reported and kept, a checkpoint now and then.
+"""Many steps: a whole batch in, this rank's share trained on, the loss reported and kept, a
+checkpoint now and then.
 
 for batch in batches:  step(share(batch))          every rank gets the same batches and cuts out its own part,
-                                                   so that the run is the same on any number of ranks
+                                                   so that the run is the same on any number of
+                                                   ranks
 """
 
 from __future__ import annotations
@@ -38,17 +40,22 @@ END = object()
 
 
 def share(trainer: Any, batch: Batch) -> Batch:
-    """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0 as `split_sizes` does.
+    """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0 as
+    `split_sizes` does.
 
-    It is on the model's device. A batch of fewer samples than ranks leaves some ranks without samples.
-    Raises TypeError or ValueError for what is not a tree of tensors with equally many samples (see batches.py).
+    It is on the model's device. A batch of fewer samples than ranks leaves some ranks without
+    samples. Raises TypeError or ValueError for what is not a tree of tensors with equally many
+    samples (see batches.py).
     """
     sizes = split_sizes(count_samples(batch), trainer.axes.sizes["dp"])
     return map_tensors(lambda t: t.to(trainer.device), split(batch, sizes)[trainer.axes.here["dp"]])
 
 
 def inputs_and_targets(trainer: Any, batch: Any) -> tuple[Any, Any]:
-    """What `step` takes of a batch. If the model returns its loss, all of the batch is what the model is called with."""
+    """What `step` takes of a batch.
+
+    If the model returns its loss, all of the batch is what the model is called with.
+    """
     return (batch, None) if trainer.prepared.loss_fn is None else check_pair(batch)
 
 
@@ -63,22 +70,29 @@ def fit(
     on_step: Callable[[StepResult], object] | None = None,
     progress: bool = True,
 ) -> History:
-    """Train on batch after batch, with a progress bar, and return the history of this trainer, which `plot`s.
+    """Train on batch after batch, with a progress bar, and return the history of this trainer,
+    which `plot`s.
 
-    Args:
-        batches: whole batches (inputs, targets), the same on every rank, which cuts out its share: an iterable, or a function that
-            gives the batch of a step by its number, so that a resumed run continues with the batch that it would have had. With
+    Args: batches: whole batches (inputs, targets), the same on every rank, which cuts out its
+        share: an iterable, or a function that
+            gives the batch of a step by its number, so that a resumed run continues with the batch
+            that it would have had. With
             loss_fn=None a batch is what the model is called with.
-        until: stop when the trainer has taken so many steps in all, those before `resume` counted. A function of the step needs it.
+        until: stop when the trainer has taken so many steps in all, those before `resume` counted.
+            A function of the step needs it.
         save_to: a checkpoint to write, every `save_every` steps and at the end.
-        scheduler: of the learning rate, one of torch.optim.lr_scheduler's over `trainer.optimizer`. It takes a step after each of the
+        scheduler: of the learning rate, one of torch.optim.lr_scheduler's over `trainer.optimizer`.
+            It takes a step after each of the
             trainer's, and is saved with the checkpoint; see `resume`.
-        on_step: called after every step, on every rank, with its `StepResult`: number, loss, seconds, samples, tokens.
+        on_step: called after every step, on every rank, with its `StepResult`: number, loss,
+            seconds, samples, tokens.
         progress: show the bar (on the first rank only).
     """
     check_fit(batches, until, save_to, save_every, on_step)
     if save_to is not None:
-        trainer.agree.all_or_none(f"save to {save_to}", lambda: check_place(save_to) if trainer.position == 0 else None)
+        trainer.agree.all_or_none(
+            f"save to {save_to}", lambda: check_place(save_to) if trainer.position == 0 else None
+        )
     stream = map(batches, itertools.count(trainer.steps)) if callable(batches) else iter(batches)
     saved = trainer.steps
     with progress_bar(trainer, batches, until, progress) as bar:
@@ -90,7 +104,13 @@ def fit(
             inputs, targets = inputs_and_targets(trainer, batch)
             check_same(trainer, (inputs, targets))
             loss = trainer.step(*trainer.share((inputs, targets)))
-            step = StepResult(trainer.steps - 1, loss, time.perf_counter() - began, count_samples(inputs), tokens_in(inputs))
+            step = StepResult(
+                trainer.steps - 1,
+                loss,
+                time.perf_counter() - began,
+                count_samples(inputs),
+                tokens_in(inputs),
+            )
             trainer.history.add(step)
             if scheduler is not None:
                 scheduler.step()
@@ -107,30 +127,48 @@ def fit(
 
 
 def check_same(trainer: Any, batch: Batch) -> None:
-    """Raises ValueError, on every rank, if the ranks have other batches: each cuts its share out of the whole one."""
+    """Raises ValueError, on every rank, if the ranks have other batches: each cuts its share
+    out of the whole one.
+    """
     if len(trainer.agree.ranks) == 1:
         return
     (numbers,) = trainer.agree.numbers(number_of_values(batch))
-    others = [str(rank) for rank, number in zip(trainer.agree.ranks, numbers) if number != numbers[0]]
+    others = [
+        str(rank) for rank, number in zip(trainer.agree.ranks, numbers) if number != numbers[0]
+    ]
     if others:
         raise ValueError(
-            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} gave fit other batches in step {trainer.steps} than rank "
-            f"{trainer.agree.ranks[0]}: expected the same whole batches on every rank, of which fit cuts out each rank's share. Leave "
+            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} gave fit other batches "
+            f"in step {trainer.steps} than rank "
+            f"{trainer.agree.ranks[0]}: expected the same whole batches on every rank, of "
+            "which fit cuts out each rank's share. Leave "
             "DistributedSampler out, and seed a loader that shuffles alike on all ranks"
         )
 
 
 def progress_bar(trainer: Any, batches: Any, until: int | None, progress: bool) -> tqdm:
-    lengths = [length for length in (until, trainer.steps + len(batches) if hasattr(batches, "__len__") else None) if length is not None]
+    lengths = [
+        length
+        for length in (until, trainer.steps + len(batches) if hasattr(batches, "__len__") else None)
+        if length is not None
+    ]
     total = min(lengths, default=None)
-    return tqdm(total=total, initial=trainer.steps, desc="fit", unit="step", disable=not progress or trainer.position != 0)
+    return tqdm(
+        total=total,
+        initial=trainer.steps,
+        desc="fit",
+        unit="step",
+        disable=not progress or trainer.position != 0,
+    )
 
 
 @torch.no_grad()
 def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
-    """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same float on every rank.
+    """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same
+    float on every rank.
 
-    A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights: all sums over all weights.
+    A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights: all
+    sums over all weights.
     """
     total, weight, problem = 0.0, 0.0, None
     with evaluation_mode(trainer):
@@ -139,7 +177,8 @@ def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
                 x, y = share(trainer, inputs_and_targets(trainer, batch))
             except Exception as error:
                 problem = problem or error
-                with trainer.gradient_sync.forward():  # on ZeRO-3 the other ranks wait for this one's weights
+                # on ZeRO-3 the other ranks wait for this one's weights
+                with trainer.gradient_sync.forward():
                     continue
             with span("evaluate"):
                 of_batch = evaluate_share(trainer, x, y)
@@ -151,7 +190,9 @@ def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
     return math.fsum(totals) / math.fsum(weights)
 
 
-def agree_on_evaluation(trainer: Any, loss: float, weight: float, problem: Exception | None) -> list[list[float]]:
+def agree_on_evaluation(
+    trainer: Any, loss: float, weight: float, problem: Exception | None
+) -> list[list[float]]:
     """The losses and weights of all ranks. Raises, on all of them, if one of them had a problem."""
     losses, weights = trainer.agree.numbers(loss, -1 if problem else weight)
     if min(weights) < 0:
@@ -161,7 +202,9 @@ def agree_on_evaluation(trainer: Any, loss: float, weight: float, problem: Excep
 
 
 def evaluate_share(trainer: Any, inputs: Batch, targets: Batch) -> tuple[float, float]:
-    """The sum of this share's losses, and its weight; (0, 0) on a rank whose loss another rank along tp or pp tells."""
+    """The sum of this share's losses, and its weight; (0, 0) on a rank whose loss another rank
+    along tp or pp tells.
+    """
     loss, weight = trainer.executor.evaluate(inputs, targets, number_of_shape(inputs))
     return (loss, weight) if trainer.axes.here.get("tp", 0) == 0 else (0.0, 0.0)
 
@@ -169,7 +212,10 @@ def evaluate_share(trainer: Any, inputs: Batch, targets: Batch) -> tuple[float, 
 @contextmanager
 def evaluation_mode(trainer: Any) -> Iterator[None]:
     """Inside, the trainer's model is in eval mode, and its layers compute what they hold."""
-    with evaluating(trainer.model), WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext():
+    with (
+        evaluating(trainer.model),
+        WithoutFastPath() if trainer.axes.sizes.get("tp", 1) > 1 else nullcontext(),
+    ):
         yield
 
 
@@ -186,7 +232,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutFastPath(TorchFunctionMode):
-    """While it is active, nn.TransformerEncoderLayer calls its layers. Otherwise, in eval mode, torch reads their weights itself.
+    """While it is active, nn.TransformerEncoderLayer calls its layers.
+
+    Otherwise, in eval mode, torch reads their weights itself.
 
     torch leaves its fast path as soon as any mode is active, and this one changes nothing else.
     """
@@ -196,17 +244,35 @@ class WithoutFastPath(TorchFunctionMode):
 
 
 def check_fit(batches: Any, until: Any, save_to: Any, save_every: Any, on_step: Any) -> None:
-    """Raises TypeError or ValueError for arguments with which `fit` could not begin or would never end."""
+    """Raises TypeError or ValueError for arguments with which `fit` could not begin or would
+    never end.
+    """
     if not callable(batches) and not isinstance(batches, Iterable):
-        raise TypeError(f"batches={batches!r}: expected batches (inputs, targets), or a function that gives the batch of a step")
+        raise TypeError(
+            f"batches={batches!r}: expected batches (inputs, targets), or a function that "
+            "gives the batch of a step"
+        )
     if callable(batches) and until is None:
-        raise ValueError("batches is a function of the step, and would never end: say until=, the number of steps in all")
+        raise ValueError(
+            "batches is a function of the step, and would never end: say until=, the number of "
+            "steps in all"
+        )
     if until is not None and not (isinstance(until, int) and until >= 0):
-        raise ValueError(f"until={until!r}: expected the number of steps in all, 0 or more, or None")
-    if save_every is not None and not (save_to is not None and isinstance(save_every, int) and save_every >= 1):
-        raise ValueError(f"save_every={save_every!r}, save_to={save_to!r}: expected steps, 1 or more, and a file to save to")
+        raise ValueError(
+            f"until={until!r}: expected the number of steps in all, 0 or more, or None"
+        )
+    if save_every is not None and not (
+        save_to is not None and isinstance(save_every, int) and save_every >= 1
+    ):
+        raise ValueError(
+            f"save_every={save_every!r}, save_to={save_to!r}: expected steps, 1 or more, and a "
+            "file to save to"
+        )
     if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step={on_step!r}: expected a function of a step, such as lambda step: print(step.loss)")
+        raise TypeError(
+            f"on_step={on_step!r}: expected a function of a step, such as lambda step: "
+            "print(step.loss)"
+        )
 
 
 def tokens_in(inputs: Batch) -> int:

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 
 class StepResult(NamedTuple):
-    """What `fit` reports of a step, to its history and to `on_step`: of the whole batch, the same on every rank except `seconds`."""
+    """What `fit` reports of a step, to its history and to `on_step`: of the whole batch, the
+    same on every rank except `seconds`.
+    """
 
     step: int  # its number, from 0
     loss: float  # mean over the whole batch, before the step's update
     seconds: float  # that it took on this rank
     samples: int  # in the whole batch
-    tokens: int  # in the whole batch, if its inputs are whole numbers in rows (as a text's are), else 0
+    # in the whole batch, if its inputs are whole numbers in rows (as a text's are), else 0
+    tokens: int
 
 
 @dataclass
@@ -36,7 +39,10 @@ class History:
     def __repr__(self) -> str:
         if not self.steps:
             return "<History: no steps yet>"
-        return f"<History: {len(self)} steps, loss {self.losses[0]:.4g} → {self.losses[-1]:.4g}, {self.rate()}>"
+        return (
+            f"<History: {len(self)} steps, loss {self.losses[0]:.4g} → {self.losses[-1]:.4g}, "
+            f"{self.rate()}>"
+        )
 
     def add(self, step: StepResult) -> None:
         self.steps.append(step.step)
@@ -46,13 +52,21 @@ class History:
         self.tokens.append(step.tokens)
 
     def rate(self, last: int = 20) -> str:
-        """Tokens a second over the last steps, in words; samples a second if there are no tokens."""
+        """Tokens a second over the last steps, in words; samples a second if there are no
+        tokens.
+        """
         seconds = sum(self.seconds[-last:])
-        amount, unit = (sum(self.tokens[-last:]), "tokens") if any(self.tokens[-last:]) else (sum(self.samples[-last:]), "samples")
+        amount, unit = (
+            (sum(self.tokens[-last:]), "tokens")
+            if any(self.tokens[-last:])
+            else (sum(self.samples[-last:]), "samples")
+        )
         return f"{amount / seconds:,.0f} {unit}/s" if seconds else f"? {unit}/s"
 
     def plot(self, ax: Any = None, **line: Any) -> Any:
-        """Draw the loss over the steps, on matplotlib axes `ax` or new ones; `line` goes to plot(), such as label="2 ranks"."""
+        """Draw the loss over the steps, on matplotlib axes `ax` or new ones; `line` goes to
+        plot(), such as label="2 ranks".
+        """
         import matplotlib.pyplot as plt
 
         if ax is None:

@@ -17,18 +17,25 @@ from torch import Tensor, UntypedStorage
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each storage once, however many of the tensors lie in it."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    """Bytes of the storages behind these tensors, each storage once, however many of the
+    tensors lie in it.
+    """
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+    }
     return sum(storages.values())
 
 
 class LiveBytes:
-    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as anything holds their memory.
+    """Bytes that are alive only for a moment (gathered layers, gradients in flight), as long as
+    anything holds their memory.
 
     gathered   ▂ ▄ ▄ ▄ ▄ ▂        two layers at most, if every layer is freed;
     leaked     ▂ ▄ ▆ █ █ ▇        a view that somebody keeps keeps the whole storage, and is counted
 
-    It holds weak references to storages: one counts until its last tensor, view or place in a graph is gone.
+    It holds weak references to storages: one counts until its last tensor, view or place in a graph
+    is gone.
 
     Attributes:
         peak: kind → the most bytes of it that were alive at once since `begin`.
@@ -58,13 +65,12 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What `describe()` returns: for each rank of the group, in order, the bytes of each kind that it holds. Print it to see a table.
+    """What `describe()` returns: for each rank of the group, in order, the bytes of each kind that
+    it holds. Print it to see a table.
 
-    Attributes:
-        title: which trainer, on how many ranks.
-        ranks: their ranks in the world.
-        bytes: kind → bytes by position, such as {"weights": [4096, 4096], …}.
-        notes: what else is worth telling, a line each: how modules are cut, parameters placed and gradients synchronised.
+    Attributes: title: which trainer, on how many ranks. ranks: their ranks in the world. bytes:
+        kind → bytes by position, such as {"weights": [4096, 4096], …}. notes: what else is worth
+        telling, a line each: how modules are cut, parameters placed and gradients synchronised.
     """
 
     title: str
@@ -78,33 +84,54 @@ class Holdings:
     def __str__(self) -> str:
         head = ["", *self.bytes, "together"]
         rows = [
-            [f"rank {rank}", *(readable(by_position[i]) for by_position in self.bytes.values()), readable(self.total(i))]
+            [
+                f"rank {rank}",
+                *(readable(by_position[i]) for by_position in self.bytes.values()),
+                readable(self.total(i)),
+            ]
             for i, rank in enumerate(self.ranks)
         ]
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        lines = ["   ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in [head, *rows]]
+        lines = [
+            "   ".join(cell.rjust(width) for cell, width in zip(row, widths))
+            for row in [head, *rows]
+        ]
         return "\n".join([self.title, *lines, *self.notes])
 
     __repr__ = __str__
 
 
 def describe(trainer: Any) -> Holdings:
-    """Who holds what, in bytes a rank, counted from the storages that are alive now. Collective; print it to see a table."""
+    """Who holds what, in bytes a rank, counted from the storages that are alive now.
+
+    Collective; print it to see a table.
+    """
     parameters, state = list(trainer.model.parameters()), trainer.optimizer.state.values()
     held: dict[str, list[Tensor]] = {
         "weights": [*parameters, *trainer.model.buffers()],
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer state": [value for of_one in state for value in of_one.values() if isinstance(value, Tensor)],
+        "optimizer state": [
+            value for of_one in state for value in of_one.values() if isinstance(value, Tensor)
+        ],
     }
     more = trainer.gradient_sync.held()
-    mine = {kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()} | trainer.gradient_sync.peaks()
-    of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]  # a stage without trained weights has fewer kinds
+    mine = {
+        kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()
+    } | trainer.gradient_sync.peaks()
+    # a stage without trained weights has fewer kinds
+    of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]
     counts = {
-        kind: [of_rank.get(kind, 0) for of_rank in of_ranks] for kind in dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
+        kind: [of_rank.get(kind, 0) for of_rank in of_ranks]
+        for kind in dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     }
     ranks = trainer.agree.ranks
     notes = [*trainer.prepared.notes, *trainer.layout.describe(), trainer.gradient_sync.describe()]
-    return Holdings(f"{type(trainer).__name__} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}", ranks, counts, notes)
+    return Holdings(
+        f"{type(trainer).__name__} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}",
+        ranks,
+        counts,
+        notes,
+    )
 
 
 def readable(count: float) -> str:

@@ -1,4 +1,5 @@
-"""The optimizer that a trainer is given as a function; handed the pieces that this rank owns; its state saved whole and by name.
+"""The optimizer that a trainer is given as a function; handed the pieces that this rank owns; its
+state saved whole and by name.
 
 optimizer = lambda p: torch.optim.AdamW(p, lr=1e-3)        the trainer calls it with the model's parameters
 rank 0   exp_avg of weight[0:8]  ┐
@@ -23,40 +24,54 @@ from parallel101.trainers.layout import Coordinates, Layout
 
 
 def build_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Call it with the parameters. Raises TypeError or ValueError if the result is not an optimizer of just these."""
-    hint = "expected a function that builds one over the parameters it is given, such as lambda p: torch.optim.AdamW(p, lr=1e-3)"
+    """Call it with the parameters.
+
+    Raises TypeError or ValueError if the result is not an optimizer of just these.
+    """
+    hint = (
+        "expected a function that builds one over the parameters it is given, such as lambda "
+        "p: torch.optim.AdamW(p, lr=1e-3)"
+    )
     if isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__} that is already built: {hint}")
     if not callable(optimizer):
         raise TypeError(f"optimizer={optimizer!r}: {hint}")
     if not parameters:
-        raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        raise ValueError(
+            "the model has no parameter that requires a gradient: there is nothing to train"
+        )
     built = optimizer(list(parameters.values()))
     if not isinstance(built, Optimizer):
         raise TypeError(f"optimizer gave a {type(built).__name__}: {hint}")
     try:
         inspect.signature(built.step).bind()
     except TypeError as error:  #  LBFGS wants a function that computes the loss again
-        raise ValueError(f"trainers call {type(built).__name__}.step() without arguments, and that fails: {error}") from error
+        raise ValueError(
+            f"trainers call {type(built).__name__}.step() without arguments, and that fails: "
+            f"{error}"
+        ) from error
     expected = {id(p): name for name, p in parameters.items()}
     found = [p for group in built.param_groups for p in group["params"]]
     strangers = [p for p in found if id(p) not in expected]
     if strangers:
         raise ValueError(
-            f"the optimizer was built over other parameters: {len(strangers)} of its {len(found)} (the first of shape "
+            f"the optimizer was built over other parameters: {len(strangers)} of its "
+            f"{len(found)} (the first of shape "
             f"{tuple(strangers[0].shape)}) are not among those that it was given; {hint}"
         )
     left_out = [name for key, name in expected.items() if key not in {id(p) for p in found}]
     if left_out:
         raise ValueError(
-            f"the optimizer leaves out {len(left_out)} of the parameters that it was given, {left_out[0]!r} first: expected all of them; "
+            f"the optimizer leaves out {len(left_out)} of the parameters that it was given, "
+            f"{left_out[0]!r} first: expected all of them; "
             "set requires_grad_(False) on parameters that should not be trained"
         )
     return built
 
 
 class ShardedOptimizer:
-    """An optimizer that was built over the whole parameters, and from now on updates those that this rank owns, in the same groups.
+    """An optimizer that was built over the whole parameters, and from now on updates those that
+    this rank owns, in the same groups.
 
     Args:
         optimizer: built over `whole`.
@@ -65,11 +80,18 @@ class ShardedOptimizer:
         layout: how the pieces make up the whole.
     """
 
-    def __init__(self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter], owned: Mapping[str, nn.Parameter], layout: Layout):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        whole: Mapping[str, nn.Parameter],
+        owned: Mapping[str, nn.Parameter],
+        layout: Layout,
+    ):
         self.optimizer, self.owned, self.layout = optimizer, owned, layout
         names = {id(p): name for name, p in whole.items()}
         self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        state = {name: optimizer.state[p] for name, p in whole.items() if p in optimizer.state}  # Adagrad has some from the start
+        # Adagrad has some from the start
+        state = {name: optimizer.state[p] for name, p in whole.items() if p in optimizer.state}
         optimizer.state.clear()
         for options, in_group in zip(optimizer.param_groups, self.names):
             options["params"] = [owned[name] for name in in_group if name in owned]
@@ -78,15 +100,31 @@ class ShardedOptimizer:
                 optimizer.state[p] = self.cut(name, state[name])
 
     def cut(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of one parameter's state. A value of another shape, such as the number of steps, belongs to every rank."""
+        """This rank's part of one parameter's state.
+
+        A value of another shape, such as the number of steps, belongs to every rank.
+        """
         shape = self.layout.entries[name].shape
-        return {key: self.layout.cut(name, value).clone() if is_like(key, value, shape) else value for key, value in state.items()}
+        return {
+            key: self.layout.cut(name, value).clone() if is_like(key, value, shape) else value
+            for key, value in state.items()
+        }
 
     def state(self) -> dict[str, Any]:
-        """State and options by parameter name, as a checkpoint keeps them. Collective; complete on the first rank only."""
+        """State and options by parameter name, as a checkpoint keeps them.
+
+        Collective; complete on the first rank only.
+        """
         layout, states = self.layout, self.optimizer.state
-        mine = {name: dict(states[p]) for name, p in self.owned.items() if p in states and layout.counts(name)}
-        of_all = [of_rank or {} for of_rank in tell_first(mine, layout.axes.along(layout.cut_axes), layout.device)]
+        mine = {
+            name: dict(states[p])
+            for name, p in self.owned.items()
+            if p in states and layout.counts(name)
+        }
+        of_all = [
+            of_rank or {}
+            for of_rank in tell_first(mine, layout.axes.along(layout.cut_axes), layout.device)
+        ]
         by_place = {tuple(at.values()): of_rank for at, of_rank in zip(layout.line, of_all)}
 
         def part(name: str, key: str, at: Coordinates) -> Tensor:
@@ -94,55 +132,92 @@ class ShardedOptimizer:
 
         whole: dict[str, dict[str, Any]] = {}
         for name in sum(self.names, []):
-            at, first = next(((at, of_rank[name]) for at, of_rank in zip(layout.line, of_all) if name in of_rank), (None, {}))
+            at, first = next(
+                (
+                    (at, of_rank[name])
+                    for at, of_rank in zip(layout.line, of_all)
+                    if name in of_rank
+                ),
+                (None, {}),
+            )
             whole[name] = {
-                key: layout.join(name, partial(part, name, key)) if is_like(key, value, layout.shape(name, at)) else value
+                key: layout.join(name, partial(part, name, key))
+                if is_like(key, value, layout.shape(name, at))
+                else value
                 for key, value in first.items()
             }
         groups = [
-            {"names": list(in_group), **{key: value for key, value in group.items() if key != "params"}}
+            {
+                "names": list(in_group),
+                **{key: value for key, value in group.items() if key != "params"},
+            }
             for in_group, group in zip(self.names, self.optimizer.param_groups)
         ]
-        return {"type": type(self.optimizer).__name__, "state": {name: state for name, state in whole.items() if state}, "groups": groups}
+        return {
+            "type": type(self.optimizer).__name__,
+            "state": {name: state for name, state in whole.items() if state},
+            "groups": groups,
+        }
 
     def state_to_load(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes on this rank of what `state` returned. Changes nothing.
+        """What `optimizer.load_state_dict` takes on this rank of what `state` returned.
+
+        Changes nothing.
 
         Raises ValueError if the optimizer, the parameters or their groups differ.
         """
         here, there = type(self.optimizer).__name__, saved["type"]
         if here != there:
-            raise ValueError(f"the checkpoint has the state of {there}, and this trainer's optimizer is {here}: expected the same")
+            raise ValueError(
+                f"the checkpoint has the state of {there}, and this trainer's optimizer is "
+                f"{here}: expected the same"
+            )
         options = {
-            name: {key: value for key, value in group.items() if key != "names"} for group in saved["groups"] for name in group["names"]
+            name: {key: value for key, value in group.items() if key != "names"}
+            for group in saved["groups"]
+            for name in group["names"]
         }
         groups: list[dict[str, Any]] = []
         order: list[str] = []
         for i, (in_group, group) in enumerate(zip(self.names, self.optimizer.param_groups)):
             missing = [name for name in in_group if name not in options]
             if missing:
-                raise ValueError(f"the checkpoint knows no optimizer state of {missing[0]!r}: was it saved with another model?")
+                raise ValueError(
+                    f"the checkpoint knows no optimizer state of {missing[0]!r}: was it saved "
+                    "with another model?"
+                )
             unlike = [name for name in in_group if options[name] != options[in_group[0]]]
             if unlike:
                 raise ValueError(
-                    f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the optimizer, and had different options in the "
+                    f"{in_group[0]!r} and {unlike[0]!r} are together in group {i} of the "
+                    "optimizer, and had different options in the "
                     "checkpoint: expected the same groups"
                 )
             mine = [name for name in in_group if name in self.owned]
             numbers = list(range(len(order), len(order) + len(mine)))
-            groups.append({**group, **(options[in_group[0]] if in_group else {}), "params": numbers})
+            groups.append(
+                {**group, **(options[in_group[0]] if in_group else {}), "params": numbers}
+            )
             order += mine
-        state = {number: self.cut(name, saved["state"][name]) for number, name in enumerate(order) if name in saved["state"]}
+        state = {
+            number: self.cut(name, saved["state"][name])
+            for number, name in enumerate(order)
+            if name in saved["state"]
+        }
         return {"state": state, "param_groups": groups}
 
 
 def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Whether a value of an optimizer's state belongs to the elements of a parameter of this shape."""
-    return isinstance(value, Tensor) and value.shape == torch.Size(shape) and key != "step"  # torch treats that key specially, too
+    """Whether a value of an optimizer's state belongs to the elements of a parameter of this
+    shape.
+    """
+    # torch treats that key specially, too
+    return isinstance(value, Tensor) and value.shape == torch.Size(shape) and key != "step"
 
 
 def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any]:
-    """What every rank passes (tensors, numbers, strings, in dicts and tuples), by position, on the first rank; [] on the others.
+    """What every rank passes (tensors, numbers, strings, in dicts and tuples), by position, on the
+    first rank; [] on the others.
 
     What is empty arrives as None, without a file.
     """
@@ -159,4 +234,7 @@ def tell_first(content: Any, group: GroupLike, device: torch.device) -> list[Any
     if members.position != 0:
         return []
     files = [io.BytesIO(part.cpu().numpy().tobytes()) for part in packed_of_all.split(sizes)]
-    return [torch.load(file, map_location=device, weights_only=True) if size else None for file, size in zip(files, sizes)]
+    return [
+        torch.load(file, map_location=device, weights_only=True) if size else None
+        for file, size in zip(files, sizes)
+    ]

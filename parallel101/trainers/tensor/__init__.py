@@ -1,4 +1,5 @@
-"""Tensor parallel: a model's matrices are cut over the ranks of an axis, by a plan beside the model.
+"""Tensor parallel: a model's matrices are cut over the ranks of an axis, by a plan beside the
+model.
 
 {"*.up": "column", "*.down": "row"}     styles.py, plan.py: which module has which style, checked before anything is changed
 auto.py                                 a plan from the model's structure

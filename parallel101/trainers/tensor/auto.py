@@ -5,11 +5,13 @@ attention by heads          by the names in ATTENTION, with a width or a number 
 feed-forward                by the names in FEED_FORWARD: column and row
 head, and its embedding     vocabulary, if the loss is vocabulary_cross_entropy
 
-What it does not recognise stays replicated. Names are a guess at what the code between the layers does; a plan says it.
+What it does not recognise stays replicated. Names are a guess at what the code between the layers
+does; a plan says it.
 
-GPT-2's attention, as in nanoGPT, takes the width of a head from its input: `k.view(B, T, self.n_head, C // self.n_head)`. That works only
-with all features, so its layers are gathered. To cut it by heads, write `self.c_attn(x).chunk(3, -1)`, `k.view(B, T, -1, head_width)` and
-`y.view(B, T, -1)`, and the plan {"*.c_attn": column(parts=3, heads=n_head), "*.attn.c_proj": "row", …}.
+GPT-2's attention, as in nanoGPT, takes the width of a head from its input: `k.view(B, T,
+self.n_head, C // self.n_head)`. That works only with all features, so its layers are gathered. To
+cut it by heads, write `self.c_attn(x).chunk(3, -1)`, `k.view(B, T, -1, head_width)` and `y.view(B,
+T, -1)`, and the plan {"*.c_attn": column(parts=3, heads=n_head), "*.attn.c_proj": "row", …}.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from parallel101.trainers.tensor.styles import Style, column
 
 COLUMN, ROW, GATHERED = Style("column"), Style("row"), Style("column_gather")
 
-ATTENTION = (  # the layers whose outputs are heads, or one with query, key and value side by side; the layer that takes them
+# the layers whose outputs are heads, or one with query, key and value side by side; the layer that
+# takes them
+ATTENTION = (
     (("query", "key", "value"), "out"),
     (("q_proj", "k_proj", "v_proj"), "o_proj"),  # LLaMA
     (("wq", "wk", "wv"), "wo"),  # LLaMA in Meta's code
@@ -44,7 +48,14 @@ FEED_FORWARD = (
 )
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "dim_head")
 HEADS = ("n_local_heads", "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
-KEY_VALUE_HEADS = ("n_local_kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+KEY_VALUE_HEADS = (
+    "n_local_kv_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "n_kv_head",
+    "kv_heads",
+)
 
 
 def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str, Style]:
@@ -60,25 +71,34 @@ def auto_plan(model: nn.Module, chain: Chain | None, cut_head: bool) -> dict[str
         found = attention(module) | feed_forward(module)
         plan |= {f"{name}.{layer}".strip("."): style for layer, style in found.items()}
     for inner in inner_chains(model, chain):
-        plan |= {name: style for name, style in pairs(inner).items() if style.name != "column_gather"}
+        plan |= {
+            name: style for name, style in pairs(inner).items() if style.name != "column_gather"
+        }
     if chain is not None:
         entries = chain
         if cut_head and isinstance(chain[-1][1], nn.Linear) and is_plain(chain[-1][1]):
             plan |= vocabulary(chain)
             entries = chain[:-1]
-        if not any(list(module.children()) or isinstance(module, nn.Embedding) for _, module in chain):
+        if not any(
+            list(module.children()) or isinstance(module, nn.Embedding) for _, module in chain
+        ):
             plan |= pairs(entries)
     if not plan:
         raise ValueError(
-            f'plan="auto" found nothing to cut in {type(model).__name__}: expected an nn.Sequential of linear layers, or modules named '
-            "query, key, value, out (with a head_width or num_heads) or up, down, or as in LLaMA or GPT-2. "
+            f'plan="auto" found nothing to cut in {type(model).__name__}: expected an '
+            "nn.Sequential of linear layers, or modules named "
+            "query, key, value, out (with a head_width or num_heads) or up, down, or as in "
+            "LLaMA or GPT-2. "
             'Pass a plan: {"name of a module": "column" or "row", …}'
         )
     return plan
 
 
 def pairs(chain: Chain) -> dict[str, Style]:
-    """Two linear layers with only elementwise functions between them are column and row. A dropout is none: it would draw a mask a rank."""
+    """Two linear layers with only elementwise functions between them are column and row.
+
+    A dropout is none: it would draw a mask a rank.
+    """
     plan: dict[str, Style] = {}
     open_column = None
     times_used = Counter(id(module) for _, module in chain)
@@ -88,7 +108,9 @@ def pairs(chain: Chain) -> dict[str, Style]:
                 plan[name], open_column = Style("column_gather"), name
             else:
                 plan[open_column], plan[name], open_column = COLUMN, ROW, None
-        elif not isinstance(module, ELEMENTWISE) or isinstance(module, (nn.Dropout, nn.AlphaDropout)):
+        elif not isinstance(module, ELEMENTWISE) or isinstance(
+            module, (nn.Dropout, nn.AlphaDropout)
+        ):
             open_column = None
     return plan
 
@@ -100,10 +122,17 @@ def attention(module: nn.Module) -> dict[str, Style]:
         if not found or found[0].out_features != parts * found[-1].in_features:
             continue
         layers = found[:-1]
-        heads = [heads_of(module, layer.out_features // parts, layer is not layers[0]) for layer in layers]
+        heads = [
+            heads_of(module, layer.out_features // parts, layer is not layers[0])
+            for layer in layers
+        ]
         if None not in heads:
-            return {name: column(parts=parts, heads=count) for name, count in zip(inner, heads)} | {last: ROW}
-    return next((dict.fromkeys(names, GATHERED) for names in ALL_FEATURES if linears(module, names)), {})
+            return {name: column(parts=parts, heads=count) for name, count in zip(inner, heads)} | {
+                last: ROW
+            }
+    return next(
+        (dict.fromkeys(names, GATHERED) for names in ALL_FEATURES if linears(module, names)), {}
+    )
 
 
 def feed_forward(module: nn.Module) -> dict[str, Style]:
@@ -118,12 +147,18 @@ def feed_forward(module: nn.Module) -> dict[str, Style]:
 def linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     """The plain linear layers of these names; none if the module does not have all of them."""
     below = dict(module.named_modules())
-    found = [layer for name in names if isinstance(layer := below.get(name), nn.Linear) and is_plain(layer)]
+    found = [
+        layer
+        for name in names
+        if isinstance(layer := below.get(name), nn.Linear) and is_plain(layer)
+    ]
     return found if len(found) == len(names) else []
 
 
 def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int | None:
-    """The attribute that counts the heads in so many outputs, else their number; None if the module tells neither."""
+    """The attribute that counts the heads in so many outputs, else their number; None if the
+    module tells neither.
+    """
     width = head_width(module)
     for name in (*KEY_VALUE_HEADS * key_or_value, *HEADS):
         count = whole_number(vars(module).get(name))
@@ -134,7 +169,10 @@ def heads_of(module: nn.Module, outputs: int, key_or_value: bool) -> str | int |
 
 def head_width(module: nn.Module) -> int | None:
     """How many features a head has, if one of the module's attributes says so."""
-    return next((width for name in HEAD_WIDTHS if (width := whole_number(getattr(module, name, None)))), None)
+    return next(
+        (width for name in HEAD_WIDTHS if (width := whole_number(getattr(module, name, None)))),
+        None,
+    )
 
 
 def whole_number(value: object) -> int | None:
@@ -143,12 +181,21 @@ def whole_number(value: object) -> int | None:
 
 
 def vocabulary(chain: Chain) -> dict[str, Style]:
-    """The head, and the token embedding in the first module: the one tied to the head, else the first with as many rows."""
+    """The head, and the token embedding in the first module: the one tied to the head, else the
+    first with as many rows.
+    """
     (first, embedding), (last, head) = chain[0], chain[-1]
     plan = {last: Style("vocabulary")}
-    tables = [(name, module) for name, module in embedding.named_modules() if isinstance(module, nn.Embedding)]
-    fitting = [(name, module) for name, module in tables if module.num_embeddings == head.out_features]
-    fitting.sort(key=lambda table: table[1].weight is not head.weight)  # a table of positions may happen to have as many rows
+    tables = [
+        (name, module)
+        for name, module in embedding.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    fitting = [
+        (name, module) for name, module in tables if module.num_embeddings == head.out_features
+    ]
+    # a table of positions may happen to have as many rows
+    fitting.sort(key=lambda table: table[1].weight is not head.weight)
     for name, _ in fitting[:1]:
         plan[f"{first}.{name}".strip(".")] = Style("vocabulary")
     return plan

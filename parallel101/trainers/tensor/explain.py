@@ -1,4 +1,5 @@
-"""A shape error in the code between cut layers, in words: this code sees some of the features, and may count all of them.
+"""A shape error in the code between cut layers, in words: this code sees some of the features, and
+may count all of them.
 
 q, k, v = self.qkv(x).split(self.width, -1)         there are 3 · width / n features on each of n ranks
 q.view(batch, time, self.num_heads, -1)             and num_heads / n heads
@@ -16,7 +17,9 @@ SHAPES = re.compile("shape|size|unpack|unflatten", re.IGNORECASE)
 
 
 def explain_shape_errors(module: nn.Module, name: str, ranks: int, cut_time: bool) -> None:
-    """From now on, a shape error in the module's forward is a ValueError that says what may be wrong, with torch's error as its cause."""
+    """From now on, a shape error in the module's forward is a ValueError that says what may be
+    wrong, with torch's error as its cause.
+    """
     if "forward" in vars(module) or type(module).forward is nn.Sequential.forward:
         return
 
@@ -27,9 +30,12 @@ def explain_shape_errors(module: nn.Module, name: str, ranks: int, cut_time: boo
             if not is_of_shapes(error):
                 raise
             raise ValueError(
-                f"{repr(name) if name else 'the model'} ({type(self).__name__}) raised {str(error).splitlines()[0]!r}. Its layers are "
-                f"cut over {ranks} ranks, so its code sees 1/{ranks} of their features and heads. Where it counts those of the whole "
-                'model, write -1, or give the plan the attribute that counts heads: p101.column(heads="num_heads"). '
+                f"{repr(name) if name else 'the model'} ({type(self).__name__}) raised "
+                f"{str(error).splitlines()[0]!r}. Its layers are "
+                f"cut over {ranks} ranks, so its code sees 1/{ranks} of their features and "
+                "heads. Where it counts those of the whole "
+                "model, write -1, or give the plan the attribute that counts heads: "
+                'p101.column(heads="num_heads"). '
                 f"{'Take the time from an output of these layers: sequence_parallel cuts the input along time. ' * cut_time}"
                 "Or leave these layers out of the plan"
             ) from error
@@ -41,4 +47,6 @@ def is_of_shapes(error: Exception) -> bool:
     """Whether torch, Python's unpacking or einops found that sizes do not fit."""
     if isinstance(error, ValueError):
         return "to unpack" in str(error)
-    return (type(error) is RuntimeError or type(error).__name__ == "EinopsError") and SHAPES.search(str(error)) is not None
+    return (type(error) is RuntimeError or type(error).__name__ == "EinopsError") and SHAPES.search(
+        str(error)
+    ) is not None

@@ -5,7 +5,8 @@ column ──▶ norm ──▶ row          wrong: the norm needs all features,
 column ──▶ (end)                 wrong: nobody puts the outputs together; column_gather does
 row    ──▶ row                   wrong: the second one's inputs are not cut
 
-In a chain the order is known. Elsewhere a model's code decides, so layers of one module belong together: its columns to its rows.
+In a chain the order is known. Elsewhere a model's code decides, so layers of one module belong
+together: its columns to its rows.
 """
 
 from __future__ import annotations
@@ -29,11 +30,19 @@ def check_flow(model: nn.Module, chain: Chain | None, styles: Styles, shards: Sh
         settled |= walk(chain, styles, shards, whole_model=True)
     for inner in inner_chains(model, chain):
         settled |= walk(inner, styles, shards, whole_model=False)
-    check_others(model, {name: style for name, style in styles.items() if name not in settled}, styles, shards)
+    check_others(
+        model,
+        {name: style for name, style in styles.items() if name not in settled},
+        styles,
+        shards,
+    )
 
 
 def walk(chain: Chain, styles: Styles, shards: Shards, whole_model: bool) -> set[str]:
-    """Follow the features through a chain. Returns the layers that are in order; what enters or leaves a part of a model is left open."""
+    """Follow the features through a chain.
+
+    Returns the layers that are in order; what enters or leaves a part of a model is left open.
+    """
     settled: set[str] = set()
     cut_by = None  # the column layer whose outputs are on their way
     for name, module in chain:
@@ -41,8 +50,10 @@ def walk(chain: Chain, styles: Styles, shards: Shards, whole_model: bool) -> set
         if style is None or isinstance(module, nn.Embedding):
             if cut_by is not None and mixes_features(module):
                 raise ValueError(
-                    f"plan: {name or 'the module'!r} ({type(module).__name__}) gets the cut outputs of column layer {cut_by!r}, but "
-                    f'needs all of them: make {cut_by!r} "column_gather", or put a row layer before it'
+                    f"plan: {name or 'the module'!r} ({type(module).__name__}) gets the cut "
+                    f"outputs of column layer {cut_by!r}, but "
+                    f'needs all of them: make {cut_by!r} "column_gather", or put a row layer '
+                    "before it"
                 )
             settled |= {name} & styles.keys()
         elif style.name == "row":
@@ -55,7 +66,10 @@ def walk(chain: Chain, styles: Styles, shards: Shards, whole_model: bool) -> set
             cut_by = None
         else:
             if cut_by is not None:
-                raise ValueError(f'plan: {name!r} gets the cut outputs of column layer {cut_by!r}: make it "row", or that "column_gather"')
+                raise ValueError(
+                    f"plan: {name!r} gets the cut outputs of column layer {cut_by!r}: make it "
+                    '"row", or that "column_gather"'
+                )
             settled.add(name)
             if style.name == "column":
                 cut_by = name
@@ -75,7 +89,9 @@ def check_others(model: nn.Module, rest: Styles, styles: Styles, shards: Shards)
         if style.name in ("column", "row"):
             of_parent.setdefault(name.rpartition(".")[0], {})[name] = style.name
     for kinds in of_parent.values():
-        columns, rows = ([name for name, kind in kinds.items() if kind == wanted] for wanted in ("column", "row"))
+        columns, rows = (
+            [name for name, kind in kinds.items() if kind == wanted] for wanted in ("column", "row")
+        )
         if columns and rows:
             for row in rows:
                 check_fit(row, columns, styles, shards)
@@ -95,22 +111,28 @@ def check_others(model: nn.Module, rest: Styles, styles: Styles, shards: Shards)
 def check_fit(row: str, columns: list[str], styles: Styles, shards: Shards) -> None:
     """Whether the row layer's inputs are cut as the outputs of one of these column layers are."""
     wanted = shards[row].sizes
-    given = {column: tuple(size // styles[column].parts for size in shards[column].sizes) for column in columns}
+    given = {
+        column: tuple(size // styles[column].parts for size in shards[column].sizes)
+        for column in columns
+    }
     if wanted not in given.values():
         column, sizes = next(iter(given.items()))
         raise ValueError(
-            f"plan: row layer {row!r} takes {sum(wanted)} inputs, cut as {list(wanted)}, but column layer {column!r} gives {sum(sizes)}, "
+            f"plan: row layer {row!r} takes {sum(wanted)} inputs, cut as {list(wanted)}, but "
+            f"column layer {column!r} gives {sum(sizes)}, "
             f"cut as {list(sizes)}: expected a row layer for the outputs of a column layer"
         )
 
 
 def input_not_cut(row: str) -> ValueError:
     return ValueError(
-        f'plan: row layer {row!r} needs inputs that are cut, but no column layer gives it any: make the layer before it "column"'
+        f"plan: row layer {row!r} needs inputs that are cut, but no column layer gives it any: "
+        'make the layer before it "column"'
     )
 
 
 def outputs_stay_cut(column: str) -> ValueError:
     return ValueError(
-        f'plan: no row layer takes the cut outputs of column layer {column!r}: make the layer after it "row", or this one "column_gather"'
+        f"plan: no row layer takes the cut outputs of column layer {column!r}: make the layer "
+        'after it "row", or this one "column_gather"'
     )

@@ -4,9 +4,10 @@
     x ─▶──┤                  ├─ + ─▶ y     row:    forward, the partial outputs are summed; backward, no message
           └─ W₁ ─ gelu ─ V₁ ─┘            so a pair costs one all-reduce in each direction
 
-A `Region` is what lies between the two: `enter` and `leave` send its messages (Megatron's f and g). In backward the all-reduce is in
-flight while the weight gradients of the column layers are computed.
-Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; for sequence parallel Korthikanti et al. (arXiv 2205.05198), 4.2.2.
+A `Region` is what lies between the two: `enter` and `leave` send its messages (Megatron's f and g).
+In backward the all-reduce is in flight while the weight gradients of the column layers are
+computed. Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; for sequence parallel
+Korthikanti et al. (arXiv 2205.05198), 4.2.2.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, fe
 class Region:
     """The way into column layers and out of row layers, for the layers of one model on one rank.
 
-    Args:
-        group: the ranks over which the layers are cut.
-        cut_time: sequence parallel: outside of the region, activations are cut along time. Then `enter` gathers and `leave` scatters.
+    Args: group: the ranks over which the layers are cut. cut_time: sequence parallel: outside of
+        the region, activations are cut along time. Then `enter` gathers and `leave` scatters.
     """
 
     def __init__(self, group: GroupLike, cut_time: bool = False):
@@ -49,14 +49,17 @@ class Region:
     def enter(self, x: Tensor) -> tuple[Tensor, WeightGradients | None]:
         """The input for a column layer, and where its weight gradient may wait (None: for nothing).
 
-        Column layers with the same input share it, and so its gradient, with one exchange in each direction.
+        Column layers with the same input share it, and so its gradient, with one exchange in each
+        direction.
         """
         summed = x.requires_grad and torch.is_grad_enabled()
         if not summed and not self.cut_time:
             return x, None
         entry = self.entry
         if entry is None or not entry.is_of(x):
-            entry = self.entry = Entry(self, x, *(self.begin(x) if summed else (self.gather(x), None)))
+            entry = self.entry = Entry(
+                self, x, *(self.begin(x) if summed else (self.gather(x), None))
+            )
         return entry.entered, entry.later
 
     def begin(self, x: Tensor) -> tuple[Tensor, WeightGradients]:
@@ -64,7 +67,9 @@ class Region:
         return Enter.apply(x, self, later if run_here else None), later
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The sum of what the ranks' row layers computed, with sequence parallel this rank's times of it."""
+        """The sum of what the ranks' row layers computed, with sequence parallel this rank's
+        times of it.
+        """
         with wait_span("wait for the sum"):
             if not self.cut_time:
                 return reduce_from_group(partial, group=self.group, algorithm="direct")
@@ -78,7 +83,9 @@ class Region:
         return split_sizes(self.time, self.size)
 
     def gather(self, x: Tensor) -> Tensor:
-        return collectives.all_gather(x, TIME, group=self.group, sizes=self.times, algorithm="direct")
+        return collectives.all_gather(
+            x, TIME, group=self.group, sizes=self.times, algorithm="direct"
+        )
 
     def cut(self, x: Tensor) -> Tensor:
         """From whole activations to this rank's times."""
@@ -99,13 +106,18 @@ class Region:
         return F.pad(x, (0, 0, before, after))
 
     def arrive(self, x: Tensor) -> None:
-        """x, cut along time, comes from another stage of a pipeline: ask the other ranks how long the whole is, 8 bytes each."""
+        """x, cut along time, comes from another stage of a pipeline: ask the other ranks how
+        long the whole is, 8 bytes each.
+        """
         mine = torch.tensor([x.shape[TIME]], device=x.device)
         self.time = int(collectives.all_gather(mine, group=self.group, algorithm="direct").sum())
 
 
 class Entry:
-    """The last tensor that came into the region. It lasts until the tensor dies, or backward has passed."""
+    """The last tensor that came into the region.
+
+    It lasts until the tensor dies, or backward has passed.
+    """
 
     def __init__(self, region: Region, x: Tensor, entered: Tensor, later: WeightGradients | None):
         self.entered, self.later = entered, later
@@ -114,7 +126,9 @@ class Entry:
 
     def is_of(self, x: Tensor) -> bool:
         """Whether x is that tensor, unchanged."""
-        return self.x() is x and self.version == version_of(x) and self.mode == torch.is_grad_enabled()
+        return (
+            self.x() is x and self.version == version_of(x) and self.mode == torch.is_grad_enabled()
+        )
 
     def end(self, region: Region) -> None:
         if region.entry is self:
@@ -123,7 +137,10 @@ class Entry:
 
 def time_of(x: Tensor) -> int:
     if x.dim() != 3:
-        raise ValueError(f"sequence_parallel: activations have shape {tuple(x.shape)}, expected (batch, time, features)")
+        raise ValueError(
+            f"sequence_parallel: activations have shape {tuple(x.shape)}, expected (batch, "
+            "time, features)"
+        )
     return x.shape[TIME]
 
 
@@ -132,7 +149,9 @@ def version_of(x: Tensor) -> int:
 
 
 class Enter(Function):
-    """x into the region. Backward sums the gradients of x over the ranks, and meanwhile computes the weight gradients."""
+    """x into the region. Backward sums the gradients of x over the ranks, and meanwhile
+    computes the weight gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region, later: WeightGradients | None) -> Tensor:
@@ -148,7 +167,8 @@ class Enter(Function):
         if region.cut_time:
             pending = reduce_scatter_async(g, group=region.group, sizes=ctx.times)
         else:
-            pending = all_reduce_async(g, group=region.group, out=g)  # only column layers used x: g is a new tensor of theirs
+            # only column layers used x: g is a new tensor of theirs
+            pending = all_reduce_async(g, group=region.group, out=g)
         if ctx.later is not None:
             with span("weight gradient"):
                 ctx.later.run()
@@ -163,11 +183,10 @@ class Enter(Function):
 class ColumnLinear(nn.Module):
     """Some of the outputs of a linear layer: (…, in) → (…, this rank's part of out).
 
-    Args:
-        weight, bias: this rank's block.
-        region: which the input enters.
-        deferred: whether the weight gradient may be computed while messages are in flight; not if another layer shares the weight.
-        gathered: how many outputs each rank computes, if an all-gather is to follow: then every rank returns (…, out).
+    Args: weight, bias: this rank's block. region: which the input enters. deferred: whether the
+        weight gradient may be computed while messages are in flight; not if another layer shares
+        the weight. gathered: how many outputs each rank computes, if an all-gather is to follow:
+        then every rank returns (…, out).
     """
 
     def __init__(
@@ -187,15 +206,21 @@ class ColumnLinear(nn.Module):
         entered, later = self.region.enter(x)
         y = linear(entered, self.weight, self.bias, later if self.deferred else None)
         if self.gathered is not None:
-            return gather_from_group(y, -1, group=self.region.group, sizes=list(self.gathered), algorithm="direct")
+            return gather_from_group(
+                y, -1, group=self.region.group, sizes=list(self.gathered), algorithm="direct"
+            )
         return y
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]} inputs, {self.weight.shape[0]} outputs here" + ", gathered" * (self.gathered is not None)
+        return (
+            f"{self.weight.shape[1]} inputs, {self.weight.shape[0]} outputs here"
+            + ", gathered" * (self.gathered is not None)
+        )
 
 
 class RowLinear(nn.Module):
-    """Some of the inputs of a linear layer: (…, this rank's part of in) → (…, out), the sum over ranks. The bias is added once, after it.
+    """Some of the inputs of a linear layer: (…, this rank's part of in) → (…, out), the sum over
+    ranks. The bias is added once, after it.
 
     Args:
         weight: this rank's block.
@@ -216,27 +241,49 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Some of the rows of an embedding: (…) tokens → (…, features). Tokens of other ranks become zeros here, and all are summed.
+    """Some of the rows of an embedding: (…) tokens → (…, features).
 
-    Args:
-        weight: this rank's rows.
-        start, total: the first of them, and how many rows all ranks have.
-        padding: the row of the whole embedding that gets no gradient, as in nn.Embedding.
-        region: which the output leaves.
-        among_all: with sequence parallel, return this rank's times among zeros for all times, since the module around this one may add
+    Tokens of other ranks become zeros here, and all are summed.
+
+    Args: weight: this rank's rows. start, total: the first of them, and how many rows all ranks
+        have. padding: the row of the whole embedding that gets no gradient, as in nn.Embedding.
+        region: which the output leaves. among_all: with sequence parallel, return this rank's times
+        among zeros for all times, since the module around this one may add
             something to all of them, such as positions. It keeps this rank's at its exit.
     """
 
-    def __init__(self, weight: nn.Parameter, start: int, total: int, padding: int | None, region: Region, among_all: bool = False):
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        start: int,
+        total: int,
+        padding: int | None,
+        region: Region,
+        among_all: bool = False,
+    ):
         super().__init__()
-        self.weight, self.start, self.total, self.region, self.among_all = weight, start, total, region, among_all
-        self.padding = None if padding is None or not start <= padding < start + len(weight) else padding - start
+        self.weight, self.start, self.total, self.region, self.among_all = (
+            weight,
+            start,
+            total,
+            region,
+            among_all,
+        )
+        self.padding = (
+            None
+            if padding is None or not start <= padding < start + len(weight)
+            else padding - start
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.numel() and not (tokens.min() >= 0 and tokens.max() < self.total):
-            raise IndexError(f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {self.total} rows")
+            raise IndexError(
+                f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has "
+                f"{self.total} rows"
+            )
         here = (tokens >= self.start) & (tokens < self.start + len(self.weight))
-        weight = self.weight if len(self.weight) else F.pad(self.weight, (0, 0, 0, 1))  # F.embedding needs a row
+        # F.embedding needs a row
+        weight = self.weight if len(self.weight) else F.pad(self.weight, (0, 0, 0, 1))
         rows = F.embedding((tokens - self.start) * here, weight, self.padding)
         y = self.region.leave(rows.masked_fill(~here[..., None], 0))
         return self.region.among_all(y) if self.among_all else y

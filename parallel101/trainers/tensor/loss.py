@@ -30,28 +30,32 @@ def vocabulary_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the joined logits.
+    """Cross-entropy, in nats, the same on every rank; equal to F.cross_entropy of the joined
+    logits.
 
-    Args:
-        logits: (…, V/n), this rank's block along the vocabulary; blocks may differ in size, and one may be empty.
-        targets: (…), whole numbers from 0 to V − 1, the same on every rank.
-        group: the ranks among which the vocabulary is cut, in its order; see `group_of`. A tensor-parallel trainer passes its tp axis.
-        ignore_index: a target that marks a position as not counted.
-        reduction: "mean" over the positions that count, or their "sum".
+    Args: logits: (…, V/n), this rank's block along the vocabulary; blocks may differ in size, and
+        one may be empty. targets: (…), whole numbers from 0 to V − 1, the same on every rank.
+        group: the ranks among which the vocabulary is cut, in its order; see `group_of`. A
+        tensor-parallel trainer passes its tp axis. ignore_index: a target that marks a position as
+        not counted. reduction: "mean" over the positions that count, or their "sum".
 
-    Returns a scalar; of logits in half precision it is computed, and returned, in float32. The loss counts once, as in
-    `reduce_from_group`: backward sends nothing. Forward makes two all-reduces, of N + n and of 2N numbers for N positions.
+    Returns a scalar; of logits in half precision it is computed, and returned, in float32. The loss
+    counts once, as in `reduce_from_group`: backward sends nothing. Forward makes two all-reduces,
+    of N + n and of 2N numbers for N positions.
 
-    Raises ValueError, on every rank, for shapes that do not fit and for another reduction, and IndexError for a target that is not in
-    the vocabulary.
+    Raises ValueError, on every rank, for shapes that do not fit and for another reduction, and
+    IndexError for a target that is not in the vocabulary.
     """
     if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"logits {logits.dtype} of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)}: "
+            f"logits {logits.dtype} of shape {tuple(logits.shape)} and targets of shape "
+            f"{tuple(targets.shape)}: "
             "expected (…, this rank's part of the vocabulary) and (…)"
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"targets are {targets.dtype}: expected whole numbers, the position in the vocabulary")
+        raise ValueError(
+            f"targets are {targets.dtype}: expected whole numbers, the position in the vocabulary"
+        )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r}: expected "mean" or "sum"')
     return VocabularyCrossEntropy.apply(logits, targets, group, ignore_index, reduction == "mean")
@@ -59,15 +63,23 @@ def vocabulary_cross_entropy(
 
 def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
     """Whether it is vocabulary_cross_entropy, or a functools.partial of it."""
-    return (loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn) is vocabulary_cross_entropy
+    return (
+        loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    ) is vocabulary_cross_entropy
 
 
 class VocabularyCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike, ignore_index: int, mean: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: GroupLike, ignore_index: int, mean: bool
+    ) -> Tensor:
         members, ctx.dtype, ctx.shape = group_of(group), logits.dtype, logits.shape
         position = members.position or 0
-        values = logits.detach().reshape(targets.numel(), logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        values = (
+            logits.detach()
+            .reshape(targets.numel(), logits.shape[-1])
+            .to(torch.promote_types(logits.dtype, torch.float32))
+        )
         target = targets.reshape(-1)
         count, width = values.shape
 
@@ -81,7 +93,10 @@ class VocabularyCrossEntropy(Function):
 
         counted = target != ignore_index
         if ((target < 0) | (target >= starts[-1]))[counted].any():
-            raise IndexError(f"targets range from {target.min()} to {target.max()}, but the logits have a vocabulary of {starts[-1]}")
+            raise IndexError(
+                f"targets range from {target.min()} to {target.max()}, but the logits have a "
+                f"vocabulary of {starts[-1]}"
+            )
         here = counted & (target >= starts[position]) & (target < starts[position + 1])
         row, column = here.nonzero()[:, 0], target[here] - starts[position]
 
@@ -103,4 +118,10 @@ class VocabularyCrossEntropy(Function):
         softmax, row, column, counted, number = ctx.saved_tensors
         gradient = softmax * counted[:, None]
         gradient[row, column] -= 1
-        return gradient.mul_(g / number.clamp(min=1)).view(ctx.shape).to(ctx.dtype), None, None, None, None
+        return (
+            gradient.mul_(g / number.clamp(min=1)).view(ctx.shape).to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,10 +1,12 @@
-"""A tensor-parallel plan, resolved: which module has which style, whether that can work, and what becomes of each parameter.
+"""A tensor-parallel plan, resolved: which module has which style, whether that can work, and what
+becomes of each parameter.
 
 plan      {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}        written beside the model, which is not rewritten
 resolve   names the modules and sizes, and refuses what cannot work        nothing is sent or changed: the same on every rank
 apply     puts this rank's layers (layers.py) in the modules' places
 
-Whether a cut output reaches a layer that can take it is checked in flow.py; sequence parallel is in sequence.py.
+Whether a cut output reaches a layer that can take it is checked in flow.py; sequence parallel is in
+sequence.py.
 """
 
 from __future__ import annotations
@@ -36,10 +38,9 @@ Plan = str | Mapping[str, str | Style]
 class Resolved:
     """A plan for one model and one number of ranks.
 
-    Attributes:
-        styles: name of a module → its style.
-        placements: name of a parameter → how the tensor axis cuts it. Those not named are replicated.
-        partial: names of parameters of which each rank's gradient is a part, to be summed over the tensor axis after backward.
+    Attributes: styles: name of a module → its style. placements: name of a parameter → how the
+        tensor axis cuts it. Those not named are replicated. partial: names of parameters of which
+        each rank's gradient is a part, to be summed over the tensor axis after backward.
         vocabulary: whether the logits stay cut, so that the loss must be called with group=.
     """
 
@@ -59,17 +60,23 @@ class Resolved:
         for (names, way), count in ways.items():
             yield f"{names}{f' ({count} modules)' if count > 1 else ''}: {way}"
 
-    def apply(self, model: nn.Module, group: GroupLike, local: Collection[str] | None = None) -> None:
-        """Put this rank's layers in the places of the modules, with this rank's blocks of their parameters.
+    def apply(
+        self, model: nn.Module, group: GroupLike, local: Collection[str] | None = None
+    ) -> None:
+        """Put this rank's layers in the places of the modules, with this rank's blocks of their
+        parameters.
 
-        Args:
-            model: the whole model, as `resolve` saw it.
-            group: the ranks along the tensor axis.
-            local: the modules (with all that is below them) that this rank has of a pipeline. None: all.
+        Args: model: the whole model, as `resolve` saw it. group: the ranks along the tensor axis.
+            local: the modules (with all that is below them) that this rank has of a pipeline. None:
+            all.
         """
         position = group_of(group).position
         assert position is not None
-        here = {name for name, _ in model.named_modules(remove_duplicate=False) if local is None or is_below(name, local)}
+        here = {
+            name
+            for name, _ in model.named_modules(remove_duplicate=False)
+            if local is None or is_below(name, local)
+        }
         uses = uses_of_parameters(model, here)
         first = {id(p): name for name, p in model.named_parameters()}
         blocks: dict[int, nn.Parameter] = {}  # of a parameter: tied ones stay one object
@@ -78,14 +85,19 @@ class Resolved:
             if parameter is None or first[id(parameter)] not in self.placements:
                 return parameter
             if id(parameter) not in blocks:
-                mine = self.placements[first[id(parameter)]].cut(parameter.detach(), position).clone(memory_format=torch.contiguous_format)
+                mine = (
+                    self.placements[first[id(parameter)]]
+                    .cut(parameter.detach(), position)
+                    .clone(memory_format=torch.contiguous_format)
+                )
                 blocks[id(parameter)] = nn.Parameter(mine, parameter.requires_grad)
             return blocks[id(parameter)]
 
         whole, cut_time = Region(group), Region(group, cut_time=True)
         names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         replaced: dict[int, nn.Module] = {}
-        around: dict[nn.Module, str] = {}  # modules whose own code stands between column and row layers → their names
+        # modules whose own code stands between column and row layers → their names
+        around: dict[nn.Module, str] = {}
         counts: set[tuple[nn.Module, str]] = set()  # their attributes that count heads
         for name, old in list(model.named_modules(remove_duplicate=False)):
             style = self.styles.get(names[id(old)])
@@ -97,7 +109,9 @@ class Resolved:
                 alone = uses[id(old.weight)] == 1
                 new = layer(old, style, shard, position, region, alone, block)
                 if isinstance(new, VocabularyEmbedding):
-                    new.among_all = any(is_below(name, [entry]) for entry in self.regions.keep_after)
+                    new.among_all = any(
+                        is_below(name, [entry]) for entry in self.regions.keep_after
+                    )
                 replaced[id(old)] = new.train(old.training)
             parent, _, attribute = name.rpartition(".")
             module = model.get_submodule(parent)
@@ -113,28 +127,37 @@ class Resolved:
         self.regions.connect(model, cut_time, here)
 
 
-def resolve(plan: Plan, model: nn.Module, loss_fn: Callable[..., Any] | None, size: int, sequence_parallel: bool = False) -> Resolved:
+def resolve(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    size: int,
+    sequence_parallel: bool = False,
+) -> Resolved:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
-    Args:
-        plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from the model's structure.
-        model: the whole model.
-        loss_fn: vocabulary_cross_entropy, or a functools.partial of it, if and only if the head is cut.
-        size: of the tensor axis.
+    Args: plan: name of a module → style; `*` stands for one or more parts of a name. "auto": from
+        the model's structure. model: the whole model. loss_fn: vocabulary_cross_entropy, or a
+        functools.partial of it, if and only if the head is cut. size: of the tensor axis.
         sequence_parallel: cut activations along time wherever they are not cut along features.
 
-    Raises ValueError, the same on every rank, with the module's name and the reason, for a plan that does not fit.
+    Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
+    that does not fit.
     """
     chain, cut_head = chain_of(model), is_vocabulary_loss(loss_fn)
     if isinstance(plan, str):
         if plan != "auto":
-            raise ValueError(f'plan={plan!r}: expected "auto" or a dict from names of modules to styles')
+            raise ValueError(
+                f'plan={plan!r}: expected "auto" or a dict from names of modules to styles'
+            )
         styles = auto_plan(model, chain, cut_head)
     else:
         styles = match(plan, model)
     modules = dict(model.named_modules())
     styles = {name: styles[name] for name in modules if name in styles}  # in the model's order
-    shards = {name: shard_of(name, modules[name], style, size, modules) for name, style in styles.items()}
+    shards = {
+        name: shard_of(name, modules[name], style, size, modules) for name, style in styles.items()
+    }
     check_flow(model, chain, styles, shards)
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
@@ -145,7 +168,9 @@ def resolve(plan: Plan, model: nn.Module, loss_fn: Callable[..., Any] | None, si
 # ── how they are cut ──
 
 
-def shard_of(name: str, module: nn.Module, style: Style, size: int, modules: Mapping[str, nn.Module]) -> Shard:
+def shard_of(
+    name: str, module: nn.Module, style: Style, size: int, modules: Mapping[str, nn.Module]
+) -> Shard:
     """How the module's weight is cut. Raises ValueError for heads or parts that do not fit."""
     if isinstance(module, nn.Embedding):
         return Shard(0, tuple(split_sizes(module.num_embeddings, size)))
@@ -154,24 +179,38 @@ def shard_of(name: str, module: nn.Module, style: Style, size: int, modules: Map
         return Shard(1, tuple(split_sizes(module.in_features, size)))
     outputs, parts, heads = module.out_features, style.parts, style.heads
     if outputs % parts:
-        raise ValueError(f"plan: {name!r} has {outputs} outputs, which are no {parts} equal parts (parts={parts})")
+        raise ValueError(
+            f"plan: {name!r} has {outputs} outputs, which are no {parts} equal parts "
+            f"(parts={parts})"
+        )
     segment, around = outputs // parts, modules[name.rpartition(".")[0]]
     if isinstance(heads, str):
         if (count := whole_number(vars(around).get(heads))) is None:
             raise ValueError(
-                f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} around it has no attribute {heads!r} that "
-                "is a whole number: expected the attribute with which its code counts heads, or how many there are"
+                f"plan: {name!r} has the style {str(style)!r}, but the {type(around).__name__} "
+                f"around it has no attribute {heads!r} that "
+                "is a whole number: expected the attribute with which its code counts heads, "
+                "or how many there are"
             )
         heads = count
-    if heads is None and style.name == "column" and (width := head_width(around)) and segment % width == 0:
+    if (
+        heads is None
+        and style.name == "column"
+        and (width := head_width(around))
+        and segment % width == 0
+    ):
         heads = segment // width
     if heads is None:
         sizes = split_sizes(segment, size)
     elif segment % heads:
-        raise ValueError(f"plan: {name!r} has {segment} outputs{' a part' * (parts > 1)}, which are no {heads} equal heads (heads={heads})")
+        raise ValueError(
+            f"plan: {name!r} has {segment} outputs{' a part' * (parts > 1)}, which are no "
+            f"{heads} equal heads (heads={heads})"
+        )
     elif heads % size:
         raise ValueError(
-            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: expected a tensor axis that divides {heads}, "
+            f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: "
+            f"expected a tensor axis that divides {heads}, "
             "or a plan that leaves the layers of this module out"
         )
     else:
@@ -179,7 +218,9 @@ def shard_of(name: str, module: nn.Module, style: Style, size: int, modules: Map
     return Shard(0, tuple(parts * n for n in sizes), parts)
 
 
-def placements_of(model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]) -> dict[str, Shard]:
+def placements_of(
+    model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
+) -> dict[str, Shard]:
     """How each parameter is cut. Raises ValueError if a tied one would be cut in two ways."""
     first = {id(p): name for name, p in model.named_parameters()}
     module_names = {id(module): name for name, module in reversed(list(model.named_modules()))}
@@ -188,13 +229,16 @@ def placements_of(model: nn.Module, styles: Mapping[str, Style], shards: Mapping
         style = styles.get(module_names[id(module)])
         for kind, p in module.named_parameters(recurse=False):
             cut_here = style is not None and (kind == "weight" or style.name != "row")
-            uses.setdefault(id(p), []).append((f"{name}.{kind}".strip("."), shards[name] if cut_here else None))
+            uses.setdefault(id(p), []).append(
+                (f"{name}.{kind}".strip("."), shards[name] if cut_here else None)
+            )
     placements = {}
     for identity, ((name, shard), *others) in uses.items():
         for other, other_shard in others:
             if other_shard != shard:
                 raise ValueError(
-                    f"plan: {name!r} and {other!r} are tied (one parameter), but the plan cuts {describe_shard(name, shard)} and "
+                    f"plan: {name!r} and {other!r} are tied (one parameter), but the plan cuts "
+                    f"{describe_shard(name, shard)} and "
                     f"{describe_shard(other, other_shard)}: expected both alike, "
                     "such as an embedding and a head that are both 'vocabulary'"
                 )
@@ -207,23 +251,35 @@ def describe_shard(name: str, shard: Shard | None) -> str:
     return f"{name!r} not at all" if shard is None else f"{name!r} along dim {shard.dim}"
 
 
-def check_loss(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style], cut_head: bool) -> bool:
+def check_loss(
+    model: nn.Module, chain: Chain | None, styles: Mapping[str, Style], cut_head: bool
+) -> bool:
     """Whether the logits stay cut. Raises ValueError if the loss does not fit that."""
-    heads = [name for name, style in styles.items() if style.name == "vocabulary" and isinstance(model.get_submodule(name), nn.Linear)]
+    heads = [
+        name
+        for name, style in styles.items()
+        if style.name == "vocabulary" and isinstance(model.get_submodule(name), nn.Linear)
+    ]
     if len(heads) > 1:
-        raise ValueError(f'plan: {listed(heads)} are linear layers with the style "vocabulary": expected one, the head')
+        raise ValueError(
+            f'plan: {listed(heads)} are linear layers with the style "vocabulary": expected '
+            "one, the head"
+        )
     if heads and chain is not None and chain[-1][0] != heads[0]:
         raise ValueError(
-            f'plan: {heads[0]!r} has the style "vocabulary", but is not the last module: expected the head, or an nn.Embedding'
+            f'plan: {heads[0]!r} has the style "vocabulary", but is not the last module: '
+            "expected the head, or an nn.Embedding"
         )
     if heads and not cut_head:
         raise ValueError(
-            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must be p101.vocabulary_cross_entropy; '
+            f'plan: the logits of {heads[0]!r} stay cut (style "vocabulary"), so loss_fn must '
+            "be p101.vocabulary_cross_entropy; "
             'or leave this layer out of the plan, or give it the style "column_gather"'
         )
     if cut_head and not heads:
         raise ValueError(
-            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the plan cuts no head: "
+            "loss_fn is vocabulary_cross_entropy, which takes logits that are cut, but the "
+            "plan cuts no head: "
             'give the last linear layer the style "vocabulary", or use another loss'
         )
     return bool(heads)
@@ -244,7 +300,9 @@ def layer(
     """The layer that takes a module's place."""
     weight: Any = block(old.weight)  # type: ignore[arg-type]
     if isinstance(old, nn.Embedding):
-        return VocabularyEmbedding(weight, sum(shard.sizes[:position]), old.num_embeddings, old.padding_idx, region)
+        return VocabularyEmbedding(
+            weight, sum(shard.sizes[:position]), old.num_embeddings, old.padding_idx, region
+        )
     assert isinstance(old, nn.Linear)
     if style.name == "row":
         return RowLinear(weight, old.bias, region)

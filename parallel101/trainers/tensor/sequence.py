@@ -3,9 +3,11 @@
 tokens ─▶ embedding ─▶ cut ─▶ [ norm ─▶ gather, column … row, reduce-scatter ─▶ + ] ─▶ norm ─▶ gather, head ─▶ logits
           whole               cut along time: each module acts on each position alone                   cut along the vocabulary
 
-An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same, and the activations between are 1/n. The parameters there
-see some of the positions: their gradients are parts, to be summed. What is cut where follows from the whole model's list of modules, so
-it is the same for any pipeline stage. Source: Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198), section 4.2.2.
+An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same, and the activations
+between are 1/n. The parameters there see some of the positions: their gradients are parts, to be
+summed. What is cut where follows from the whole model's list of modules, so it is the same for any
+pipeline stage. Source: Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198),
+section 4.2.2.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from parallel101.trainers.tensor.styles import Style
 class Regions(NamedTuple):
     """Where time is cut, by names of modules.
 
-    Attributes:
-        cut_time: layers of the plan whose activations outside are cut along time.
-        partial: parameters that see some positions only.
-        cut_before, join_after: modules at whose entry time is cut, or at whose exit it is put together.
-        keep_after: modules with an embedding cut by vocabulary, at whose exit each rank keeps its times. The sum over ranks was scattered
+    Attributes: cut_time: layers of the plan whose activations outside are cut along time. partial:
+        parameters that see some positions only. cut_before, join_after: modules at whose entry time
+        is cut, or at whose exit it is put together. keep_after: modules with an embedding cut by
+        vocabulary, at whose exit each rank keeps its times. The sum over ranks was scattered
             inside, but the code around the embedding works on all times.
-        arrivals: module that gets cut activations → the module before it, maybe on another pipeline stage.
+        arrivals: module that gets cut activations → the module before it, maybe on another pipeline
+            stage.
     """
 
     cut_time: frozenset[str] = frozenset()
@@ -66,15 +68,24 @@ def without_sequence() -> Regions:
 
 
 def regions_of(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style]) -> Regions:
-    """Follow the activations through the model. Raises ValueError for a model that cannot be cut so."""
+    """Follow the activations through the model.
+
+    Raises ValueError for a model that cannot be cut so.
+    """
     if chain is None:
         raise ValueError(
-            f"sequence_parallel: the order of the modules of {type(model).__name__} is unknown. Expected an nn.Sequential, or a model with "
+            f"sequence_parallel: the order of the modules of {type(model).__name__} is "
+            "unknown. Expected an nn.Sequential, or a model with "
             ".sequence(), the list of modules whose composition is its forward"
         )
     walk = Walk(model, styles)
-    inside = [[n for n in styles if name and (n == name or n.startswith(name + "."))] for name, _ in chain]
-    last = max((i for i, names in enumerate(inside) if any(not walk.is_embedding(n) for n in names)), default=-1)
+    inside = [
+        [n for n in styles if name and (n == name or n.startswith(name + "."))] for name, _ in chain
+    ]
+    last = max(
+        (i for i, names in enumerate(inside) if any(not walk.is_embedding(n) for n in names)),
+        default=-1,
+    )
     for i, ((name, module), names) in enumerate(zip(chain, inside)):
         walk.enter(name)
         if not names:
@@ -89,12 +100,16 @@ def regions_of(model: nn.Module, chain: Chain | None, styles: Mapping[str, Style
 
 
 class Walk:
-    """The activations on their way through the modules: "whole", "cut" along time, or between column and row cut along "features"."""
+    """The activations on their way through the modules: "whole", "cut" along time, or between
+    column and row cut along "features".
+    """
 
     def __init__(self, model: nn.Module, styles: Mapping[str, Style]):
         self.model, self.styles, self.state, self.previous = model, styles, "whole", ""
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.found: dict[str, set[str]] = {field: set() for field in Regions._fields if field != "arrivals"}
+        self.found: dict[str, set[str]] = {
+            field: set() for field in Regions._fields if field != "arrivals"
+        }
         self.arrivals: dict[str, str] = {}
         self.sees_all: set[str] = set()  # parameters of modules that see every position
 
@@ -113,14 +128,17 @@ class Walk:
             self.found["partial"] |= self.parameters(module)
         else:
             raise ValueError(
-                f"sequence_parallel: {name or type(module).__name__!r} ({type(module).__name__}) gets activations cut along time, and "
-                "is not known to act on each position alone, as a LayerNorm does. Cut its layers too, or leave sequence_parallel out"
+                f"sequence_parallel: {name or type(module).__name__!r} "
+                f"({type(module).__name__}) gets activations cut along time, and "
+                "is not known to act on each position alone, as a LayerNorm does. Cut its "
+                "layers too, or leave sequence_parallel out"
             )
 
     def embedding(self, name: str, module: nn.Module, names: list[str], cut_after: bool) -> None:
         if self.state != "whole" or not all(map(self.is_embedding, names)):
             raise ValueError(
-                f"sequence_parallel: {name!r} has a cut embedding and other cut layers: expected the embedding in an entry of its own"
+                f"sequence_parallel: {name!r} has a cut embedding and other cut layers: "
+                "expected the embedding in an entry of its own"
             )
         if not cut_after:
             self.sees_all |= self.parameters(module)
@@ -154,20 +172,29 @@ class Walk:
         self.state = "whole" if join_after else "cut"
 
     def check_inside(self, name: str, module: nn.Module, names: list[str]) -> None:
-        """The other modules inside of this one see some positions: note their parameters, and refuse what may need all."""
+        """The other modules inside of this one see some positions: note their parameters, and
+        refuse what may need all.
+        """
         for below, leaf in module.named_modules():
             full = f"{name}.{below}" if below else name
             if full in names:
                 if self.styles[full].name == "column_gather":
                     raise ValueError(
-                        f'sequence_parallel: {full!r} has the style "column_gather" inside of {name!r}: expected column and row there'
+                        f'sequence_parallel: {full!r} has the style "column_gather" inside of '
+                        f"{name!r}: expected column and row there"
                     )
-            elif leaf._parameters and (isinstance(leaf, nn.Linear) or not acts_on_each_position(leaf)):
+            elif leaf._parameters and (
+                isinstance(leaf, nn.Linear) or not acts_on_each_position(leaf)
+            ):
                 raise ValueError(
-                    f"sequence_parallel: {full!r} ({type(leaf).__name__}) has no style, and {name!r} gets activations that are cut along "
-                    "time: expected every layer in it to be cut, or to act on each position alone, as a LayerNorm does"
+                    f"sequence_parallel: {full!r} ({type(leaf).__name__}) has no style, and "
+                    f"{name!r} gets activations that are cut along "
+                    "time: expected every layer in it to be cut, or to act on each position "
+                    "alone, as a LayerNorm does"
                 )
-        styled = {self.names[id(p)] for n in names for p in self.model.get_submodule(n).parameters()}
+        styled = {
+            self.names[id(p)] for n in names for p in self.model.get_submodule(n).parameters()
+        }
         self.found["partial"] |= self.parameters(module) - styled
 
     def parameters(self, module: nn.Module) -> set[str]:
@@ -175,10 +202,20 @@ class Walk:
 
     def row_biases(self, names: list[str]) -> set[str]:
         """They are added after the reduce-scatter."""
-        biases = [getattr(self.model.get_submodule(name), "bias", None) for name in names if self.styles[name].name == "row"]
+        biases = [
+            getattr(self.model.get_submodule(name), "bias", None)
+            for name in names
+            if self.styles[name].name == "row"
+        ]
         return {self.names[id(bias)] for bias in biases if bias is not None}
 
     def regions(self) -> Regions:
         for name in sorted(self.sees_all & self.found["partial"]):
-            raise ValueError(f"sequence_parallel: {name!r} is used where time is cut and where it is not: expected two parameters")
-        return Regions(**{field: frozenset(found) for field, found in self.found.items()}, arrivals=self.arrivals)
+            raise ValueError(
+                f"sequence_parallel: {name!r} is used where time is cut and where it is not: "
+                "expected two parameters"
+            )
+        return Regions(
+            **{field: frozenset(found) for field, found in self.found.items()},
+            arrivals=self.arrivals,
+        )

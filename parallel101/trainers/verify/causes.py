@@ -1,4 +1,5 @@
-"""Why a layout differs from one process, in words, as far as one process can tell: from parts of the samples that were compared.
+"""Why a layout differs from one process, in words, as far as one process can tell: from parts of
+the samples that were compared.
 
 the loss of two parts of the same outputs      is their mean, or loss_fn isn't a mean over samples
 the outputs of the same samples                are the same again, or the model remembers
@@ -22,7 +23,13 @@ from parallel101.trainers.verify.one_process import OneProcess, mean_loss
 EXACT = 1e-9  # relative; rounding in float64 is less
 
 
-def explain(trainer: Any, batch: tuple[Batch, Batch], values: Mapping[str, Tensor], rows: Sequence[Any], bound: float) -> str:
+def explain(
+    trainer: Any,
+    batch: tuple[Batch, Batch],
+    values: Mapping[str, Tensor],
+    rows: Sequence[Any],
+    bound: float,
+) -> str:
     """The cause, on the first rank; "" if the layout raised an error, and that is not explained.
 
     Args:
@@ -35,24 +42,40 @@ def explain(trainer: Any, batch: tuple[Batch, Batch], values: Mapping[str, Tenso
     if kinds == {"update"}:
         return of_the_optimizer(trainer)
     try:
-        in_parts = any(p.shape != trainer.layout.entries[name].shape for name, p in trainer.model.named_parameters())
+        in_parts = any(
+            p.shape != trainer.layout.entries[name].shape
+            for name, p in trainer.model.named_parameters()
+        )
         with trainer.one_process.holding(values):
             hooks = hooks_on(trainer.model, gradients) if kinds <= {"gradient", "norm"} else ""
-            found = hooks or of_the_loss(trainer.one_process, batch, in_parts, bound) or of_the_model(trainer, batch, bound)
+            found = (
+                hooks
+                or of_the_loss(trainer.one_process, batch, in_parts, bound)
+                or of_the_model(trainer, batch, bound)
+            )
     except Exception:  # as loss_fn may raise for some of the samples
         found = ""
     return found or (of_the_layout(trainer, kinds, gradients) if rows else "")
 
 
 def messages_of_its_own(model: nn.Module) -> tuple[str, str]:
-    """Why a model with modules of parallel101.layers is refused, or else why it can't be compared: one process would wait for an answer."""
+    """Why a model with modules of parallel101.layers is refused, or else why it can't be
+    compared: one process would wait for an answer.
+    """
     for name, module in model.named_modules():
         if type(module).__module__.startswith("parallel101.layers."):
             kind = type(module).__name__
             if not any(p.requires_grad for p in module.parameters()):
-                return "", f"{name!r} ({kind}) sends messages to other ranks itself, which one process has not"
+                return (
+                    "",
+                    (
+                        f"{name!r} ({kind}) sends messages to other ranks itself, which one "
+                        "process has not"
+                    ),
+                )
             return (
-                f"{name!r} is a {kind} of parallel101.layers, which sums the gradients of its weights over the ranks itself, and the "
+                f"{name!r} is a {kind} of parallel101.layers, which sums the gradients of its "
+                "weights over the ranks itself, and the "
                 "trainer sums them again. Use affine=False, or train with a loop of your own."
             ), ""
     return "", ""
@@ -61,12 +84,15 @@ def messages_of_its_own(model: nn.Module) -> tuple[str, str]:
 def of_the_optimizer(trainer: Any) -> str:
     if any(set(entry.placements) - {"pp"} for entry in trainer.layout.entries.values()):
         return (
-            "From equal gradients the optimizer makes other weights: it does not update each element on its own, but looks at whole "
-            "matrices or their norms, and here a rank has pieces of them. Use SGD, Adam, AdamW or another elementwise optimizer, or "
+            "From equal gradients the optimizer makes other weights: it does not update each "
+            "element on its own, but looks at whole "
+            "matrices or their norms, and here a rank has pieces of them. Use SGD, Adam, AdamW "
+            "or another elementwise optimizer, or "
             "DataParallelTrainer, where each rank has whole matrices."
         )
     return (
-        "From equal gradients a copy of the optimizer makes other weights: it draws random numbers, looks at all weights together, "
+        "From equal gradients a copy of the optimizer makes other weights: it draws random "
+        "numbers, looks at all weights together, "
         "or keeps outside of its .state what it has learnt."
     )
 
@@ -76,8 +102,10 @@ def hooks_on(model: nn.Module, names: Sequence[str]) -> str:
     if not names or not set(names) <= set(hooked):
         return ""
     return (
-        f"A hook on {names[0]!r} (register_hook) changes its gradient. Here it gets the gradient of some samples only, or it is lost: "
-        "where the parameter is cut, or a pipeline computes its gradient apart. Change the gradient in an optimizer's step hook, "
+        f"A hook on {names[0]!r} (register_hook) changes its gradient. Here it gets the "
+        "gradient of some samples only, or it is lost: "
+        "where the parameter is cut, or a pipeline computes its gradient apart. Change the "
+        "gradient in an optimizer's step hook, "
         "or use clip_norm."
     )
 
@@ -88,10 +116,13 @@ def of_the_loss(whole: OneProcess, batch: tuple[Batch, Batch], in_parts: bool, b
     with torch.no_grad():
         outputs = whole.outputs(inputs)
     with whole.casting():
-        uses_weights = whole.loss_fn is not None and mean_loss(whole.loss_fn, outputs, targets).requires_grad
+        uses_weights = (
+            whole.loss_fn is not None and mean_loss(whole.loss_fn, outputs, targets).requires_grad
+        )
     if uses_weights and in_parts:
         return (
-            "loss_fn uses the model's weights (a penalty, for example), and each rank has some of them only. "
+            "loss_fn uses the model's weights (a penalty, for example), and each rank has some "
+            "of them only. "
             "Use the optimizer's weight_decay, or a data parallel trainer."
         )
     if not per_sample(outputs, sum(sizes)) or min(sizes) == 0:
@@ -106,9 +137,12 @@ def of_the_loss(whole: OneProcess, batch: tuple[Batch, Batch], in_parts: bool, b
     if not far(together, of_parts, bound):
         return ""
     return (
-        f"loss_fn isn't a mean over samples: of the same outputs it gives {together:.6g}, and on average of two parts of them "
-        f"{of_parts:.6g}. Return (sum of losses, their weight) from loss_fn, such as the number of targets that count, and each "
-        "is divided by the whole batch's weight. A loss that compares samples with each other can't be cut along them."
+        f"loss_fn isn't a mean over samples: of the same outputs it gives {together:.6g}, and "
+        "on average of two parts of them "
+        f"{of_parts:.6g}. Return (sum of losses, their weight) from loss_fn, such as the "
+        "number of targets that count, and each "
+        "is divided by the whole batch's weight. A loss that compares samples with each other "
+        "can't be cut along them."
     )
 
 
@@ -119,13 +153,17 @@ def of_the_model(trainer: Any, batch: tuple[Batch, Batch], bound: float) -> str:
     outputs = whole.outputs(inputs)
     if trainer.executor.microbatches > 1 and differ(whole.outputs(inputs), outputs, bound):
         return (
-            "The model's outputs for the same samples change from one forward to the next, as spectral_norm's do in training, and here it "
-            f"has {trainer.executor.microbatches} forwards in a step. Use fewer microbatches, or a module without such a state."
+            "The model's outputs for the same samples change from one forward to the next, as "
+            "spectral_norm's do in training, and here it "
+            f"has {trainer.executor.microbatches} forwards in a step. Use fewer microbatches, "
+            "or a module without such a state."
         )
     if trainer.axes.sizes.get("pp", 1) > 1 and not is_forward(whole, inputs, outputs, bound):
         return (
-            "The modules of .sequence(), one after the other, are not the model's forward, which a pipeline does not call. "
-            "Look for what forward does between them, and for hooks on the model itself: put it into modules of the sequence."
+            "The modules of .sequence(), one after the other, are not the model's forward, "
+            "which a pipeline does not call. "
+            "Look for what forward does between them, and for hooks on the model itself: put "
+            "it into modules of the sequence."
         )
     if min(sizes) == 0:
         return ""
@@ -136,15 +174,21 @@ def of_the_model(trainer: Any, batch: tuple[Batch, Batch], bound: float) -> str:
     else:
         how = "its outputs for some of the samples change if they come without the others"
         if per_sample(outputs, sum(sizes)):
-            mixes = differ([torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))], tensors_of(outputs), bound)
+            mixes = differ(
+                [torch.cat(of_parts) for of_parts in zip(*map(tensors_of, parts))],
+                tensors_of(outputs),
+                bound,
+            )
         else:
             of_parts = mean_of_parts(whole, zip(parts, split(targets, sizes), sizes))
             mixes = far(of_parts, whole.loss(inputs, targets).item(), bound)
     if not mixes:
         return ""
     return (
-        f"Something in the model mixes samples: {how}. It may look at statistics of the batch, or samples may not lie along dim 0 "
-        "(a time-first LSTM, for example), where they are cut. BatchNorm works with sync_batch_norm=True."
+        f"Something in the model mixes samples: {how}. It may look at statistics of the batch, "
+        "or samples may not lie along dim 0 "
+        "(a time-first LSTM, for example), where they are cut. BatchNorm works with "
+        "sync_batch_norm=True."
     )
 
 
@@ -152,17 +196,32 @@ def of_the_layout(trainer: Any, kinds: set[str], gradients: Sequence[str]) -> st
     sizes = trainer.axes.sizes
     where = f" The first gradient that differs is that of {gradients[0]!r}." if gradients else ""
     if kinds == {"evaluate"}:
-        return "Training is equal, and evaluation is not: a module computes in another way in eval mode."
-    if kinds <= {"buffer", "update"}:
-        return "A module keeps statistics of the samples in a buffer, and here it sees them in parts."
-    if sizes.get("tp", 1) > 1 and any("tp" in entry.placements for entry in trainer.layout.entries.values()):
-        in_time = " With sequence_parallel, every module between the cut layers must act on each position alone." * trainer.in_time
         return (
-            "The plan cuts what must not be cut: between a column and a row layer a rank sees only some features, so code there must "
-            "act on each feature (or head) alone. Leave these layers out of the plan, or make them 'column_gather'."
+            "Training is equal, and evaluation is not: a module computes in another way in "
+            "eval mode."
+        )
+    if kinds <= {"buffer", "update"}:
+        return (
+            "A module keeps statistics of the samples in a buffer, and here it sees them in parts."
+        )
+    if sizes.get("tp", 1) > 1 and any(
+        "tp" in entry.placements for entry in trainer.layout.entries.values()
+    ):
+        in_time = (
+            " With sequence_parallel, every module between the cut layers must act on each "
+            "position alone."
+        ) * trainer.in_time
+        return (
+            "The plan cuts what must not be cut: between a column and a row layer a rank sees "
+            "only some features, so code there must "
+            "act on each feature (or head) alone. Leave these layers out of the plan, or make "
+            "them 'column_gather'."
             f"{in_time}{where}"
         )
-    return f"The model computes something else if its samples come in parts, or its layers on different ranks.{where}"
+    return (
+        "The model computes something else if its samples come in parts, or its layers on "
+        f"different ranks.{where}"
+    )
 
 
 def is_forward(whole: OneProcess, inputs: Batch, outputs: Any, bound: float) -> bool:
@@ -179,7 +238,10 @@ def is_forward(whole: OneProcess, inputs: Batch, outputs: Any, bound: float) -> 
 
 
 def unequal_parts(inputs: Batch) -> list[int]:
-    """Two thirds of the samples, and the others. Of equal parts a loss that divides by something else may be the mean by chance."""
+    """Two thirds of the samples, and the others.
+
+    Of equal parts a loss that divides by something else may be the mean by chance.
+    """
     samples = len(tensors_of(inputs)[0])
     return [samples - samples // 3, samples // 3] if samples > 2 else [1, samples - 1]
 
@@ -190,14 +252,18 @@ def per_sample(outputs: Any, samples: int) -> bool:
     return bool(found) and all(t.dim() and len(t) == samples for t in found)
 
 
-def losses_in_parts(whole: OneProcess, outputs: Any, targets: Any, sizes: Sequence[int]) -> tuple[float, float]:
+def losses_in_parts(
+    whole: OneProcess, outputs: Any, targets: Any, sizes: Sequence[int]
+) -> tuple[float, float]:
     """The mean loss of these outputs, and the mean of the losses of their parts."""
     of_parts = mean_of_parts(whole, zip(split(outputs, sizes), split(targets, sizes), sizes))
     return mean_loss(whole.loss_fn, outputs, targets).item(), of_parts
 
 
 def mean_of_parts(whole: OneProcess, parts: Iterable[tuple[Any, Any, int]]) -> float:
-    """The mean loss of all parts, as a trainer computes it from the loss of each: outputs, targets, number of samples."""
+    """The mean loss of all parts, as a trainer computes it from the loss of each: outputs,
+    targets, number of samples.
+    """
     total, weights = 0.0, 0.0
     for outputs, targets, samples in parts:
         loss, weight = loss_and_weight(whole.loss_fn, outputs, targets)
@@ -211,6 +277,13 @@ def far(a: float, b: float, bound: float) -> bool:
 
 
 def differ(a: Any, b: Any, bound: float) -> bool:
-    """Whether the floating-point tensors in two trees do, relative to the largest number in each."""
-    pairs = [(x, y) for x, y in zip(tensors_of(a), tensors_of(b)) if y.is_floating_point() and y.numel()]
-    return any(not torch.allclose(x, y, rtol=0, atol=bound * float(y.abs().max()), equal_nan=True) for x, y in pairs)
+    """Whether the floating-point tensors in two trees do, relative to the largest number in
+    each.
+    """
+    pairs = [
+        (x, y) for x, y in zip(tensors_of(a), tensors_of(b)) if y.is_floating_point() and y.numel()
+    ]
+    return any(
+        not torch.allclose(x, y, rtol=0, atol=bound * float(y.abs().max()), equal_nan=True)
+        for x, y in pairs
+    )

@@ -1,11 +1,13 @@
-"""This layout against one process, on the same few samples, before the first step: equal, or refused.
+"""This layout against one process, on the same few samples, before the first step: equal, or
+refused.
 
     every rank       some of its samples ───────▶ the trainer's own step ─▶ loss, gradients, updated weights ┐
     the first rank   all of those samples ──────▶ one process (one_process.py) ─▶ the same               ┴─▶ equal?
 
-It is done twice: with the model's weights, and with slightly different ones, so that a weight that is zero now (LoRA's B, a head) hides
-nothing. The optimizer is compared from equal gradients, since Adam turns the rounding of a zero gradient into a full step. How much two
-results may differ is in rounding.py.
+It is done twice: with the model's weights, and with slightly different ones, so that a weight that
+is zero now (LoRA's B, a head) hides nothing. The optimizer is compared from equal gradients, since
+Adam turns the rounding of a zero gradient into a full step. How much two results may differ is in
+rounding.py.
 """
 
 from __future__ import annotations
@@ -21,12 +23,25 @@ from torch import Tensor
 from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
 from parallel101.trainers.shares import check_shares, holds_share
-from parallel101.trainers.support.batches import Batch, count_samples, join, map_tensors, number_of_shape, tensors_of
+from parallel101.trainers.support.batches import (
+    Batch,
+    count_samples,
+    join,
+    map_tensors,
+    number_of_shape,
+    tensors_of,
+)
 from parallel101.trainers.support.fit import agree_on_evaluation, evaluate_share, evaluation_mode
 from parallel101.trainers.support.optimizers import tell_first
 from parallel101.trainers.verify.causes import explain, messages_of_its_own
 from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffers_restored
-from parallel101.trainers.verify.one_process import OneProcess, Outcome, copy_of_optimizer, lift_learning_rates, without_dropout
+from parallel101.trainers.verify.one_process import (
+    OneProcess,
+    Outcome,
+    copy_of_optimizer,
+    lift_learning_rates,
+    without_dropout,
+)
 from parallel101.trainers.verify.perturb import perturb_owned, perturbed
 from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
 from parallel101.trainers.verify.rounding import apart, eps_of, largest, most_rounding, scales
@@ -35,27 +50,36 @@ ALSO = "One process can compute the first samples, but in parts they are an erro
 
 
 def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
-    """Compare this layout with one process, on some of these samples. Collective; it changes nothing and is not recorded.
+    """Compare this layout with one process, on some of these samples.
 
-    Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers, and the weights after one update of the
-    optimizer from equal gradients: with the model's weights, and once more with slightly perturbed ones and a learning rate above zero.
-    Dropout keeps everything. Each position along dp gives a sample for each microbatch, and every second one more. The first rank computes
-    all of them as one process does; the others wait. If the two are not equal, it is tried again with two samples for each microbatch,
-    since one alone is a special case in some models (squeeze, statistics).
+    Collective; it changes nothing and is not recorded.
+
+    Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers, and
+    the weights after one update of the optimizer from equal gradients: with the model's weights,
+    and once more with slightly perturbed ones and a learning rate above zero. Dropout keeps
+    everything. Each position along dp gives a sample for each microbatch, and every second one
+    more. The first rank computes all of them as one process does; the others wait. If the two are
+    not equal, it is tried again with two samples for each microbatch, since one alone is a special
+    case in some models (squeeze, statistics).
 
     Args:
         inputs, targets: as for `step`.
 
-    Returns a Report, the same on every rank, which prints as a table. If nothing could be compared, its `reason` says why: a model that
-    draws random numbers of its own, or a model or optimizer that can't be copied.
+    Returns a Report, the same on every rank, which prints as a table. If nothing could be compared,
+    its `reason` says why: a model that draws random numbers of its own, or a model or optimizer
+    that can't be copied.
 
     Hooks of the optimizer's step are called, too, each with a copy of the optimizer.
 
-    Raises NotEqualError, on every rank, with the report and, if it can be told, the cause. What a first batch does not show, it can't find:
-    weights that are edited between steps, a layer that is unfrozen later, samples of a kind that comes later.
+    Raises NotEqualError, on every rank, with the report and, if it can be told, the cause. What a
+    first batch does not show, it can't find: weights that are edited between steps, a layer that is
+    unfrozen later, samples of a kind that comes later.
     """
     if not trainer.verifies:
-        raise ValueError("this trainer was built with verify=False and keeps no copy of the whole model: build it with verify=True")
+        raise ValueError(
+            "this trainer was built with verify=False and keeps no copy of the whole model: "
+            "build it with verify=True"
+        )
     with unrecorded():
         check_shares(trainer, inputs, targets)
         report = compare(trainer, inputs, targets)
@@ -65,7 +89,9 @@ def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
 
 
 def settle(trainer: Any, report: Report) -> None:
-    """The comparison before the first step is made; what the first rank kept for it alone is freed."""
+    """The comparison before the first step is made; what the first rank kept for it alone is
+    freed.
+    """
     trainer.to_verify, trainer.compared = False, trainer.compared or report.equal
     if trainer.one_process is not None:
         trainer.one_process.free()
@@ -79,7 +105,8 @@ def compare(trainer: Any, inputs: Batch, targets: Batch) -> Report:
         if report.equal:
             return report
     except Exception as error:
-        if not (isinstance(error, NotEqualError) or trainer.executor.goes_on):  # the other ranks may be elsewhere
+        # the other ranks may be elsewhere
+        if not (isinstance(error, NotEqualError) or trainer.executor.goes_on):
             raise
     with untouched(trainer):
         return Comparison(trainer, inputs, targets, of_each=2).run()
@@ -94,7 +121,10 @@ class Comparison:
         wanted = of_each * trainer.executor.microbatches + even
         self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
         self.rows: dict[tuple[str, str, str], tuple[float, float]] = {}
-        entries, autocast = [trainer.layout.entries[name] for name in trainer.trained], trainer.executor.autocast
+        entries, autocast = (
+            [trainer.layout.entries[name] for name in trainer.trained],
+            trainer.executor.autocast,
+        )
         self.shapes = [entry.shape for entry in entries]
         self.dtypes = {entry.dtype for entry in entries} | ({autocast} if autocast else set())
 
@@ -103,10 +133,15 @@ class Comparison:
         if len(trainer.agree.ranks) > 1:
             cause_of_layers, reason = messages_of_its_own(trainer.model)
             if cause_of_layers:
-                raise NotEqualError(f"this layout does not compute what one process does: {cause_of_layers}", Report(cause=cause_of_layers))
+                raise NotEqualError(
+                    f"this layout does not compute what one process does: {cause_of_layers}",
+                    Report(cause=cause_of_layers),
+                )
             if reason:
                 return Report(reason=reason)
-        of_ranks = tell_first(self.batch if holds_share(trainer) else None, trainer.agree.group, trainer.device)
+        of_ranks = tell_first(
+            self.batch if holds_share(trainer) else None, trainer.agree.group, trainer.device
+        )
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state = trainer.sharded_optimizer.state()
         reason, together = "", (None, None)
@@ -114,11 +149,15 @@ class Comparison:
         if self.first:
             try:
                 together = join([of_rank for of_rank in of_ranks if of_rank is not None])
-                self.bound = most_rounding(trainer.model, self.shapes, self.dtypes, tensors_of(together))
+                self.bound = most_rounding(
+                    trainer.model, self.shapes, self.dtypes, tensors_of(together)
+                )
                 expected = self.one_process(together, values, state)
             except (NotVerified, ValueError) as why:
                 reason = str(why)
-        header = json.loads(trainer.agree.texts(json.dumps(self.header(reason, together, expected)))[0])
+        header = json.loads(
+            trainer.agree.texts(json.dumps(self.header(reason, together, expected)))[0]
+        )
         if header["reason"]:
             return Report(reason=header["reason"])
 
@@ -130,12 +169,17 @@ class Comparison:
         problem: BaseException | None = None
         try:
             for weights in WEIGHTS:
-                self.compare(weights, header, expected[WEIGHTS.index(weights)] if self.first else None)
+                self.compare(
+                    weights, header, expected[WEIGHTS.index(weights)] if self.first else None
+                )
         except LayoutFailed as failed:
             problem = failed.__cause__
         if problem is not None:  # which one process had not
-            if trainer.executor.goes_on and (words := cause(())):  # else the other ranks may be elsewhere
-                raise NotEqualError(f"{words} {ALSO} {type(problem).__name__}: {problem}", Report(cause=words)) from problem
+            # else the other ranks may be elsewhere
+            if trainer.executor.goes_on and (words := cause(())):
+                raise NotEqualError(
+                    f"{words} {ALSO} {type(problem).__name__}: {problem}", Report(cause=words)
+                ) from problem
             raise problem
         report = Report(self.rows_of_all())
         if not report.equal:
@@ -145,7 +189,9 @@ class Comparison:
 
     # ── one process, on the first rank ──
 
-    def one_process(self, batch: tuple[Batch, Batch], values: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Outcome]:
+    def one_process(
+        self, batch: tuple[Batch, Batch], values: Mapping[str, Tensor], state: Mapping[str, Any]
+    ) -> list[Outcome]:
         whole: OneProcess | None = self.trainer.one_process
         if whole is None:
             raise NotVerified(self.trainer.why_no_copy)
@@ -155,19 +201,30 @@ class Comparison:
                 mine = perturbed(values, self.trainer.trained) if weights == "perturbed" else values
                 seed_all(1)
                 with whole.holding(mine):
-                    outcomes.append(whole.step(*batch, self.trainer.optimizer, state, perturbed=weights == "perturbed"))
+                    outcomes.append(
+                        whole.step(
+                            *batch, self.trainer.optimizer, state, perturbed=weights == "perturbed"
+                        )
+                    )
                 losses = outcomes[-1].loss, outcomes[-1].evaluated
                 if not all(map(math.isfinite, losses)):
-                    raise NotVerified(f"in one process the loss of the first samples is {losses[0]}")
+                    raise NotVerified(
+                        f"in one process the loss of the first samples is {losses[0]}"
+                    )
             seed_all(2)
             with whole.holding(values), torch.no_grad():
                 again = whole.loss(*batch).item()
         except NotVerified:
             raise
         except Exception as error:
-            raise NotVerified(f"one process could not compute the first samples ({type(error).__name__}: {error})") from error
+            raise NotVerified(
+                f"one process could not compute the first samples ({type(error).__name__}: {error})"
+            ) from error
         if abs(again - outcomes[0].loss) > self.bound * abs(outcomes[0].loss):
-            raise NotVerified("the model draws random numbers besides dropout, so that two runs of one process differ")
+            raise NotVerified(
+                "the model draws random numbers besides dropout, so that two runs of one "
+                "process differ"
+            )
         return outcomes
 
     def header(self, reason: str, together: Batch, expected: Sequence[Outcome]) -> dict[str, Any]:
@@ -183,7 +240,9 @@ class Comparison:
             "absent": [[name for name, g in of.gradients.items() if g is None] for of in expected],
             "gradient": scales([of.gradients for of in expected], self.bound, eps_of(self.dtypes)),
             "buffer": scales([of.buffers for of in expected], self.bound, 0),
-            "buffers": [name for name in expected[0].buffers if name in self.trainer.layout.entries],
+            "buffers": [
+                name for name in expected[0].buffers if name in self.trainer.layout.entries
+            ],
         }
 
     # ── all ranks ──
@@ -199,26 +258,63 @@ class Comparison:
             if weights == "perturbed":  # which no zero weight hides
                 difference = abs(self.evaluated() - wanted[number][1])
                 self.add("evaluate", "", weights, difference, bound * abs(wanted[number][1]))
-            here = {name: b.detach().clone() for name, b in trainer.model.named_buffers() if name in header["buffers"]}
+            here = {
+                name: b.detach().clone()
+                for name, b in trainer.model.named_buffers()
+                if name in header["buffers"]
+            }
         gradients = self.from_first(trainer.trained, expected and expected.gradients)
         updated = self.from_first(trainer.trained, expected and expected.updated)
         buffers = self.from_first(header["buffers"], expected and expected.buffers)
-        self.add("loss", "", weights, abs(loss - wanted[number][0]), bound * max(abs(of[0]) for of in wanted))
+        self.add(
+            "loss",
+            "",
+            weights,
+            abs(loss - wanted[number][0]),
+            bound * max(abs(of[0]) for of in wanted),
+        )
         if trainer.clip_norm is not None:
-            self.add("norm", "", weights, abs(norm - wanted[number][2]), bound * max(of[2] for of in wanted))
+            self.add(
+                "norm",
+                "",
+                weights,
+                abs(norm - wanted[number][2]),
+                bound * max(of[2] for of in wanted),
+            )
 
         cut = trainer.layout.cut
         for name, p in trainer.owned.items():
             mine = torch.zeros_like(p) if p.grad is None else p.grad
-            self.add("gradient", name, weights, apart(mine, cut(name, gradients[name])), header["gradient"][name])
+            self.add(
+                "gradient",
+                name,
+                weights,
+                apart(mine, cut(name, gradients[name])),
+                header["gradient"][name],
+            )
         for name in header["buffers"]:
             if name in here and here[name].shape == buffers[name].shape:
-                self.add("buffer", name, weights, apart(here[name], buffers[name]), header["buffer"][name])
+                self.add(
+                    "buffer",
+                    name,
+                    weights,
+                    apart(here[name], buffers[name]),
+                    header["buffer"][name],
+                )
         absent = set(header["absent"][number])
-        for name, before, after in self.updates({name: None if name in absent else cut(name, g) for name, g in gradients.items()}, number):
+        for name, before, after in self.updates(
+            {name: None if name in absent else cut(name, g) for name, g in gradients.items()},
+            number,
+        ):
             should = cut(name, updated[name])
             rounding = 2 * torch.finfo(after.dtype).eps * largest(should)
-            self.add("update", name, weights, apart(after, should), bound * largest(should - before) + rounding)
+            self.add(
+                "update",
+                name,
+                weights,
+                apart(after, should),
+                bound * largest(should - before) + rounding,
+            )
 
     def of_layout(self, total: int, drops: bool) -> tuple[float, float]:
         """Loss and norm, as the trainer computes them."""
@@ -237,13 +333,19 @@ class Comparison:
         try:
             with torch.no_grad(), evaluation_mode(self.trainer):
                 mine, weight = evaluate_share(self.trainer, *self.batch)
-            sums, weights = agree_on_evaluation(self.trainer, mine, weight, self.trainer.executor.failure)
+            sums, weights = agree_on_evaluation(
+                self.trainer, mine, weight, self.trainer.executor.failure
+            )
         except Exception as error:
             raise LayoutFailed from error
         return math.fsum(sums) / math.fsum(weights)
 
-    def updates(self, gradients: Mapping[str, Tensor | None], number: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, and what this rank owns of that parameter before and after an update of a copy of its optimizer."""
+    def updates(
+        self, gradients: Mapping[str, Tensor | None], number: int
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, and what this rank owns of that parameter before and after an update of a copy
+        of its optimizer.
+        """
         memo: dict[int, Any] = {}
         optimizer = copy_of_optimizer(self.trainer.optimizer, memo)
         if number:
@@ -259,8 +361,13 @@ class Comparison:
         for name, p in copies.items():
             yield name, self.trainer.owned[name].detach(), p.detach()
 
-    def from_first(self, names: Sequence[str], tensors: Mapping[str, Tensor | None] | None) -> dict[str, Tensor]:
-        """What the first rank has, on all ranks; zeros where it has nothing. One broadcast a dtype."""
+    def from_first(
+        self, names: Sequence[str], tensors: Mapping[str, Tensor | None] | None
+    ) -> dict[str, Tensor]:
+        """What the first rank has, on all ranks; zeros where it has nothing.
+
+        One broadcast a dtype.
+        """
         entries, device = self.trainer.layout.entries, self.trainer.device
         names, found = [name for name in names if name in entries], {}
         for dtype in dict.fromkeys(entries[name].dtype for name in names):
@@ -271,22 +378,37 @@ class Comparison:
                 if tensors and tensors[name] is not None:
                     part.copy_(tensors[name].reshape(-1))  # type: ignore[union-attr]
             row = broadcast(row, 0, group=self.trainer.agree.group)
-            found.update({name: part.view(entries[name].shape) for name, part in zip(alike, row.split(sizes))})
+            found.update(
+                {
+                    name: part.view(entries[name].shape)
+                    for name, part in zip(alike, row.split(sizes))
+                }
+            )
         return found
 
     def add(self, what: str, name: str, weights: str, difference: float, most: float) -> None:
-        self.rows[what, name, weights] = difference, difference / most if most else math.inf if difference else 0.0
+        self.rows[what, name, weights] = (
+            difference,
+            difference / most if most else math.inf if difference else 0.0,
+        )
 
     def rows_of_all(self) -> list[Row]:
-        """The largest difference of each comparison over the ranks, the same list on all of them."""
+        """The largest difference of each comparison over the ranks, the same list on all of
+        them.
+        """
         mine = json.dumps([[*key, *value] for key, value in self.rows.items()])
         found: dict[tuple[str, str, str], tuple[float, float]] = {}
         for text in self.trainer.agree.texts(mine):
             for what, name, weights, difference, ratio in json.loads(text):
                 key = what, name, weights
-                found[key] = max(found.get(key, (0.0, 0.0)), (difference, ratio), key=lambda pair: pair[1])
+                found[key] = max(
+                    found.get(key, (0.0, 0.0)), (difference, ratio), key=lambda pair: pair[1]
+                )
         kinds = ("loss", "evaluate", "norm", "gradient", "buffer", "update")
-        return sorted((Row(*key, *value) for key, value in found.items()), key=lambda row: kinds.index(row.what))
+        return sorted(
+            (Row(*key, *value) for key, value in found.items()),
+            key=lambda row: kinds.index(row.what),
+        )
 
 
 class NotVerified(Exception):

@@ -1,4 +1,6 @@
-"""Whether a trainer is compared with one process before its first step: always, unless that takes too much memory."""
+"""Whether a trainer is compared with one process before its first step: always, unless that
+takes too much memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples togeth
 
 
 def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
-    """Before the first step. Raises NotEqualError; if nothing can be compared, a line says so, and training goes on."""
+    """Before the first step.
+
+    Raises NotEqualError; if nothing can be compared, a line says so, and training goes on.
+    """
     with unrecorded():
         reason = too_much(trainer, inputs, targets)
         report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
@@ -30,11 +35,17 @@ def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
         return "the model is on the meta device and has no values"
     nbytes = {name: entry.shape.numel() * entry.dtype.itemsize for name, entry in entries.items()}
     trained = sum(nbytes[name] for name in trainer.trained)
-    samples = sum(t[:1].nbytes for t in tensors_of((inputs, targets))) * (2 * trainer.executor.microbatches + 1) * trainer.axes.sizes["dp"]
+    samples = (
+        sum(t[:1].nbytes for t in tensors_of((inputs, targets)))
+        * (2 * trainer.executor.microbatches + 1)
+        * trainer.axes.sizes["dp"]
+    )
     needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))
     if needed <= MOST_BYTES:
         return ""
     return (
-        f"a comparison with one process would take {readable(needed)} on rank {trainer.agree.ranks[0]}, more than {readable(MOST_BYTES)}. "
-        "Try the same options with fewer or narrower layers, or call trainer.verify(inputs, targets) if the memory is there"
+        f"a comparison with one process would take {readable(needed)} on rank "
+        f"{trainer.agree.ranks[0]}, more than {readable(MOST_BYTES)}. "
+        "Try the same options with fewer or narrower layers, or call trainer.verify(inputs, "
+        "targets) if the memory is there"
     )

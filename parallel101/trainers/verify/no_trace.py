@@ -1,7 +1,9 @@
-"""A comparison leaves no trace: afterwards weights, gradients, buffers and random numbers are as they were.
+"""A comparison leaves no trace: afterwards weights, gradients, buffers and random numbers are as
+they were.
 
-So is what the trainer's parts learn of the model in their first step, such as the order of its layers: a part names those attributes in
-LEARNT. What a model keeps elsewhere, in an attribute of Python's, is not put back.
+So is what the trainer's parts learn of the model in their first step, such as the order of its
+layers: a part names those attributes in LEARNT. What a model keeps elsewhere, in an attribute of
+Python's, is not put back.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from torch import nn
 
 @contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
-    """Afterwards weights, gradients, buffers, random numbers and everything that the trainer has learnt of the model are as before."""
+    """Afterwards weights, gradients, buffers, random numbers and everything that the trainer
+    has learnt of the model are as before.
+    """
     parameters = [*trainer.model.parameters(), *trainer.owned.values()]
-    weights = [(p, p.detach().clone()) for p in parameters if p.numel()]  # ZeRO-3's are empty, and its owned pieces are not
+    # ZeRO-3's are empty, and its owned pieces are not
+    weights = [(p, p.detach().clone()) for p in parameters if p.numel()]
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
     reached, state = trainer.reached, random_state()
-    learnt = [(part, name, copy.copy(getattr(part, name))) for part in parts_of(trainer) for name in getattr(part, "LEARNT", ())]
+    learnt = [
+        (part, name, copy.copy(getattr(part, name)))
+        for part in parts_of(trainer)
+        for name in getattr(part, "LEARNT", ())
+    ]
     try:
         with with_buffers_restored(trainer.model):
             yield
@@ -42,7 +51,12 @@ def untouched(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def with_buffers_restored(model: nn.Module) -> Iterator[None]:
-    before = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    before = [
+        (m, name, b, b.clone())
+        for m in model.modules()
+        for name, b in m._buffers.items()
+        if b is not None
+    ]
     try:
         yield
     finally:
@@ -70,7 +84,12 @@ def seed_all(seed: int) -> None:
 def random_state() -> list[Any]:
     numpy = sys.modules.get("numpy")
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    return [torch.get_rng_state(), random.getstate(), cuda, numpy.random.get_state() if numpy else None]
+    return [
+        torch.get_rng_state(),
+        random.getstate(),
+        cuda,
+        numpy.random.get_state() if numpy else None,
+    ]
 
 
 def set_random_state(state: list[Any]) -> None:

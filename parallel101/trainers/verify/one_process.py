@@ -1,9 +1,11 @@
-"""What one process makes of a batch: the whole model, kept by the first rank as it was before it was cut.
+"""What one process makes of a batch: the whole model, kept by the first rank as it was before it
+was cut.
 
     model ──▶ copy of its modules          the parameters in them are the model's own, so hooks and loss functions find them
           └─▶ cut by the trainer
 
-To run it, the first rank exchanges the contents of the two: for a moment `model` is whole again, for every function that refers to it.
+To run it, the first rank exchanges the contents of the two: for a moment `model` is whole again,
+for every function that refers to it.
 """
 
 from __future__ import annotations
@@ -28,11 +30,28 @@ from parallel101.trainers.support.fit import evaluating
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.verify.no_trace import random_state, set_random_state
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-PROBABILITY: Mapping[Any, tuple[str, int]] = {  # of dropping: its name, and its place among the arguments
-    **{getattr(nn.functional, name): ("p", 1) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")},
-    **{getattr(nn.functional, name): ("p", 1) for name in ("alpha_dropout", "feature_alpha_dropout")},
-    **{getattr(torch, name): ("p", 1) for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")},
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+# of dropping: its name, and its place among the arguments
+PROBABILITY: Mapping[Any, tuple[str, int]] = {
+    **{
+        getattr(nn.functional, name): ("p", 1)
+        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")
+    },
+    **{
+        getattr(nn.functional, name): ("p", 1)
+        for name in ("alpha_dropout", "feature_alpha_dropout")
+    },
+    **{
+        getattr(torch, name): ("p", 1)
+        for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
+    },
     nn.functional.scaled_dot_product_attention: ("dropout_p", 4),
     nn.functional.multi_head_attention_forward: ("dropout_p", 10),
 }
@@ -69,15 +88,24 @@ class OneProcess:
         autocast: see `Trainer`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn | None,
+        autocast: torch.dtype | None,
+    ):
         parameters = {id(p): p for p in model.parameters()}  # not copied
         self.model, self.loss_fn, self.autocast = model, loss_fn, autocast
         self.whole: nn.Module = copy.deepcopy(model, dict(parameters))
-        if any(p is not q for p, q in zip(model.parameters(), self.whole.parameters(), strict=True)):
+        if any(
+            p is not q for p, q in zip(model.parameters(), self.whole.parameters(), strict=True)
+        ):
             raise TypeError("it makes new parameters for a copy of its own, as Keras models do")
         copy_of_optimizer(optimizer, dict(parameters), state={})  # so that it is known now
         for module in self.whole.modules():
-            if isinstance(module, nn.SyncBatchNorm):  # the first rank computes alone, and nobody would answer it
+            # the first rank computes alone, and nobody would answer it
+            if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = WholeBatchNorm  # type: ignore[assignment]
 
     def free(self) -> None:
@@ -87,7 +115,9 @@ class OneProcess:
         for module in self.whole.modules():
             for name, p in module._parameters.items():
                 if p is not None and id(p) not in kept:
-                    module._parameters[name] = empty.setdefault(id(p), nn.Parameter(p.data.new_empty(0), p.requires_grad))
+                    module._parameters[name] = empty.setdefault(
+                        id(p), nn.Parameter(p.data.new_empty(0), p.requires_grad)
+                    )
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -126,40 +156,71 @@ class OneProcess:
 
     def casting(self) -> Any:
         device = next(self.model.parameters()).device.type
-        return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
+        return (
+            nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
+        )
 
-    def step(self, inputs: Batch, targets: Batch, optimizer: Optimizer, optimizer_state: Mapping[str, Any], perturbed: bool) -> Outcome:
+    def step(
+        self,
+        inputs: Batch,
+        targets: Batch,
+        optimizer: Optimizer,
+        optimizer_state: Mapping[str, Any],
+        perturbed: bool,
+    ) -> Outcome:
         """One step of training.
 
-        Args:
-            optimizer: a rank's, for its attributes and hooks.
-            optimizer_state: the whole state and groups, as `ShardedOptimizer.state` returns them.
-            perturbed: evaluate, too, and train with a learning rate above zero even if the optimizer's is zero now.
+        Args: optimizer: a rank's, for its attributes and hooks. optimizer_state: the whole state
+            and groups, as `ShardedOptimizer.state` returns them. perturbed: evaluate, too, and
+            train with a learning rate above zero even if the optimizer's is zero now.
         """
         parameters = dict(self.model.named_parameters())
         loss = self.loss(inputs, targets)
         loss.backward()
         evaluated = loss.item()
         if perturbed:
-            with torch.no_grad(), evaluating(self.model):  # after the forward of training, as in a layout: spectral norm learns in that
+            # after the forward of training, as in a layout: spectral norm learns in that
+            with torch.no_grad(), evaluating(self.model):
                 evaluated = self.loss(inputs, targets).item()
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()}
-        norm = math.hypot(*(torch.linalg.vector_norm(g.double()).item() for g in gradients.values() if g is not None))
-        buffers = {name: b.detach().clone() for name, b in self.model.named_buffers() if b.is_floating_point()}
+        gradients = {
+            name: None if p.grad is None else p.grad.detach().clone() for name, p in trained.items()
+        }
+        norm = math.hypot(
+            *(
+                torch.linalg.vector_norm(g.double()).item()
+                for g in gradients.values()
+                if g is not None
+            )
+        )
+        buffers = {
+            name: b.detach().clone()
+            for name, b in self.model.named_buffers()
+            if b.is_floating_point()
+        }
 
         groups = [
-            {**{key: value for key, value in group.items() if key != "names"}, "params": [parameters[name] for name in group["names"]]}
+            {
+                **{key: value for key, value in group.items() if key != "names"},
+                "params": [parameters[name] for name in group["names"]],
+            }
             for group in copy.deepcopy(optimizer_state["groups"])
         ]
-        states = {parameters[name]: copy.deepcopy(state) for name, state in optimizer_state["state"].items()}
+        states = {
+            parameters[name]: copy.deepcopy(state)
+            for name, state in optimizer_state["state"].items()
+        }
         memo = {id(p): p for p in parameters.values()}
-        whole = copy_of_optimizer(optimizer, memo, state=defaultdict(dict, states), param_groups=groups)
+        whole = copy_of_optimizer(
+            optimizer, memo, state=defaultdict(dict, states), param_groups=groups
+        )
         if perturbed:
             lift_learning_rates(whole)
         whole.step()
         updated = {name: p.detach().clone() for name, p in trained.items()}
-        return Outcome(loss.item(), evaluated, gradients, norm, updated, buffers, self.dropout.found)
+        return Outcome(
+            loss.item(), evaluated, gradients, norm, updated, buffers, self.dropout.found
+        )
 
 
 def mean_loss(loss_fn: LossFn | None, outputs: Any, targets: Any) -> Tensor:
@@ -168,9 +229,16 @@ def mean_loss(loss_fn: LossFn | None, outputs: Any, targets: Any) -> Tensor:
 
 
 def whole_model(
-    model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None, autocast: torch.dtype | None, axes: Axes
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn | None,
+    autocast: torch.dtype | None,
+    axes: Axes,
 ) -> tuple[OneProcess | None, str]:
-    """What a layout is compared with, before the model is cut. None and the reason, if it can't be copied."""
+    """What a layout is compared with, before the model is cut.
+
+    None and the reason, if it can't be copied.
+    """
     if is_vocabulary_loss(loss_fn):
         assert loss_fn is not None
         loss_fn = partial(loss_fn, group=axes.along([]))
@@ -187,11 +255,11 @@ def whole_model(
 
 
 def copy_of_optimizer(optimizer: Optimizer, memo: dict[int, Any], **instead: Any) -> Optimizer:
-    """A copy with all attributes of a user's class, of which torch's own way of copying keeps three.
+    """A copy with all attributes of a user's class, of which torch's own way of copying keeps
+    three.
 
-    Args:
-        memo: see copy.deepcopy.
-        instead: attributes that it has instead of copies. Hooks are not copied: the object that a method belongs to may be large.
+    Args: memo: see copy.deepcopy. instead: attributes that it has instead of copies. Hooks are not
+        copied: the object that a method belongs to may be large.
     """
     again: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = again
@@ -221,10 +289,18 @@ class WholeBatchNorm(nn.BatchNorm1d):
 
 @contextmanager
 def without_dropout(model: nn.Module, functions: bool) -> Iterator[WithoutDropout]:
-    """Inside, every dropout keeps everything: that of modules and, if asked, of torch's functions, attention among them."""
+    """Inside, every dropout keeps everything: that of modules and, if asked, of torch's
+    functions, attention among them.
+    """
     before, mode = [], WithoutDropout()
     for module in model.modules():
-        name = "p" if isinstance(module, DROPOUTS) else "dropout" if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) else None
+        name = (
+            "p"
+            if isinstance(module, DROPOUTS)
+            else "dropout"
+            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+            else None
+        )
         if name is not None:
             before.append((module, name, getattr(module, name)))
             setattr(module, name, 0.0)
@@ -237,11 +313,16 @@ def without_dropout(model: nn.Module, functions: bool) -> Iterator[WithoutDropou
 
 
 class WithoutDropout(TorchFunctionMode):
-    """While it is active, functions that drop numbers drop none. `found`: whether one was to drop some."""
+    """While it is active, functions that drop numbers drop none.
+
+    `found`: whether one was to drop some.
+    """
 
     found = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in PROBABILITY:
             name, place = PROBABILITY[func]
@@ -255,4 +336,7 @@ class WithoutDropout(TorchFunctionMode):
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile has a part of it, which would be compiled again if a mode is active."""
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )

@@ -1,4 +1,6 @@
-"""Weights that are slightly different, so that one which is zero now (LoRA's B, a head, a bias) hides nothing."""
+"""Weights that are slightly different, so that one which is zero now (LoRA's B, a head, a bias)
+hides nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,19 @@ from torch import Tensor
 
 
 def noise(name: str, shape: Sequence[int]) -> Tensor:
-    """For this parameter, the same on every rank: about a tenth of what an initial weight of this shape would be.
+    """For this parameter, the same on every rank: about a tenth of what an initial weight of this
+    shape would be.
 
-    Fractional parts of the multiples of the golden ratio: as irregular as this needs, and faster than random numbers.
+    Fractional parts of the multiples of the golden ratio: as irregular as this needs, and faster
+    than random numbers.
     """
     start = zlib.crc32(name.encode()) / 2**32
-    steps = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu").mul_(0.6180339887498949).add_(start).frac_()
+    steps = (
+        torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
+        .mul_(0.6180339887498949)
+        .add_(start)
+        .frac_()
+    )
     return steps.sub_(0.5).mul_(0.3 / max(1, shape[-1] if shape else 1) ** 0.5).view(tuple(shape))
 
 
@@ -27,11 +36,18 @@ def perturbed(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, T
 
 
 def moved_by(t: Tensor, step: Tensor) -> Tensor:
-    return (t.to(torch.complex128 if t.is_complex() else torch.float64) + step.to(t.device)).to(t.dtype)
+    return (t.to(torch.complex128 if t.is_complex() else torch.float64) + step.to(t.device)).to(
+        t.dtype
+    )
 
 
 @torch.no_grad()
 def perturb_owned(trainer: Any) -> None:
     for name, p in trainer.owned.items():
-        p.copy_(moved_by(p.detach(), trainer.layout.cut(name, noise(name, trainer.layout.entries[name].shape))))
+        p.copy_(
+            moved_by(
+                p.detach(),
+                trainer.layout.cut(name, noise(name, trainer.layout.entries[name].shape)),
+            )
+        )
     trainer.gradient_sync.publish()

@@ -11,7 +11,9 @@ SHOWN = 5  # names of a kind
 
 
 class Row(NamedTuple):
-    """One comparison. `ratio`: the difference over the largest that rounding explains; above 1 it is a difference."""
+    """One comparison. `ratio`: the difference over the largest that rounding explains; above 1
+    it is a difference.
+    """
 
     what: str  # "loss", "evaluate", "gradient", "norm", "update" or "buffer"
     name: str  # of the parameter or buffer
@@ -52,7 +54,11 @@ class Report:
             compared.setdefault((row.what, row.name), {})[row.weights] = row
         lines = [("largest differences", *WEIGHTS, "of the bound")]
         for what in dict.fromkeys(row.what for row in self.rows):
-            found = [(max(row.ratio for row in rows.values()), name, rows) for (kind, name), rows in compared.items() if kind == what]
+            found = [
+                (max(row.ratio for row in rows.values()), name, rows)
+                for (kind, name), rows in compared.items()
+                if kind == what
+            ]
             found.sort(key=lambda of_name: -of_name[0])
             differing = [of_name for of_name in found if of_name[0] > 0]
             if len(found) > 1 and not differing:
@@ -60,12 +66,20 @@ class Report:
                 continue
             shown = (differing or found)[:SHOWN]
             for worst, name, rows in shown:
-                given, moved = (f"{rows[weights].difference:.1e}" if weights in rows else "" for weights in WEIGHTS)
-                lines.append((f"{what} {name}".strip(), given, moved, f"{worst:.1%}" if worst <= 1 else "✗"))
+                given, moved = (
+                    f"{rows[weights].difference:.1e}" if weights in rows else ""
+                    for weights in WEIGHTS
+                )
+                lines.append(
+                    (f"{what} {name}".strip(), given, moved, f"{worst:.1%}" if worst <= 1 else "✗")
+                )
             if len(found) > len(shown):
                 lines.append((f"{what}: {len(found) - len(shown)} more, all closer", "", "", ""))
         a, b, c, d = (max(len(line[column]) for line in lines) for column in range(4))
-        table = [f"{name:{a}}   {given:>{b}}   {moved:>{c}}   {ratio:>{d}}" for name, given, moved, ratio in lines]
+        table = [
+            f"{name:{a}}   {given:>{b}}   {moved:>{c}}   {ratio:>{d}}"
+            for name, given, moved, ratio in lines
+        ]
         title = "equal to one process" if self.equal else "not equal to one process"
         return "\n".join([title, *(line.rstrip() for line in table)])
 
@@ -90,6 +104,8 @@ def message(report: Report) -> str:
     what = f"the {first.what}" + (f" of {first.name!r}" if first.name else "")
     more = f", and {len(wrong) - 1} other comparisons fail" if len(wrong) > 1 else ""
     return (
-        f"this layout does not compute what one process does: {what} differs by {first.difference:.2g}{more}.\n{report.cause}\n"
-        "No weight was changed. The error's .report is a table; verify=False trains without this comparison"
+        f"this layout does not compute what one process does: {what} differs by "
+        f"{first.difference:.2g}{more}.\n{report.cause}\n"
+        "No weight was changed. The error's .report is a table; verify=False trains without "
+        "this comparison"
     )

@@ -1,10 +1,12 @@
 """How much two results may differ because they are summed in another order.
 
-A result in precision u is rounded once in each of the d modules, there and back, and sums up to k numbers. Such errors add up like a random
-walk, so two orders of summing differ by about √(d·k)·u. In half precision, or in autocast, sums are in float32, and only their results are
-rounded to the coarser v: √d·v more. The bound is 4 times that, relative to the largest gradient in the same module; and v, relative to the
-largest of all, for a gradient that is zero but for rounding, such as that of a bias before a softmax. An optimizer makes the same of the
-same gradient, element by element, so a weight after its update may differ by 2u.
+A result in precision u is rounded once in each of the d modules, there and back, and sums up to k
+numbers. Such errors add up like a random walk, so two orders of summing differ by about √(d·k)·u.
+In half precision, or in autocast, sums are in float32, and only their results are rounded to the
+coarser v: √d·v more. The bound is 4 times that, relative to the largest gradient in the same
+module; and v, relative to the largest of all, for a gradient that is zero but for rounding, such as
+that of a bias before a softmax. An optimizer makes the same of the same gradient, element by
+element, so a weight after its update may differ by 2u.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ SAFETY = 4
 SINGLE = torch.finfo(torch.float32).eps
 
 
-def most_rounding(model: nn.Module, shapes: Sequence[Sequence[int]], dtypes: Iterable[torch.dtype], batch: Sequence[Tensor]) -> float:
+def most_rounding(
+    model: nn.Module,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Iterable[torch.dtype],
+    batch: Sequence[Tensor],
+) -> float:
     """Relative to the largest number.
 
     Args:
@@ -30,7 +37,9 @@ def most_rounding(model: nn.Module, shapes: Sequence[Sequence[int]], dtypes: Ite
     terms = max(*(max(shape, default=1) for shape in shapes), *(t.numel() for t in batch))
     results = eps_of(dtypes)
     sums = min(results, SINGLE)
-    return SAFETY * (sums * math.sqrt(depth * terms) + (results * math.sqrt(depth) if results > sums else 0))
+    return SAFETY * (
+        sums * math.sqrt(depth * terms) + (results * math.sqrt(depth) if results > sums else 0)
+    )
 
 
 def eps_of(dtypes: Iterable[torch.dtype]) -> float:
@@ -38,8 +47,12 @@ def eps_of(dtypes: Iterable[torch.dtype]) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def scales(outcomes: Sequence[Mapping[str, Tensor | None]], bound: float, eps: float) -> dict[str, float]:
-    """Name → the largest difference that rounding explains, from the largest numbers in its module and in all."""
+def scales(
+    outcomes: Sequence[Mapping[str, Tensor | None]], bound: float, eps: float
+) -> dict[str, float]:
+    """Name → the largest difference that rounding explains, from the largest numbers in its
+    module and in all.
+    """
     of_module: dict[str, float] = {}
     for outcome in outcomes:
         for name, t in outcome.items():
@@ -50,7 +63,10 @@ def scales(outcomes: Sequence[Mapping[str, Tensor | None]], bound: float, eps: f
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference. What is the same infinity, or no number, in both is no difference, as in half precision."""
+    """The largest absolute difference.
+
+    What is the same infinity, or no number, in both is no difference, as in half precision.
+    """
     found = largest(a - b)
     if math.isfinite(found):
         return found

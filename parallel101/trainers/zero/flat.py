@@ -1,10 +1,12 @@
-"""Parameters side by side in one flat array, cut into n equal blocks, so that each rank can own one of them.
+"""Parameters side by side in one flat array, cut into n equal blocks, so that each rank can own one
+of them.
 
     | weight ............ | bias ... | 0 |        the last block is padded with zeros if n does not divide
     |   rank 0   |   rank 1   |   rank 2   |      a rank's block holds pieces of parameters: what its optimizer updates
 
-stage12.py and stage3.py decide when a flat array is gathered and when its gradients leave.
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
+stage12.py and stage3.py decide when a flat array is gathered and when its gradients leave. Source:
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
+section 5.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from parallel101.collectives.asynchronous import AsyncCollective, all_gather_async, reduce_scatter_async
+from parallel101.collectives.asynchronous import (
+    AsyncCollective,
+    all_gather_async,
+    reduce_scatter_async,
+)
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
 from parallel101.trainers.gradients import Parameters, check_dense
@@ -24,7 +30,8 @@ from parallel101.trainers.support.memory import LiveBytes
 
 
 class Flat:
-    """Some parameters of one dtype and device, of which this rank owns 1/n: `shard` is its block, `grad` the block's gradient.
+    """Some parameters of one dtype and device, of which this rank owns 1/n: `shard` is its block,
+    `grad` the block's gradient.
 
     Args:
         parameters: by name. From now on they are views of the flat array.
@@ -40,7 +47,15 @@ class Flat:
         fresh: no gradient of this step has arrived in `grad`.
     """
 
-    def __init__(self, parameters: Parameters, group: GroupLike, live: LiveBytes, *, weights: bool, gradients: bool):
+    def __init__(
+        self,
+        parameters: Parameters,
+        group: GroupLike,
+        live: LiveBytes,
+        *,
+        weights: bool,
+        gradients: bool,
+    ):
         self.parameters, self.group, self.live = dict(parameters), group, live
         self.shapes = {name: p.shape for name, p in parameters.items()}
         members, values = group_of(group), [p.detach() for p in parameters.values()]
@@ -54,14 +69,21 @@ class Flat:
         self.whole: Tensor | None = whole
         self.shard = self.block_of(whole) if weights else self.block_of(whole).clone()
         self.whole_grad = torch.zeros_like(whole) if gradients else None
-        self.grad = torch.zeros_like(self.shard) if self.whole_grad is None else self.block_of(self.whole_grad)
+        self.grad = (
+            torch.zeros_like(self.shard)
+            if self.whole_grad is None
+            else self.block_of(self.whole_grad)
+        )
 
         self.placements: dict[str, Pieces] = {}
         self.owned: dict[str, nn.Parameter] = {}
         self.piece_grads: dict[str, Tensor] = {}
         for name, (start, stop) in zip(parameters, pairwise(accumulate(sizes, initial=0))):
             blocks = [(self.block * i, self.block * (i + 1)) for i in range(members.size)]
-            bounds = tuple((max(low, start) - start, max(low, start, min(high, stop)) - start) for low, high in blocks)
+            bounds = tuple(
+                (max(low, start) - start, max(low, start, min(high, stop)) - start)
+                for low, high in blocks
+            )
             self.placements[name] = Pieces(bounds)
             low, high = bounds[members.position]
             if low < high:
@@ -84,7 +106,10 @@ class Flat:
 
     def cut(self, whole: Tensor) -> dict[str, Tensor]:
         """The parameters' parts of it, in their shapes."""
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), whole.split(self.cuts))}
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(self.shapes.items(), whole.split(self.cuts))
+        }
 
     # ── weights ──
 
@@ -96,7 +121,9 @@ class Flat:
             self.arriving = all_gather_async(self.shard, group=self.group, out=self.whole)
 
     def refresh(self) -> None:
-        """Begin to fetch the other blocks, which their owners have changed, into the array that this rank keeps."""
+        """Begin to fetch the other blocks, which their owners have changed, into the array that
+        this rank keeps.
+        """
         assert self.whole is not None
         self.arriving = all_gather_async(self.shard, group=self.group, out=self.whole)
 
@@ -120,7 +147,9 @@ class Flat:
             p.data = self.empty
 
     def show_shapes(self) -> None:
-        """Give the parameters their shapes without memory, so that gradients can be assigned to them."""
+        """Give the parameters their shapes without memory, so that gradients can be assigned to
+        them.
+        """
         for p, shape in zip(self.parameters.values(), self.shapes.values()):
             p.data = self.shard.new_zeros(()).expand(shape)
 
@@ -131,7 +160,10 @@ class Flat:
         self.fresh, self.reached = True, set()
 
     def take_gradients(self) -> Tensor:
-        """The parameters' gradients side by side, zeros for those without one. Afterwards the parameters have none."""
+        """The parameters' gradients side by side, zeros for those without one.
+
+        Afterwards the parameters have none.
+        """
         parts = []
         for (name, p), size in zip(self.parameters.items(), self.cuts):
             if p.grad is None:
@@ -158,7 +190,8 @@ class Flat:
 
 
 class GradientReducer:
-    """Sends gradients to their owners while backward still computes others: one reduce-scatter a flat array, at most two at a time.
+    """Sends gradients to their owners while backward still computes others: one reduce-scatter a
+    flat array, at most two at a time.
 
     backward   ── layer 3 ──▶── layer 2 ──▶── layer 1 ──▶
     gradients                g₃ leaves     g₂ leaves     g₁ leaves        each rank keeps the sum of its block;
@@ -174,7 +207,10 @@ class GradientReducer:
         self.in_flight = []
 
     def send(self, flat: Flat) -> None:
-        """Begin to sum the gradients of all ranks, each block at its owner. All ranks send the arrays in the same order."""
+        """Begin to sum the gradients of all ranks, each block at its owner.
+
+        All ranks send the arrays in the same order.
+        """
         gradient = flat.take_gradients()
         out = flat.grad if flat.fresh else None
         flat.fresh = False
@@ -191,8 +227,13 @@ class GradientReducer:
                 flat.grad += total
 
 
-def by_kind(parameters: Parameters, apart: Mapping[str, str] = {}) -> Iterable[dict[str, nn.Parameter]]:
-    """The parameters in groups of one dtype and device each, as a flat array needs them. `apart`: see `by_size`."""
+def by_kind(
+    parameters: Parameters, apart: Mapping[str, str] = {}
+) -> Iterable[dict[str, nn.Parameter]]:
+    """The parameters in groups of one dtype and device each, as a flat array needs them.
+
+    `apart`: see `by_size`.
+    """
     groups: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in parameters.items():
         groups.setdefault((p.dtype, p.device, apart.get(name)), {})[name] = p

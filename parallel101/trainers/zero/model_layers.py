@@ -1,4 +1,6 @@
-"""Which parts of a model are gathered one at a time. They are found in the model itself, which knows nothing of it.
+"""Which parts of a model are gathered one at a time.
+
+They are found in the model itself, which knows nothing of it.
 
 GPT    embedding    blocks.0   blocks.1   …    norm    head          a model's own `sequence()`, if it has one; otherwise the modules
 MLP    layers.0   layers.1   …                                       that a ModuleList or Sequential holds, and those beside it
@@ -18,18 +20,24 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def layers_of(
+    model: nn.Module, types: tuple[type[nn.Module], ...] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules, in order; none lies in another.
 
-    Args:
-        types: modules of these types are the layers. None: the entries of `model.sequence()` that have parameters. Without such a method:
-            every module below the model that has parameters and holds no ModuleList, ModuleDict or Sequential to look into; a
-            Sequential inside a module of another type is a part of that module. A Keras model inside a Keras model is looked into.
+    Args: types: modules of these types are the layers. None: the entries of `model.sequence()` that
+        have parameters. Without such a method:
+            every module below the model that has parameters and holds no ModuleList, ModuleDict or
+            Sequential to look into; a
+            Sequential inside a module of another type is a part of that module. A Keras model
+            inside a Keras model is looked into.
     """
     sequence = sequence_of(model) if types is None else None
     if sequence is not None:
         names = {module: prefix + name for name, module in model.named_modules()}
-        entries = dict.fromkeys(entry for entry in sequence if next(entry.parameters(), None) is not None)
+        entries = dict.fromkeys(
+            entry for entry in sequence if next(entry.parameters(), None) is not None
+        )
         yield from ((names[entry], entry) for entry in entries)
         return
     for name, module in children_of(model):
@@ -40,25 +48,39 @@ def layers_of(model: nn.Module, types: tuple[type[nn.Module], ...] | None = None
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside this one. torch does not see the layers of a Keras model, since Keras has a list of its own for them.
+    """The modules inside this one. torch does not see the layers of a Keras model, since Keras has
+    a list of its own for them.
 
-    For a keras.Sequential torch would name one child, the functional model inside it. That is never called as a module, so its hooks
-    would never run.
+    For a keras.Sequential torch would name one child, the functional model inside it. That is never
+    called as a module, so its hooks would never run.
     """
     layers = keras_layers(module)
-    yield from module.named_children() if layers is None else ((layer.name, layer) for layer in layers)
+    yield from (
+        module.named_children() if layers is None else ((layer.name, layer) for layer in layers)
+    )
 
 
 def keras_layers(module: nn.Module) -> list[Any] | None:
-    """The layers of a Keras model; None for any other module. Other libraries keep modules in a ModuleList, not in a plain list."""
+    """The layers of a Keras model; None for any other module.
+
+    Other libraries keep modules in a ModuleList, not in a plain list.
+    """
     layers = getattr(module, "layers", None)
-    return layers if isinstance(layers, list) and all(isinstance(layer, nn.Module) for layer in layers) else None
+    return (
+        layers
+        if isinstance(layers, list) and all(isinstance(layer, nn.Module) for layer in layers)
+        else None
+    )
 
 
 def is_layer(module: nn.Module, types: tuple[type[nn.Module], ...] | None) -> bool:
     if types is not None:
         return isinstance(module, types)
-    if isinstance(module, LISTS + WITHOUT_FORWARD) or keras_layers(module) is not None or next(module.parameters(), None) is None:
+    if (
+        isinstance(module, LISTS + WITHOUT_FORWARD)
+        or keras_layers(module) is not None
+        or next(module.parameters(), None) is None
+    ):
         return False
     return not any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in module.modules())
 
@@ -66,11 +88,16 @@ def is_layer(module: nn.Module, types: tuple[type[nn.Module], ...] | None) -> bo
 def share_out(
     layers: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, nn.Parameter]]:
-    """layer → its own parameters by name; and the rest: those that several layers use (tied weights) or none."""
+    """layer → its own parameters by name; and the rest: those that several layers use (tied
+    weights) or none.
+    """
     users: dict[nn.Parameter, list[str]] = {p: [] for p in parameters.values()}
     for layer, module in layers.items():
         for p in module.parameters():
             if p in users:
                 users[p].append(layer)
-    own = {layer: {name: p for name, p in parameters.items() if users[p] == [layer]} for layer in layers}
+    own = {
+        layer: {name: p for name, p in parameters.items() if users[p] == [layer]}
+        for layer in layers
+    }
     return own, {name: p for name, p in parameters.items() if len(users[p]) != 1}

@@ -1,11 +1,12 @@
-"""ZeRO stages 1 and 2: like data parallel, but each rank updates only 1/n of the weights and tells the others.
+"""ZeRO stages 1 and 2: like data parallel, but each rank updates only 1/n of the weights and tells
+the others.
 
             weights   gradients   optimizer state      sent by each rank in a step
     stage 1  all       all         1/n                  2(n−1)/n of the gradients' bytes: reduce-scatter, then all-gather of the weights
     stage 2  all       1/n         1/n                  the same; a bucket's gradients are freed as soon as they have left
 
-Stage 3 shards the weights as well: stage3.py.
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5 and 7.
+Stage 3 shards the weights as well: stage3.py. Source: Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models" (2020), sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from parallel101.trainers.zero.flat import Flat, GradientReducer
 
 
 class ZeRO12:
-    """A GradientSync (see gradients.py) that sends each flat array as soon as backward has made all its gradients.
+    """A GradientSync (see gradients.py) that sends each flat array as soon as backward has made all
+    its gradients.
 
-    The order is the same on every rank, whatever came first. Stage 1 adds up the gradients of several microbatches where they are and
-    sends them once; stage 2 has no place for whole gradients, and sends after each microbatch.
+    The order is the same on every rank, whatever came first. Stage 1 adds up the gradients of
+    several microbatches where they are and sends them once; stage 2 has no place for whole
+    gradients, and sends after each microbatch.
     """
 
     def __init__(
@@ -45,9 +48,14 @@ class ZeRO12:
         self.reducer = GradientReducer(group)
         self.ranks = group_of(group).size
         together = by_size(parameters, bucket_bytes, apart)
-        self.flats = [Flat(names, group, self.live, weights=True, gradients=zero_stage == 1) for names in together]
+        self.flats = [
+            Flat(names, group, self.live, weights=True, gradients=zero_stage == 1)
+            for names in together
+        ]
         self.owned = {name: piece for flat in self.flats for name, piece in flat.owned.items()}
-        self.placements = {name: pieces for flat in self.flats for name, pieces in flat.placements.items()}
+        self.placements = {
+            name: pieces for flat in self.flats for name, pieces in flat.placements.items()
+        }
         self.listening = False
         self.sent = 0
         self.missing: dict[Flat, set[nn.Parameter]] = {}
@@ -93,7 +101,11 @@ class ZeRO12:
                 raise completed_twice(name)
             with span("gradient ready", parameter=name):
                 self.missing[flat].discard(p)
-            while self.overlap and self.sent < len(self.flats) and not self.missing[self.flats[self.sent]]:
+            while (
+                self.overlap
+                and self.sent < len(self.flats)
+                and not self.missing[self.flats[self.sent]]
+            ):
                 self.send_next()
 
     def send_next(self) -> None:
@@ -123,7 +135,10 @@ class ZeRO12:
 
 
 def give_gradients(flats: list[Flat]) -> list[str]:
-    """To every piece its gradient. Returns the names of the parameters that this rank's samples gave none."""
+    """To every piece its gradient.
+
+    Returns the names of the parameters that this rank's samples gave none.
+    """
     for flat in flats:
         flat.give_gradients()
     return [name for flat in flats for name in flat.parameters if name not in flat.reached]
@@ -138,13 +153,23 @@ def held_by(flats: list[Flat]) -> dict[str, list[Tensor]]:
 
 
 def peaks_of(live: LiveBytes) -> dict[str, int]:
-    return {"gathered (peak)": live.peak["weights"], "gradients in flight (peak)": live.peak["gradients"]}
+    return {
+        "gathered (peak)": live.peak["weights"],
+        "gradients in flight (peak)": live.peak["gradients"],
+    }
 
 
 def in_words(zero_stage: int, flats: list[Flat], what: str, ranks: int) -> str:
-    pieces, names = sum(len(flat.owned) for flat in flats), sum(len(flat.parameters) for flat in flats)
-    largest, padding = max(flat.shard.nbytes for flat in flats) * ranks, sum(flat.padding for flat in flats)
+    pieces, names = (
+        sum(len(flat.owned) for flat in flats),
+        sum(len(flat.parameters) for flat in flats),
+    )
+    largest, padding = (
+        max(flat.shard.nbytes for flat in flats) * ranks,
+        sum(flat.padding for flat in flats),
+    )
     return (
-        f"ZeRO stage {zero_stage}: {pieces} pieces of {names} parameters on this rank, in {len(flats)} {what}, "
+        f"ZeRO stage {zero_stage}: {pieces} pieces of {names} parameters on this rank, in "
+        f"{len(flats)} {what}, "
         f"the largest {readable(largest)}; {padding} elements of padding"
     )

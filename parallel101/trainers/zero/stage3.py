@@ -1,12 +1,15 @@
-"""ZeRO stage 3: weights are whole only while they are needed. A layer is gathered before its forward and again before its backward.
+"""ZeRO stage 3: weights are whole only while they are needed.
+
+A layer is gathered before its forward and again before its backward.
 
     forward    gather 1 | gather 2 | gather 3 |              backward   gather 3 | gather 2 | gather 1 |
                         | layer 1  | layer 2  | layer 3                          | layer 3  | layer 2  | layer 1
                                      free 1     free 2                                        free 3     free 2
                                                                                               g₃ leaves  g₂ leaves
 
-The next layer is fetched while one computes, so two are whole at a time; 3(n−1)/n of the weights' bytes are sent in a step.
-Source: Rajbhandari et al., "ZeRO" (2020), sections 5.3 and 7.2.2. FSDP calls gathering "unshard" and freeing "reshard".
+The next layer is fetched while one computes, so two are whole at a time; 3(n−1)/n of the weights'
+bytes are sent in a step. Source: Rajbhandari et al., "ZeRO" (2020), sections 5.3 and 7.2.2. FSDP
+calls gathering "unshard" and freeing "reshard".
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # torch has no public name for it; tests/trainers/test_unusual_models.py needs it
+
+# torch has no public name for it; tests/trainers/test_unusual_models.py needs it
+from torch.utils._pytree import tree_leaves
 
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import span, wait_span
@@ -32,7 +37,8 @@ from parallel101.trainers.zero.saved_weights import saved_as_places
 from parallel101.trainers.zero.stage12 import give_gradients, held_by, in_words, peaks_of
 
 WHOLE = (
-    "on ZeRO stage 3 it is whole only in the forward of a module that has it. layers=(…) names the types that are gathered one at a time; "
+    "on ZeRO stage 3 it is whole only in the forward of a module that has it. layers=(…) names "
+    "the types that are gathered one at a time; "
     "weights in none of them are whole during the model's whole forward"
 )
 
@@ -46,19 +52,22 @@ class Layer:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether it is torch.compile(module), or was compiled in place by module.compile()."""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 class ZeRO3:
-    """A GradientSync (see gradients.py) that gathers and frees the layers of a model as it runs, forward and backward.
+    """A GradientSync (see gradients.py) that gathers and frees the layers of a model as it runs,
+    forward and backward.
 
-    All ranks gather the same layers in the same order, also those that only some of them use. It is the order of the first forward if that
-    was the same on all ranks, else the model's. A layer that comes out of turn is gathered when it is needed, on all ranks.
+    All ranks gather the same layers in the same order, also those that only some of them use. It is
+    the order of the first forward if that was the same on all ranks, else the model's. A layer that
+    comes out of turn is gathered when it is needed, on all ranks.
 
-    Args:
-        model: its hooks tell which layer is next.
-        parameters: by name, those that are trained.
-        layers: the types of the modules that are gathered one at a time; None: see `layers_of`. Parameters in none of them, or in several
+    Args: model: its hooks tell which layer is next. parameters: by name, those that are trained.
+        layers: the types of the modules that are gathered one at a time; None: see `layers_of`.
+        Parameters in none of them, or in several
             of them (tied weights), are whole for all of a forward, and again for all of a backward.
         overlap: fetch the next layer while one computes.
         goes_on: see `Executor`.
@@ -80,20 +89,33 @@ class ZeRO3:
     ):
         modules = dict(layers_of(model, None if layers is None else tuple(layers)))
         own, shared = share_out(modules, parameters)
-        self.ranks, self.overlap, self.autocast, self.goes_on = group_of(group).size, overlap, autocast, goes_on
+        self.ranks, self.overlap, self.autocast, self.goes_on = (
+            group_of(group).size,
+            overlap,
+            autocast,
+            goes_on,
+        )
         self.live, self.reducer = LiveBytes(), GradientReducer(group)
 
         def flats_of(names: Parameters) -> list[Flat]:
-            return [Flat(kind, group, self.live, weights=False, gradients=False) for kind in by_kind(names, apart)]
+            return [
+                Flat(kind, group, self.live, weights=False, gradients=False)
+                for kind in by_kind(names, apart)
+            ]
 
-        self.layers = [Layer(name, modules[name], flats_of(own[name])) for name in modules if own[name]]
+        self.layers = [
+            Layer(name, modules[name], flats_of(own[name])) for name in modules if own[name]
+        ]
         self.shared = flats_of(shared)
         self.flats = [*self.shared, *(flat for layer in self.layers for flat in layer.flats)]
         self.owned = {name: piece for flat in self.flats for name, piece in flat.owned.items()}
-        self.placements = {name: pieces for flat in self.flats for name, pieces in flat.placements.items()}
+        self.placements = {
+            name: pieces for flat in self.flats for name, pieces in flat.placements.items()
+        }
         self.agree = Agreement(group, self.flats[0].shard.device)
 
-        self.order = list(self.layers)  # in which they are used; a layer that is used twice is in it twice
+        # in which they are used; a layer that is used twice is in it twice
+        self.order = list(self.layers)
         self.order_known = False
         self.entered: list[Layer] = []
         self.upcoming: deque[Layer] = deque()
@@ -101,10 +123,14 @@ class ZeRO3:
         self.in_backward = self.in_forward = self.in_layer = False
         self.sends = True  # whether gradients leave in a backward; not so in the first half of one
         self.spans = ExitStack()
-        hook = torch.compiler.disable if any(map(is_compiled, model.modules())) else lambda f: f  # messages are not traced
-        model.register_forward_pre_hook(hook(self.begin_forward), prepend=True)  # first, so that other hooks see whole weights
+        # messages are not traced
+        hook = torch.compiler.disable if any(map(is_compiled, model.modules())) else lambda f: f
+        # first, so that other hooks see whole weights
+        model.register_forward_pre_hook(hook(self.begin_forward), prepend=True)
         for layer in self.layers:
-            layer.module.register_forward_pre_hook(hook(partial(self.pre_forward, layer)), prepend=True)
+            layer.module.register_forward_pre_hook(
+                hook(partial(self.pre_forward, layer)), prepend=True
+            )
             layer.module.register_forward_hook(hook(partial(self.post_forward, layer)))
         model.register_forward_hook(hook(self.end_forward))
 
@@ -122,14 +148,22 @@ class ZeRO3:
     def forward(self) -> Iterator[None]:
         self.passed = False
         try:
-            with saved_as_places(self.whole_now, self.autocast) if torch.is_grad_enabled() else nullcontext():
+            with (
+                saved_as_places(self.whole_now, self.autocast)
+                if torch.is_grad_enabled()
+                else nullcontext()
+            ):
                 yield
         except RuntimeError as error:
             if self.in_layer or not self.in_forward:
                 raise
-            raise RuntimeError(f"{error}. This was between two layers: if a weight was used there, it was empty, for {WHOLE}") from error
+            raise RuntimeError(
+                f"{error}. This was between two layers: if a weight was used there, it was "
+                f"empty, for {WHOLE}"
+            ) from error
         finally:
-            if not self.passed and self.goes_on:  # an error ended this rank's forward, and the others go on
+            # an error ended this rank's forward, and the others go on
+            if not self.passed and self.goes_on:
                 if not self.in_forward:
                     self.begin_forward()
                 self.end_forward()
@@ -141,7 +175,8 @@ class ZeRO3:
         self.begin_pass(self.order)
 
     def pre_forward(self, layer: Layer, *_: Any) -> None:
-        if not self.in_backward:  # activation checkpointing runs a forward again in backward; the layer is here already
+        # activation checkpointing runs a forward again in backward; the layer is here already
+        if not self.in_backward:
             self.entered.append(layer)
             self.in_layer = True
         self.advance_to(layer)
@@ -161,7 +196,9 @@ class ZeRO3:
         if not self.order_known:
             self.order_known = True
             if self.agree.same(str([self.layers.index(layer) for layer in self.entered])):
-                self.order = self.entered + [layer for layer in self.layers if layer not in self.entered]
+                self.order = self.entered + [
+                    layer for layer in self.layers if layer not in self.entered
+                ]
 
     # ── backward ──
 
@@ -170,7 +207,10 @@ class ZeRO3:
 
     @contextmanager
     def weight_gradients(self) -> Iterator[None]:
-        """Computing them needs no weights. What is assigned to .grad must have the parameter's shape, which takes no memory."""
+        """Computing them needs no weights.
+
+        What is assigned to .grad must have the parameter's shape, which takes no memory.
+        """
         for flat in self.flats:
             flat.show_shapes()
         try:
@@ -195,14 +235,16 @@ class ZeRO3:
             if "got [0] but expected shape" not in str(error):
                 raise
             raise RuntimeError(
-                f"{error}. A weight was empty where it was used (a penalty in the loss, for example), for {WHOLE}"
+                f"{error}. A weight was empty where it was used (a penalty in the loss, for "
+                f"example), for {WHOLE}"
             ) from error
         finally:
             self.end_pass()
             for flat in self.shared if sends else ():
                 self.reducer.send(flat)
             for flat in (flat for layer in self.layers if sends for flat in layer.flats):
-                if any(p.grad is not None for p in flat.parameters.values()):  # used more often than planned
+                # used more often than planned
+                if any(p.grad is not None for p in flat.parameters.values()):
                     self.reducer.send(flat)
             self.in_backward = False
 
@@ -247,7 +289,9 @@ class ZeRO3:
             for flat in layer.flats:
                 flat.wait()
         self.current = layer
-        self.spans.enter_context(span("layer backward" if self.in_backward else "layer forward", layer=layer.name))
+        self.spans.enter_context(
+            span("layer backward" if self.in_backward else "layer forward", layer=layer.name)
+        )
 
     def prefetch(self) -> None:
         if self.overlap and self.upcoming:

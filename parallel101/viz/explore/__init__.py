@@ -1,4 +1,6 @@
-"""Explorers: controls, a prediction, and the result beside it. Each change runs the program or the formula again.
+"""Explorers: controls, a prediction, and the result beside it.
+
+Each change runs the program or the formula again.
 
 explorer.py      what all explorers are: controls, a prediction, a table and a picture
 collectives.py   a collective runs, and its record is drawn            schedules.py   a pipeline schedule is timed

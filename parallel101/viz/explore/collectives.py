@@ -1,4 +1,5 @@
-"""An explorer of the collectives: each change runs the collective again, and shows the record of that run against the closed form.
+"""An explorer of the collectives: each change runs the collective again, and shows the record of
+that run against the closed form.
 
          this run    closed form    your prediction
 steps    6           6              6 ✓ right          an operation, by an algorithm, on ranks that are processes (gloo) or
@@ -27,22 +28,53 @@ from parallel101.sim.simulate import simulate
 from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
 from parallel101.viz.watch import watch
 
-OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
-BLOCKS = ("gather", "all_gather", "barrier")  # a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
+OPERATIONS = (
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+)
+# a rank's tensor is one block of the result; of the others, the ranks cut it into blocks
+BLOCKS = ("gather", "all_gather", "barrier")
 ROOT = {"broadcast": "src", "scatter": "src", "gather": "dst", "reduce": "dst"}
-QUANTITIES = {"steps": "", "busiest rank sends": "B", "bytes on the critical path": "B", "time": "µs"}  # and the unit of a bare prediction
-TEXT: dict[str, Callable[[float], str]] = {"": "{:.0f}".format, "B": human_bytes, "µs": human_seconds}
-IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")  # for other numbers of ranks than powers of two, with two more steps
+# and the unit of a bare prediction
+QUANTITIES = {
+    "steps": "",
+    "busiest rank sends": "B",
+    "bytes on the critical path": "B",
+    "time": "µs",
+}
+TEXT: dict[str, Callable[[float], str]] = {
+    "": "{:.0f}".format,
+    "B": human_bytes,
+    "µs": human_seconds,
+}
+# for other numbers of ranks than powers of two, with two more steps
+IN_PAIRS = ("recursive_doubling", "recursive_halving", "rabenseifner")
 MOST_NUMBERS = 48
 WORLDS: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
     "sim": {"backend": "sim"},
     "sim, NCCL's rules": {"backend": "sim", "rules": "nccl"},
 }
-MOST_RANKS = {"gloo": 8, "sim": 16, "sim, NCCL's rules": 16}  # gloo: processes on a laptop; sim: stripes that can still be told apart
+# gloo: processes on a laptop; sim: stripes that can still be told apart
+MOST_RANKS = {"gloo": 8, "sim": 16, "sim, NCCL's rules": 16}
 LATENCIES = {"0 s": 0.0, "1 µs": 1e-6, "5 µs": 5e-6, "20 µs": 2e-5, "100 µs": 1e-4, "1 s": 1.0}
-BANDWIDTHS = {"1 B/s": 1.0, "1 MB/s": 1e6, "10 MB/s": 1e7, "1.25 GB/s": 1.25e9, "50 GB/s": 5e10, "no limit": math.inf}
-FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}  # topology → closed_form's links
+BANDWIDTHS = {
+    "1 B/s": 1.0,
+    "1 MB/s": 1e6,
+    "10 MB/s": 1e7,
+    "1.25 GB/s": 1.25e9,
+    "50 GB/s": 5e10,
+    "no limit": math.inf,
+}
+# topology → closed_form's links
+FORMS = {"switch": "switch", "ring": "ring", "one-way ring": "one_way_ring"}
 
 
 def torus_shape(ranks: int) -> tuple[int, int]:
@@ -56,7 +88,8 @@ TOPOLOGIES: dict[str, Callable[..., Network]] = {  # called with the number of r
     "ring": lambda ranks, **speed: Network.ring(**speed),
     "one-way ring": lambda ranks, **speed: Network.ring(bidirectional=False, **speed),
     "torus": lambda ranks, **speed: Network.torus(torus_shape(ranks), **speed),
-    "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),  # inside a node: 2 µs, 450 GB/s
+    # inside a node: 2 µs, 450 GB/s
+    "two nodes": lambda ranks, **speed: Network.two_level(-(-ranks // 2), **speed),
 }
 
 
@@ -80,13 +113,12 @@ def explore_collective(
 ) -> Explorer:
     """Run a collective, animate it, and compare its steps, bytes and time with the closed form.
 
-    Args:
-        operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no algorithm, root and closed form.
-        numbers: elements of each rank's tensor, of 8 bytes each.
-        world: "gloo", "sim" or "sim, NCCL's rules". The last one shows what would hang on NCCL. The others are for sim only:
-        network: "switch", "ring", "one-way ring", "torus" or "two nodes".
-        latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS.
-        predict: one of QUANTITIES, for which the reader is asked before the first run is shown.
+    Args: operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no
+        algorithm, root and closed form. numbers: elements of each rank's tensor, of 8 bytes each.
+        world: "gloo", "sim" or "sim, NCCL's rules". The last one shows what would hang on NCCL. The
+        others are for sim only: network: "switch", "ring", "one-way ring", "torus" or "two nodes".
+        latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS. predict: one of
+        QUANTITIES, for which the reader is asked before the first run is shown.
 
     Raises:
         ValueError: an unknown setting, or a number outside its slider's range.
@@ -94,7 +126,11 @@ def explore_collective(
     own = operation if callable(operation) else None
     controls = {
         **({} if own else {"operation": menu("operation", OPERATIONS, operation)}),
-        **({} if own else {"algorithm": menu("algorithm", autograd.algorithms(str(operation)), algorithm)}),
+        **(
+            {}
+            if own
+            else {"algorithm": menu("algorithm", autograd.algorithms(str(operation)), algorithm)}
+        ),
         "world": menu("world", WORLDS, world),
         "ranks": slider("ranks", 1, MOST_RANKS[world], ranks),
         "numbers": slider("numbers", 1, most_numbers(ranks), numbers),
@@ -104,7 +140,9 @@ def explore_collective(
         "bandwidth": menu("bandwidth", BANDWIDTHS, bandwidth),
     }
     if own is not None:
-        return Explorer(controls, partial(run_own, own), adjust_world, quantities=QUANTITIES, predict=predict)
+        return Explorer(
+            controls, partial(run_own, own), adjust_world, quantities=QUANTITIES, predict=predict
+        )
     return Explorer(controls, run, adjust, quantities=QUANTITIES, predict=predict)
 
 
@@ -120,7 +158,9 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
         numbers.value = max(1, min(round(numbers.value / ranks), numbers.max // ranks)) * ranks
     controls["root"].max = ranks - 1
     controls["root"].disabled, numbers.disabled = operation not in ROOT, operation == "barrier"
-    sentences = [f"{operation} has no root."] * (operation not in ROOT) + ["A barrier sends no numbers."] * (operation == "barrier")
+    sentences = [f"{operation} has no root."] * (operation not in ROOT) + [
+        "A barrier sends no numbers."
+    ] * (operation == "barrier")
     return " ".join([*sentences, why]).strip()
 
 
@@ -131,7 +171,10 @@ def adjust_world(controls: Mapping[str, Any], changed: str) -> str:
     controls["numbers"].max = most_numbers(controls["ranks"].value)
     for name in ("network", "latency", "bandwidth"):
         controls[name].disabled = gloo
-    return "On gloo, messages go through this machine: network, latency and bandwidth have no effect. Choose sim to set them." * gloo
+    return (
+        "On gloo, messages go through this machine: network, latency and bandwidth have no "
+        "effect. Choose sim to set them."
+    ) * gloo
 
 
 def run(
@@ -146,21 +189,44 @@ def run(
     bandwidth: str,
 ) -> Result:
     """Run it once, and count."""
-    function, links = program(operation, algorithm, root), links_of(world, ranks, network, latency, bandwidth)
+    function, links = (
+        program(operation, algorithm, root),
+        links_of(world, ranks, network, latency, bandwidth),
+    )
     ran, counted = counted_run(function, world, numbers, ranks, links)
     counted |= counts(ran.trace, network if links else None, function, numbers)
-    expected, note = predicted(operation, algorithm, ranks, numbers, root, network if links else "switch", links)
+    expected, note = predicted(
+        operation, algorithm, ranks, numbers, root, network if links else "switch", links
+    )
     if ranks & (ranks - 1) and algorithm in IN_PAIRS:
         more = f"which takes two steps more than {1 << ranks.bit_length() - 1} ranks need"
-        note = f"{ranks} is no power of two: {algorithm} first lets ranks work in pairs, {more}. {note}".strip()
+        note = (
+            f"{ranks} is no power of two: {algorithm} first lets ranks work in pairs, {more}. "
+            f"{note}"
+        ).strip()
     rows = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
     if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
-        note = f"Under NCCL's rules, a message also waits for those before it in its rank's queue. The closed form has none. {note}".strip()
-    return Result(ran.animate(), rows, ("this run", "closed form"), note, {what: [number] for what, number in counted.items()})
+        note = (
+            "Under NCCL's rules, a message also waits for those before it in its rank's "
+            f"queue. The closed form has none. {note}"
+        ).strip()
+    return Result(
+        ran.animate(),
+        rows,
+        ("this run", "closed form"),
+        note,
+        {what: [number] for what, number in counted.items()},
+    )
 
 
 def run_own(
-    function: Callable[[torch.Tensor], Any], world: str, ranks: int, numbers: int, network: str, latency: str, bandwidth: str
+    function: Callable[[torch.Tensor], Any],
+    world: str,
+    ranks: int,
+    numbers: int,
+    network: str,
+    latency: str,
+    bandwidth: str,
 ) -> Result:
     """Run a function of the reader's own, and count."""
     links = links_of(world, ranks, network, latency, bandwidth)
@@ -178,22 +244,39 @@ def shown(numbers: Mapping[str, float], what: str) -> str:
 
 def links_of(world: str, ranks: int, network: str, latency: str, bandwidth: str) -> Network | None:
     """The links between virtual ranks; None on gloo."""
-    return None if world == "gloo" else TOPOLOGIES[network](ranks, latency=LATENCIES[latency], bandwidth=BANDWIDTHS[bandwidth])
+    return (
+        None
+        if world == "gloo"
+        else TOPOLOGIES[network](ranks, latency=LATENCIES[latency], bandwidth=BANDWIDTHS[bandwidth])
+    )
 
 
 def counted_run(
-    function: Callable[[torch.Tensor], Any], world: str, numbers: int, ranks: int, links: Network | None
+    function: Callable[[torch.Tensor], Any],
+    world: str,
+    numbers: int,
+    ranks: int,
+    links: Network | None,
 ) -> tuple[Run, dict[str, float]]:
     """A run, with what its record says at once: the bytes that a rank sends, and the time."""
     ran = watch(function, ranks, numel=numbers, network=links, **WORLDS[world])
     assert ran.trace is not None  # watch always records
-    return ran, {"busiest rank sends": max(ran.trace.bytes_sent), "time": round(ran.trace.makespan, 12)}
+    return ran, {
+        "busiest rank sends": max(ran.trace.bytes_sent),
+        "time": round(ran.trace.makespan, 12),
+    }
 
 
-def counts(trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int) -> dict[str, float]:
-    """Steps, and bytes on the critical path. On rings and a torus, messages wait for links, so two more clocks count them."""
+def counts(
+    trace: Trace | None, network: str | None, function: Callable[[torch.Tensor], Any], numbers: int
+) -> dict[str, float]:
+    """Steps, and bytes on the critical path.
+
+    On rings and a torus, messages wait for links, so two more clocks count them.
+    """
     assert trace is not None
-    if network is None:  # gloo: the order of messages is known, and which chain took longest is chance
+    # gloo: the order of messages is known, and which chain took longest is chance
+    if network is None:
         return {"steps": 1 + max(steps_of(trace.messages()), default=-1)}
     if network == "switch":
         path = critical_path(trace)
@@ -201,15 +284,24 @@ def counts(trace: Trace | None, network: str | None, function: Callable[[torch.T
     if network == "two nodes":  # has links of two speeds
         return {}
     steps, nbytes = (
-        makespan(function, numbers, trace.world_size, TOPOLOGIES[network](trace.world_size, latency=latency, bandwidth=bandwidth))
+        makespan(
+            function,
+            numbers,
+            trace.world_size,
+            TOPOLOGIES[network](trace.world_size, latency=latency, bandwidth=bandwidth),
+        )
         for latency, bandwidth in ((1.0, math.inf), (0.0, 1.0))
     )
     return {"steps": steps, "bytes on the critical path": nbytes}
 
 
-def makespan(function: Callable[[torch.Tensor], Any], numbers: int, ranks: int, network: Network) -> float:
+def makespan(
+    function: Callable[[torch.Tensor], Any], numbers: int, ranks: int, network: Network
+) -> float:
     """Virtual seconds of a run in this process, which needs no fork: 5 ms instead of 50."""
-    events = simulate(lambda _: function(torch.ones(numbers, dtype=torch.int64)), ranks, network).events
+    events = simulate(
+        lambda _: function(torch.ones(numbers, dtype=torch.int64)), ranks, network
+    ).events
     return Trace.from_rows(events, ranks, "sim").makespan
 
 
@@ -223,21 +315,43 @@ def program(operation: str, algorithm: str, root: int) -> Callable[[torch.Tensor
 
 
 def predicted(
-    operation: str, algorithm: str, ranks: int, numbers: int, root: int, network: str, links: Network | None
+    operation: str,
+    algorithm: str,
+    ranks: int,
+    numbers: int,
+    root: int,
+    network: str,
+    links: Network | None,
 ) -> tuple[dict[str, float], str]:
     """The rows of the closed form, and a sentence that says why some are missing."""
     blocks = operation in BLOCKS
     if not blocks and numbers % ranks:
-        return {}, f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers."
+        return (
+            {},
+            f"The closed forms are for equal blocks: {ranks} ranks don't divide {numbers} numbers.",
+        )
     nbytes = ranks if operation == "barrier" else 8 * numbers * (ranks if blocks else 1)
-    sent: dict[str, float] = {"busiest rank sends": closed_form(operation, algorithm, ranks, nbytes).sent}  # the same on every network
+    # the same on every network
+    sent: dict[str, float] = {
+        "busiest rank sends": closed_form(operation, algorithm, ranks, nbytes).sent
+    }
     off_root = network == "one-way ring" and operation in ROOT and root > 0
     try:
-        cost = closed_form(operation, algorithm, ranks, nbytes, FORMS[network]) if network in FORMS and not off_root else None
+        cost = (
+            closed_form(operation, algorithm, ranks, nbytes, FORMS[network])
+            if network in FORMS and not off_root
+            else None
+        )
     except ValueError:  # this algorithm has none on these links
         cost = None
     if cost is None:
-        return sent, f"On this network{' and for this root' * off_root}, only the bytes that a rank sends have a simple closed form."
+        return (
+            sent,
+            (
+                f"On this network{' and for this root' * off_root}, only the bytes that a rank "
+                "sends have a simple closed form."
+            ),
+        )
     rows = sent | {"steps": cost.steps, "bytes on the critical path": cost.path}
     if links is None:
         return rows, "On gloo the time is measured, and includes what the record costs."

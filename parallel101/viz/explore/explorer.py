@@ -1,4 +1,5 @@
-"""What all explorers are: controls, a prediction, and the result of the last run with the prediction beside it.
+"""What all explorers are: controls, a prediction, and the result of the last run with the
+prediction beside it.
 
 [all_reduce ▾] [ring ▾]  ranks ──●──              each change runs again
 all_reduce has no root.                           why a control is off
@@ -24,10 +25,12 @@ from parallel101.viz.scene import Scene
 WIDE = {"width": "300px", "max_width": "100%"}
 STYLE = {"description_width": "110px"}
 IN_WORDS = "in words"  # a prediction of something that is not in the table
-HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # for screen readers only
+# for screen readers only
+HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
 
-# ipywidgets can't set attributes from Python. Without the first, JupyterLab's shortcuts take the keys of sliders, menus and buttons. The
-# others name the parts of sliders and the field, and let screen readers say what a run has shown.
+# ipywidgets can't set attributes from Python. Without the first, JupyterLab's shortcuts take the
+# keys of sliders, menus and buttons. The others name the parts of sliders and the field, and let
+# screen readers say what a run has shown.
 ATTRIBUTES = """<script>setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer => {
   explorer.setAttribute("data-lm-suppress-shortcuts", "true");
   explorer.querySelector(".p101-status")?.setAttribute("aria-live", "polite");
@@ -42,26 +45,30 @@ class Result(NamedTuple):
     """What a run shows."""
 
     picture: Scene | None
-    rows: Sequence[Sequence[str]]  # what, and a value for each column; predictions are about the first
+    # what, and a value for each column; predictions are about the first
+    rows: Sequence[Sequence[str]]
     columns: Sequence[str] = ("this run",)
     note: str = ""  # a sentence below the table
-    exact: Mapping[str, Sequence[float]] = {}  # what → the numbers of its first column, not rounded: counts, percent, bytes or seconds
+    # what → the numbers of its first column, not rounded: counts, percent, bytes or seconds
+    exact: Mapping[str, Sequence[float]] = {}
 
 
 class Explorer(ipywidgets.VBox):
     """Controls with the result of a run below them. Display it as the last expression of a cell.
 
-    Args:
-        controls: widgets with a value, by the name of the argument that `run` takes.
-        run: the values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in words in place of it, and a
+    Args: controls: widgets with a value, by the name of the argument that `run` takes. run: the
+        values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in
+        words in place of it, and a
             deadlock as a picture of who waits for whom.
-        adjust: called with the controls after each change, and the name of the one that changed ("" at first), to set what else can be
-            chosen. It returns sentences that say why.
-        quantities: rows of the result that can be predicted, each with the unit of a prediction that names none: "GB", or "" for counts.
-        predict: one of them, for which the reader is asked before the first run is shown; None: it is shown at once.
+        adjust: called with the controls after each change, and the name of the one that changed (""
+            at first), to set what else can be chosen. It returns sentences that say why.
+        quantities: rows of the result that can be predicted, each with the unit of a prediction
+            that names none: "GB", or "" for counts.
+        predict: one of them, for which the reader is asked before the first run is shown; None: it
+            is shown at once.
 
-    Attributes:
-        controls: as given. quantity, prediction: what the reader predicts. run_button: runs again. html: the last result.
+    Attributes: controls: as given. quantity, prediction: what the reader predicts. run_button: runs
+        again. html: the last result.
 
     Raises:
         ValueError: `predict` is not one of the quantities.
@@ -82,21 +89,39 @@ class Explorer(ipywidgets.VBox):
         self.quantity = menu("I predict", (*quantities, IN_WORDS), first, argument="predict")
         self.prediction = ipywidgets.Text(layout={"width": "220px", "max_width": "100%"})
         self.prediction.add_class("p101-prediction")
-        self.run_button = ipywidgets.Button(description="Run", tooltip="Run, and show the prediction beside the result")
-        self.hint, self.status, self.output = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.Output()
+        self.run_button = ipywidgets.Button(
+            description="Run", tooltip="Run, and show the prediction beside the result"
+        )
+        self.hint, self.status, self.output = (
+            ipywidgets.HTML(),
+            ipywidgets.HTML(),
+            ipywidgets.Output(),
+        )
         self.status.add_class("p101-status")
         self.html = ""
         self._adjusting = False
         row = {"flex_flow": "row wrap", "max_width": "960px"}
-        predicting = ipywidgets.HBox([self.quantity, self.prediction, self.run_button, self.status], layout=row)
-        super().__init__([ipywidgets.HBox(list(controls.values()), layout=row), self.hint, predicting, self.output])
+        predicting = ipywidgets.HBox(
+            [self.quantity, self.prediction, self.run_button, self.status], layout=row
+        )
+        super().__init__(
+            [
+                ipywidgets.HBox(list(controls.values()), layout=row),
+                self.hint,
+                predicting,
+                self.output,
+            ]
+        )
         self.add_class("p101-explorer")
         for control in controls.values():
             control.observe(self._changed, "value")
         self.quantity.observe(self._ask_for_unit, "value")
         self._ask_for_unit()
         self.run_button.on_click(lambda _: self._pressed())
-        self.prediction.on_msg(lambda _, message, __: self._pressed() if message.get("event") == "submit" else None)  # the Enter key
+        # the Enter key
+        self.prediction.on_msg(
+            lambda _, message, __: self._pressed() if message.get("event") == "submit" else None
+        )
         self._asked = self._reminded = False
         self._changed(None)
         self._asked = predict is not None
@@ -105,12 +130,16 @@ class Explorer(ipywidgets.VBox):
             self._display("", "")
 
     def _changed(self, change: Any) -> None:
-        """Adjust the other controls, then run once; if there is a prediction, or one is asked for, wait for the button."""
+        """Adjust the other controls, then run once; if there is a prediction, or one is asked
+        for, wait for the button.
+        """
         if self._adjusting:
             return
         self._adjusting = True
         try:
-            why = self.adjust(self.controls, "" if change is None else self._name_of(change["owner"]))
+            why = self.adjust(
+                self.controls, "" if change is None else self._name_of(change["owner"])
+            )
         finally:
             self._adjusting = False
         self.hint.value = f"<small>{escape(why)}</small>" if why else ""
@@ -129,13 +158,23 @@ class Explorer(ipywidgets.VBox):
         self.prediction.placeholder = f"in {unit}, or with a unit" if unit else words
 
     def _pressed(self) -> None:
-        """Show the result. If a prediction was asked for, remind the reader once of it. One that can't be read stays in the field."""
+        """Show the result. If a prediction was asked for, remind the reader once of it. One
+        that can't be read stays in the field.
+        """
         quantity, prediction = self.quantity.value, self.prediction.value.strip()
         if self._asked and not prediction and not self._reminded:
             self._reminded = True
-            self.status.value = "Write down a prediction first, or press Run again to see the result without one."
-        elif prediction and quantity != IN_WORDS and not readings(prediction, unit := self.quantities[quantity]):
-            self.status.value = f'Type a number, such as {f"12 {unit}".strip()}, or choose "{IN_WORDS}".'
+            self.status.value = (
+                "Write down a prediction first, or press Run again to see the result without one."
+            )
+        elif (
+            prediction
+            and quantity != IN_WORDS
+            and not readings(prediction, unit := self.quantities[quantity])
+        ):
+            self.status.value = (
+                f'Type a number, such as {f"12 {unit}".strip()}, or choose "{IN_WORDS}".'
+            )
         else:
             self._show()
 
@@ -158,7 +197,10 @@ class Explorer(ipywidgets.VBox):
             spoken = "This hangs." if waits else "This can't run."
             self.html, plain = f"<p><strong>{spoken}</strong></p>{text}{waits}", str(error)
         except KeyboardInterrupt:
-            self.status.value = "Interrupted. The result below is that of the last run that ended. Press Run to try again."
+            self.status.value = (
+                "Interrupted. The result below is that of the last run that ended. Press Run "
+                "to try again."
+            )
             raise
         self._asked, self.prediction.value = False, ""
         self.status.value = spoken if prediction else f'<span style="{HIDDEN}">{spoken}</span>'
@@ -169,11 +211,15 @@ class Explorer(ipywidgets.VBox):
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live controls, and for a page without a kernel, which names what it needs: the last result as HTML, and how it was set."""
+        """The live controls, and for a page without a kernel, which names what it needs: the
+        last result as HTML, and how it was set.
+        """
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         chosen = ", ".join(
-            f"{c.description} {c.value:g}" if isinstance(c.value, float) else f"{c.description} {c.value}"
+            f"{c.description} {c.value:g}"
+            if isinstance(c.value, float)
+            else f"{c.description} {c.value}"
             for c in self.controls.values()
             if not c.disabled
         )
@@ -184,17 +230,40 @@ def menu(name: str, options: Iterable[Any], value: Any, argument: str = "") -> A
     """A menu. Raises ValueError if the value is not one of the options."""
     options = tuple(options)
     if value not in options:
-        raise ValueError(f"{argument or name}={value!r} is unknown: expected one of {', '.join(map(repr, options))}")
-    return ipywidgets.Dropdown(description=name, options=options, value=value, layout=WIDE, style=STYLE)
+        raise ValueError(
+            f"{argument or name}={value!r} is unknown: expected one of "
+            f"{', '.join(map(repr, options))}"
+        )
+    return ipywidgets.Dropdown(
+        description=name, options=options, value=value, layout=WIDE, style=STYLE
+    )
 
 
 def slider(name: str, low: float, high: float, value: float, step: float = 1) -> Any:
-    """A slider for whole numbers, or for others if `step` is not 1. Raises ValueError if the value is out of range."""
+    """A slider for whole numbers, or for others if `step` is not 1.
+
+    Raises ValueError if the value is out of range.
+    """
     whole = step == 1
-    if not isinstance(value, int if whole else (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r}: expected a {'whole ' if whole else ''}number from {low} to {high}")
+    if (
+        not isinstance(value, int if whole else (int, float))
+        or isinstance(value, bool)
+        or not low <= value <= high
+    ):
+        raise ValueError(
+            f"{name}={value!r}: expected a {'whole ' if whole else ''}number from {low} to {high}"
+        )
     kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
-    return kind(value, description=name, min=low, max=high, step=step, continuous_update=False, layout=WIDE, style=STYLE)
+    return kind(
+        value,
+        description=name,
+        min=low,
+        max=high,
+        step=step,
+        continuous_update=False,
+        layout=WIDE,
+        style=STYLE,
+    )
 
 
 def _table(result: Result, quantity: str, prediction: str, said: str) -> str:
@@ -209,8 +278,12 @@ def _table(result: Result, quantity: str, prediction: str, said: str) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     rows = []
     for what, *values in result.rows:
-        cells = [escape(value) for value in values] + ([foretold[what]] if any(foretold.values()) else [])
-        rows.append(f'<tr><th scope="row">{escape(what)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+        cells = [escape(value) for value in values] + (
+            [foretold[what]] if any(foretold.values()) else []
+        )
+        rows.append(
+            f'<tr><th scope="row">{escape(what)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        )
     note = f"<p>{escape(result.note)}</p>" if result.note else ""
     table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div style="overflow-x:auto;margin-bottom:12px">{above}{table}{note}</div>'
@@ -223,8 +296,13 @@ def _spoken(result: Result, quantity: str, prediction: str, said: str) -> str:
     """One sentence about the run, for the line beside the button and for screen readers."""
     shown = {row[0]: row[1] for row in result.rows}
     if quantity in shown and prediction:
-        return escape(f"{quantity}: you predicted {prediction}, it is {shown[quantity]}" + (f": {said}." if said else "."))
-    return escape(", ".join(f"{what} {value}" for what, value in shown.items() if value != "–") + ".")
+        return escape(
+            f"{quantity}: you predicted {prediction}, it is {shown[quantity]}"
+            + (f": {said}." if said else ".")
+        )
+    return escape(
+        ", ".join(f"{what} {value}" for what, value in shown.items() if value != "–") + "."
+    )
 
 
 def _plain(result: Result) -> str:

@@ -1,4 +1,5 @@
-"""An explorer of memory: parameters, ranks, ZeRO stage and precision → the bytes of weights, gradients and optimizer state on a rank.
+"""An explorer of memory: parameters, ranks, ZeRO stage and precision → the bytes of weights,
+gradients and optimizer state on a rank.
 
 one process   ▇▇▇▇ ▇▇▇▇ ▇▇▇▇▇▇▇▇▇▇▇▇     120 GB
 ZeRO-2        ▇▇▇▇ ▇/// ▇///////////    16.6 GB        nothing runs: parallel101.cost.model_states counts
@@ -22,7 +23,12 @@ MOST_DRAWN = 8  # ranks; of more, rank 0 stands for all
 
 
 def explore_memory(
-    billions: float = 7.5, *, ranks: int = 64, zero_stage: int = 2, precision: str = "mixed", predict: str | None = None
+    billions: float = 7.5,
+    *,
+    ranks: int = 64,
+    zero_stage: int = 2,
+    precision: str = "mixed",
+    predict: str | None = None,
 ) -> Explorer:
     """Draw what a rank holds of a model's states while it is trained with Adam.
 
@@ -37,7 +43,9 @@ def explore_memory(
         ValueError: an unknown setting, or a number outside its field's range.
     """
     controls = {
-        "billions": field("parameters / 10⁹", ipywidgets.BoundedFloatText, 0.001, 10_000.0, billions),
+        "billions": field(
+            "parameters / 10⁹", ipywidgets.BoundedFloatText, 0.001, 10_000.0, billions
+        ),
         "ranks": field("ranks", ipywidgets.BoundedIntText, 1, 65_536, ranks),
         "zero_stage": menu("ZeRO stage", (0, 1, 2, 3), zero_stage),
         "precision": menu("precision", PRECISIONS, precision),
@@ -60,15 +68,29 @@ def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Result:
     drawn = range(ranks) if ranks <= MOST_DRAWN else range(1)
     panels = {
         "one process": holdings(alone, range(1)),
-        f"ZeRO-{zero_stage} on {ranks} ranks" if zero_stage else f"{ranks} replicas": holdings(shared, drawn),
+        f"ZeRO-{zero_stage} on {ranks} ranks" if zero_stage else f"{ranks} replicas": holdings(
+            shared, drawn
+        ),
     }
-    rows = [(kind, decimal_bytes(of), decimal_bytes(one)) for kind, of, one in zip(KINDS, shared, alone)]
+    rows = [
+        (kind, decimal_bytes(of), decimal_bytes(one)) for kind, of, one in zip(KINDS, shared, alone)
+    ]
     rows.append(("total", decimal_bytes(shared.total), decimal_bytes(alone.total)))
-    note = PRECISIONS[precision].words + (" Rank 0 is drawn; the others hold as much." if ranks > MOST_DRAWN else "")
+    note = PRECISIONS[precision].words + (
+        " Rank 0 is drawn; the others hold as much." if ranks > MOST_DRAWN else ""
+    )
     exact = {kind: [count] for kind, count in zip((*KINDS, "total"), (*shared, shared.total))}
-    return Result(memory_scene(panels, title="Model states per rank"), rows, ("each rank", "one process"), note, exact)
+    return Result(
+        memory_scene(panels, title="Model states per rank"),
+        rows,
+        ("each rank", "one process"),
+        note,
+        exact,
+    )
 
 
 def holdings(states: ModelStates, ranks: range) -> Any:
     """The same bytes on each of the ranks that are drawn, as memory_scene takes them."""
-    return SimpleNamespace(ranks=ranks, bytes={kind: [round(count)] * len(ranks) for kind, count in zip(KINDS, states)})
+    return SimpleNamespace(
+        ranks=ranks, bytes={kind: [round(count)] * len(ranks) for kind, count in zip(KINDS, states)}
+    )

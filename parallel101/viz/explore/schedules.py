@@ -1,8 +1,10 @@
-"""An explorer of pipeline schedules: stages, microbatches and times of F, I and W → the timeline, the bubble, the activations held.
+"""An explorer of pipeline schedules: stages, microbatches and times of F, I and W → the timeline,
+the bubble, the activations held.
 
     F forward    I gradient of the input    W gradients of the weights        of all of a rank's stages together, in any unit of time
 
-Idle time in closed form: Qi et al. (arXiv 2401.10241), Table 2. A schedule that can't be is explained in a sentence.
+Idle time in closed form: Qi et al. (arXiv 2401.10241), Table 2. A schedule that can't be is
+explained in a sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from parallel101.trainers.schedules.schedule import SCHEDULES, schedule
 from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
 from parallel101.viz.pipeline import duration
 
-QUANTITIES = {"bubble rate": "%", "it is idle": "", "activations held, by rank": ""}  # and the unit of a prediction without one
+# and the unit of a prediction without one
+QUANTITIES = {"bubble rate": "%", "it is idle": "", "activations held, by rank": ""}
 
 
 def explore_schedule(
@@ -58,7 +61,11 @@ def adjust(controls: Mapping[str, Any], changed: str) -> str:
     """Only interleaved schedules have several chunks."""
     name = controls["name"].value
     controls["chunks"].disabled = name != "interleaved"
-    return f"{name} has one stage on each rank, so chunks has no effect." if name != "interleaved" else ""
+    return (
+        f"{name} has one stage on each rank, so chunks has no effect."
+        if name != "interleaved"
+        else ""
+    )
 
 
 def run(
@@ -71,7 +78,9 @@ def run(
     weight_grad: float,
     communication: float,
 ) -> Result:
-    """Time the schedule. Each of a rank's `chunks` stages takes its part of F, I and W. Raises ScheduleError for what cannot be."""
+    """Time the schedule. Each of a rank's `chunks` stages takes its part of F, I and W. Raises
+    ScheduleError for what cannot be.
+    """
     v = chunks if name == "interleaved" else 1
     times = schedule(name, stages=stages, microbatches=microbatches, chunks=v).time(
         forward / v, input_grad / v, weight_grad / v, communication
@@ -81,17 +90,38 @@ def run(
     idle = idle_time(name, stages, microbatches, v, forward, input_grad, weight_grad, communication)
     rows = [
         ("a rank works", duration(work, False), f"M (F + I + W) = {duration(work, False)}"),
-        ("it is idle", duration(cost - work, False), "–" if idle is None else f"{IDLE[name]} = {duration(idle, False)}"),
-        ("bubble rate", f"{100 * times.bubble_rate:.1f} %", "–" if idle is None else f"{100 * idle / (work + idle):.1f} %"),
+        (
+            "it is idle",
+            duration(cost - work, False),
+            "–" if idle is None else f"{IDLE[name]} = {duration(idle, False)}",
+        ),
+        (
+            "bubble rate",
+            f"{100 * times.bubble_rate:.1f} %",
+            "–" if idle is None else f"{100 * idle / (work + idle):.1f} %",
+        ),
         ("activations held, by rank", ", ".join(map(str, times.peak_activations)), ""),
     ]
-    note = "" if idle is not None else "The closed form needs free communication, enough microbatches, and W not longer than F and I."
+    note = (
+        ""
+        if idle is not None
+        else (
+            "The closed form needs free communication, enough microbatches, and W not longer "
+            "than F and I."
+        )
+    )
     exact: dict[str, Sequence[float]] = {
         "bubble rate": [100 * times.bubble_rate],
         "it is idle": [cost - work],
         "activations held, by rank": times.peak_activations,
     }
-    return Result(times.timeline(title=f"{name} on {stages} ranks"), rows, ("this schedule", "closed form"), note, exact)
+    return Result(
+        times.timeline(title=f"{name} on {stages} ranks"),
+        rows,
+        ("this schedule", "closed form"),
+        note,
+        exact,
+    )
 
 
 IDLE = {
@@ -103,8 +133,14 @@ IDLE = {
 }
 
 
-def idle_time(name: str, p: int, m: int, v: int, f: float, i: float, w: float, communication: float) -> float | None:
+def idle_time(
+    name: str, p: int, m: int, v: int, f: float, i: float, w: float, communication: float
+) -> float | None:
     """A rank's idle time in closed form, in the unit of F. None where it does not hold."""
-    if communication or m < (2 * p - 1 if name == "zb-h2" else p) or (name.startswith("zb") and (w > min(f, i) or 2 * w > f + i)):
+    if (
+        communication
+        or m < (2 * p - 1 if name == "zb-h2" else p)
+        or (name.startswith("zb") and (w > min(f, i) or 2 * w > f + i))
+    ):
         return None
     return (p - 1) * {"zb-h1": f + i - w, "zb-h2": f + i - 2 * w}.get(name, (f + i + w) / v)

@@ -13,7 +13,10 @@ def ring_shift__batch(x):
     if n == 1:
         return x.clone()
     received = torch.full(x.shape, 7, dtype=x.dtype)
-    ops = [dist.P2POp(dist.irecv, received, (rank - 1) % n), dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n)]
+    ops = [
+        dist.P2POp(dist.irecv, received, (rank - 1) % n),
+        dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n),
+    ]
     for work in reversed(dist.batch_isend_irecv(ops)):
         work.wait()
     return received
@@ -23,14 +26,19 @@ def ring_shift__polls(x):
     rank, n = me()
     received = x.clone().contiguous()
     if n > 1:
-        works = [dist.isend(x.clone().contiguous(), (rank + 1) % n, tag=5), dist.irecv(received, (rank - 1) % n, tag=5)]
+        works = [
+            dist.isend(x.clone().contiguous(), (rank + 1) % n, tag=5),
+            dist.irecv(received, (rank - 1) % n, tag=5),
+        ]
         while not all(work.is_completed() for work in works):
             pass
     return received
 
 
 def ring_shift__in_two_halves(x):
-    """Two messages, under way at the same time in one link's turns: that would be two steps, so both halves are joined to one message."""
+    """Two messages, under way at the same time in one link's turns: that would be two steps, so
+    both halves are joined to one message.
+    """
     rank, n = me()
     if n == 1:
         return x.clone()
@@ -90,7 +98,11 @@ def tree_broadcast__far_first(x, root):
 
 def tree_broadcast__halves_recursively(x, root):
     rank, n = me()
-    result = x.clone(memory_format=torch.contiguous_format) if rank == root else torch.empty(x.shape, dtype=x.dtype)
+    result = (
+        x.clone(memory_format=torch.contiguous_format)
+        if rank == root
+        else torch.empty(x.shape, dtype=x.dtype)
+    )
 
     def spread(ranks):
         if len(ranks) > 1:
@@ -109,7 +121,9 @@ def scatter__all_at_once(x, root):
     rank, n = me()
     chunks = [chunk.contiguous() for chunk in x.tensor_split(n)]
     if rank == root:
-        for work in [dist.isend(chunk, other) for other, chunk in enumerate(chunks) if other != root][::-1]:
+        for work in [
+            dist.isend(chunk, other) for other, chunk in enumerate(chunks) if other != root
+        ][::-1]:
             work.wait()
     else:
         chunks[rank] = torch.empty_like(chunks[rank])
@@ -163,7 +177,9 @@ def gather__into_one_tensor(x, root):
     if rank == root:
         whole = torch.empty((n, *x.shape), dtype=x.dtype)
         whole[rank] = x
-        for work in [dist.irecv(whole[other], other) for other in range(n - 1, -1, -1) if other != root]:
+        for work in [
+            dist.irecv(whole[other], other) for other in range(n - 1, -1, -1) if other != root
+        ]:
             work.wait()
         return whole.flatten(0, 1)
     dist.isend(x.contiguous(), root).wait()

@@ -86,7 +86,10 @@ def ring_shift__sends_first_3(x):
     after, before = neighbours()
     if dist.get_world_size() > 1:
         received = like(x)
-        for op in (dist.P2POp(dist.isend, x.contiguous(), after), dist.P2POp(dist.irecv, received, before)):
+        for op in (
+            dist.P2POp(dist.isend, x.contiguous(), after),
+            dist.P2POp(dist.irecv, received, before),
+        ):
             for work in dist.batch_isend_irecv([op]):
                 work.wait()
         return received
@@ -131,7 +134,10 @@ def ring_shift__wait_forgotten_3(x):
     received = like(x)
     if n == 1:
         return x.clone()
-    ops = [dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n), dist.P2POp(dist.irecv, received, (rank + n - 1) % n)]
+    ops = [
+        dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n),
+        dist.P2POp(dist.irecv, received, (rank + n - 1) % n),
+    ]
     dist.batch_isend_irecv(ops)[0].wait()
     return received
 
@@ -158,7 +164,12 @@ def ring_shift__thrown_away_3(x):
     rank, n = me()
     y = like(x)
     if n > 1:
-        dist.batch_isend_irecv([dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n), dist.P2POp(dist.irecv, y, (rank - 1) % n)])
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n),
+                dist.P2POp(dist.irecv, y, (rank - 1) % n),
+            ]
+        )
         return y
     return x.clone()
 
@@ -416,7 +427,9 @@ def scatter__root_0(x, root):
 
 
 def scatter__next_chunk(x, root):
-    """Deals the chunks out in the order of the loop: the first to the root, the others to the others."""
+    """Deals the chunks out in the order of the loop: the first to the root, the others to the
+    others.
+    """
     rank, n = me()
     chunks = torch.tensor_split(x, n)
     order = [root] + [other for other in range(n) if other != root]

@@ -40,14 +40,17 @@ def gather_round_the_ring(blocks: list[torch.Tensor]) -> None:
     """Rank r has block r, and gets the others: each step passes on the block that came last."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for step in range(n - 1):
-        exchange(blocks[(rank - step) % n], (rank + 1) % n, blocks[(rank - step - 1) % n], (rank - 1) % n)
+        exchange(
+            blocks[(rank - step) % n], (rank + 1) % n, blocks[(rank - step - 1) % n], (rank - 1) % n
+        )
 
 
 def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = torch.tensor_split(x, n)
     partial = chunks[(rank - 1) % n].clone()
-    for step in range(1, n):  # the sum of a chunk starts at the rank after its owner, and arrives at the owner last
+    # the sum of a chunk starts at the rank after its owner, and arrives at the owner last
+    for step in range(1, n):
         mine = chunks[(rank - step - 1) % n]
         arriving = like(mine)
         exchange(partial, (rank + 1) % n, arriving, (rank - 1) % n)

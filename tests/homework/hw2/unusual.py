@@ -65,7 +65,10 @@ def ring_all_gather__leftwards(x):
     whole = torch.empty((n, *x.shape), dtype=x.dtype)
     whole[rank] = x
     for step in range(n - 1):
-        batch((dist.isend, whole[(rank + step) % n], (rank - 1) % n), (dist.irecv, whole[(rank + step + 1) % n], (rank + 1) % n))
+        batch(
+            (dist.isend, whole[(rank + step) % n], (rank - 1) % n),
+            (dist.irecv, whole[(rank + step + 1) % n], (rank + 1) % n),
+        )
     return whole.reshape(n * x.shape[0], *x.shape[1:])
 
 
@@ -99,7 +102,10 @@ def ring_reduce_scatter__direct(x):
     chunks = [chunk.contiguous() for chunk in x.tensor_split(n)]
     inboxes, works = [like(chunks[rank]) for _ in range(n - 1)], []
     for step in range(1, n):
-        works += [dist.isend(chunks[(rank + step) % n], (rank + step) % n), dist.irecv(inboxes[step - 1], (rank - step) % n)]
+        works += [
+            dist.isend(chunks[(rank + step) % n], (rank + step) % n),
+            dist.irecv(inboxes[step - 1], (rank - step) % n),
+        ]
     for work in works:
         work.wait()
     return sum(inboxes, chunks[rank].clone())
@@ -122,7 +128,9 @@ def ring_reduce_scatter__padded(x):
 
 
 def ring_all_reduce__direct(x, op):
-    """Each rank adds up its own chunk, and sends the sum to all: no ring, but no more bytes or steps."""
+    """Each rank adds up its own chunk, and sends the sum to all: no ring, but no more bytes or
+    steps.
+    """
     rank, n = me()
     flat = x.reshape(-1)
     mine = flat.tensor_split(n)[rank].clone()
@@ -142,16 +150,23 @@ def ring_all_reduce__direct(x, op):
     blocks = result.tensor_split(n)
     blocks[rank].copy_(mine)
     for step in range(1, n):
-        batch((dist.irecv, blocks[(rank - step) % n], (rank - step) % n), (dist.isend, mine, (rank + step) % n))
+        batch(
+            (dist.irecv, blocks[(rank - step) % n], (rank - step) % n),
+            (dist.isend, mine, (rank + step) % n),
+        )
     return result.reshape(x.shape)
 
 
 def ring_all_reduce__padded(x, op):
-    """Each rank divides its own x first; equal chunks, padded with zeros; the other way round the ring; a small message first."""
+    """Each rank divides its own x first; equal chunks, padded with zeros; the other way round
+    the ring; a small message first.
+    """
     rank, n = me()
     flat = x.flatten() / n if op == "mean" else x.flatten()
     size = -(-flat.numel() // n)
-    padded = torch.cat([flat, flat.new_zeros(n * size - flat.numel())]).reshape(n, size).contiguous()
+    padded = (
+        torch.cat([flat, flat.new_zeros(n * size - flat.numel())]).reshape(n, size).contiguous()
+    )
     left, right = (rank - 1) % n, (rank + 1) % n
     if n > 1:
         count = torch.tensor([size])
@@ -195,7 +210,9 @@ def doubling_all_reduce__far_first(x):
 
 
 def doubling_all_reduce__low_rank_first(x):
-    """Blocking sends in a safe order would take twice the steps, so only the receive is posted early."""
+    """Blocking sends in a safe order would take twice the steps, so only the receive is posted
+    early.
+    """
     rank, n = me()
     m = 1
     while 2 * m <= n:
@@ -226,7 +243,9 @@ def all_to_all__all_at_once(x):
     incoming = [like(row) for row in x]
     incoming[rank] = x[rank].clone()
     works = [dist.irecv(incoming[other], other) for other in range(n) if other != rank]
-    works += [dist.isend(x[(rank + step) % n].contiguous(), (rank + step) % n) for step in range(1, n)]
+    works += [
+        dist.isend(x[(rank + step) % n].contiguous(), (rank + step) % n) for step in range(1, n)
+    ]
     for work in works:
         work.wait()
     return torch.stack(incoming)
@@ -244,10 +263,15 @@ def all_to_all__backwards(x):
 
 
 def all_to_all__all_in_one_batch(x):
-    """Every rank posts its messages in the order of the ranks, so at first all of them want to send to rank 0."""
+    """Every rank posts its messages in the order of the ranks, so at first all of them want to
+    send to rank 0.
+    """
     rank, n = me()
     rows, result = x.contiguous(), x.clone(memory_format=torch.contiguous_format)
     others = [other for other in range(n) if other != rank]
     if others:
-        batch(*((dist.isend, rows[other], other) for other in others), *((dist.irecv, result[other], other) for other in others))
+        batch(
+            *((dist.isend, rows[other], other) for other in others),
+            *((dist.irecv, result[other], other) for other in others),
+        )
     return result

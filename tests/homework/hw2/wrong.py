@@ -125,7 +125,9 @@ def gathered(blocks):
     """A right ring all-gather: block `rank` is there, the others are written."""
     rank, n = me()
     for step in range(n - 1):
-        exchange(blocks[(rank - step) % n], (rank + 1) % n, blocks[(rank - step - 1) % n], (rank - 1) % n)
+        exchange(
+            blocks[(rank - step) % n], (rank + 1) % n, blocks[(rank - step - 1) % n], (rank - 1) % n
+        )
 
 
 # ---- reduce ----
@@ -573,7 +575,9 @@ def ring_all_reduce__whole(x, op):
 
 
 def ring_all_reduce__whole_2(x, op):
-    """Two rounds of whole tensors: the first finds the sum of everything, the second is for nothing."""
+    """Two rounds of whole tensors: the first finds the sum of everything, the second is for
+    nothing.
+    """
     rank, n = me()
     parts = torch.empty((n, *x.shape), dtype=x.dtype)
     parts[rank] = x
@@ -602,7 +606,9 @@ def ring_all_reduce__remainder_2(x, op):
     flat, size = x.flatten(), x.numel() // n
     total = torch.zeros_like(flat)
     chunks = [flat[i * size : (i + 1) * size] for i in range(n)]
-    total[: n * size] = ring(flat, chunks, (lambda chunk: chunk / n) if op == "mean" else (lambda chunk: chunk))
+    total[: n * size] = ring(
+        flat, chunks, (lambda chunk: chunk / n) if op == "mean" else (lambda chunk: chunk)
+    )
     return total.view(x.shape)
 
 

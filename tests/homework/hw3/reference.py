@@ -27,7 +27,9 @@ def scatter_backward(x, g, root):
 
 def gather_backward(x, g, root):
     gradient = torch.empty_like(x)
-    dist.scatter(gradient, list(g.chunk(dist.get_world_size())) if dist.get_rank() == root else None, root)
+    dist.scatter(
+        gradient, list(g.chunk(dist.get_world_size())) if dist.get_rank() == root else None, root
+    )
     return gradient
 
 

@@ -49,7 +49,9 @@ def scatter_backward__messages_as_they_come(x, g, root):
     gradient = x.clone()
     blocks = gradient.split(len(x) // n)
     blocks[root].copy_(g)
-    for block, work in [(block, dist.irecv(block, r)) for r, block in enumerate(blocks) if r != root]:
+    for block, work in [
+        (block, dist.irecv(block, r)) for r, block in enumerate(blocks) if r != root
+    ]:
         work.wait()
         assert len(block) == len(g)
     return gradient

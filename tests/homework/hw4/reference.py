@@ -11,7 +11,8 @@ def train_naive(model, loss_fn, optimizer, batches):
         total = torch.tensor(len(inputs), device=inputs.device)
         dist.all_reduce(total)
         optimizer.zero_grad()
-        loss = loss_fn(model(inputs), targets) * len(inputs) / total  # this rank's part of the mean over all samples
+        # this rank's part of the mean over all samples
+        loss = loss_fn(model(inputs), targets) * len(inputs) / total
         loss.backward()
         for p in model.parameters():
             dist.all_reduce(p.grad)
@@ -49,7 +50,9 @@ def train_overlapped(model, loss_fn, optimizer, batches):
         optimizer.zero_grad()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             last_microbatch = number == len(microbatches)
-            (loss_fn(model(inputs), targets) / (len(microbatches) * dist.get_world_size())).backward()
+            (
+                loss_fn(model(inputs), targets) / (len(microbatches) * dist.get_world_size())
+            ).backward()
         for work in works:
             work.wait()
         works.clear()

@@ -12,7 +12,10 @@ def ring_all_reduce(x):
     for step in range(2 * (n - 1)):
         outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
         received = torch.empty_like(incoming)
-        ops = [dist.P2POp(dist.isend, outgoing, (rank + 1) % n), dist.P2POp(dist.irecv, received, (rank - 1) % n)]
+        ops = [
+            dist.P2POp(dist.isend, outgoing, (rank + 1) % n),
+            dist.P2POp(dist.irecv, received, (rank - 1) % n),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         if step < n - 1:
@@ -22,7 +25,9 @@ def ring_all_reduce(x):
 
 
 def train_naive__own_ring(model, loss_fn, optimizer, batches):
-    """Its own rings over one flat tensor; the weights start round a ring too: all but rank 0's are zero."""
+    """Its own rings over one flat tensor; the weights start round a ring too: all but rank 0's
+    are zero.
+    """
     parameters = list(model.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters]) * (dist.get_rank() == 0)
     dist.broadcast(flat, src=0)
@@ -32,7 +37,9 @@ def train_naive__own_ring(model, loss_fn, optimizer, batches):
         counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, count)
         gradients = torch.autograd.grad(loss_fn(model(inputs), targets), parameters)
-        flat = torch.cat([gradient.flatten() for gradient in gradients]) * (len(inputs) / torch.cat(counts).sum())
+        flat = torch.cat([gradient.flatten() for gradient in gradients]) * (
+            len(inputs) / torch.cat(counts).sum()
+        )
         ring_all_reduce(flat)
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
@@ -40,7 +47,9 @@ def train_naive__own_ring(model, loss_fn, optimizer, batches):
 
 
 def train_naive__scatter_gather(model, loss_fn, optimizer, batches):
-    """Reduce-scatter and all-gather of each padded gradient; the loss summed; all counts exchanged beforehand; gradients cleared late."""
+    """Reduce-scatter and all-gather of each padded gradient; the loss summed; all counts
+    exchanged beforehand; gradients cleared late.
+    """
     n = dist.get_world_size()
     for p in reversed(list(model.parameters())):
         with torch.no_grad():
@@ -60,7 +69,9 @@ def train_naive__scatter_gather(model, loss_fn, optimizer, batches):
 
 
 def average_in_buckets__halves(gradients, cap):
-    """Rank 0's order, which it broadcasts; a reduce-scatter and an all-gather for each padded bucket; asynchronous."""
+    """Rank 0's order, which it broadcasts; a reduce-scatter and an all-gather for each padded
+    bucket; asynchronous.
+    """
     n, names = dist.get_world_size(), sorted(gradients)
     order = torch.tensor([names.index(name) for name in gradients])
     dist.broadcast(order, src=0)
@@ -91,7 +102,9 @@ def average_in_buckets__own_ring(gradients, cap):
     buckets = []
     for name in sorted(gradients, key=lambda name: (-gradients[name].numel(), name)):
         size = gradients[name].nbytes
-        bucket = next((b for b in buckets if sum(gradients[other].nbytes for other in b) + size <= cap), None)
+        bucket = next(
+            (b for b in buckets if sum(gradients[other].nbytes for other in b) + size <= cap), None
+        )
         if bucket is None:
             buckets.append([name])
         else:
@@ -106,7 +119,9 @@ def average_in_buckets__own_ring(gradients, cap):
 
 
 def train_overlapped__buckets(model, loss_fn, optimizer, batches):
-    """Two layers in a bucket; waits for the bucket before when one begins; hooks that it removes after each step."""
+    """Two layers in a bucket; waits for the bucket before when one begins; hooks that it
+    removes after each step.
+    """
     n = dist.get_world_size()
     parameters = list(model.parameters())
     for microbatches in batches:
@@ -137,7 +152,9 @@ def train_overlapped__buckets(model, loss_fn, optimizer, batches):
 
 
 def train_overlapped__messages(model, loss_fn, optimizer, batches):
-    """Each rank sends its gradient to all others itself, in pieces: a reduce-scatter in the hook, an all-gather later."""
+    """Each rank sends its gradient to all others itself, in pieces: a reduce-scatter in the
+    hook, an all-gather later.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     others = [peer for peer in range(n) if peer != rank]
     state = {"last": False, "first": [], "second": []}
@@ -149,7 +166,9 @@ def train_overlapped__messages(model, loss_fn, optimizer, batches):
             work.wait()
         for piece in got:
             chunks[rank] += piece
-        works = [dist.irecv(chunks[peer], peer) for peer in others] + [dist.isend(chunks[rank], peer) for peer in others]
+        works = [dist.irecv(chunks[peer], peer) for peer in others] + [
+            dist.isend(chunks[rank], peer) for peer in others
+        ]
         state["second"] += works
 
     def ready(p):
@@ -157,7 +176,9 @@ def train_overlapped__messages(model, loss_fn, optimizer, batches):
             return
         chunks = list(p.grad.view(-1).tensor_split(n))
         got = [torch.empty_like(chunks[rank]) for _ in others]
-        works = [dist.isend(chunks[peer], peer) for peer in others] + [dist.irecv(piece, peer) for piece, peer in zip(got, others)]
+        works = [dist.isend(chunks[peer], peer) for peer in others] + [
+            dist.irecv(piece, peer) for piece, peer in zip(got, others)
+        ]
         state["first"].append((chunks, got, works))
         if len(state["first"]) > 2:
             sum_up()

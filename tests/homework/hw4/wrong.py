@@ -247,7 +247,9 @@ def train_naive__not_cleared(model, loss_fn, optimizer, batches):
     broadcast_weights(model)
     for inputs, targets in batches:
         total = all_samples(inputs)
-        gradients = torch.autograd.grad(loss_fn(model(inputs), targets) * len(inputs) / total, list(model.parameters()))
+        gradients = torch.autograd.grad(
+            loss_fn(model(inputs), targets) * len(inputs) / total, list(model.parameters())
+        )
         for p, gradient in zip(model.parameters(), gradients):
             dist.all_reduce(gradient)
             p.grad = gradient if p.grad is None else p.grad + gradient
@@ -255,7 +257,9 @@ def train_naive__not_cleared(model, loss_fn, optimizer, batches):
 
 
 def train_naive__not_cleared_2(model, loss_fn, optimizer, batches):
-    """The sum of the step before is in p.grad when backward adds to it, and is summed over the ranks once more."""
+    """The sum of the step before is in p.grad when backward adds to it, and is summed over the
+    ranks once more.
+    """
     broadcast_weights(model)
     for inputs, targets in batches:
         (loss_fn(model(inputs), targets) * len(inputs) / all_samples(inputs)).backward()
@@ -309,7 +313,10 @@ def average_in_buckets__own_order_2(gradients, cap):
         dist.all_reduce(flat)
         start = 0
         for name in names[:end]:
-            gradients[name].copy_(flat[start : start + gradients[name].numel()].view_as(gradients[name]) / dist.get_world_size())
+            gradients[name].copy_(
+                flat[start : start + gradients[name].numel()].view_as(gradients[name])
+                / dist.get_world_size()
+            )
             start += gradients[name].numel()
         names = names[end:]
     return gradients
@@ -355,7 +362,10 @@ def average_in_buckets__never_flushed_3(gradients, cap):
     n, names = dist.get_world_size(), sorted(gradients, reverse=True)
     buckets = [[]]
     for name in names:
-        if buckets[-1] and sum(gradients[other].nbytes for other in buckets[-1]) + gradients[name].nbytes > cap:
+        if (
+            buckets[-1]
+            and sum(gradients[other].nbytes for other in buckets[-1]) + gradients[name].nbytes > cap
+        ):
             buckets.append([])
         buckets[-1].append(name)
     for gradient in gradients.values():
@@ -406,7 +416,9 @@ def average_in_buckets__above_the_cap(gradients, cap):
 
 
 def train_with_hook(model, loss_fn, optimizer, batches, ready, finish, parts=None):
-    """The loop of all that follow. ready(p, last) is each parameter's hook; finish() comes before the optimizer's step."""
+    """The loop of all that follow. ready(p, last) is each parameter's hook; finish() comes
+    before the optimizer's step.
+    """
     now = {"last": False}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: ready(p, now["last"]))
@@ -414,7 +426,9 @@ def train_with_hook(model, loss_fn, optimizer, batches, ready, finish, parts=Non
         optimizer.zero_grad()
         for k, (inputs, targets) in enumerate(microbatches):
             now["last"] = k + 1 == len(microbatches)
-            (loss_fn(model(inputs), targets) / (len(microbatches) if parts is None else parts)).backward()
+            (
+                loss_fn(model(inputs), targets) / (len(microbatches) if parts is None else parts)
+            ).backward()
         finish()
         optimizer.step()
 
@@ -470,7 +484,8 @@ def train_overlapped__every_microbatch(model, loss_fn, optimizer, batches):
             (loss_fn(model(inputs), targets) / len(microbatches)).backward()
             for p, work in works:
                 work.wait()
-                p.grad /= dist.get_world_size()  # the mean of what is the same on all ranks stays the same
+                # the mean of what is the same on all ranks stays the same
+                p.grad /= dist.get_world_size()
             works.clear()
         optimizer.step()
 
@@ -494,8 +509,13 @@ def train_overlapped__every_microbatch_3(model, loss_fn, optimizer, batches):
         sums = {p: torch.zeros_like(p) for p in model.parameters()}
         works = []
         for inputs, targets in microbatches:
-            gradients = torch.autograd.grad(loss_fn(model(inputs), targets) / len(microbatches), list(sums))
-            works += [(p, gradient, dist.all_reduce(gradient, async_op=True)) for p, gradient in zip(sums, gradients)]
+            gradients = torch.autograd.grad(
+                loss_fn(model(inputs), targets) / len(microbatches), list(sums)
+            )
+            works += [
+                (p, gradient, dist.all_reduce(gradient, async_op=True))
+                for p, gradient in zip(sums, gradients)
+            ]
         for p, gradient, work in works:
             work.wait()
             sums[p] += gradient / n
@@ -541,7 +561,9 @@ def train_overlapped__hooks_pile_up(model, loss_fn, optimizer, batches):
         for k, (inputs, targets) in enumerate(microbatches):
             if k == last:
                 for p in model.parameters():
-                    p.register_post_accumulate_grad_hook(lambda p, works=works: works.append(dist.all_reduce(p.grad, async_op=True)))
+                    p.register_post_accumulate_grad_hook(
+                        lambda p, works=works: works.append(dist.all_reduce(p.grad, async_op=True))
+                    )
             (loss_fn(model(inputs), targets) / (n * len(microbatches))).backward()
         for work in works:
             work.wait()

@@ -90,7 +90,11 @@ def train_zero3(layers, shards, loss_fn, make_optimizer, batches):
     optimizer = make_optimizer([piece for own in pieces for piece in own.values()])
 
     def run(layer, own, x):
-        return functional_call(layer, {name: Gather.apply(own[name], p.shape) for name, p in layer.named_parameters()}, (x,))
+        return functional_call(
+            layer,
+            {name: Gather.apply(own[name], p.shape) for name, p in layer.named_parameters()},
+            (x,),
+        )
 
     for inputs, targets in batches:
         optimizer.zero_grad()

@@ -31,7 +31,9 @@ def train_zero1__whole_parameters(model, loss_fn, make_optimizer, batches, max_n
 
 
 def train_zero1__one_flat_vector(model, loss_fn, make_optimizer, batches, max_norm):
-    """All parameters in one padded vector, in reverse; torch's clip, which adds 1e-6 to the norm."""
+    """All parameters in one padded vector, in reverse; torch's clip, which adds 1e-6 to the
+    norm.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     parameters = list(model.parameters())[::-1]
 
@@ -54,12 +56,17 @@ def train_zero1__one_flat_vector(model, loss_fn, make_optimizer, batches, max_no
         optimizer.step()
         pieces = list(flat.chunk(n))
         dist.all_gather(pieces, mine.detach())
-        for p, values in zip(parameters, flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])):
+        for p, values in zip(
+            parameters,
+            flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters]),
+        ):
             p.data = values.view_as(p).clone()
 
 
 def train_zero2__async(model, loss_fn, make_optimizer, batches, max_norm):
-    """Reduce-scatters in the background; a whole gradient is freed when the next layer's is ready."""
+    """Reduce-scatters in the background; a whole gradient is freed when the next layer's is
+    ready.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     sizes = {p: (p.numel() + n - 1) // n for p in model.parameters()}
     pieces = {}
@@ -115,20 +122,30 @@ def scatter(gradient, piece):
 
 
 def train_zero3__by_hand(layers, shards, loss_fn, make_optimizer, batches):
-    """No hooks and no checkpoint: forward without a graph, then layer by layer a forward again and its backward."""
-    own = [{name: nn.Parameter(piece.clone()) for name, piece in of_layer.items()} for of_layer in shards]
+    """No hooks and no checkpoint: forward without a graph, then layer by layer a forward again
+    and its backward.
+    """
+    own = [
+        {name: nn.Parameter(piece.clone()) for name, piece in of_layer.items()}
+        for of_layer in shards
+    ]
     optimizer = make_optimizer([piece for of_layer in own for piece in of_layer.values()])
     for inputs, targets in batches:
         xs = [inputs]
         with torch.no_grad():
             for layer, pieces in zip(layers[:-1], own):
-                weights = {name: whole(pieces[name], p.shape) for name, p in layer.named_parameters()}
+                weights = {
+                    name: whole(pieces[name], p.shape) for name, p in layer.named_parameters()
+                }
                 xs.append(functional_call(layer, weights, (xs[-1],)))
                 del weights
         gradient = None
         for layer, pieces, x in reversed(list(zip(layers, own, xs))):
             x = x.detach().requires_grad_()
-            weights = {name: whole(pieces[name], p.shape).requires_grad_() for name, p in layer.named_parameters()}
+            weights = {
+                name: whole(pieces[name], p.shape).requires_grad_()
+                for name, p in layer.named_parameters()
+            }
             y = functional_call(layer, weights, (x,))
             if gradient is None:
                 loss_fn(y, targets).backward()
@@ -143,7 +160,9 @@ def train_zero3__by_hand(layers, shards, loss_fn, make_optimizer, batches):
 
 
 def train_zero3__prefetch(layers, shards, loss_fn, make_optimizer, batches):
-    """Gathers the next layer while this one computes, and keeps whole weights out of the graph: saved tensors are gathered again."""
+    """Gathers the next layer while this one computes, and keeps whole weights out of the graph:
+    saved tensors are gathered again.
+    """
     n = dist.get_world_size()
     own = [{name: nn.Parameter(piece) for name, piece in of_layer.items()} for of_layer in shards]
     optimizer = make_optimizer([piece for of_layer in own for piece in of_layer.values()])
@@ -166,7 +185,8 @@ def train_zero3__prefetch(layers, shards, loss_fn, make_optimizer, batches):
                 for _, work in found.values():
                     work.wait()
                 gathered[number] = {
-                    name: flat[: shapes[number][name].numel()].view(shapes[number][name]) for name, (flat, _) in found.items()
+                    name: flat[: shapes[number][name].numel()].view(shapes[number][name])
+                    for name, (flat, _) in found.items()
                 }
                 del found
             if 0 <= following < len(layers) and following not in begun:
@@ -176,12 +196,21 @@ def train_zero3__prefetch(layers, shards, loss_fn, make_optimizer, batches):
         xs = [inputs]
         with torch.no_grad():
             for number, layer in enumerate(layers):
-                xs.append(functional_call(layer, weights_of(number, number + 1 if number + 1 < len(layers) else -1), (xs[-1],)))
+                xs.append(
+                    functional_call(
+                        layer,
+                        weights_of(number, number + 1 if number + 1 < len(layers) else -1),
+                        (xs[-1],),
+                    )
+                )
         y = xs.pop().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_fn(y, targets), y)
         for number in reversed(range(len(layers))):
             x = xs.pop().detach().requires_grad_()
-            weights = {name: w.detach().requires_grad_() for name, w in weights_of(number, number - 1).items()}
+            weights = {
+                name: w.detach().requires_grad_()
+                for name, w in weights_of(number, number - 1).items()
+            }
             with torch.enable_grad():
                 functional_call(layers[number], weights, (x,)).backward(gradient)
             for name, w in weights.items():

@@ -76,7 +76,9 @@ def clip_alone(parameters, max_norm):
     nn.utils.clip_grad_norm_(list(parameters), max_norm)
 
 
-def zero1(model, loss_fn, make_optimizer, batches, max_norm, reduced=mean_piece, clip=clip, before=None):
+def zero1(
+    model, loss_fn, make_optimizer, batches, max_norm, reduced=mean_piece, clip=clip, before=None
+):
     """The right loop, with one part of it exchanged."""
     pieces = {p: nn.Parameter(own_piece(p.detach())) for p in model.parameters()}
     optimizer = make_optimizer(list(pieces.values()))
@@ -141,7 +143,9 @@ def train_zero1__whole_optimizer_2(model, loss_fn, make_optimizer, batches, max_
 
 
 def train_zero1__whole_optimizer_3(model, loss_fn, make_optimizer, batches, max_norm):
-    """The gradients outside its own piece are zero, but the state is there; then the pieces are exchanged."""
+    """The gradients outside its own piece are zero, but the state is there; then the pieces are
+    exchanged.
+    """
     rank = dist.get_rank()
     parameters = list(model.parameters())
     optimizer = make_optimizer(parameters)
@@ -176,7 +180,9 @@ def train_zero1__all_reduced_2(model, loss_fn, make_optimizer, batches, max_norm
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
         flat *= min(1.0, max_norm / flat.norm().item())
-        for p, piece, gradient in zip(parameters, pieces, flat.split([p.numel() for p in parameters])):
+        for p, piece, gradient in zip(
+            parameters, pieces, flat.split([p.numel() for p in parameters])
+        ):
             piece.grad = own_piece(gradient.view_as(p))
         optimizer.step()
         for p, piece in zip(parameters, pieces):
@@ -185,7 +191,14 @@ def train_zero1__all_reduced_2(model, loss_fn, make_optimizer, batches, max_norm
 
 def train_zero1__all_reduced_3(model, loss_fn, make_optimizer, batches, max_norm):
     """A reduce-scatter and an all-gather of the gradients: an all-reduce by another name."""
-    zero1(model, loss_fn, make_optimizer, batches, max_norm, reduced=lambda g: own_piece(gather(mean_piece(g), g.shape)))
+    zero1(
+        model,
+        loss_fn,
+        make_optimizer,
+        batches,
+        max_norm,
+        reduced=lambda g: own_piece(gather(mean_piece(g), g.shape)),
+    )
 
 
 def train_zero1__local_norm(model, loss_fn, make_optimizer, batches, max_norm):
@@ -194,7 +207,9 @@ def train_zero1__local_norm(model, loss_fn, make_optimizer, batches, max_norm):
 
 def train_zero1__local_norm_2(model, loss_fn, make_optimizer, batches, max_norm):
     """Clips its own gradient, before the mean over the ranks."""
-    zero1(model, loss_fn, make_optimizer, batches, max_norm, clip=lambda *_: None, before=clip_alone)
+    zero1(
+        model, loss_fn, make_optimizer, batches, max_norm, clip=lambda *_: None, before=clip_alone
+    )
 
 
 def train_zero1__local_norm_3(model, loss_fn, make_optimizer, batches, max_norm):
@@ -212,7 +227,9 @@ def train_zero1__local_norm_3(model, loss_fn, make_optimizer, batches, max_norm)
         if norm > max_norm:
             piece.grad *= max_norm / norm
         optimizer.step()
-        nn.utils.vector_to_parameters(gather(piece, torch.Size([sum(p.numel() for p in parameters)])), parameters)
+        nn.utils.vector_to_parameters(
+            gather(piece, torch.Size([sum(p.numel() for p in parameters)])), parameters
+        )
 
 
 def train_zero1__summed(model, loss_fn, make_optimizer, batches, max_norm):
@@ -280,8 +297,15 @@ def forward_all(layers, weights, x):
 
 
 def gather_all(layers, shards, parameter=True):
-    found = [{name: gather(own[name], p.shape) for name, p in layer.named_parameters()} for layer, own in zip(layers, shards)]
-    return [{name: nn.Parameter(w) for name, w in own.items()} for own in found] if parameter else found
+    found = [
+        {name: gather(own[name], p.shape) for name, p in layer.named_parameters()}
+        for layer, own in zip(layers, shards)
+    ]
+    return (
+        [{name: nn.Parameter(w) for name, w in own.items()} for own in found]
+        if parameter
+        else found
+    )
 
 
 def train_zero3__disguised(layers, shards, loss_fn, make_optimizer, batches):
@@ -299,7 +323,9 @@ def train_zero3__disguised(layers, shards, loss_fn, make_optimizer, batches):
 
 
 def train_zero3__disguised_2(layers, shards, loss_fn, make_optimizer, batches):
-    """Cuts and gathers in every step, so that the bytes look right; the optimizer has whole parameters."""
+    """Cuts and gathers in every step, so that the bytes look right; the optimizer has whole
+    parameters.
+    """
     weights = gather_all(layers, shards)
     optimizer = make_optimizer([w for own in weights for w in own.values()])
     for inputs, targets in batches:
@@ -319,7 +345,15 @@ def train_zero3__disguised_3(layers, shards, loss_fn, make_optimizer, batches):
     """One flat parameter with everything in it."""
     n = dist.get_world_size()
     shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
-    whole = nn.Parameter(torch.cat([gather(own[name], shape).flatten() for own, names in zip(shards, shapes) for name, shape in names]))
+    whole = nn.Parameter(
+        torch.cat(
+            [
+                gather(own[name], shape).flatten()
+                for own, names in zip(shards, shapes)
+                for name, shape in names
+            ]
+        )
+    )
     optimizer = make_optimizer([whole])
 
     def cut():
@@ -332,7 +366,9 @@ def train_zero3__disguised_3(layers, shards, loss_fn, make_optimizer, batches):
         return found
 
     for inputs, targets in batches:
-        (gradient,) = torch.autograd.grad(loss_fn(forward_all(layers, cut(), inputs), targets), whole)
+        (gradient,) = torch.autograd.grad(
+            loss_fn(forward_all(layers, cut(), inputs), targets), whole
+        )
         dist.all_reduce(gradient)
         whole.grad = gradient / n
         optimizer.step()
@@ -355,7 +391,9 @@ def zero3(layers, shards, loss_fn, make_optimizer, batches, run, reduced=mean_pi
     optimizer = make_optimizer([piece for own in pieces for piece in own.values()])
 
     def layer_of(layer, own, x):
-        weights = {name: Gather.apply(own[name], p.shape, reduced) for name, p in layer.named_parameters()}
+        weights = {
+            name: Gather.apply(own[name], p.shape, reduced) for name, p in layer.named_parameters()
+        }
         return functional_call(layer, weights, (x,))
 
     for inputs, targets in batches:
@@ -374,7 +412,14 @@ def checkpointed(function, *arguments):
 
 def train_zero3__never_freed(layers, shards, loss_fn, make_optimizer, batches):
     """Nothing of its own holds the weights, but autograd does."""
-    return zero3(layers, shards, loss_fn, make_optimizer, batches, lambda function, *arguments: function(*arguments))
+    return zero3(
+        layers,
+        shards,
+        loss_fn,
+        make_optimizer,
+        batches,
+        lambda function, *arguments: function(*arguments),
+    )
 
 
 def train_zero3__never_freed_2(layers, shards, loss_fn, make_optimizer, batches):
@@ -382,7 +427,10 @@ def train_zero3__never_freed_2(layers, shards, loss_fn, make_optimizer, batches)
     pieces = [{name: nn.Parameter(piece) for name, piece in own.items()} for own in shards]
     optimizer = make_optimizer([piece for own in pieces for piece in own.values()])
     for inputs, targets in batches:
-        weights = [{name: w.requires_grad_() for name, w in own.items()} for own in gather_all(layers, pieces, parameter=False)]
+        weights = [
+            {name: w.requires_grad_() for name, w in own.items()}
+            for own in gather_all(layers, pieces, parameter=False)
+        ]
         loss_fn(forward_all(layers, weights, inputs), targets).backward()
         for own, mine in zip(weights, pieces):
             for name, w in own.items():
@@ -401,14 +449,21 @@ def train_zero3__never_freed_3(layers, shards, loss_fn, make_optimizer, batches)
         xs = [inputs]
         with torch.no_grad():
             for layer, own in zip(layers, pieces):
-                cache.append({name: gather(own[name], p.shape) for name, p in layer.named_parameters()})
+                cache.append(
+                    {name: gather(own[name], p.shape) for name, p in layer.named_parameters()}
+                )
                 xs.append(functional_call(layer, cache[-1], (xs[-1],)))
         y = xs[-1].detach().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_fn(y, targets), y)
         for layer, own, x in reversed(list(zip(layers, pieces, xs))):
             x = x.detach().requires_grad_()
-            weights = {name: gather(own[name], p.shape).requires_grad_() for name, p in layer.named_parameters()}
-            gradient, *others = torch.autograd.grad(functional_call(layer, weights, (x,)), [x, *weights.values()], gradient)
+            weights = {
+                name: gather(own[name], p.shape).requires_grad_()
+                for name, p in layer.named_parameters()
+            }
+            gradient, *others = torch.autograd.grad(
+                functional_call(layer, weights, (x,)), [x, *weights.values()], gradient
+            )
             for name, other in zip(weights, others):
                 own[name].grad = mean_piece(other)
         optimizer.step()
@@ -416,8 +471,12 @@ def train_zero3__never_freed_3(layers, shards, loss_fn, make_optimizer, batches)
 
 
 def train_zero3__all_reduced(layers, shards, loss_fn, make_optimizer, batches):
-    return zero3(layers, shards, loss_fn, make_optimizer, batches, checkpointed, reduced=all_reduced_piece)
+    return zero3(
+        layers, shards, loss_fn, make_optimizer, batches, checkpointed, reduced=all_reduced_piece
+    )
 
 
 def train_zero3__summed(layers, shards, loss_fn, make_optimizer, batches):
-    return zero3(layers, shards, loss_fn, make_optimizer, batches, checkpointed, reduced=summed_piece)
+    return zero3(
+        layers, shards, loss_fn, make_optimizer, batches, checkpointed, reduced=summed_piece
+    )

@@ -1,4 +1,6 @@
-"""Homework 6, solved. The whole communication is in five small autograd functions: forward and backward are adjoint."""
+"""Homework 6, solved. The whole communication is in five small autograd functions: forward and
+backward are adjoint.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,10 @@ from torch.autograd import Function
 
 
 class GatherColumns(Function):
-    """All ranks' columns, side by side. Backward: the gradients of all ranks are summed, and each rank keeps its columns."""
+    """All ranks' columns, side by side.
+
+    Backward: the gradients of all ranks are summed, and each rank keeps its columns.
+    """
 
     @staticmethod
     def forward(ctx, mine):
@@ -25,7 +30,10 @@ class GatherColumns(Function):
 
 
 class CopyToRanks(Function):
-    """Into work that differs between the ranks. Backward: their gradients are summed. Megatron's f."""
+    """Into work that differs between the ranks.
+
+    Backward: their gradients are summed. Megatron's f.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -39,7 +47,10 @@ class CopyToRanks(Function):
 
 
 class SumOfRanks(Function):
-    """The sum of the ranks' partial results. Backward: every rank has the same gradient already. Megatron's g."""
+    """The sum of the ranks' partial results.
+
+    Backward: every rank has the same gradient already. Megatron's g.
+    """
 
     @staticmethod
     def forward(ctx, partial):
@@ -92,7 +103,10 @@ def column_layer(x, weight, bias):
 def draw_weights(width, hidden, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        for shape in shapes
+    )
 
 
 def block(whole, dim):
@@ -104,7 +118,12 @@ class ParallelMLP(nn.Module):
     def __init__(self, width, hidden, seed):
         super().__init__()
         w1, b1, w2, b2 = draw_weights(width, hidden, seed)
-        self.w1, self.b1, self.w2, self.b2 = block(w1, 0), block(b1, 0), block(w2, 1), nn.Parameter(b2)
+        self.w1, self.b1, self.w2, self.b2 = (
+            block(w1, 0),
+            block(b1, 0),
+            block(w2, 1),
+            nn.Parameter(b2),
+        )
 
     def forward(self, x):
         hidden = F.gelu(F.linear(CopyToRanks.apply(x), self.w1, self.b1))
@@ -129,7 +148,9 @@ class ParallelAttention(nn.Module):
 
 
 def vocabulary_loss(logits, targets, vocabulary):
-    widths = [len(tokens) for tokens in torch.arange(vocabulary).tensor_split(dist.get_world_size())]
+    widths = [
+        len(tokens) for tokens in torch.arange(vocabulary).tensor_split(dist.get_world_size())
+    ]
     column = targets - sum(widths[: dist.get_rank()])
     here = (column >= 0) & (column < logits.shape[1])
     largest = logits.detach().amax(1)
@@ -141,7 +162,8 @@ def vocabulary_loss(logits, targets, vocabulary):
 
 
 def sequence_parallel_mlp(x, norm_weight, norm_bias, w1, b1, w2, b2):
-    norm_weight, norm_bias, b2 = (CopyToRanks.apply(p) for p in (norm_weight, norm_bias, b2))  # each rank sees some positions only
+    # each rank sees some positions only
+    norm_weight, norm_bias, b2 = (CopyToRanks.apply(p) for p in (norm_weight, norm_bias, b2))
     normed = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias)
     hidden = F.gelu(F.linear(GatherTime.apply(normed), w1, b1))
     return x + ReduceScatterTime.apply(F.linear(hidden, w2)) + b2

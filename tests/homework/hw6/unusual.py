@@ -24,7 +24,9 @@ class ColumnLayerByHand(Function):
         mine = torch.empty(len(bias), len(x), dtype=g.dtype)
         dist.reduce_scatter_tensor(mine, g.T.contiguous())
         z = x @ weight.T + bias
-        dz = mine.T * ((1 + torch.erf(z / 2**0.5)) / 2 + z * torch.exp(-z * z / 2) / (2 * torch.pi) ** 0.5)
+        dz = mine.T * (
+            (1 + torch.erf(z / 2**0.5)) / 2 + z * torch.exp(-z * z / 2) / (2 * torch.pi) ** 0.5
+        )
         return dz @ weight, dz.T @ x, dz.sum(0)
 
 
@@ -39,10 +41,15 @@ class ExchangeColumns(Function):
     def forward(ctx, mine):
         rank, n = dist.get_rank(), dist.get_world_size()
         parts = [
-            mine.detach().contiguous() if r == rank else torch.empty_like(mine, memory_format=torch.contiguous_format) for r in range(n)
+            mine.detach().contiguous()
+            if r == rank
+            else torch.empty_like(mine, memory_format=torch.contiguous_format)
+            for r in range(n)
         ]
         others = [r for r in range(n) if r != rank]
-        works = [dist.irecv(parts[r], r) for r in others] + [dist.isend(parts[rank], r) for r in others]
+        works = [dist.irecv(parts[r], r) for r in others] + [
+            dist.isend(parts[rank], r) for r in others
+        ]
         for work in works:
             work.wait()
         return torch.cat(parts, 1)
@@ -62,7 +69,10 @@ def column_layer__exchange(x, weight, bias):
 def draw_weights(width, hidden, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        for shape in shapes
+    )
 
 
 def summed(g):
@@ -72,7 +82,9 @@ def summed(g):
 
 
 class ParallelMLP__hooks(nn.Module):
-    """A hook sums dX, and an all-reduce in place is the sum of the outputs: autograd takes it for nothing, which is its backward."""
+    """A hook sums dX, and an all-reduce in place is the sum of the outputs: autograd takes it
+    for nothing, which is its backward.
+    """
 
     def __init__(self, width, hidden, seed):
         super().__init__()
@@ -92,7 +104,10 @@ class ParallelMLP__hooks(nn.Module):
 
 
 class WholeMLP(Function):
-    """Forward and backward by hand; dX is summed while the gradients of the weights are computed. The bias rides on rank 0."""
+    """Forward and backward by hand; dX is summed while the gradients of the weights are computed.
+
+    The bias rides on rank 0.
+    """
 
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2):
@@ -128,7 +143,10 @@ def attention(x, qkv, out, heads):
 
 
 class ParallelAttention__head_by_head(nn.Module):
-    """The softmax is written out, one head after the other. Reduce and broadcast in place of the all-reduce."""
+    """The softmax is written out, one head after the other.
+
+    Reduce and broadcast in place of the all-reduce.
+    """
 
     def __init__(self, qkv, out, heads):
         super().__init__()
@@ -188,7 +206,10 @@ def vocabulary_loss__by_hand(logits, targets, vocabulary):
 
 
 class GatherAgain(Function):
-    """The column layer of the block. It keeps this rank's positions only, and gathers again in backward, as Megatron-LM does."""
+    """The column layer of the block.
+
+    It keeps this rank's positions only, and gathers again in backward, as Megatron-LM does.
+    """
 
     @staticmethod
     def forward(ctx, mine, w1, b1):
@@ -219,7 +240,9 @@ def gather(mine):
 
 def cut_and_sum(partial):
     mine = torch.empty_like(partial.chunk(dist.get_world_size())[0])
-    dist.reduce_scatter(mine, [block.contiguous() for block in partial.chunk(dist.get_world_size())])
+    dist.reduce_scatter(
+        mine, [block.contiguous() for block in partial.chunk(dist.get_world_size())]
+    )
     return mine
 
 

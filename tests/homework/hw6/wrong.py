@@ -56,7 +56,10 @@ def all_reduced(x, op=dist.ReduceOp.SUM):
 
 
 def all_gathered(x, dim):
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(parts, x.detach().contiguous())
     return torch.cat(parts, dim)
 
@@ -143,7 +146,9 @@ def column_layer__all_reduce_then_slice_2(x, weight, bias):
 
 
 def column_layer__mean(x, weight, bias):
-    return gather_columns(own_columns(x, weight, bias), lambda g: reduce_scattered(g, 1) / dist.get_world_size())
+    return gather_columns(
+        own_columns(x, weight, bias), lambda g: reduce_scattered(g, 1) / dist.get_world_size()
+    )
 
 
 def column_layer__detached(x, weight, bias):
@@ -156,7 +161,10 @@ def column_layer__detached(x, weight, bias):
 def draw_weights(width, hidden, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        for shape in shapes
+    )
 
 
 class MLP(nn.Module):
@@ -171,12 +179,17 @@ class MLP(nn.Module):
         self.w1, self.b1, self.w2, self.b2 = (nn.Parameter(w.clone()) for w in (w1, b1, w2, b2))
 
     def forward(self, x):
-        return self.leave(F.linear(F.gelu(F.linear(self.enter(x), self.w1, self.b1)), self.w2)) + self.b2
+        return (
+            self.leave(F.linear(F.gelu(F.linear(self.enter(x), self.w1, self.b1)), self.w2))
+            + self.b2
+        )
 
 
 class ParallelMLP__bias_n_times(MLP):
     def forward(self, x):
-        return sum_of_ranks(F.linear(F.gelu(F.linear(copy_to_ranks(x), self.w1, self.b1)), self.w2, self.b2))
+        return sum_of_ranks(
+            F.linear(F.gelu(F.linear(copy_to_ranks(x), self.w1, self.b1)), self.w2, self.b2)
+        )
 
 
 class ParallelMLP__bias_n_times_2(MLP):
@@ -194,7 +207,9 @@ class ParallelMLP__gelu_of_partial_sums(nn.Module):
     def __init__(self, width, hidden, seed):
         super().__init__()
         w1, b1, w2, b2 = draw_weights(width, hidden, seed)
-        self.w1, self.b1, self.w2, self.b2 = (nn.Parameter(w.clone()) for w in (cut(w1, 1), b1, w2, b2))
+        self.w1, self.b1, self.w2, self.b2 = (
+            nn.Parameter(w.clone()) for w in (cut(w1, 1), b1, w2, b2)
+        )
 
     def forward(self, x):
         hidden = F.gelu(F.linear(cut(copy_to_ranks(x), 1), self.w1, self.b1))
@@ -254,7 +269,9 @@ class ParallelMLP__detached(MLP):
 class ParallelMLP__whole(nn.Module):
     def __init__(self, width, hidden, seed):
         super().__init__()
-        self.w1, self.b1, self.w2, self.b2 = (nn.Parameter(w) for w in draw_weights(width, hidden, seed))
+        self.w1, self.b1, self.w2, self.b2 = (
+            nn.Parameter(w) for w in draw_weights(width, hidden, seed)
+        )
 
     def forward(self, x):
         return F.linear(F.gelu(F.linear(x, self.w1, self.b1)), self.w2, self.b2)
@@ -340,7 +357,9 @@ def vocabulary_loss__local_maximum(logits, targets, vocabulary):
 def vocabulary_loss__local_maximum_2(logits, targets, vocabulary):
     largest = logits.detach().max(1).values
     total = sum_of_ranks((logits - largest[:, None]).exp().sum(1))
-    return (total.log() + largest - sum_of_ranks(chosen_logit(logits, targets, start_of(vocabulary)))).mean()
+    return (
+        total.log() + largest - sum_of_ranks(chosen_logit(logits, targets, start_of(vocabulary)))
+    ).mean()
 
 
 def vocabulary_loss__local_maximum_3(logits, targets, vocabulary):
@@ -369,7 +388,10 @@ def vocabulary_loss__no_maximum(logits, targets, vocabulary):
 
 def vocabulary_loss__local_sum(logits, targets, vocabulary):
     shifted = logits - global_maximum(logits)
-    return (shifted.exp().sum(1).log() - sum_of_ranks(chosen_logit(shifted, targets, start_of(vocabulary)))).mean()
+    return (
+        shifted.exp().sum(1).log()
+        - sum_of_ranks(chosen_logit(shifted, targets, start_of(vocabulary)))
+    ).mean()
 
 
 def vocabulary_loss__equal_blocks(logits, targets, vocabulary):
@@ -380,7 +402,9 @@ def vocabulary_loss__equal_blocks(logits, targets, vocabulary):
 
 def vocabulary_loss__n_times(logits, targets, vocabulary):
     shifted = logits - global_maximum(logits)
-    parts = torch.stack([shifted.exp().sum(1), chosen_logit(shifted, targets, start_of(vocabulary))])
+    parts = torch.stack(
+        [shifted.exp().sum(1), chosen_logit(shifted, targets, start_of(vocabulary))]
+    )
     total, chosen = Node.apply(parts, all_reduced, all_reduced)
     return (total.log() - chosen).mean()
 
@@ -433,7 +457,16 @@ def sequence_parallel_mlp__slice(x, a, b, w1, b1, w2, b2):
 
 def sequence_parallel_mlp__all_reduce_then_slice(x, a, b, w1, b1, w2, b2):
     a, b, b2 = copy_to_ranks(a), copy_to_ranks(b), copy_to_ranks(b2)
-    return block(x, a, b, w1, b1, w2, b2, leave=lambda y: reduce_scatter_time(y, lambda y: cut(all_reduced(y), 0)))
+    return block(
+        x,
+        a,
+        b,
+        w1,
+        b1,
+        w2,
+        b2,
+        leave=lambda y: reduce_scatter_time(y, lambda y: cut(all_reduced(y), 0)),
+    )
 
 
 def sequence_parallel_mlp__norm_mean(x, a, b, w1, b1, w2, b2):

@@ -8,7 +8,12 @@ class Neighbours:
     """The messages of one stage: blocking receives, and sends that are waited for at the end."""
 
     def __init__(self, shape):
-        self.rank, self.last, self.shape, self.sends = dist.get_rank(), dist.get_world_size() - 1, shape, []
+        self.rank, self.last, self.shape, self.sends = (
+            dist.get_rank(),
+            dist.get_world_size() - 1,
+            shape,
+            [],
+        )
 
     def receive(self, peer):
         tensor = torch.empty(self.shape, dtype=torch.float64)
@@ -27,7 +32,13 @@ class Stage:
     """Forward and backward of one microbatch, with the messages before and after it."""
 
     def __init__(self, stage, inputs, targets, loss_fn, shape, microbatches):
-        self.stage, self.inputs, self.targets, self.loss_fn, self.microbatches = stage, inputs, targets, loss_fn, microbatches
+        self.stage, self.inputs, self.targets, self.loss_fn, self.microbatches = (
+            stage,
+            inputs,
+            targets,
+            loss_fn,
+            microbatches,
+        )
         self.peers, self.held, self.losses = Neighbours(shape), {}, []
 
     def forward(self, i):

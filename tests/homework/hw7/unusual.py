@@ -10,12 +10,20 @@ def neighbours():
 
 
 def gpipe_step__receives_posted_ahead(stage, inputs, targets, loss_fn, shape, microbatches):
-    """All receives are posted before the first forward, and backwards go from the last microbatch to the first."""
+    """All receives are posted before the first forward, and backwards go from the last
+    microbatch to the first.
+    """
     _, before, after = neighbours()
     xs = [torch.empty(shape, dtype=torch.float64) for _ in range(microbatches)]
     gradients = [torch.empty(shape, dtype=torch.float64) for _ in range(microbatches)]
-    arriving = [dist.irecv(x, before, tag=i) for i, x in enumerate(xs)] if before is not None else []
-    returning = [dist.irecv(g, after, tag=100 + i) for i, g in enumerate(gradients)] if after is not None else []
+    arriving = (
+        [dist.irecv(x, before, tag=i) for i, x in enumerate(xs)] if before is not None else []
+    )
+    returning = (
+        [dist.irecv(g, after, tag=100 + i) for i, g in enumerate(gradients)]
+        if after is not None
+        else []
+    )
     works, ys = [], []
     for i in range(microbatches):
         if arriving:
@@ -25,7 +33,9 @@ def gpipe_step__receives_posted_ahead(stage, inputs, targets, loss_fn, shape, mi
         ys.append(stage(xs[i].requires_grad_()))
         if after is not None:
             works.append(dist.isend(ys[-1].detach(), after, tag=i))
-    losses = [loss_fn(y, target) for y, target in zip(ys, targets, strict=True)] if after is None else []
+    losses = (
+        [loss_fn(y, target) for y, target in zip(ys, targets, strict=True)] if after is None else []
+    )
     for i in reversed(range(microbatches)):
         if after is None:
             (losses[i] / microbatches).backward()
@@ -40,7 +50,9 @@ def gpipe_step__receives_posted_ahead(stage, inputs, targets, loss_fn, shape, mi
 
 
 def one_f_one_b_step__batches(stage, inputs, targets, loss_fn, shape, microbatches):
-    """In the steady state a gradient and an activation are exchanged with a neighbour in one batch, as Megatron does."""
+    """In the steady state a gradient and an activation are exchanged with a neighbour in one
+    batch, as Megatron does.
+    """
     rank, before, after = neighbours()
     n = dist.get_world_size()
     warm_up = min(microbatches, n - rank)
@@ -78,12 +90,20 @@ def one_f_one_b_step__batches(stage, inputs, targets, loss_fn, shape, microbatch
 
 
 def interleaved_schedule__simulated(rank, ranks, microbatches, chunks):
-    """The order comes from a simulation: a backward as soon as there is one, otherwise the next forward of the usual sequence."""
+    """The order comes from a simulation: a backward as soon as there is one, otherwise the next
+    forward of the usual sequence.
+    """
     last = ranks * chunks - 1
     sequence = [
-        (group * ranks + i, chunk * ranks) for group in range(microbatches // ranks) for chunk in range(chunks) for i in range(ranks)
+        (group * ranks + i, chunk * ranks)
+        for group in range(microbatches // ranks)
+        for chunk in range(chunks)
+        for i in range(ranks)
     ]
-    limit = [(chunks - 1) * ranks + 2 * (ranks - r - 1) + 1 if chunks > 1 else ranks - r for r in range(ranks)]
+    limit = [
+        (chunks - 1) * ranks + 2 * (ranks - r - 1) + 1 if chunks > 1 else ranks - r
+        for r in range(ranks)
+    ]
     back = [(i, (chunks - 1) * ranks - first) for i, first in sequence]
     forwards, backwards = [0] * ranks, [0] * ranks
     done, orders, slot = {}, [[] for _ in range(ranks)], 0
@@ -94,7 +114,9 @@ def interleaved_schedule__simulated(rank, ranks, microbatches, chunks):
                 i, first = back[backwards[r]]
                 stage = first + r
                 ready = ("F", stage, i) in done and (stage == last or ("B", stage + 1, i) in done)
-                if ready and (forwards[r] - backwards[r] >= limit[r] or forwards[r] == len(sequence)):
+                if ready and (
+                    forwards[r] - backwards[r] >= limit[r] or forwards[r] == len(sequence)
+                ):
                     new["B", stage, i] = slot
                     orders[r].append(f"{stage}B{i}")
                     backwards[r] += 1
@@ -111,8 +133,12 @@ def interleaved_schedule__simulated(rank, ranks, microbatches, chunks):
     return orders[rank]
 
 
-def zero_bubble_step__weights_when_idle(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
-    """Weight gradients run whenever the next gradient has not arrived, and P − 1 of them may be left for the end."""
+def zero_bubble_step__weights_when_idle(
+    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
+):
+    """Weight gradients run whenever the next gradient has not arrived, and P − 1 of them may be
+    left for the end.
+    """
     rank, before, after = neighbours()
     n = dist.get_world_size()
     losses, works, ys = [], [], {}

@@ -31,7 +31,13 @@ class Run:
     """A stage with its messages. Each wrong solution changes one thing."""
 
     def __init__(self, stage, inputs, targets, loss_fn, shape, microbatches, scale=None):
-        self.stage, self.inputs, self.targets, self.loss_fn, self.shape = stage, inputs, targets, loss_fn, shape
+        self.stage, self.inputs, self.targets, self.loss_fn, self.shape = (
+            stage,
+            inputs,
+            targets,
+            loss_fn,
+            shape,
+        )
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.scale = 1 / microbatches if scale is None else scale
         self.held, self.sends, self.losses = {}, [], []
@@ -148,7 +154,9 @@ def gpipe_step__detached_2(*arguments):
 
 
 def gpipe_step__detached_3(*arguments):
-    """The received activation doesn't require grad, so its .grad is None, and sending that raises."""
+    """The received activation doesn't require grad, so its .grad is None, and sending that
+    raises.
+    """
 
     class Detached(Run):
         def forward(self, i):
@@ -227,10 +235,14 @@ def interleaved_schedule__all_forwards(rank, ranks, microbatches, chunks):
 
 
 def interleaved_schedule__short_warm_up(rank, ranks, microbatches, chunks):
-    return interleaved(rank, ranks, microbatches, chunks, lambda chunk: chunk * ranks + rank, warm_up=ranks - rank)
+    return interleaved(
+        rank, ranks, microbatches, chunks, lambda chunk: chunk * ranks + rank, warm_up=ranks - rank
+    )
 
 
-def split_step(stage, inputs, targets, loss_fn, shape, microbatches, delay, before_the_last_weights=None):
+def split_step(
+    stage, inputs, targets, loss_fn, shape, microbatches, delay, before_the_last_weights=None
+):
     run = Run(stage, inputs, targets, loss_fn, shape, microbatches)
     outputs = {}
 
@@ -267,16 +279,26 @@ def split_step(stage, inputs, targets, loss_fn, shape, microbatches, delay, befo
     return run.end()
 
 
-def zero_bubble_step__step_before_w(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
-    return split_step(stage, inputs, targets, loss_fn, shape, microbatches, dist.get_rank(), optimizer.step)
+def zero_bubble_step__step_before_w(
+    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
+):
+    return split_step(
+        stage, inputs, targets, loss_fn, shape, microbatches, dist.get_rank(), optimizer.step
+    )
 
 
-def zero_bubble_step__step_before_w_2(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
+def zero_bubble_step__step_before_w_2(
+    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
+):
     """All weight gradients are left for the end, after the step."""
-    return split_step(stage, inputs, targets, loss_fn, shape, microbatches, microbatches, optimizer.step)
+    return split_step(
+        stage, inputs, targets, loss_fn, shape, microbatches, microbatches, optimizer.step
+    )
 
 
-def zero_bubble_step__w_right_after_b(stage, inputs, targets, loss_fn, shape, microbatches, optimizer):
+def zero_bubble_step__w_right_after_b(
+    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
+):
     loss = split_step(stage, inputs, targets, loss_fn, shape, microbatches, 0)
     optimizer.step()
     return loss

@@ -1,4 +1,7 @@
-"""In the style of nanoGPT: one script that trains alone or, if RANK is set, in a data-parallel job. It runs when it is imported."""
+"""In the style of nanoGPT: one script that trains alone or, if RANK is set, in a data-parallel job.
+
+It runs when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ else:
     ddp_world_size = 1
 
 torch.manual_seed(1337)
-model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 11)).double()
+model = torch.nn.Sequential(
+    torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 11)
+).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped = DDP(model) if ddp else model
 data = torch.randint(11, (64,), generator=torch.Generator().manual_seed(0)).view(4, 16)
@@ -40,7 +45,9 @@ for _ in range(max_iters):
         tokens = data[micro_step * ddp_world_size + seed_offset]
         with nullcontext() if last or not ddp else wrapped.no_sync():  # type: ignore[operator]
             logits = wrapped(tokens[:-1])
-            loss = torch.nn.functional.cross_entropy(logits, tokens[1:]) / gradient_accumulation_steps
+            loss = (
+                torch.nn.functional.cross_entropy(logits, tokens[1:]) / gradient_accumulation_steps
+            )
             loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

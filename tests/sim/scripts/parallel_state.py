@@ -1,4 +1,6 @@
-"""In the style of Megatron-LM's parallel_state: the groups are globals of this module, and functions give them out."""
+"""In the style of Megatron-LM's parallel_state: the groups are globals of this module, and
+functions give them out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1) -> None:
         group = dist.new_group(ranks)
         if rank in ranks:
             _DATA_PARALLEL_GROUP = group
-    assert _TENSOR_MODEL_PARALLEL_GROUP is None, "tensor model parallel group is already initialized"
+    assert _TENSOR_MODEL_PARALLEL_GROUP is None, (
+        "tensor model parallel group is already initialized"
+    )
     for i in range(world_size // tensor_model_parallel_size):
         ranks = list(range(i * tensor_model_parallel_size, (i + 1) * tensor_model_parallel_size))
         group = dist.new_group(ranks)
@@ -28,7 +32,9 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1) -> None:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    assert _TENSOR_MODEL_PARALLEL_GROUP is not None, "tensor model parallel group is not initialized"
+    assert _TENSOR_MODEL_PARALLEL_GROUP is not None, (
+        "tensor model parallel group is not initialized"
+    )
     return _TENSOR_MODEL_PARALLEL_GROUP
 
 

@@ -1,4 +1,6 @@
-"""In the style of picotron: layers and communications that look up `pgm.process_group_manager` whenever they run."""
+"""In the style of picotron: layers and communications that look up `pgm.process_group_manager`
+whenever they run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Block(nn.Module):
         gen = torch.Generator().manual_seed(stage)
         up, down = (torch.randn(4, 4, generator=gen, dtype=torch.float64) for _ in range(2))
         tp = dist.get_world_size(m.groups["tp"])
-        self.up, self.down = (nn.Parameter(x.chunk(tp, dim)[m.tp_rank].clone()) for x, dim in ((up, 1), (down, 0)))
+        self.up, self.down = (
+            nn.Parameter(x.chunk(tp, dim)[m.tp_rank].clone()) for x, dim in ((up, 1), (down, 0))
+        )
 
     def forward(self, x):
         return Reduce.apply(torch.tanh(Copy.apply(x) @ self.up) @ self.down)
@@ -69,13 +73,20 @@ def communicate(operation: str, tensor: torch.Tensor | None = None) -> torch.Ten
 
 
 def train(tp_size: int, pp_size: int, dp_size: int) -> tuple[float | None, list[list[float]], int]:
-    """Two steps: the last loss (on the last stage), this rank's weights, and how many messages it sent and received."""
+    """Two steps: the last loss (on the last stage), this rank's weights, and how many messages
+    it sent and received.
+    """
     pgm.setup_process_group_manager(tp_size, pp_size, dp_size)
     m = pgm.process_group_manager
     block, loss = Block(m.pp_rank), None
     for step in range(2):
         block.zero_grad()
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + m.dp_rank), dtype=torch.float64)
+        x = torch.randn(
+            2,
+            4,
+            generator=torch.Generator().manual_seed(10 * step + m.dp_rank),
+            dtype=torch.float64,
+        )
         received = communicate("recv_forward")
         y = block(x if received is None else received)
         communicate("send_forward", y.detach())
@@ -91,4 +102,8 @@ def train(tp_size: int, pp_size: int, dp_size: int) -> tuple[float | None, list[
             for p in block.parameters():
                 dist.all_reduce(p.grad, group=m.groups["dp"])
                 p -= 0.1 * p.grad / dp_size
-    return None if loss is None else loss.item(), [p.flatten().tolist() for p in block.parameters()], STEP
+    return (
+        None if loss is None else loss.item(),
+        [p.flatten().tolist() for p in block.parameters()],
+        STEP,
+    )
