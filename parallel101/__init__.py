@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from parallel101.record.spans import compute, span
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
-    from parallel101.trainers.data_parallel import DataParallelTrainer
     from parallel101.trainers.hybrid import HybridTrainer, PipelineTrainer, TensorParallelTrainer
+    from parallel101.trainers.one_axis import DataParallelTrainer
     from parallel101.trainers.schedules.actions import ScheduleError
     from parallel101.trainers.schedules.schedule import Schedule, schedule
     from parallel101.trainers.sharded import ShardedTrainer
@@ -62,7 +62,7 @@ _WHERE = {
     "parallel101.sim.network": "Network",
     "parallel101.record.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
     "parallel101.mesh": "split_sizes",
-    "parallel101.trainers.data_parallel": "DataParallelTrainer",
+    "parallel101.trainers.one_axis": "DataParallelTrainer",
     "parallel101.trainers.hybrid": "HybridTrainer PipelineTrainer TensorParallelTrainer",
     "parallel101.trainers.sharded": "ShardedTrainer",
     "parallel101.trainers.schedules.actions": "ScheduleError",

@@ -18,13 +18,8 @@ from parallel101.keras.checks import check_regularizer
 from parallel101.keras.dense import CutDense
 from parallel101.keras.installed import keras
 from parallel101.mesh import GroupLike, group_of
-from parallel101.trainers.gradients import (
-    Alone,
-    GradientSync,
-    Overlapped,
-    Parameters,
-    default_bucket_bytes,
-)
+from parallel101.trainers.data_parallel import Overlapped
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes, Entry, Layout
 from parallel101.trainers.zero.stage3 import ZeRO3
 from parallel101.trainers.zero.stage12 import ZeRO12
@@ -242,7 +237,7 @@ def gradient_sync(
     size = default_bucket_bytes(parameters, 4)
     if zero_stage:
         return ZeRO12(parameters, dp, zero_stage=zero_stage, bucket_bytes=size, overlap=True)
-    return Alone(parameters, dp) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
+    return GradientSync(parameters) if group_of(dp).size == 1 else Overlapped(parameters, dp, size)
 
 
 def axes_of(

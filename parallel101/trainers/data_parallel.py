@@ -1,98 +1,154 @@
-"""Data parallel: every rank has the whole model and a share of the batch.
+"""Data parallel: every rank has the whole model and a share of the batch; gradients are summed.
 
-Gradients are summed, and all ranks take the same step.
+    Naive        ──forward──▶◀──backward──  g₃ g₂ g₁ g₀    an all-reduce a gradient, after backward
+    Bucketed     ──forward──▶◀──backward──  g₃₂  g₁₀       an all-reduce a bucket: fewer and larger
+    Overlapped   ──forward──▶◀──backward──  g₁₀            a full bucket leaves during backward
+                              g₃₂
 
-It is a Trainer on one axis with naive, bucketed or overlapped gradient synchronisation: see
-gradients.py for those.
+Each rank's loss is weighted by its share of the samples, so the sum over the ranks is the gradient
+of the whole batch, and all ranks take the same optimizer step. In a step each rank sends 2(n−1)/n
+of the gradients' bytes. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training" (2020), section 3.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.trainers.gradients import (
-    Bucketed,
+from parallel101.collectives import all_reduce
+from parallel101.collectives.asynchronous import AsyncCollective, all_reduce_async
+from parallel101.mesh import GroupLike
+from parallel101.record.spans import span, wait_span
+from parallel101.trainers.gradient_sync import (
     GradientSync,
-    Naive,
-    Overlapped,
     Parameters,
-    default_bucket_bytes,
+    by_size,
+    completed_twice,
+    dense_gradient,
 )
-from parallel101.trainers.layout import Axes
-from parallel101.trainers.prepare import MakeSync
-from parallel101.trainers.schedules.schedule import schedule
-from parallel101.trainers.support.arguments import (
-    LossFn,
-    OptimizerFn,
-    check_accumulate,
-    check_bucket_bytes,
-)
-from parallel101.trainers.trainer import Trainer
 
 
-class DataParallelTrainer(Trainer):
-    """Trains one model on all ranks of a group, each with its share of the batch; equal to one
-    process with the whole batch.
+class Naive(GradientSync):
+    """After backward, one all-reduce for each gradient."""
 
-    Args: model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see
-        `Trainer`. group: the ranks that train together; see `group_of`. None: all, or this one
-        alone if there is no process group. overlap: send gradients while backward still computes
-        others. bucket_bytes: how many bytes of gradients travel together, at least one gradient.
-        None: half of them all, at most 25 MiB;
-            0: each on its own, and with overlap=False that is the naive all-reduce after backward.
-        accumulate: microbatches into which a rank's share of the batch is cut: as many forwards and
-            backwards, one communication.
+    how = "all-reduced one by one after backward"
 
-    Bytes sent by each rank in a step: 2(n−1)/n of the gradients' bytes, and to each other rank 32
-    bytes: counts, losses, their weights. Source: Li et al., "PyTorch Distributed: Experiences on
-    Accelerating Data Parallel Training" (2020), section 3.2.
-    """
+    def __init__(self, parameters: Parameters, group: GroupLike, algorithm: str = "direct"):
+        super().__init__(parameters)
+        self.group, self.algorithm = group, algorithm
+
+    def finish(self) -> list[str]:
+        unused = self.without_gradient()
+        for name, p in self.owned.items():
+            gradient = dense_gradient(name, p)
+            p.grad = all_reduce(gradient, group=self.group, algorithm=self.algorithm)
+        return unused
+
+
+class Bucketed(GradientSync):
+    """After backward, one all-reduce for each bucket of gradients."""
+
+    how = "all-reduced in buckets after backward"
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
-        *,
-        group: GroupLike = None,
-        overlap: bool = True,
-        bucket_bytes: int | None = None,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        autocast: torch.dtype | None = None,
-        sync: bool = False,
-        sync_batch_norm: bool = False,
-        verify: bool = True,
+        self, parameters: Parameters, group: GroupLike, bucket_bytes: int, algorithm: str = "direct"
     ):
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            axes=Axes(group, {"dp": group_of(group).size}),
-            make_sync=replicated(overlap, bucket_bytes),
-            schedule=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)),
-            clip_norm=clip_norm,
-            autocast=autocast,
-            sync=sync,
-            sync_batch_norm=sync_batch_norm,
-            verify=verify,
-        )
+        super().__init__(parameters)
+        self.group, self.algorithm = group, algorithm
+        self.buckets = by_size(parameters, bucket_bytes)
+
+    def finish(self) -> list[str]:
+        unused = self.without_gradient()
+        for bucket in self.buckets:
+            flat = torch.cat([dense_gradient(name, p).flatten() for name, p in bucket.items()])
+            total = all_reduce(flat, group=self.group, algorithm=self.algorithm)
+            parts = total.split([p.numel() for p in bucket.values()])
+            for p, part in zip(bucket.values(), parts):
+                p.grad = part.view(p.shape)
+        return unused
 
 
-def replicated(overlap: bool, bucket_bytes: int | None) -> MakeSync:
-    """How gradients are synchronised if every position along dp has all of them."""
-    check_bucket_bytes(bucket_bytes)
+class Bucket:
+    """A flat tensor with room for the gradients of some parameters, side by side."""
 
-    def make_sync(
-        part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]
-    ) -> GradientSync:
-        size = default_bucket_bytes(parameters, 2) if bucket_bytes is None else bucket_bytes
-        if overlap:
-            return Overlapped(parameters, group, size)
-        return Bucketed(parameters, group, size) if size else Naive(parameters, group)
+    def __init__(self, parameters: Parameters):
+        self.parameters = parameters
+        first, sizes = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.places = dict(zip(parameters, self.flat.split(sizes)))
+        self.filled: set[str] = set()
 
-    return make_sync
+    def take(self, name: str) -> None:
+        """Move a gradient to its place. From now on p.grad is a view of the bucket."""
+        p = self.parameters[name]
+        place = self.places[name].view(p.shape)
+        p.grad = place.copy_(dense_gradient(name, p))
+        self.filled.add(name)
+
+    def is_full(self) -> bool:
+        return self.filled == self.parameters.keys()
+
+
+class Overlapped(GradientSync):
+    """As soon as backward has filled a bucket, its all-reduce begins.
+
+    Buckets leave in the same order on every rank, whatever the order of the gradients. When one
+    leaves, the one before it has had time to arrive: it is summed and sent on.
+    """
+
+    how = "all-reduced in buckets during backward"
+
+    def __init__(self, parameters: Parameters, group: GroupLike, bucket_bytes: int):
+        super().__init__(parameters)
+        self.group, self.listening = group, False
+        self.buckets = [Bucket(together) for together in by_size(parameters, bucket_bytes)]
+        self.in_flight: list[AsyncCollective] = []
+        self.place = {
+            p: (bucket, name) for bucket in self.buckets for name, p in bucket.parameters.items()
+        }
+        for p in self.place:
+            p.register_post_accumulate_grad_hook(self.ready)
+
+    def begin(self) -> None:
+        self.in_flight, self.listening = [], False
+        for bucket in self.buckets:
+            bucket.filled.clear()
+
+    @contextmanager
+    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
+        self.listening = last  # after an earlier microbatch, gradients are not complete
+        yield
+        self.listening = False
+
+    def ready(self, p: nn.Parameter) -> None:
+        """autograd calls this when the gradient of p is complete."""
+        if not self.listening:
+            return
+        bucket, name = self.place[p]
+        if name in bucket.filled:
+            raise completed_twice(name)
+        with span("gradient ready", parameter=name):
+            bucket.take(name)
+        while (sent := len(self.in_flight)) < len(self.buckets) and self.buckets[sent].is_full():
+            self.send_next()
+
+    def send_next(self) -> None:
+        flat = self.buckets[len(self.in_flight)].flat
+        self.in_flight.append(all_reduce_async(flat, group=self.group, out=flat))
+        if len(self.in_flight) > 1:
+            with wait_span("wait for gradients"):
+                self.in_flight[-2].advance()
+
+    def finish(self) -> list[str]:
+        unused = self.without_gradient()
+        for bucket in self.buckets[len(self.in_flight) :]:  # some gradient in it never came
+            for name in bucket.parameters.keys() - bucket.filled:
+                bucket.take(name)
+            self.send_next()
+        for pending in self.in_flight:
+            pending.wait()
+        return unused

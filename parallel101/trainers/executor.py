@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel101.mesh import split_sizes
 from parallel101.record.spans import span
-from parallel101.trainers.gradients import GradientSync
+from parallel101.trainers.gradient_sync import GradientSync
 from parallel101.trainers.pipeline.messages import Messages, activations, is_first_forward
 from parallel101.trainers.schedules.actions import COMPUTE, Action, ScheduleError
 from parallel101.trainers.schedules.check import partner
@@ -44,7 +44,7 @@ class Executor:
     Args: parts: global stage → its part of the model; without a pipeline {0: the model}. loss_fn:
         None if the model returns its loss. actions: of this rank, in order, with sends and
         receives. stages: how many the whole model has. syncs: (stages of this rank, how their
-        gradients are synchronised). home: parameter → its synchronisation. messages: with other
+        gradients are synchronised). messages: with other
         stages; None without a pipeline. goes_on: after an error, take part in every remaining
         message, so that the other ranks reach the end of the step.
 
@@ -62,7 +62,6 @@ class Executor:
         *,
         stages: int,
         syncs: Sequence[tuple[frozenset[int], GradientSync]],
-        home: Mapping[nn.Parameter, GradientSync],
         device: torch.device,
         messages: Messages | None = None,
         autocast: torch.dtype | None = None,
@@ -74,9 +73,8 @@ class Executor:
             actions,
             stages - 1,
         )
-        self.syncs, self.home, self.device, self.messages, self.autocast, self.goes_on = (
+        self.syncs, self.device, self.messages, self.autocast, self.goes_on = (
             syncs,
-            home,
             device,
             messages,
             autocast,
@@ -197,7 +195,7 @@ class Executor:
             if arrived is None
             else arrived.requires_grad_(arrived.is_floating_point())
         )
-        later = WeightGradients(split=(stage, i) in self.split, ready=self.ready)
+        later = WeightGradients(split=(stage, i) in self.split)
         with later.forward():
             with self.casting():
                 y = call(self.parts[stage], x)
@@ -223,9 +221,6 @@ class Executor:
 
     def weight_gradients(self, stage: int, i: int, arrived: Tensor | None) -> None:
         self.later.pop((stage, i)).run()
-
-    def ready(self, p: nn.Parameter) -> None:
-        self.home[p].ready(p)
 
     def loss(self, i: int, outputs: Any) -> Tensor:
         """This microbatch's part of the step's loss: its mean, weighted by its samples, or the

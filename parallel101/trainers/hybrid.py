@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.collectives.comm import comm_of
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.trainers.data_parallel import replicated
-from parallel101.trainers.gradients import Alone, GradientSync, Parameters
+from parallel101.trainers.gradient_sync import GradientSync, Parameters
 from parallel101.trainers.layout import Axes
+from parallel101.trainers.one_axis import replicated
 from parallel101.trainers.pipeline.split import cut_points, names_by_stage
 from parallel101.trainers.prepare import MakeSync
 from parallel101.trainers.schedules.schedule import Schedule, schedule_for
@@ -270,7 +270,7 @@ def synchronise(
         return (
             make(part, parameters, group, apart)
             if zero_stage or group.size > 1
-            else Alone(parameters, group)
+            else GradientSync(parameters)
         )
 
     return make_sync

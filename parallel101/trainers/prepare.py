@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallel101.mesh import Group
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.executor import Executor
-from parallel101.trainers.gradients import GradientSync, Parameters
+from parallel101.trainers.gradient_sync import GradientSync, Parameters
 from parallel101.trainers.layout import Axes, Entry, Pieces, Stages
 from parallel101.trainers.pipeline.messages import Messages
 from parallel101.trainers.pipeline.split import Part, cut_points, entries_of, names_by_stage
@@ -39,8 +39,7 @@ class Prepared(NamedTuple):
 
     Attributes: parts: global stage → its modules. local: names of the parameters and buffers that
         this rank has, whole or a shard. trained: name → Parameter, those of them that are trained.
-        syncs: (stages, how the gradients of their parameters are synchronised over dp). home:
-        parameter → its synchronisation. entries: every parameter and buffer of the whole model,
+        syncs: (stages, how the gradients of their parameters are synchronised over dp). entries: every parameter and buffer of the whole model,
         with its placements. sums: (names, group): gradients that are also summed over these ranks:
         of weights tied across stages, and of what acts on a part
             of each sequence.
@@ -52,7 +51,6 @@ class Prepared(NamedTuple):
     local: Sequence[str]
     trained: Parameters
     syncs: Sequence[tuple[frozenset[int], GradientSync]]
-    home: Mapping[nn.Parameter, GradientSync]
     entries: Mapping[str, Entry]
     sums: Sequence[tuple[Sequence[str], Group]]
     loss_fn: LossFn | None
@@ -137,12 +135,6 @@ def prepare(
         if cuts is None
         else agree.all_or_none("prepare its part of the model", synchronise)
     )
-    home = {
-        trained[name]: sync
-        for stages, sync in syncs
-        for name in trained
-        if where.mine.intersection(where.stages[name]) == stages
-    }
 
     pieces = gather_placements(
         axes, agree, {name: p for _, sync in syncs for name, p in sync.placements.items()}
@@ -168,7 +160,6 @@ def prepare(
         where.local,
         trained,
         syncs,
-        home,
         placed,
         added,
         loss_fn,
@@ -220,7 +211,6 @@ def build_executor(
         lists[axes.here.get("pp", 0)],
         stages=len(schedule.placement),
         syncs=prepared.syncs,
-        home=prepared.home,
         device=device,
         messages=messages,
         autocast=autocast,

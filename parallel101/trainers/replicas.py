@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradients import Parameters
+from parallel101.trainers.gradient_sync import Parameters
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.prepare import Prepared
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.trainers.gradients import GradientSync, Parameters, default_bucket_bytes
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
 from parallel101.trainers.layout import Axes
 from parallel101.trainers.prepare import MakeSync
 from parallel101.trainers.schedules.schedule import schedule

@@ -25,8 +25,8 @@ from parallel101.mesh import Group
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
 from parallel101.trainers.batch_norm import check_norms, norms_of, synchronise_norms
-from parallel101.trainers.gradients import Together
 from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.pipeline.stage_syncs import Together
 from parallel101.trainers.prepare import MakeSync, build_executor, prepare
 from parallel101.trainers.random_numbers import RandomNumbers
 from parallel101.trainers.replicas import check_alike

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-Ready = Callable[[nn.Parameter], object]
 Parameters = tuple[nn.Parameter, nn.Parameter | None]  # weight and bias
 
 _forward = threading.local()  # .of: the WeightGradients of the forward that this thread computes
@@ -34,27 +33,26 @@ _forward = threading.local()  # .of: the WeightGradients of the forward that thi
 class WeightGradients:
     """The weight gradients that one microbatch's backward has left for later.
 
-    Args: split: whether the schedule computes them in an action of its own, W. ready: called with
-        each parameter whose gradient is complete, as a post-accumulate hook would be.
+    Args:
+        split: whether the schedule computes them in an action of its own, W.
     """
 
-    def __init__(self, *, split: bool = False, ready: Ready | None = None):
-        self.split, self.ready = split, ready
+    def __init__(self, *, split: bool = False):
+        self.split = split
         # so that a layer whose input needs no gradient has a backward
         self.anchor = torch.empty(0, requires_grad=True)
         self.pending: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]] = []
 
     def run(self) -> None:
-        """Compute them, and add each to its parameter's .grad."""
+        """Compute them. backward() on a parameter adds to its .grad and calls its hooks."""
         pending, self.pending = self.pending, []
-        done: dict[nn.Parameter, None] = {}
+        totals: dict[nn.Parameter, Tensor] = {}
         for x, g, weight, bias in pending:
             for p, gradient in zip((weight, bias), _weight_gradients(x, g, weight, bias)):
                 if p is not None and gradient is not None:
-                    p.grad = gradient.to(p.dtype) if p.grad is None else p.grad.add_(gradient)
-                    done[p] = None
-        for p in done if self.ready else ():
-            self.ready(p)  # type: ignore[misc]
+                    totals[p] = totals[p] + gradient if p in totals else gradient
+        for p, total in totals.items():
+            p.backward(total.to(p.dtype))
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -87,7 +85,7 @@ def at_entry() -> tuple[WeightGradients, bool]:
     of_microbatch = current()
     if of_microbatch is not None and of_microbatch.split:
         return of_microbatch, False
-    return WeightGradients(ready=None if of_microbatch is None else of_microbatch.ready), True
+    return WeightGradients(), True
 
 
 def linear(

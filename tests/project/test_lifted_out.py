@@ -24,7 +24,7 @@ from parallel101.collectives import all_reduce
 from parallel101.layers import AllSumReduce
 from parallel101.models.mlp import MLP
 from parallel101.sharding import plan
-from parallel101.trainers.data_parallel import DataParallelTrainer
+from parallel101.trainers.one_axis import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 
 def run(build):

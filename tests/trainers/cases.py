@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.data_parallel import DataParallelTrainer
+from parallel101.trainers.one_axis import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 
 STEPS = 5

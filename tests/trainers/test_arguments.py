@@ -14,7 +14,7 @@ from torch import nn
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.data_parallel import DataParallelTrainer
+from parallel101.trainers.one_axis import DataParallelTrainer
 from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import TRAINERS
 

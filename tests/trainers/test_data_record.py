@@ -16,7 +16,7 @@ import parallel101 as p101
 from parallel101.analysis.overlap import time_breakdown, time_windows
 from parallel101.models.mlp import MLP
 from parallel101.sim.network import Network
-from parallel101.trainers.data_parallel import DataParallelTrainer
+from parallel101.trainers.one_axis import DataParallelTrainer
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},

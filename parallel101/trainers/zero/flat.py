@@ -24,7 +24,7 @@ from parallel101.collectives.asynchronous import (
 )
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import wait_span
-from parallel101.trainers.gradients import Parameters, check_dense
+from parallel101.trainers.gradient_sync import Parameters, dense_gradient
 from parallel101.trainers.layout import Pieces
 from parallel101.trainers.support.memory import LiveBytes
 
@@ -169,7 +169,7 @@ class Flat:
             if p.grad is None:
                 parts.append(self.grad.new_zeros(size))
                 continue
-            check_dense(name, p.grad)
+            dense_gradient(name, p)
             self.reached.add(name)
             self.live.watch("gradients", p.grad)
             parts.append(p.grad.reshape(-1))

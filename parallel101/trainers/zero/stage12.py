@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import span, wait_span
-from parallel101.trainers.gradients import Parameters, by_size, completed_twice
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, by_size, completed_twice
 from parallel101.trainers.support.memory import LiveBytes, readable
 from parallel101.trainers.zero.flat import Flat, GradientReducer
 
 
-class ZeRO12:
+class ZeRO12(GradientSync):
     """A GradientSync (see gradients.py) that sends each flat array as soon as backward has made all
     its gradients.
 
@@ -75,7 +75,7 @@ class ZeRO12:
         return nullcontext()
 
     @contextmanager
-    def backward(self, kind: str, last: bool) -> Iterator[None]:
+    def backward(self, kind: str = "B", last: bool = True) -> Iterator[None]:
         complete = last or (self.zero_stage == 2 and kind != "I")
         self.sent, self.missing = 0, {flat: set(flat.parameters.values()) for flat in self.flats}
         self.listening = complete

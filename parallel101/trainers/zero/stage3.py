@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from parallel101.mesh import GroupLike, group_of
 from parallel101.record.spans import span, wait_span
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradients import Parameters
+from parallel101.trainers.gradient_sync import GradientSync, Parameters
 from parallel101.trainers.support.memory import LiveBytes
 from parallel101.trainers.zero.flat import Flat, GradientReducer, by_kind
 from parallel101.trainers.zero.model_layers import layers_of, share_out
@@ -57,7 +57,7 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-class ZeRO3:
+class ZeRO3(GradientSync):
     """A GradientSync (see gradients.py) that gathers and frees the layers of a model as it runs,
     forward and backward.
 
@@ -202,7 +202,7 @@ class ZeRO3:
 
     # ── backward ──
 
-    def backward(self, kind: str, last: bool) -> AbstractContextManager:
+    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
         return self.weight_gradients() if kind == "W" else self.backward_pass(sends=kind == "B")
 
     @contextmanager
@@ -219,9 +219,6 @@ class ZeRO3:
             for flat in self.flats:
                 flat.free()
                 self.reducer.send(flat)
-
-    def ready(self, p: Tensor) -> None:
-        """Nothing: a layer's gradients leave when its backward is over."""
 
     @contextmanager
     def backward_pass(self, sends: bool) -> Iterator[None]:

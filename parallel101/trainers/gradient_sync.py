@@ -1,0 +1,129 @@
+"""What a gradient synchronisation does in a step, and how it groups parameters.
+
+    begin ─▶ forward, backward of each microbatch ─▶ finish ─▶ the optimizer's step ─▶ publish
+
+data_parallel.py and zero_1_2_3.py have the synchronisations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from parallel101.trainers.layout import Pieces
+
+Parameters = Mapping[str, nn.Parameter]
+MiB = 1024**2
+
+
+class GradientSync:
+    """The synchronisation of one rank alone, which sends nothing. The others override its methods.
+
+    Args:
+        parameters: by name, those that are trained.
+
+    Attributes:
+        owned: name → Parameter that this rank's optimizer updates; `finish` sets their .grad.
+        placements: name → Pieces, how the data axis cuts them. Empty: every rank has all.
+    """
+
+    how = "of the whole batch on each rank that has them"
+
+    def __init__(self, parameters: Parameters):
+        self.owned: Parameters = parameters
+        self.placements: Mapping[str, Pieces] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def forward(self) -> AbstractContextManager:
+        """Goes around a forward and its loss."""
+        return nullcontext()
+
+    def backward(self, kind: str = "B", last: bool = True) -> AbstractContextManager:
+        """Goes around a backward.
+
+        Args:
+            kind: "B", or one half: "I", the input gradients, or "W", the weight gradients.
+            last: whether the gradients of the step are complete after it.
+        """
+        return nullcontext()
+
+    def finish(self) -> list[str]:
+        """Every owned gradient becomes the sum over the ranks.
+
+        Returns the names of the parameters to which this rank's samples gave no gradient.
+        """
+        return self.without_gradient()
+
+    def without_gradient(self) -> list[str]:
+        return [name for name, p in self.owned.items() if p.grad is None]
+
+    def publish(self) -> None:
+        """After the optimizer's step: send the weights that this rank has updated for others."""
+
+    def held(self) -> Mapping[str, list[Tensor]]:
+        """Kind → tensors that this rank holds besides the parameters and their gradients."""
+        return {}
+
+    def peaks(self) -> Mapping[str, int]:
+        """Kind → the most bytes of it that were alive at once in the last step."""
+        return {}
+
+    def describe(self) -> str:
+        return f"{len(self.owned)} gradients, {self.how}"
+
+
+def by_size(
+    parameters: Parameters, most: int, apart: Mapping[str, str] = {}
+) -> list[dict[str, nn.Parameter]]:
+    """Groups of parameters with up to `most` bytes, of one dtype and device each; a larger
+    parameter has a group to itself.
+
+    The last parameters come first. That is about the order in which backward makes their gradients,
+    and the same order on every rank.
+
+    Args:
+        apart: name → a label. Only parameters with the same label share a group.
+    """
+    groups: list[dict[str, nn.Parameter]] = []
+    room, kind = 0, None
+    for name, p in reversed(list(parameters.items())):
+        if p.nbytes > room or (p.dtype, p.device, apart.get(name)) != kind:
+            groups.append({})
+            room, kind = most, (p.dtype, p.device, apart.get(name))
+        groups[-1][name] = p
+        room -= p.nbytes
+    return groups
+
+
+def default_bucket_bytes(parameters: Parameters, buckets: int) -> int:
+    """The bytes of these parameters over `buckets`, at most 25 MiB, as in torch's
+    DistributedDataParallel.
+    """
+    return min(25 * MiB, math.ceil(sum(p.nbytes for p in parameters.values()) / buckets))
+
+
+def dense_gradient(name: str, p: nn.Parameter) -> Tensor:
+    """The gradient of p, or zeros if it has none. Raises TypeError for a sparse one."""
+    if p.grad is None:
+        return torch.zeros_like(p)
+    if p.grad.is_sparse:
+        raise TypeError(
+            f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))"
+        )
+    return p.grad
+
+
+def completed_twice(name: str) -> RuntimeError:
+    """The error if a gradient was complete, perhaps sent already, and then changed."""
+    return RuntimeError(
+        f"the gradient of {name!r} was completed twice in one backward, and the first may have "
+        "been sent already: expected once, as with "
+        "torch.utils.checkpoint(…, use_reentrant=False); or build the trainer with "
+        "overlap=False, which sends after backward"
+    )
