@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from parallel101.collectives import all_reduce
+from parallel101.mesh import GroupLike
 from parallel101.trainers.layout import Pieces
 
 Parameters = Mapping[str, nn.Parameter]
@@ -117,6 +119,15 @@ def dense_gradient(name: str, p: nn.Parameter) -> Tensor:
             f"the gradient of {name!r} is sparse: expected dense (Embedding(…, sparse=False))"
         )
     return p.grad
+
+
+def sum_gradients(parameters: Parameters, group: GroupLike) -> None:
+    """Sum these gradients over the ranks of the group, in one all-reduce."""
+    if parameters:
+        row = torch.cat([dense_gradient(name, p).flatten() for name, p in parameters.items()])
+        parts = all_reduce(row, group=group).split([p.numel() for p in parameters.values()])
+        for p, part in zip(parameters.values(), parts):
+            p.grad = part.view_as(p)
 
 
 def completed_twice(name: str) -> RuntimeError:

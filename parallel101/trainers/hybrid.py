@@ -1,59 +1,110 @@
-"""Every way to train a model on many ranks: one Trainer, put together from the axes of a mesh.
+"""HybridTrainer: every way to train a model on many ranks, put together from the axes of a mesh.
 
-    dp   each position has a share of the batch            gradients.py, zero/
-    tp   each has a block of every matrix                  tensor/
-    pp   each has some of the layers                       pipeline/, schedules/
+    dp   each position has a share of the batch            data_parallel.py, zero_1_2_3.py
+    tp   each has a block of every matrix                  tensor_parallel.py
+    pp   each has some of the layers                       pipeline_parallel.py
 
     mesh (dp 2, tp 2, pp 2), row by row: rank 5 is at dp 1, tp 0, pp 1
 
-The other trainers are this one on a single axis.
+The other trainers are this one on a single axis: one_axis.py. The step itself is in step.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.collectives.comm import comm_of
-from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.trainers.gradient_sync import GradientSync, Parameters
-from parallel101.trainers.layout import Axes
-from parallel101.trainers.one_axis import replicated
-from parallel101.trainers.pipeline.split import cut_points, names_by_stage
-from parallel101.trainers.prepare import MakeSync
-from parallel101.trainers.schedules.schedule import Schedule, schedule_for
-from parallel101.trainers.sharded import sharded
+from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.batch_norm import check_norms, norms_of, synchronise_norms
+from parallel101.trainers.gradient_sync import Parameters
+from parallel101.trainers.layout import Axes, Entry, Layout
+from parallel101.trainers.make_sync import choose_algorithms, how_to_sync, operations_of
+from parallel101.trainers.prepare import prepare
+from parallel101.trainers.random_numbers import RandomNumbers
+from parallel101.trainers.replicas import check_alike
+from parallel101.trainers.shares import Shares
+from parallel101.trainers.step import Accumulation, Step
+from parallel101.trainers.support import checkpoint, fit, memory
 from parallel101.trainers.support.arguments import (
     LossFn,
     OptimizerFn,
     check_accumulate,
     check_model,
+    check_options,
+    is_vocabulary_loss,
+    mark_as_cut,
 )
-from parallel101.trainers.tensor.plan import Plan
-from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.support.batches import Batch
+from parallel101.trainers.support.history import History, StepResult
+from parallel101.trainers.support.optimizers import ShardedOptimizer, build_optimizer
+from parallel101.trainers.verify import compare, first_step
+from parallel101.trainers.verify.one_process import whole_model
+from parallel101.trainers.verify.report import Report
+
+if TYPE_CHECKING:
+    from parallel101.trainers.schedules.schedule import Schedule
+    from parallel101.trainers.tensor.plan import Plan
 
 AXES = ("dp", "tp", "pp")
 
 
-class HybridTrainer(Trainer):
+class HybridTrainer(Step):
     """Trains one model on a mesh of ranks with up to three axes; equal to one process with the
     whole batch.
 
-    Args: model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see
-        `Trainer`. mesh: a DeviceMesh whose axes are named out of "dp", "tp" and "pp", in any order.
+    Args:
+        model: the whole model, the same on every rank; it knows nothing of parallelism.
+        loss_fn: (outputs, targets) → the mean loss over the samples, which are along dim 0. The
+            losses of shares and microbatches are weighted by their samples. Or → (sum of losses,
+            their weight), such as the number of targets that count, if samples have different
+            numbers of them (ignore_index, class weights): the gradients of the whole batch are
+            divided by all weights together. None: the model returns its loss, or outputs with a
+            `loss`.
+        optimizer: a function of a list of parameters, such as `lambda p: torch.optim.AdamW(p,
+            lr=1e-3)`.
+        mesh: a DeviceMesh whose axes are named out of "dp", "tp" and "pp", in any order. Samples
+            are cut along dp alone: ranks that differ only along tp or pp are given the same ones.
         zero_stage: 0: every position along dp has all of its stage's and shard's weights; 1, 2, 3:
-        see `ShardedTrainer`. overlap, bucket_bytes, layers: how gradients are synchronised along
-        dp; see `DataParallelTrainer` and `ShardedTrainer`. plan, sequence_parallel: how modules are
-        cut along tp; see `TensorParallelTrainer`. schedule, microbatches, chunks, layers_per_stage:
-        how the model is cut along pp, and what runs when; see `PipelineTrainer`. accumulate:
-        microbatches in a step, without pp. With pp, `microbatches` are the accumulation.
+            see `ShardedTrainer`.
+        overlap, bucket_bytes, layers: how gradients are synchronised along dp; see
+            `DataParallelTrainer` and `ShardedTrainer`.
+        algorithm: of the collectives, by operation, such as {"all_reduce": "ring"}, or one name for
+            all of them; see `p101.algorithms`. Other than None, it needs overlap=False.
+        plan, sequence_parallel: how modules are cut along tp; see `TensorParallelTrainer`.
+        schedule, microbatches, chunks, layers_per_stage: how the model is cut along pp, and what
+            runs when; see `PipelineTrainer`.
+        accumulate: microbatches in a step, without pp. With pp, use `microbatches`.
+        clip_norm: scale the gradients so that the norm of all of them together is at most this.
+        autocast: a dtype such as torch.bfloat16 for the operations of the forward that allow it;
+            weights and gradients keep their own.
+        sync: copy the first rank's weights at the start. Without it, models that differ are an
+            error that names the parameter.
+        sync_batch_norm: BatchNorms take the statistics of the whole batch, with a message along dp
+            in each forward and backward. So all ranks must use the same of them; and if samples
+            take different paths through the model, train with overlap=False.
+        verify: before the first step, compare this layout with one process, on a few samples of its
+            batch; see `verify`. It is not done on one rank without microbatches, nor if it would
+            take more than 1 GiB: then a line says so.
 
-    Ranks that differ only along tp or pp are given the same samples; `share` cuts a batch along dp
-    alone. Raises ValueError, the same on every rank, for a mesh with other axes, or a model that
-    can't be cut as asked.
+    Between steps the weights belong to the trainer. What is done to the model's parameters there
+    (clamping, row norms) reaches only what this rank has: nothing on ZeRO stage 3, a block along
+    tp. Use `state_dict` and a new trainer. Freezing a parameter later is allowed; a parameter or
+    BatchNorm that was frozen at the start stays so, or the next step raises ValueError.
+
+    Attributes:
+        model, optimizer: as they are used, for a learning-rate schedule or a look inside.
+        steps: how many have been taken, those before `resume` included.
+        history: of `fit`.
+        position: this rank's, in the group. device: the model's.
+
+    Raises ValueError, the same on every rank, for a mesh with other axes, or a model that can't be
+    cut as asked.
     """
 
     def __init__(
@@ -62,11 +113,12 @@ class HybridTrainer(Trainer):
         loss_fn: LossFn | None,
         optimizer: OptimizerFn,
         *,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | Axes,
         zero_stage: int = 0,
         overlap: bool = True,
         bucket_bytes: int | None = None,
         layers: Sequence[type[nn.Module]] | None = None,
+        algorithm: str | Mapping[str, str] | None = None,
         plan: Plan | None = "auto",
         sequence_parallel: bool = False,
         schedule: str | Schedule = "1f1b",
@@ -80,152 +132,240 @@ class HybridTrainer(Trainer):
         sync_batch_norm: bool = False,
         verify: bool = True,
     ):
-        axes = Axes(mesh, axis_sizes(mesh))
-        for axis, what, given in (
-            ("tp", "plan", plan if plan != "auto" else None),
-            ("tp", "sequence_parallel", sequence_parallel or None),
-            ("pp", "layers_per_stage", layers_per_stage),
-        ):
-            if given is not None and axis not in axes.sizes:
-                raise ValueError(
-                    f"{what}={given!r} is for the axis {axis!r}, and the mesh has "
-                    f"{', '.join(axes.sizes)}: add the axis, or leave it out"
-                )
-        chosen = choose_schedule(axes, model, schedule, microbatches, chunks, accumulate)
-        if zero_stage == 3:
-            check_untied(model, chosen, layers_per_stage)
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            axes=axes,
-            make_sync=synchronise(
-                zero_stage, overlap, bucket_bytes, layers, autocast, goes_on=not sync_batch_norm
-            ),
-            schedule=chosen,
-            plan=plan if "tp" in axes.sizes else None,
-            sequence_parallel=sequence_parallel,
-            layers_per_stage=layers_per_stage,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            sync=sync,
-            sync_batch_norm=sync_batch_norm,
-            verify=verify,
+        # arguments
+        axes = mesh if isinstance(mesh, Axes) else Axes(mesh, axis_sizes(mesh))
+        check_axes_of_options(axes, plan, sequence_parallel, layers_per_stage)
+        check_options(loss_fn, clip_norm, autocast)
+        operations = operations_of(axes, zero_stage, sequence_parallel)
+        algorithms = choose_algorithms(algorithm, operations, overlap)
+        make_sync = how_to_sync(zero_stage, overlap, bucket_bytes, layers, autocast, algorithms)
+        self.device = check_model(model)
+        pipeline = None
+        if "pp" in axes.sizes:
+            from parallel101.trainers.pipeline.build import PipelinePlan
+
+            pipeline = PipelinePlan(
+                model, axes, schedule, microbatches, chunks, layers_per_stage, accumulate
+            )
+            if zero_stage == 3:
+                pipeline.check_ties(model)
+        elif microbatches is not None or chunks != 1 or schedule != "1f1b":
+            raise ValueError(
+                "schedule, microbatches and chunks are a pipeline's, and the mesh has no axis "
+                "pp: use accumulate, or add pp"
+            )
+        many = pipeline.schedule.microbatches if pipeline else check_accumulate(accumulate)
+        check_frozen_norms = partial(
+            check_norms, model, axes.sizes["dp"], many, sync_batch_norm
         )
+        check_frozen_norms()
 
+        # what is known of the whole model, before it is cut
+        self.model, self.axes, self.clip_norm = model, axes, clip_norm
+        self.autocast, self.position = autocast, axes.position
+        self.agree = Agreement(axes.group, self.device)
+        self.agree.check_or_copy(model, sync)
+        whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.trained, self.state = list(whole), checkpoint.StateNames(model)
+        built = build_optimizer(optimizer, whole)
+        self.verifies, self.in_time = verify, sequence_parallel
+        self.one_process, self.why_no_copy = None, ""
+        if verify and self.position == 0:
+            self.one_process, self.why_no_copy = whole_model(model, built, loss_fn, autocast, axes)
+        entries = {
+            name: Entry(t.shape, t.dtype) for name, t in checkpoint.tensors_of_state(model).items()
+        }
+        resolved = None
+        if "tp" in axes.sizes and plan is not None:
+            from parallel101.trainers.tensor.plan import resolve
 
-class TensorParallelTrainer(Trainer):
-    """Trains one model on all ranks of a group, each of which has a block of every matrix; equal to
-    one process.
+            tp = axes.sizes["tp"]
+            resolved = resolve(plan, model, loss_fn, tp, sequence_parallel)
+        if is_vocabulary_loss(loss_fn):
+            cut_logits = resolved is not None and resolved.vocabulary
+            loss_fn = partial(loss_fn, group=axes.along(["tp"] if cut_logits else []))
+        self.loss_fn = loss_fn
 
-    Args: model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `Trainer`. A model whose
-        head is cut ("vocabulary") needs
-            loss_fn=vocabulary_cross_entropy.
-        group: the ranks that train together; see `group_of`. All are given the same samples.
-        plan: name of a module → style, `*` for any part of a name; what no name matches is
-            replicated. "auto": from the model's structure.
-            "column": the outputs are cut, and backward sums the inputs' gradients. "row": the
-            inputs are cut, and forward sums the outputs.
-            "column_gather": the outputs are cut and then gathered. "vocabulary": an embedding's
-            rows, or the head's columns.
-            `column(parts=3, heads=h)`: a fused query, key and value, cut by heads.
-            `column(heads="num_heads")`: so many as that
-            attribute of the module around says, and its code counts them.
-        sequence_parallel: between a row layer and the next column layer, cut activations (batch,
-            time, features) along time. All modules there must act on each position alone.
-        accumulate: microbatches in a step.
+        # cut
+        local = prepare(
+            model, axes, self.agree, make_sync, pipeline.cut if pipeline else None, resolved
+        )
+        if pipeline or resolved or zero_stage == 3:
+            mark_as_cut(model)
+        placed = {name: e._replace(placements=local.placements[name]) for name, e in entries.items()}
+        self.layout = Layout(axes, placed, self.device)
+        self.local, self.sums, self.notes = local.local, local.sums, local.notes
+        casting = partial(
+            torch.autocast, self.device.type, dtype=autocast, enabled=autocast is not None
+        )
+        if pipeline:
+            self.runner = pipeline.runner(local, axes, casting, self.device)
+            self.sync = self.runner.sync
+        else:
+            self.sync = local.syncs[0][1]
+            self.runner = Accumulation(model, self.sync, many, casting)
+        self.owned = self.sync.owned
+        self.optimizer = built
+        self.sharded_optimizer = ShardedOptimizer(built, whole, self.owned, self.layout)
+        self.random_numbers = RandomNumbers(axes, self.agree, self.device)
+        synchronised = sync_batch_norm and axes.sizes["dp"] > 1 and any(norms_of(model))
+        if synchronised:
+            synchronise_norms(model, axes.along(["dp"]))
+        self.shares = Shares(
+            axes,
+            self.agree,
+            has_loss=loss_fn is not None,
+            needs_samples=synchronised,
+            check_frozen=partial(check_frozen, check_frozen_norms, frozen),
+        )
+        checkpoint.refuse_parts(self)
+        self.reached, self.steps, self.history = [], 0, History()
+        self.before_first = self.after_first = None
+        if verify and (len(axes.members.ranks) > 1 or many > 1):
+            self.before_first = partial(first_step.verify_once, self)
+        elif axes.sizes.get("tp", 1) > 1 or next(model.buffers(), None) is not None:
+            self.after_first = self.check_replicas
 
-    An MLP pair sends one all-reduce of the activations forward and one backward. Sources: Shoeybi
-    et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
-    section 4.2.2. Raises ValueError, on every rank, for a plan that does not fit the model.
-    """
+    def check_replicas(self) -> None:
+        """In the first step, if it was not compared with one process: ranks with equal parameters
+        and buffers have equal gradients.
+        """
+        self.after_first = None
+        self.agree.check_on_all(partial(check_alike, self))
 
-    def __init__(
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Name → what this rank has of it: of trained parameters what it owns, and the others
+        and buffers whole.
+        """
+        here = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        others = self.layout.entries.keys() & self.local.keys() - set(self.trained)
+        return {name: here[name] for name in here if name in others} | dict(self.owned)
+
+    # ── what the whole model needs, on any layout ──
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0
+        as `split_sizes` does, on the model's device.
+
+        A batch of fewer samples than positions along dp leaves some ranks without samples. Raises
+        TypeError or ValueError for what is not a tree of tensors with equally many samples (see
+        batches.py).
+        """
+        return fit.share(self, batch)
+
+    def fit(
         self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
+        batches: Iterable[Batch] | Callable[[int], Batch],
         *,
-        group: GroupLike = None,
-        plan: Plan = "auto",
-        sequence_parallel: bool = False,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        sync: bool = False,
-        verify: bool = True,
-    ):
-        axes = Axes(group, {"dp": 1, "tp": group_of(group).size})
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            axes=axes,
-            make_sync=synchronise(),
-            schedule=choose_schedule(axes, model, accumulate=accumulate),
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            sync=sync,
-            verify=verify,
-        )
+        until: int | None = None,
+        save_to: str | os.PathLike | None = None,
+        save_every: int | None = None,
+        scheduler: Any = None,
+        on_step: Callable[[StepResult], object] | None = None,
+        progress: bool = True,
+    ) -> History:
+        """Train on batch after batch, with a progress bar, and return the history of this trainer,
+        which `plot`s.
 
+        Args:
+            batches: whole batches (inputs, targets), the same on every rank, which cuts out its
+                share: an iterable, or a function that gives the batch of a step by its number, so
+                that a resumed run continues with the batch that it would have had. With
+                loss_fn=None a batch is what the model is called with.
+            until: stop when the trainer has taken so many steps in all, those before `resume`
+                counted. A function of the step needs it.
+            save_to: a checkpoint to write, every `save_every` steps and at the end.
+            scheduler: of the learning rate, one of torch.optim.lr_scheduler's over
+                `trainer.optimizer`. It takes a step after each of the trainer's, and is saved with
+                the checkpoint; see `resume`.
+            on_step: called after every step, on every rank, with its `StepResult`: number, loss,
+                seconds, samples, tokens.
+            progress: show the bar (on the first rank only).
+        """
+        options = fit.FitOptions(until, save_to, save_every, scheduler, on_step, progress)
+        return fit.fit(self, batches, options)
 
-class PipelineTrainer(Trainer):
-    """Trains one model on all ranks of a group, each of which has some of the layers; equal to one
-    process.
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same
+        float on every rank.
 
-    Args: model: an nn.Sequential, or one with a method `.sequence()`: modules in order, whose
-        composition is its forward. loss_fn, optimizer, clip_norm, autocast, sync, verify: see
-        `Trainer`. group: the ranks that train together; see `group_of`. All are given the same
-        samples: the first stage reads the inputs, the last one
-            the targets.
-        schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or a Schedule.
-        microbatches: how many in a step; a batch has at least as many samples. None: the
-            schedule's, or one for each rank.
-        chunks: stages on each rank, for "interleaved".
-        layers_per_stage: how many modules of the sequence each stage has. None: as many modules
-            with parameters as the other stages;
-            a module without any goes with the one before it.
+        A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights:
+        all sums over all weights.
+        """
+        return fit.evaluate(self, batches)
 
-    Activations travel to the next stage and their gradients back, each once a microbatch. A tied
-    weight lies on each stage that uses it, and its gradients are summed. Sources: Huang et al.,
-    "GPipe" (2019); Narayanan et al. (arXiv 2104.04473), section 2.2; Qi et al. (arXiv 2401.10241).
-    Raises ValueError, on every rank, for a model that can't be cut, and ScheduleError for a
-    schedule that can't run.
-    """
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFn,
-        *,
-        group: GroupLike = None,
-        schedule: str | Schedule = "1f1b",
-        microbatches: int | None = None,
-        chunks: int = 1,
-        layers_per_stage: Sequence[int] | None = None,
-        clip_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        sync: bool = False,
-        verify: bool = True,
-    ):
-        axes = Axes(group, {"dp": 1, "pp": group_of(group).size})
-        super().__init__(
-            model,
-            loss_fn,
-            optimizer,
-            axes=axes,
-            make_sync=synchronise(),
-            schedule=choose_schedule(axes, model, schedule, microbatches, chunks),
-            layers_per_stage=layers_per_stage,
-            clip_norm=clip_norm,
-            autocast=autocast,
-            sync=sync,
-            verify=verify,
-        )
+        Collective: call it on every rank.
+        """
+        return checkpoint.state_dict(self)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of the last step (clipped, if they were), by the names of the model's
+        parameters. Collective.
+        """
+        return checkpoint.gradients(self)
+
+    def save(self, path: str | os.PathLike, *, scheduler: Any = None) -> None:
+        """Write all that is needed to continue: weights, optimizer state, steps, history, and the
+        learning-rate scheduler's state if it is given.
+
+        Collective; the first rank writes, atomically. Any trainer on any number of ranks can
+        `resume` it. Raises OSError on every rank if the file could not be written.
+        """
+        checkpoint.save(self, path, scheduler)
+
+    def resume(self, path: str | os.PathLike, *, scheduler: Any = None) -> int:
+        """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the
+        number of steps that were taken. Collective.
+
+        Args:
+            scheduler: of the learning rate; it gets the state that was saved, and there must be
+                one.
+
+        Everything is checked before anything is changed. Raises, on every rank, OSError if the file
+        can't be read on one, and ValueError if it is not such a file, is of another model or
+        optimizer, or differs from the one that the first rank reads.
+        """
+        return checkpoint.resume(self, path, scheduler)
+
+    def describe(self) -> memory.Holdings:
+        """Who holds what, in bytes a rank, counted from the storages that are alive now.
+
+        Collective; print it to see a table.
+        """
+        title = f"{type(self).__name__} on {len(self.agree.ranks)} rank"
+        return memory.describe(self, title + "s" * (len(self.agree.ranks) > 1))
+
+    def verify(self, inputs: Batch, targets: Batch = None) -> Report:
+        """Compare this layout with one process, on some of these samples.
+
+        Collective; it changes nothing and is not recorded.
+
+        Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers,
+        and the weights after one update of the optimizer from equal gradients: with the model's
+        weights, and once more with slightly perturbed ones and a learning rate above zero. Dropout
+        keeps everything. Each position along dp gives a sample for each microbatch, and every
+        second one more. The first rank computes all of them as one process does; the others wait.
+        If the two are not equal, or the model can't take one sample alone, it is done with two
+        samples for each microbatch: one is a special case in some models (squeeze, statistics).
+
+        Args:
+            inputs, targets: as for `step`.
+
+        Returns a Report, the same on every rank, which prints as a table. If nothing could be
+        compared, its `reason` says why: a model that draws random numbers of its own, or a model or
+        optimizer that can't be copied. Hooks of the optimizer's step are called, too, each with a
+        copy of the optimizer.
+
+        Raises NotEqualError, on every rank, with the report and, if it can be told, the cause. What
+        a first batch does not show, it can't find: weights that are edited between steps, a layer
+        that is unfrozen later, samples of a kind that comes later.
+        """
+        return compare.verify(self, inputs, targets)
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -242,86 +382,34 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     if not names or not set(names) <= set(AXES):
         have = f"a mesh with the axes {names}" if names else "a mesh whose axes have no names"
         raise ValueError(f"{have}: expected names out of {', '.join(AXES)} (mesh_dim_names=…)")
-    return (
-        {"dp": 1} | dict(zip(names, mesh.mesh.shape))
-        if "dp" not in names
-        else dict(zip(names, mesh.mesh.shape))
-    )
+    sizes = dict(zip(names, mesh.mesh.shape))
+    return sizes if "dp" in sizes else {"dp": 1} | sizes
 
 
-def synchronise(
-    zero_stage: int = 0,
-    overlap: bool = True,
-    bucket_bytes: int | None = None,
-    layers: Sequence[type[nn.Module]] | None = None,
-    autocast: torch.dtype | None = None,
-    goes_on: bool = True,
-) -> MakeSync:
-    """How the gradients of a stage are synchronised along dp."""
-    make = (
-        sharded(zero_stage, overlap, bucket_bytes, layers, autocast, goes_on)
-        if zero_stage
-        else replicated(overlap, bucket_bytes)
-    )
-
-    def make_sync(
-        part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]
-    ) -> GradientSync:
-        return (
-            make(part, parameters, group, apart)
-            if zero_stage or group.size > 1
-            else GradientSync(parameters)
-        )
-
-    return make_sync
-
-
-def choose_schedule(
-    axes: Axes,
-    model: nn.Module,
-    schedule: str | Schedule = "1f1b",
-    microbatches: int | None = None,
-    chunks: int = 1,
-    accumulate: int = 1,
-) -> Schedule:
-    """What runs when. Raises ValueError or ScheduleError for what can't run on these ranks."""
-    stages = axes.sizes.get("pp", 1)
-    if "pp" not in axes.sizes:
-        if microbatches is not None or chunks != 1 or schedule != "1f1b":
-            raise ValueError(
-                "schedule, microbatches and chunks are a pipeline's, and the mesh has no axis "
-                "pp: use accumulate, or add pp"
-            )
-        return schedule_for("1f1b", 1, check_accumulate(accumulate), 1)
-    if check_accumulate(accumulate) != 1:
-        raise ValueError(
-            f"accumulate={accumulate}: a pipeline's microbatches are the accumulation; say "
-            f"microbatches={accumulate}"
-        )
-    chosen = schedule_for(schedule, stages, microbatches, chunks)
-    batched = comm_of(axes.along(["pp"]), check_model(model), "pipeline").batched
-    chosen.check("nccl" if batched else "gloo")
-    return chosen
-
-
-def check_untied(
-    model: nn.Module, schedule: Schedule, layers_per_stage: Sequence[int] | None
+def check_axes_of_options(
+    axes: Axes, plan: object, sequence_parallel: bool, layers_per_stage: object
 ) -> None:
-    """Raises ValueError if a weight is tied between two stages on one rank: ZeRO-3 gathers
-    weights stage by stage.
+    """Raises ValueError for an option of an axis that the mesh doesn't have."""
+    for axis, what, given in (
+        ("tp", "plan", plan if plan != "auto" else None),
+        ("tp", "sequence_parallel", sequence_parallel or None),
+        ("pp", "layers_per_stage", layers_per_stage),
+    ):
+        if given is not None and axis not in axes.sizes:
+            raise ValueError(
+                f"{what}={given!r} is for the axis {axis!r}, and the mesh has "
+                f"{', '.join(axes.sizes)}: add the axis, or leave it out"
+            )
+
+
+def check_frozen(check_norms: Callable[[], None], frozen: Parameters) -> None:
+    """Raises ValueError for a parameter or a norm that was frozen when the trainer was built, and
+    is not any more.
     """
-    placement = schedule.placement
-    if len(placement) > 1:
-        names_of_stages = names_by_stage(model, cut_points(model, len(placement), layers_per_stage))
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        on_rank: set[tuple[int, str]] = set()
-        for stage, names in enumerate(names_of_stages):
-            for name in names:
-                if name in trained and (placement[stage], name) in on_rank:
-                    raise ValueError(
-                        f"{name!r} is tied between two stages on one rank, and zero_stage=3 "
-                        "gathers weights stage by stage: "
-                        "expected a schedule with such stages on two ranks, an untied model, "
-                        "or zero_stage=2"
-                    )
-                on_rank.add((placement[stage], name))
+    check_norms()
+    for name, p in frozen.items():
+        if p.requires_grad:
+            raise ValueError(
+                f"{name!r} was frozen when the trainer was built, and now requires a gradient: "
+                "build a new trainer for it"
+            )

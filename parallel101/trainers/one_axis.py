@@ -1,43 +1,47 @@
-"""Data parallel: every rank has the whole model and a share of the batch.
+"""The trainers of one axis: each is HybridTrainer on a group of ranks, with the options of its axis.
 
-Gradients are summed, and all ranks take the same step.
-
-It is a Trainer on one axis with naive, bucketed or overlapped gradient synchronisation: see
-gradients.py for those.
+    DataParallelTrainer      dp         TensorParallelTrainer    tp
+    ShardedTrainer           dp         PipelineTrainer          pp
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
-from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
+from parallel101.mesh import GroupLike, group_of
+from parallel101.trainers.hybrid import HybridTrainer
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.prepare import MakeSync
-from parallel101.trainers.schedules.schedule import schedule
-from parallel101.trainers.support.arguments import (
-    LossFn,
-    OptimizerFn,
-    check_accumulate,
-    check_bucket_bytes,
-)
-from parallel101.trainers.trainer import Trainer
+from parallel101.trainers.support.arguments import LossFn, OptimizerFn
+
+if TYPE_CHECKING:
+    from parallel101.trainers.schedules.schedule import Schedule
+    from parallel101.trainers.tensor.plan import Plan
 
 
-class DataParallelTrainer(Trainer):
+def one_axis(axis: str, group: GroupLike) -> Axes:
+    """The ranks of a group as a mesh with this axis."""
+    return Axes(group, {"dp": 1} | {axis: group_of(group).size})
+
+
+class DataParallelTrainer(HybridTrainer):
     """Trains one model on all ranks of a group, each with its share of the batch; equal to one
     process with the whole batch.
 
-    Args: model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see
-        `Trainer`. group: the ranks that train together; see `group_of`. None: all, or this one
-        alone if there is no process group. overlap: send gradients while backward still computes
-        others. bucket_bytes: how many bytes of gradients travel together, at least one gradient.
-        None: half of them all, at most 25 MiB;
-            0: each on its own, and with overlap=False that is the naive all-reduce after backward.
+    Args:
+        model, loss_fn, optimizer, clip_norm, autocast, sync, sync_batch_norm, verify: see
+            `HybridTrainer`.
+        group: the ranks that train together; see `group_of`. None: all, or this one alone if there
+            is no process group.
+        overlap: send gradients while backward still computes others.
+        bucket_bytes: how many bytes of gradients travel together, at least one gradient. None: half
+            of them all, at most 25 MiB; 0: each on its own, and with overlap=False that is the
+            naive all-reduce after backward.
+        algorithm: of the all-reduce, such as "ring"; see `p101.algorithms`. Other than None, it
+            needs overlap=False.
         accumulate: microbatches into which a rank's share of the batch is cut: as many forwards and
             backwards, one communication.
 
@@ -55,6 +59,7 @@ class DataParallelTrainer(Trainer):
         group: GroupLike = None,
         overlap: bool = True,
         bucket_bytes: int | None = None,
+        algorithm: str | Mapping[str, str] | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
         autocast: torch.dtype | None = None,
@@ -66,9 +71,11 @@ class DataParallelTrainer(Trainer):
             model,
             loss_fn,
             optimizer,
-            axes=Axes(group, {"dp": group_of(group).size}),
-            make_sync=replicated(overlap, bucket_bytes),
-            schedule=schedule("1f1b", stages=1, microbatches=check_accumulate(accumulate)),
+            mesh=one_axis("dp", group),
+            overlap=overlap,
+            bucket_bytes=bucket_bytes,
+            algorithm=algorithm,
+            accumulate=accumulate,
             clip_norm=clip_norm,
             autocast=autocast,
             sync=sync,
@@ -77,16 +84,204 @@ class DataParallelTrainer(Trainer):
         )
 
 
-def replicated(overlap: bool, bucket_bytes: int | None) -> MakeSync:
-    """How gradients are synchronised if every position along dp has all of them."""
-    check_bucket_bytes(bucket_bytes)
+class ShardedTrainer(HybridTrainer):
+    """Trains one model on all ranks of a group, each with its share of the batch and of the memory;
+    equal to one process.
 
-    def make_sync(
-        part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]
-    ) -> GradientSync:
-        size = default_bucket_bytes(parameters, 2) if bucket_bytes is None else bucket_bytes
-        if overlap:
-            return Overlapped(parameters, group, size)
-        return Bucketed(parameters, group, size) if size else Naive(parameters, group)
+                     weights   gradients   optimizer state      sent by each rank in a step
+        zero_stage 1  all       all         1/n                  2(n−1)/n of the gradients' bytes
+        zero_stage 2  all       1/n         1/n                  the same
+        zero_stage 3  1/n       1/n         1/n                  3(n−1)/n of the weights' bytes
 
-    return make_sync
+    Args:
+        model: on stage 3 its parameters are empty outside of their layer's forward and backward;
+            `state_dict` gathers them.
+        loss_fn, clip_norm, autocast, sync, sync_batch_norm, verify: see `HybridTrainer`.
+        optimizer: a function of the whole parameters, so that it may make groups by name or shape.
+            It is then handed this rank's pieces, which are 1-D. So it must be elementwise, as SGD,
+            Adam, AdamW, Adagrad and most are. An optimizer that looks at whole matrices or their
+            norms, as Muon, Adafactor and LAMB do, is refused before the first step; see `verify`.
+        group: the ranks that train together; see `group_of`. None: all, or this one alone if there
+            is no process group.
+        zero_stage: 1, 2 or 3; see above.
+        overlap: send gradients, and on stage 3 fetch the next layer, while this one computes.
+        bucket_bytes: on stages 1 and 2, how many bytes of gradients travel together. None: a
+            quarter of them all, at most 25 MiB.
+        layers: on stage 3, the types of the modules that are gathered one at a time, such as
+            (Block,). None: see `layers_of`. Parameters in none of them, or in several of them (tied
+            weights), are whole for all of a forward and all of a backward.
+        algorithm: of reduce_scatter and all_gather: one name for both, such as "ring", or a dict;
+            see `p101.algorithms`. Other than None, it needs overlap=False.
+        accumulate: microbatches in a step. Stage 1 adds up their gradients where they are and sends
+            them once. Stages 2 and 3 have no place to add them up: they send after each microbatch,
+            and stage 3 gathers for each. That is the price of their memory.
+
+    Parameters that need no gradient, and buffers, stay whole on every rank. `describe()` also tells
+    the most bytes that were held for a moment in the last step: gathered layers, and gradients in
+    flight. On stage 3 all ranks must use the layers in the same order, though each may leave some
+    out, and a weight may be used only in the forward of a module that has it. Source: Rajbhandari
+    et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections
+    5 and 7.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerFn,
+        *,
+        group: GroupLike = None,
+        zero_stage: int = 3,
+        overlap: bool = True,
+        bucket_bytes: int | None = None,
+        layers: Sequence[type[nn.Module]] | None = None,
+        algorithm: str | Mapping[str, str] | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        autocast: torch.dtype | None = None,
+        sync: bool = False,
+        sync_batch_norm: bool = False,
+        verify: bool = True,
+    ):
+        if zero_stage == 0:
+            raise ValueError(
+                "zero_stage=0: expected 1 (optimizer state is sharded), 2 (gradients too) or 3 "
+                "(weights too); to shard nothing, use DataParallelTrainer"
+            )
+        super().__init__(
+            model,
+            loss_fn,
+            optimizer,
+            mesh=one_axis("dp", group),
+            zero_stage=zero_stage,
+            overlap=overlap,
+            bucket_bytes=bucket_bytes,
+            layers=layers,
+            algorithm=algorithm,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            autocast=autocast,
+            sync=sync,
+            sync_batch_norm=sync_batch_norm,
+            verify=verify,
+        )
+
+
+class TensorParallelTrainer(HybridTrainer):
+    """Trains one model on all ranks of a group, each of which has a block of every matrix; equal to
+    one process.
+
+    Args:
+        model, loss_fn, optimizer, clip_norm, autocast, sync, verify: see `HybridTrainer`. A model
+            whose head is cut ("vocabulary") needs loss_fn=vocabulary_cross_entropy.
+        group: the ranks that train together; see `group_of`. All are given the same samples.
+        plan: name of a module → style, `*` for any part of a name; what no name matches is
+            replicated. "auto": from the model's structure.
+            "column": the outputs are cut, and backward sums the inputs' gradients. "row": the
+            inputs are cut, and forward sums the outputs.
+            "column_gather": the outputs are cut and then gathered. "vocabulary": an embedding's
+            rows, or the head's columns.
+            `column(parts=3, heads=h)`: a fused query, key and value, cut by heads.
+            `column(heads="num_heads")`: as many heads as that attribute of the module around says,
+            if its code counts them.
+        sequence_parallel: between a row layer and the next column layer, cut activations (batch,
+            time, features) along time. All modules there must act on each position alone.
+        overlap: compute weight gradients while the sum of the inputs' gradients is in flight.
+        algorithm: of the layers' collectives (all_reduce; with sequence_parallel all_gather and
+            reduce_scatter): one name, such as "ring", or a dict; see `p101.algorithms`. Other than
+            None, it needs overlap=False.
+        accumulate: microbatches in a step.
+
+    An MLP pair sends one all-reduce of the activations forward and one backward. Sources: Shoeybi
+    et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
+    section 4.2.2. Raises ValueError, on every rank, for a plan that does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerFn,
+        *,
+        group: GroupLike = None,
+        plan: Plan = "auto",
+        sequence_parallel: bool = False,
+        overlap: bool = True,
+        algorithm: str | Mapping[str, str] | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        sync: bool = False,
+        verify: bool = True,
+    ):
+        super().__init__(
+            model,
+            loss_fn,
+            optimizer,
+            mesh=one_axis("tp", group),
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
+            algorithm=algorithm,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            autocast=autocast,
+            sync=sync,
+            verify=verify,
+        )
+
+
+class PipelineTrainer(HybridTrainer):
+    """Trains one model on all ranks of a group, each of which has some of the layers; equal to one
+    process.
+
+    Args:
+        model: an nn.Sequential, or one with a method `.sequence()`: modules in order, whose
+            composition is its forward.
+        loss_fn, optimizer, clip_norm, autocast, sync, verify: see `HybridTrainer`.
+        group: the ranks that train together; see `group_of`. All are given the same samples: the
+            first stage reads the inputs, the last one the targets.
+        schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2" or a Schedule.
+        microbatches: how many in a step; a batch has at least as many samples. None: the
+            schedule's, or one for each rank.
+        chunks: stages on each rank, for "interleaved".
+        layers_per_stage: how many modules of the sequence each stage has. None: as many modules
+            with parameters as the other stages; a module without any goes with the one before it.
+
+    Activations travel to the next stage and their gradients back, each once a microbatch. A tied
+    weight is on each stage that uses it, and its gradients are summed. Sources: Huang et al.,
+    "GPipe" (2019); Narayanan et al. (arXiv 2104.04473), section 2.2; Qi et al. (arXiv 2401.10241).
+    Raises ValueError, on every rank, for a model that can't be cut, and ScheduleError for a
+    schedule that can't run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerFn,
+        *,
+        group: GroupLike = None,
+        schedule: str | Schedule = "1f1b",
+        microbatches: int | None = None,
+        chunks: int = 1,
+        layers_per_stage: Sequence[int] | None = None,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        sync: bool = False,
+        verify: bool = True,
+    ):
+        super().__init__(
+            model,
+            loss_fn,
+            optimizer,
+            mesh=one_axis("pp", group),
+            schedule=schedule,
+            microbatches=microbatches,
+            chunks=chunks,
+            layers_per_stage=layers_per_stage,
+            clip_norm=clip_norm,
+            autocast=autocast,
+            sync=sync,
+            verify=verify,
+        )

@@ -14,51 +14,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from parallel101.trainers.agreement import Agreement
-from parallel101.trainers.gradient_sync import Parameters
-from parallel101.trainers.layout import Axes
-from parallel101.trainers.prepare import Prepared
+from parallel101.trainers.step import Step
 
 CLOSE = 1e-3  # how much two norms may differ, relative to the larger one
 SMALL = 1e-6  # a norm below this part of the largest is rounding noise
 
 
-def check_alike(
-    model: nn.Module, prepared: Prepared, owned: Parameters, axes: Axes, device: torch.device
-) -> None:
+def check_alike(trainer: Step) -> None:
     """Collective among the ranks of one stage, all of which raise the same ValueError.
 
-    `owned`: with the gradients of the whole batch.
+    To be called when every gradient is that of the whole batch.
     """
+    axes = trainer.axes
     stage = [axis for axis in axes.sizes if axis != "pp"]
-    line = axes.line(stage)
     # not counted as what an axis sends
-    agree = Agreement(axes.along(stage)._replace(axes=()), device)
+    agree = Agreement(axes.along(stage)._replace(axes=()), trainer.device)
     if axes.sizes.get("tp", 1) > 1:
-        check_gradients(
-            prepared, owned, agree, [axes.coordinates(position)["tp"] for position in line]
-        )
-    if next(model.buffers(), None) is not None:
+        tp = [axes.coordinates(position)["tp"] for position in axes.line(stage)]
+        check_gradients(trainer, agree, tp)
+    if next(trainer.model.buffers(), None) is not None:
         advice = (
             "expected buffers that do not depend on the samples, of which each rank sees its "
             "share only; .eval() freezes most"
         )
         agree.check_same(
-            model.named_buffers(),
+            trainer.model.named_buffers(),
             "the first step changed buffers differently on different ranks",
             advice,
         )
 
 
-def check_gradients(
-    prepared: Prepared, owned: Parameters, agree: Agreement, tp: Sequence[int]
-) -> None:
+def check_gradients(trainer: Step, agree: Agreement, tp: Sequence[int]) -> None:
     """Raises ValueError if the gradient of a parameter that tp does not cut has different norms
     along it. `tp`: of each rank, its place.
     """
-    names = [name for name in prepared.trained if "tp" not in prepared.entries[name].placements]
+    entries, owned = trainer.layout.entries, trainer.owned
+    here = [name for name in trainer.trained if name in trainer.local]
+    names = [name for name in here if "tp" not in entries[name].placements]
     mine = [owned[name].grad if name in owned else None for name in names]
     squares = [
         0.0 if g is None else torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2
@@ -67,7 +61,7 @@ def check_gradients(
     found = {}
     for name, of_ranks in zip(names, agree.numbers(*squares) if names else ()):
         # over dp: pieces, or copies
-        add_up = sum if "dp" in prepared.entries[name].placements else max
+        add_up = sum if "dp" in entries[name].placements else max
         found[name] = [
             add_up(square for square, i in zip(of_ranks, tp) if i == place) ** 0.5
             for place in range(max(tp) + 1)

@@ -24,6 +24,7 @@ from parallel101.trainers.layout import Axes
 from parallel101.trainers.schedules.actions import Action, ScheduleError
 from parallel101.trainers.schedules.check import Placement, partner
 from parallel101.trainers.schedules.messages import receive_for
+from parallel101.trainers.support.batches import Batch, count_samples, number_of_shape
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 8
@@ -72,90 +73,43 @@ class Messages:
         self.announced: set[Hashable] = set()
         self.seen: set[Hashable] = set()  # shapes of microbatches of whole steps
 
-    def begin(self, shapes: Sequence[Hashable], forward_only: bool = False) -> None:
-        """A step begins.
+    def begin(self, microbatches: Sequence[Batch], forward_only: bool = False) -> None:
+        """A step begins, on these microbatches. One without samples has no messages.
 
-        Args: shapes: for each microbatch, what its messages' shapes depend on. None: it has no
-            samples, and no messages. forward_only: see `is_first_forward`.
+        Args:
+            forward_only: see `is_first_forward`.
         """
-        self.shapes = shapes
-        present = {shape for shape in shapes if shape is not None}
+        # what the shape of a microbatch's messages depends on
+        self.shapes = [(count_samples(x), number_of_shape(x)) for x in microbatches]
+        present = {shape for shape in self.shapes if shape[0]}
         self.through_one = self.in_list_order and self.seen.issuperset(present)
         self.seen.update(present)
-        lists = (
-            [list(filter(is_first_forward, of_rank)) for of_rank in self.lists]
-            if forward_only
-            else self.lists
-        )
-        lists = [[a for a in of_rank if shapes[a.microbatch] is not None] for of_rank in lists]
         self.expected: dict[int, deque[Action]] = {}
-        for source, of_rank in enumerate(lists):
-            if source != self.me:
-                mine = [
-                    partner(a)
-                    for a in of_rank
-                    if a.kind.startswith("SEND") and self.placement[partner(a).stage] == self.me
-                ]
-                self.expected[source] = deque(mine)
+        for source, of_rank in enumerate(self.lists):
+            self.expected[source] = deque(
+                partner(a)
+                for a in of_rank
+                if a.kind.startswith("SEND")
+                and source != self.me
+                and self.placement[partner(a).stage] == self.me
+                and (is_first_forward(a) or not forward_only)
+                and self.shapes[a.microbatch][0]
+            )
         self.arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
-        # what is not sent, because the stage that would compute it has failed
-        self.absent: set[Action] = set()
         self.sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
-
-    def forget(self) -> None:
-        """After a step that failed on some rank, called on all of them: shapes must be
-        announced again.
-        """
-        self.known, self.announced, self.seen = {}, set(), set()
 
     # ── sending ──
 
-    def send(self, action: Action, tensor: Tensor | None) -> None:
-        """Begin to send it. None: this rank has failed; the others get zeros, so that they can
-        go on to the end of the step.
-        """
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Begin to send it. Raises ScheduleError for what can't be sent, or has a new shape."""
         receive = partner(action)
         key, to = self.key(receive), self.placement[receive.stage]
-        if receive in self.absent:
-            return
-        problem = None if tensor is None else self.unfit(action, tensor, self.known.get(key))
-        tensor = None if problem else tensor
+        check_sendable(action, tensor, self.known.get(key))
         if action.kind == "SEND_F" and key not in self.announced:
             self.isend(action, header(tensor).to(self.device), to)
-            if tensor is None:
-                self.absent |= {receive, Action(action.stage, "RECV_B", action.microbatch)}
-            else:
-                self.announced.add(key)
-                self.known[key] = tuple(tensor.shape), tensor.dtype
-        if receive not in self.absent:
-            shape, dtype = self.known[key]
-            zeros = (
-                torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor
-            )
-            self.isend(action, zeros.contiguous(), to)
-        if problem:
-            raise ScheduleError(problem)
-
-    def unfit(self, action: Action, tensor: Tensor, before: Spec | None) -> str | None:
-        """Why this can't be sent.
-
-        `before`: shape and dtype of an earlier microbatch of the same shape.
-        """
-        what = (
-            f"stage {action.stage} gave a tensor of shape {tuple(tensor.shape)} and "
-            f"{tensor.dtype} for microbatch {action.microbatch}"
-        )
-        if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
-            return (
-                f"{what}: expected floating-point activations of up to {MOST_DIMS} dims "
-                "between two stages"
-            )
-        if before is not None and (tuple(tensor.shape), tensor.dtype) != before:
-            return (
-                f"{what}, and {before[0]} {before[1]} for an earlier one: expected a shape "
-                "that depends on the inputs' shape only"
-            )
-        return None
+            self.announced.add(key)
+            self.known[key] = tuple(tensor.shape), tensor.dtype
+        self.isend(action, tensor.contiguous(), to)
 
     def isend(self, action: Action, tensor: Tensor, to: int) -> None:
         work = dist.isend(tensor, self.ranks[to], self.group(self.me, to))
@@ -174,19 +128,18 @@ class Messages:
 
     def must_hear(self, action: Action) -> bool:
         """Whether its shape is announced first."""
-        return self.key(action) not in self.known and action not in self.absent
+        return self.key(action) not in self.known
 
     def post_next(self, source: int) -> None:
         action = self.expected[source].popleft()
-        if action not in self.absent:
-            shape, dtype = self.known[self.key(action)]
-            box = torch.empty(shape, dtype=dtype, device=self.device)
-            work = dist.irecv(box, self.ranks[source], self.group(source, self.me))
-            assert work is not None
-            self.arriving[action] = box, work
+        shape, dtype = self.known[self.key(action)]
+        box = torch.empty(shape, dtype=dtype, device=self.device)
+        work = dist.irecv(box, self.ranks[source], self.group(source, self.me))
+        assert work is not None
+        self.arriving[action] = box, work
 
-    def take(self, action: Action) -> Tensor | None:
-        """Wait for this message. None: the stage that should have sent it has failed."""
+    def take(self, action: Action) -> Tensor:
+        """Wait for this message."""
         source = self.source(action)
         with wait_span(
             "wait for activations" if action.kind == "RECV_F" else "wait for gradients",
@@ -196,8 +149,6 @@ class Messages:
                 if self.must_hear(self.expected[source][0]):
                     self.hear_shape(self.expected[source][0], source)
                 self.post_next(source)
-            if action in self.absent:
-                return None
             box, work = self.arriving.pop(action)
             work.wait()
             self.release(self.acknowledged.get(action, []))
@@ -209,10 +160,7 @@ class Messages:
         assert work is not None
         work.wait()
         dims, dtype, *shape = numbers.tolist()
-        if dims < 0:
-            self.absent |= {action, Action(action.stage - 1, "RECV_B", action.microbatch)}
-        else:
-            self.known[self.key(action)] = tuple(shape[:dims]), DTYPES[dtype]
+        self.known[self.key(action)] = tuple(shape[:dims]), DTYPES[dtype]
 
     def finish(self) -> None:
         """Wait until everything is sent."""
@@ -248,6 +196,8 @@ def groups_of(
     those of each pipeline make two groups of their own: one for messages to later positions, one
     for messages to earlier ones.
     """
+    if not pairs:
+        return {}
     line = axes.along(["pp"]).ranks
     if len(axes.members.ranks) < dist.get_world_size():
         both = [
@@ -279,10 +229,30 @@ def activations(stage: int, y: Any) -> Tensor:
     return y.detach()
 
 
-def header(tensor: Tensor | None) -> Tensor:
-    """Dims, dtype, shape; −1 dims: nothing will come."""
-    if tensor is None:
-        return torch.tensor([-1] + [0] * (1 + MOST_DIMS))
+def check_sendable(action: Action, tensor: Tensor, before: Spec | None) -> None:
+    """Raises ScheduleError for a tensor that can't travel between stages.
+
+    Args:
+        before: shape and dtype of an earlier microbatch of the same shape.
+    """
+    what = (
+        f"stage {action.stage} gave a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
+        f"for microbatch {action.microbatch}"
+    )
+    if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
+        raise ScheduleError(
+            f"{what}: expected floating-point activations of up to {MOST_DIMS} dims between two "
+            "stages"
+        )
+    if before is not None and (tuple(tensor.shape), tensor.dtype) != before:
+        raise ScheduleError(
+            f"{what}, and {before[0]} {before[1]} for an earlier one: expected a shape that "
+            "depends on the inputs' shape only"
+        )
+
+
+def header(tensor: Tensor) -> Tensor:
+    """Dims, dtype, shape."""
     return torch.tensor(
         [tensor.dim(), DTYPES.index(tensor.dtype), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())]
     )

@@ -10,7 +10,7 @@ with the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -143,25 +143,94 @@ def cut_points(
     return parts
 
 
-def names_by_stage(model: nn.Module, parts: Sequence[range]) -> list[list[str]]:
-    """For each stage, the names of its parameters and buffers in the whole model; a tied one is
-    on several stages.
+class StageCut:
+    """Which stages a model is cut into, and which of them this rank has. Nothing is changed until
+    `keep_mine`.
+
+    Args:
+        placement: global stage → position along pp.
+        layers_per_stage: how many entries of the sequence each stage has; None: see `cut_points`.
+        here: this rank's position.
+
+    Attributes:
+        on_stages: name of each parameter and buffer → the stages that use it; several if tied.
+        mine: this rank's stages.
+
+    Raises ValueError for a model that can't be cut like that.
     """
-    entries = entries_of(model)
-    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    found = []
-    for part in parts:
-        tensors = [
-            t
-            for number in part
-            for t in [*entries[number].parameters(), *entries[number].buffers()]
-        ]
-        found.append(list(dict.fromkeys(names[id(t)] for t in tensors if id(t) in names)))
-    left_out = set(names.values()).difference(*found)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Mapping[int, int],
+        layers_per_stage: Sequence[int] | None,
+        here: int,
+    ):
+        self.placement = placement
+        self.ranges = cut_points(model, len(placement), layers_per_stage)
+        first: dict[int, str] = {}  # of the names that a tied tensor has
+        self.first_name = {n: first.setdefault(id(t), n) for n, t in all_tensors(model)}
+        self.on_stages = stages_of_names(model, self.ranges, first)
+        self.mine = frozenset(stage for stage, position in placement.items() if position == here)
+
+    def modules_of_mine(self, model: nn.Module) -> set[str]:
+        """The names of the entries of the model's sequence that this rank has."""
+        entries, names = entries_of(model), {m: name for name, m in model.named_modules()}
+        mine = [entries[number] for stage in self.mine for number in self.ranges[stage]]
+        return {names[entry] for entry in mine if entry in names}
+
+    def keep_mine(self, model: nn.Module) -> dict[int, nn.Module]:
+        """Stage → its part of the model. The memory of all other parameters is freed; what is tied
+        to something here stays tied.
+        """
+        entries = entries_of(model)
+        parts = {s: Part({i: entries[i] for i in self.ranges[s]}) for s in sorted(self.mine)}
+        kept = {id(t) for part in parts.values() for t in (*part.parameters(), *part.buffers())}
+        tensors = all_tensors(model)
+        here = {self.first_name[name]: t for name, t in tensors if id(t) in kept}
+        for name, t in tensors:
+            if self.first_name[name] not in here:
+                t.data = t.data.new_empty(0)
+            elif id(t) not in kept:
+                module, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module), attribute, here[self.first_name[name]])
+        return parts
+
+    def describe(self) -> Iterator[str]:
+        for stage, part in enumerate(self.ranges):
+            yield (
+                f"stage {stage} on position {self.placement[stage]} of pp: modules {part.start} to "
+                f"{part.stop - 1} of the model's sequence"
+            )
+
+
+def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under each of their names: a tied one has several."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def stages_of_names(
+    model: nn.Module, ranges: Sequence[range], names: Mapping[int, str]
+) -> dict[str, list[int]]:
+    """Name of each parameter and buffer → the stages that use it.
+
+    Args:
+        ranges: for each stage, its entries of the sequence.
+        names: id of a tensor → its name.
+    """
+    entries, found = entries_of(model), {name: [] for name in dict.fromkeys(names.values())}
+    for stage, numbers in enumerate(ranges):
+        for _, t in all_tensors(nn.ModuleList(entries[number] for number in numbers)):
+            of_name = found.get(names.get(id(t), ""), [stage])
+            if stage not in of_name:
+                of_name.append(stage)
+    left_out = sorted(name for name, stages in found.items() if not stages)
     if left_out:
         raise ValueError(
-            f"{sorted(left_out)[0]!r} is in no module of the model's sequence, so it would be "
-            "on no stage: "
+            f"{left_out[0]!r} is in no module of the model's sequence, so it would be on no stage: "
             "expected .sequence() to have all modules with parameters or buffers"
         )
     return found

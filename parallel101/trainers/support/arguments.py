@@ -7,9 +7,9 @@ loss_fn     a function; it returns one number, which depends on the weights, or 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
-from weakref import WeakSet
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,13 @@ from parallel101.trainers.support.batches import in_words
 LossFn = Callable[[Any, Any], Any]  # (outputs, targets) → the mean loss, or (sum, weight)
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
-# modules whose weights a trainer has cut up; only that trainer can gather them
-SHARDED: WeakSet[nn.Module] = WeakSet()
+CUT = "cut_by_a_parallel101_trainer"  # attribute of modules
+
+
+def mark_as_cut(model: nn.Module) -> None:
+    """From now on `check_model` refuses the model: only this trainer can gather its weights."""
+    for module in model.modules():
+        object.__setattr__(module, CUT, True)
 
 
 def check_options(loss_fn: Any, clip_norm: Any, autocast: Any) -> None:
@@ -56,15 +61,6 @@ def check_accumulate(accumulate: Any) -> int:
     return accumulate
 
 
-def check_bucket_bytes(bucket_bytes: Any) -> None:
-    """Raises ValueError for what is no number of bytes."""
-    if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
-        raise ValueError(
-            f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at "
-            "a time, or None"
-        )
-
-
 def check_model(model: Any) -> torch.device:
     """The device that the model is on.
 
@@ -74,7 +70,7 @@ def check_model(model: Any) -> torch.device:
         raise TypeError(
             f"model={model!r}: expected an nn.Module that has been built, such as MLP([4, 8, 4])"
         )
-    if any(module in SHARDED for module in model.modules()):
+    if any(getattr(module, CUT, False) for module in model.modules()):
         raise ValueError(
             "the model's weights are cut up already, by a trainer that was built before: "
             "build a new model for a new trainer (the old one's .state_dict() has the weights)"
@@ -96,6 +92,15 @@ def check_model(model: Any) -> torch.device:
 
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def is_vocabulary_loss(loss_fn: object) -> TypeGuard[Callable[..., Tensor]]:
+    """Whether it is vocabulary_cross_entropy, or a functools.partial of it. It is known by its
+    name, so that trainers without tensor parallel don't import it.
+    """
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    own = getattr(function, "__module__", "").startswith("parallel101.trainers.")
+    return own and getattr(function, "__name__", "") == "vocabulary_cross_entropy"
 
 
 def loss_and_weight(

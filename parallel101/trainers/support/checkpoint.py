@@ -18,47 +18,39 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel101.trainers.support.history import History
 
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
+
 FORMAT = "parallel101 checkpoint 2"
 FIELDS = {"model", "optimizer", "steps", "history"}
 
 
-def state_dict(trainer: Any) -> dict[str, Any]:
-    """A copy of the whole model's, on every rank; `model.load_state_dict` takes it anywhere.
-
-    Collective: call it on every rank.
-    """
+def state_dict(trainer: HybridTrainer) -> dict[str, Any]:
+    """See `HybridTrainer.state_dict`."""
     whole = trainer.layout.gather(trainer.parts, list(trainer.layout.entries))
     with reading_parts(trainer):
         state = copy.copy(trainer.model.state_dict())
     for key, value in state.items():
-        name = trainer.state_names.get(key)
+        name = trainer.state.names.get(key)
         state[key] = copy.deepcopy(value if name is None else whole[name].detach())
     return state
 
 
-def gradients(trainer: Any) -> dict[str, Tensor | None]:
-    """The gradients of the last step (clipped, if they were), by the names of the model's
-    parameters. Collective.
-    """
+def gradients(trainer: HybridTrainer) -> dict[str, Tensor | None]:
+    """See `HybridTrainer.gradients`."""
     parts = {name: p.grad for name, p in trainer.owned.items() if p.grad is not None}
     return {**dict.fromkeys(trainer.trained), **trainer.layout.gather(parts, trainer.reached)}
 
 
-def save(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> None:
-    """Write all that is needed to continue: weights, optimizer state, steps, history.
-
-    Collective; the first rank writes, atomically.
-
-    Any trainer on any number of ranks can `resume` it. `scheduler`: of the learning rate, to be
-    saved with it. Raises OSError on every rank if the file could not be written.
-    """
+def save(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> None:
+    """See `HybridTrainer.save`."""
     content = {
         "model": trainer.state_dict(),
         "optimizer": trainer.sharded_optimizer.state(),
@@ -72,16 +64,8 @@ def save(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> Non
     )
 
 
-def resume(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> int:
-    """Continue from what `save` wrote, by whatever trainer on however many ranks; returns the
-    number of steps that were taken. Collective.
-
-    `scheduler`: of the learning rate; it gets the state that was saved, and there must be one.
-
-    Everything is checked before anything is changed. Raises, on every rank, OSError if the file
-    can't be read on one, and ValueError if it is not such a file, is of another model or optimizer,
-    or differs from the one that the first rank reads.
-    """
+def resume(trainer: HybridTrainer, path: str | os.PathLike, scheduler: Any) -> int:
+    """See `HybridTrainer.resume`."""
 
     def read() -> tuple[dict[str, Any], dict[str, Any], History]:
         content = read_checkpoint(path)
@@ -113,20 +97,20 @@ def resume(trainer: Any, path: str | os.PathLike, *, scheduler: Any = None) -> i
 
 
 @torch.no_grad()
-def load_model(trainer: Any, state: Mapping[str, Any]) -> None:
+def load_model(trainer: HybridTrainer, state: Mapping[str, Any]) -> None:
     """Give every rank its part of a whole model's state."""
     parts = trainer.parts
     trainer.model.load_state_dict(
-        {key: value for key, value in state.items() if key not in trainer.state_names}, strict=False
+        {key: value for key, value in state.items() if key not in trainer.state.names}, strict=False
     )
     for key, value in state.items():
-        name = trainer.state_names.get(key)
+        name = trainer.state.names.get(key)
         if name in parts:
             parts[name].copy_(trainer.layout.cut(name, value))
-    trainer.gradient_sync.publish()
+    trainer.sync.publish()
 
 
-def refuse_parts(trainer: Any) -> None:
+def refuse_parts(trainer: HybridTrainer) -> None:
     """Let `state_dict` and copies of a model that is cut raise an error: they would have
     shards, or nothing, in place of weights.
     """
@@ -150,7 +134,7 @@ def refuse_parts(trainer: Any) -> None:
 
 
 @contextmanager
-def reading_parts(trainer: Any) -> Iterator[None]:
+def reading_parts(trainer: HybridTrainer) -> Iterator[None]:
     """Inside, the trainer itself reads the state of what this rank has."""
     trainer.reads_parts = True
     try:
@@ -167,16 +151,19 @@ def tensors_of_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def names_of_state(model: nn.Module) -> dict[str, str]:
-    """Key of the state_dict → name of the parameter or buffer; several keys have the same name
-    if they are tied.
+class StateNames:
+    """What a whole model's state_dict has.
+
+    Attributes:
+        keys: all of them. names: key → name of the parameter or buffer; several keys have the same
+            name if they are tied.
     """
-    names = {id(t): name for name, t in tensors_of_state(model).items()}
-    return {
-        key: names[id(value)]
-        for key, value in model.state_dict(keep_vars=True).items()
-        if id(value) in names
-    }
+
+    def __init__(self, model: nn.Module):
+        names = {id(t): name for name, t in tensors_of_state(model).items()}
+        state = model.state_dict(keep_vars=True)
+        self.keys = list(state)
+        self.names = {key: names[id(t)] for key, t in state.items() if id(t) in names}
 
 
 def write_checkpoint(path: str | os.PathLike, content: dict[str, Any]) -> None:
@@ -240,11 +227,11 @@ def check_place(path: str | os.PathLike) -> None:
         raise PermissionError(f"the folder {path.parent} can't be written to")
 
 
-def check_state(state: Mapping[str, Any], trainer: Any) -> None:
+def check_state(state: Mapping[str, Any], trainer: HybridTrainer) -> None:
     """Raises ValueError if the names and shapes in a model's state are not those of the
     trainer's whole model.
     """
-    keys = trainer.state_keys
+    keys = trainer.state.keys
     for key in dict.fromkeys([*keys, *state]):
         if key not in state:
             raise ValueError(f"the checkpoint is another model's: it has no {key!r}")
@@ -252,7 +239,7 @@ def check_state(state: Mapping[str, Any], trainer: Any) -> None:
             raise ValueError(
                 f"the checkpoint is another model's: it has {key!r}, which this model lacks"
             )
-        if (name := trainer.state_names.get(key)) is not None:
+        if (name := trainer.state.names.get(key)) is not None:
             here, there = (
                 tuple(trainer.layout.entries[name].shape),
                 tuple(getattr(state[key], "shape", ())),

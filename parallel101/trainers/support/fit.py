@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,66 +28,53 @@ from parallel101.trainers.support.batches import (
     check_pair,
     count_samples,
     map_tensors,
-    number_of_shape,
     number_of_values,
     split,
     tensors_of,
 )
 from parallel101.trainers.support.checkpoint import check_place
 from parallel101.trainers.support.history import History, StepResult
+from parallel101.trainers.support.losses import Losses
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
+    from parallel101.trainers.step import Step
 
 END = object()
 
 
-def share(trainer: Any, batch: Batch) -> Batch:
-    """This rank's part of a whole batch, such as (inputs, targets): each tensor cut along dim 0 as
-    `split_sizes` does.
+class FitOptions(NamedTuple):
+    """See `HybridTrainer.fit`."""
 
-    It is on the model's device. A batch of fewer samples than ranks leaves some ranks without
-    samples. Raises TypeError or ValueError for what is not a tree of tensors with equally many
-    samples (see batches.py).
-    """
+    until: int | None
+    save_to: str | os.PathLike | None
+    save_every: int | None
+    scheduler: Any
+    on_step: Callable[[StepResult], object] | None
+    progress: bool
+
+
+def share(trainer: Step, batch: Batch) -> Batch:
+    """See `HybridTrainer.share`."""
     sizes = split_sizes(count_samples(batch), trainer.axes.sizes["dp"])
     return map_tensors(lambda t: t.to(trainer.device), split(batch, sizes)[trainer.axes.here["dp"]])
 
 
-def inputs_and_targets(trainer: Any, batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(trainer: Step, batch: Any) -> tuple[Any, Any]:
     """What `step` takes of a batch.
 
     If the model returns its loss, all of the batch is what the model is called with.
     """
-    return (batch, None) if trainer.prepared.loss_fn is None else check_pair(batch)
+    return (batch, None) if trainer.loss_fn is None else check_pair(batch)
 
 
 def fit(
-    trainer: Any,
+    trainer: HybridTrainer,
     batches: Iterable[Batch] | Callable[[int], Batch],
-    *,
-    until: int | None = None,
-    save_to: str | os.PathLike | None = None,
-    save_every: int | None = None,
-    scheduler: Any = None,
-    on_step: Callable[[StepResult], object] | None = None,
-    progress: bool = True,
+    options: FitOptions,
 ) -> History:
-    """Train on batch after batch, with a progress bar, and return the history of this trainer,
-    which `plot`s.
-
-    Args: batches: whole batches (inputs, targets), the same on every rank, which cuts out its
-        share: an iterable, or a function that
-            gives the batch of a step by its number, so that a resumed run continues with the batch
-            that it would have had. With
-            loss_fn=None a batch is what the model is called with.
-        until: stop when the trainer has taken so many steps in all, those before `resume` counted.
-            A function of the step needs it.
-        save_to: a checkpoint to write, every `save_every` steps and at the end.
-        scheduler: of the learning rate, one of torch.optim.lr_scheduler's over `trainer.optimizer`.
-            It takes a step after each of the
-            trainer's, and is saved with the checkpoint; see `resume`.
-        on_step: called after every step, on every rank, with its `StepResult`: number, loss,
-            seconds, samples, tokens.
-        progress: show the bar (on the first rank only).
-    """
+    """See `HybridTrainer.fit`."""
+    until, save_to, save_every, scheduler, on_step, progress = options
     check_fit(batches, until, save_to, save_every, on_step)
     if save_to is not None:
         trainer.agree.all_or_none(
@@ -126,7 +113,7 @@ def fit(
     return trainer.history
 
 
-def check_same(trainer: Any, batch: Batch) -> None:
+def check_same(trainer: Step, batch: Batch) -> None:
     """Raises ValueError, on every rank, if the ranks have other batches: each cuts its share
     out of the whole one.
     """
@@ -146,7 +133,7 @@ def check_same(trainer: Any, batch: Batch) -> None:
         )
 
 
-def progress_bar(trainer: Any, batches: Any, until: int | None, progress: bool) -> tqdm:
+def progress_bar(trainer: HybridTrainer, batches: Any, until: int | None, progress: bool) -> tqdm:
     lengths = [
         length
         for length in (until, trainer.steps + len(batches) if hasattr(batches, "__len__") else None)
@@ -163,54 +150,36 @@ def progress_bar(trainer: Any, batches: Any, until: int | None, progress: bool) 
 
 
 @torch.no_grad()
-def evaluate(trainer: Any, batches: Iterable[Batch]) -> float:
-    """Mean loss over the samples of whole batches (see `fit`), the model in eval mode; the same
-    float on every rank.
-
-    A batch may have fewer samples than there are ranks. If loss_fn returns sums and weights: all
-    sums over all weights.
-    """
-    total, weight, problem = 0.0, 0.0, None
+def evaluate(trainer: Step, batches: Iterable[Batch]) -> float:
+    """See `HybridTrainer.evaluate`."""
+    total, weight = 0.0, 0.0
     with evaluation_mode(trainer):
         for batch in batches:
-            try:
-                x, y = share(trainer, inputs_and_targets(trainer, batch))
-            except Exception as error:
-                problem = problem or error
-                # on ZeRO-3 the other ranks wait for this one's weights
-                with trainer.gradient_sync.forward():
-                    continue
+            x, y = share(trainer, inputs_and_targets(trainer, batch))
             with span("evaluate"):
                 of_batch = evaluate_share(trainer, x, y)
-            problem = problem or trainer.executor.failure
             total, weight = total + of_batch[0], weight + of_batch[1]
-    totals, weights = agree_on_evaluation(trainer, total, weight, problem)
+    totals, weights = trainer.agree.numbers(total, weight)
     if not sum(weights):
         raise ValueError("evaluate() was given no batches, or no targets that count")
     return math.fsum(totals) / math.fsum(weights)
 
 
-def agree_on_evaluation(
-    trainer: Any, loss: float, weight: float, problem: Exception | None
-) -> list[list[float]]:
-    """The losses and weights of all ranks. Raises, on all of them, if one of them had a problem."""
-    losses, weights = trainer.agree.numbers(loss, -1 if problem else weight)
-    if min(weights) < 0:
-        trainer.executor.forget()
-        trainer.agree.raise_problem(problem, "evaluate")
-    return [losses, weights]
-
-
-def evaluate_share(trainer: Any, inputs: Batch, targets: Batch) -> tuple[float, float]:
+def evaluate_share(trainer: Step, inputs: Batch, targets: Batch) -> tuple[float, float]:
     """The sum of this share's losses, and its weight; (0, 0) on a rank whose loss another rank
     along tp or pp tells.
     """
-    loss, weight = trainer.executor.evaluate(inputs, targets, number_of_shape(inputs))
-    return (loss, weight) if trainer.axes.here.get("tp", 0) == 0 else (0.0, 0.0)
+    samples = count_samples(inputs)
+    losses = Losses(trainer.loss_fn, samples)
+    trainer.runner.evaluate(inputs, targets, losses)
+    if not losses.parts or trainer.axes.here.get("tp", 0) > 0:
+        return 0.0, 0.0
+    weight = losses.weight()
+    return (losses.sum() * samples, samples) if weight < 0 else (losses.sum(), weight)
 
 
 @contextmanager
-def evaluation_mode(trainer: Any) -> Iterator[None]:
+def evaluation_mode(trainer: Step) -> Iterator[None]:
     """Inside, the trainer's model is in eval mode, and its layers compute what they hold."""
     with (
         evaluating(trainer.model),

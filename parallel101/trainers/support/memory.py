@@ -11,9 +11,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, UntypedStorage
+
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -101,11 +104,8 @@ class Holdings:
     __repr__ = __str__
 
 
-def describe(trainer: Any) -> Holdings:
-    """Who holds what, in bytes a rank, counted from the storages that are alive now.
-
-    Collective; print it to see a table.
-    """
+def describe(trainer: HybridTrainer, title: str) -> Holdings:
+    """See `HybridTrainer.describe`."""
     parameters, state = list(trainer.model.parameters()), trainer.optimizer.state.values()
     held: dict[str, list[Tensor]] = {
         "weights": [*parameters, *trainer.model.buffers()],
@@ -114,10 +114,10 @@ def describe(trainer: Any) -> Holdings:
             value for of_one in state for value in of_one.values() if isinstance(value, Tensor)
         ],
     }
-    more = trainer.gradient_sync.held()
+    more = trainer.sync.held()
     mine = {
         kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()
-    } | trainer.gradient_sync.peaks()
+    } | trainer.sync.peaks()
     # a stage without trained weights has fewer kinds
     of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]
     counts = {
@@ -125,13 +125,8 @@ def describe(trainer: Any) -> Holdings:
         for kind in dict.fromkeys(kind for of_rank in of_ranks for kind in of_rank)
     }
     ranks = trainer.agree.ranks
-    notes = [*trainer.prepared.notes, *trainer.layout.describe(), trainer.gradient_sync.describe()]
-    return Holdings(
-        f"{type(trainer).__name__} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}",
-        ranks,
-        counts,
-        notes,
-    )
+    notes = [*trainer.notes, *trainer.layout.describe(), trainer.sync.describe()]
+    return Holdings(title, ranks, counts, notes)
 
 
 def readable(count: float) -> str:

@@ -151,11 +151,11 @@ def of_the_model(trainer: Any, batch: tuple[Batch, Batch], bound: float) -> str:
     whole, (inputs, targets) = trainer.one_process, batch
     sizes = unequal_parts(inputs)
     outputs = whole.outputs(inputs)
-    if trainer.executor.microbatches > 1 and differ(whole.outputs(inputs), outputs, bound):
+    if trainer.runner.microbatches > 1 and differ(whole.outputs(inputs), outputs, bound):
         return (
             "The model's outputs for the same samples change from one forward to the next, as "
             "spectral_norm's do in training, and here it "
-            f"has {trainer.executor.microbatches} forwards in a step. Use fewer microbatches, "
+            f"has {trainer.runner.microbatches} forwards in a step. Use fewer microbatches, "
             "or a module without such a state."
         )
     if trainer.axes.sizes.get("pp", 1) > 1 and not is_forward(whole, inputs, outputs, bound):

@@ -15,23 +15,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from parallel101.collectives import broadcast
 from parallel101.record.spans import unrecorded
-from parallel101.trainers.shares import check_shares, holds_share
 from parallel101.trainers.support.batches import (
     Batch,
     count_samples,
     join,
     map_tensors,
-    number_of_shape,
     tensors_of,
 )
-from parallel101.trainers.support.fit import agree_on_evaluation, evaluate_share, evaluation_mode
+from parallel101.trainers.support.fit import evaluate_share, evaluation_mode
 from parallel101.trainers.support.optimizers import tell_first
 from parallel101.trainers.verify.causes import explain, messages_of_its_own
 from parallel101.trainers.verify.no_trace import seed_all, untouched, with_buffers_restored
@@ -46,68 +44,43 @@ from parallel101.trainers.verify.perturb import perturb_owned, perturbed
 from parallel101.trainers.verify.report import WEIGHTS, NotEqualError, Report, Row, message
 from parallel101.trainers.verify.rounding import apart, eps_of, largest, most_rounding, scales
 
-ALSO = "One process can compute the first samples, but in parts they are an error:"
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
 
 
-def verify(trainer: Any, inputs: Batch, targets: Batch = None) -> Report:
-    """Compare this layout with one process, on some of these samples.
-
-    Collective; it changes nothing and is not recorded.
-
-    Loss, in training and evaluation, every gradient, their norm if `clip_norm` is set, buffers, and
-    the weights after one update of the optimizer from equal gradients: with the model's weights,
-    and once more with slightly perturbed ones and a learning rate above zero. Dropout keeps
-    everything. Each position along dp gives a sample for each microbatch, and every second one
-    more. The first rank computes all of them as one process does; the others wait. If the two are
-    not equal, it is tried again with two samples for each microbatch, since one alone is a special
-    case in some models (squeeze, statistics).
-
-    Args:
-        inputs, targets: as for `step`.
-
-    Returns a Report, the same on every rank, which prints as a table. If nothing could be compared,
-    its `reason` says why: a model that draws random numbers of its own, or a model or optimizer
-    that can't be copied.
-
-    Hooks of the optimizer's step are called, too, each with a copy of the optimizer.
-
-    Raises NotEqualError, on every rank, with the report and, if it can be told, the cause. What a
-    first batch does not show, it can't find: weights that are edited between steps, a layer that is
-    unfrozen later, samples of a kind that comes later.
-    """
+def verify(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> Report:
+    """See `HybridTrainer.verify`."""
     if not trainer.verifies:
         raise ValueError(
             "this trainer was built with verify=False and keeps no copy of the whole model: "
             "build it with verify=True"
         )
     with unrecorded():
-        check_shares(trainer, inputs, targets)
+        trainer.shares.check(inputs, targets, trainer.steps)
         report = compare(trainer, inputs, targets)
     if report.equal:
-        settle(trainer, report)
+        settle(trainer)
     return report
 
 
-def settle(trainer: Any, report: Report) -> None:
+def settle(trainer: HybridTrainer) -> None:
     """The comparison before the first step is made; what the first rank kept for it alone is
     freed.
     """
-    trainer.to_verify, trainer.compared = False, trainer.compared or report.equal
+    trainer.before_first = None
     if trainer.one_process is not None:
         trainer.one_process.free()
 
 
-def compare(trainer: Any, inputs: Batch, targets: Batch) -> Report:
+def compare(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> Report:
     """All of it, once. Collective; only `unrecorded` is the caller's."""
     try:
         with untouched(trainer):
             report = Comparison(trainer, inputs, targets, of_each=1).run()
         if report.equal:
             return report
-    except Exception as error:
-        # the other ranks may be elsewhere
-        if not (isinstance(error, NotEqualError) or trainer.executor.goes_on):
-            raise
+    except (NotEqualError, NeedsTwoSamples):
+        pass
     with untouched(trainer):
         return Comparison(trainer, inputs, targets, of_each=2).run()
 
@@ -115,15 +88,20 @@ def compare(trainer: Any, inputs: Batch, targets: Batch) -> Report:
 class Comparison:
     """One verification. What all ranks do, in this order."""
 
-    def __init__(self, trainer: Any, inputs: Batch, targets: Batch, of_each: int):
-        self.trainer, self.first = trainer, trainer.position == 0
+    def __init__(self, trainer: HybridTrainer, inputs: Batch, targets: Batch, of_each: int):
+        self.trainer, self.first, self.of_each = trainer, trainer.position == 0, of_each
+        # of the ranks with the same samples, one gives them
+        self.holds_share = not any(
+            position for axis, position in trainer.axes.here.items() if axis != "dp"
+        )
         even = trainer.axes.here["dp"] % 2 == 0  # so that shares are uneven, if the batch allows it
-        wanted = of_each * trainer.executor.microbatches + even
+        wanted = of_each * trainer.runner.microbatches + even
         self.batch = map_tensors(lambda t: t[:wanted], (inputs, targets))
+        self.needs_two = False
         self.rows: dict[tuple[str, str, str], tuple[float, float]] = {}
         entries, autocast = (
             [trainer.layout.entries[name] for name in trainer.trained],
-            trainer.executor.autocast,
+            trainer.autocast,
         )
         self.shapes = [entry.shape for entry in entries]
         self.dtypes = {entry.dtype for entry in entries} | ({autocast} if autocast else set())
@@ -140,7 +118,7 @@ class Comparison:
             if reason:
                 return Report(reason=reason)
         of_ranks = tell_first(
-            self.batch if holds_share(trainer) else None, trainer.agree.group, trainer.device
+            self.batch if self.holds_share else None, trainer.agree.group, trainer.device
         )
         values = trainer.layout.gather(trainer.parts, list(trainer.layout.entries), first_only=True)
         state = trainer.sharded_optimizer.state()
@@ -158,6 +136,8 @@ class Comparison:
         header = json.loads(
             trainer.agree.texts(json.dumps(self.header(reason, together, expected)))[0]
         )
+        if header["needs_two"]:
+            raise NeedsTwoSamples
         if header["reason"]:
             return Report(reason=header["reason"])
 
@@ -166,21 +146,9 @@ class Comparison:
             words = explain(trainer, together, moved, rows, self.bound) if self.first else ""
             return trainer.agree.texts(words)[0]
 
-        problem: BaseException | None = None
-        try:
-            for weights in WEIGHTS:
-                self.compare(
-                    weights, header, expected[WEIGHTS.index(weights)] if self.first else None
-                )
-        except LayoutFailed as failed:
-            problem = failed.__cause__
-        if problem is not None:  # which one process had not
-            # else the other ranks may be elsewhere
-            if trainer.executor.goes_on and (words := cause(())):
-                raise NotEqualError(
-                    f"{words} {ALSO} {type(problem).__name__}: {problem}", Report(cause=words)
-                ) from problem
-            raise problem
+        for weights in WEIGHTS:
+            outcome = expected[WEIGHTS.index(weights)] if self.first else None
+            self.compare(weights, header, outcome)
         report = Report(self.rows_of_all())
         if not report.equal:
             report = Report(report.rows, cause=cause(report.rows))
@@ -196,6 +164,9 @@ class Comparison:
         if whole is None:
             raise NotVerified(self.trainer.why_no_copy)
         outcomes = []
+        if self.of_each == 1 and not self.takes_one_sample(whole, batch[0], values):
+            self.needs_two = True
+            return []
         try:
             for weights in WEIGHTS:
                 mine = perturbed(values, self.trainer.trained) if weights == "perturbed" else values
@@ -227,12 +198,24 @@ class Comparison:
             )
         return outcomes
 
+    def takes_one_sample(
+        self, whole: OneProcess, inputs: Batch, values: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether the forward of one sample is no error, as it would be on some rank."""
+        try:
+            with whole.holding(values), torch.no_grad():
+                whole.outputs(map_tensors(lambda t: t[:1], inputs))
+        except Exception:
+            return False
+        return True
+
     def header(self, reason: str, together: Batch, expected: Sequence[Outcome]) -> dict[str, Any]:
         """The numbers that every rank needs of the first rank's results."""
-        if not self.first or reason:
-            return {"reason": reason}
+        if not self.first or reason or self.needs_two:
+            return {"reason": reason, "needs_two": self.needs_two}
         return {
             "reason": "",
+            "needs_two": self.needs_two,
             "samples": count_samples(together),
             "drops": any(of.drops for of in expected),
             "bound": self.bound,
@@ -320,24 +303,16 @@ class Comparison:
         """Loss and norm, as the trainer computes them."""
         trainer = self.trainer
         inputs, targets = self.batch
-        try:
-            with without_dropout(trainer.model, functions=drops):
-                loss = trainer.compute_gradients(inputs, targets, total, number_of_shape(inputs))
-                norm = float(trainer.norm()) if trainer.clip_norm is not None else 0.0
-        except Exception as error:
-            raise LayoutFailed from error
+        with without_dropout(trainer.model, functions=drops):
+            loss = trainer.compute_gradients(inputs, targets, total)
+            norm = float(trainer.norm()) if trainer.clip_norm is not None else 0.0
         return loss, norm
 
     def evaluated(self) -> float:
         """The loss in evaluation mode."""
-        try:
-            with torch.no_grad(), evaluation_mode(self.trainer):
-                mine, weight = evaluate_share(self.trainer, *self.batch)
-            sums, weights = agree_on_evaluation(
-                self.trainer, mine, weight, self.trainer.executor.failure
-            )
-        except Exception as error:
-            raise LayoutFailed from error
+        with torch.no_grad(), evaluation_mode(self.trainer):
+            mine, weight = evaluate_share(self.trainer, *self.batch)
+        sums, weights = self.trainer.agree.numbers(mine, weight)
         return math.fsum(sums) / math.fsum(weights)
 
     def updates(
@@ -415,5 +390,5 @@ class NotVerified(Exception):
     """Nothing can be compared; the text says why."""
 
 
-class LayoutFailed(Exception):
-    """The layout could not compute what one process could; its cause is why."""
+class NeedsTwoSamples(Exception):
+    """The model can't take one sample alone, as models that squeeze can't."""

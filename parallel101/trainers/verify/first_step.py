@@ -4,7 +4,7 @@ takes too much memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from parallel101.record.spans import unrecorded
 from parallel101.trainers.support.batches import Batch, tensors_of
@@ -12,10 +12,13 @@ from parallel101.trainers.support.memory import readable
 from parallel101.trainers.verify.compare import compare, settle
 from parallel101.trainers.verify.report import Report
 
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
+
 MOST_BYTES = 2**30  # of weights, gradients, optimizer copies and samples together
 
 
-def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
+def verify_once(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> None:
     """Before the first step.
 
     Raises NotEqualError; if nothing can be compared, a line says so, and training goes on.
@@ -25,10 +28,10 @@ def verify_once(trainer: Any, inputs: Batch, targets: Batch) -> None:
         report = Report(reason=reason) if reason else compare(trainer, inputs, targets)
     if report.reason and trainer.position == 0:
         print(report, flush=True)
-    settle(trainer, report)
+    settle(trainer)
 
 
-def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
+def too_much(trainer: HybridTrainer, inputs: Batch, targets: Batch) -> str:
     """Why it isn't done before the first step, the same on every rank."""
     entries = trainer.layout.entries
     if any(t.is_meta for t in trainer.model.parameters()):
@@ -37,7 +40,7 @@ def too_much(trainer: Any, inputs: Batch, targets: Batch) -> str:
     trained = sum(nbytes[name] for name in trainer.trained)
     samples = (
         sum(t[:1].nbytes for t in tensors_of((inputs, targets)))
-        * (2 * trainer.executor.microbatches + 1)
+        * (2 * trainer.runner.microbatches + 1)
         * trainer.axes.sizes["dp"]
     )
     needed = int(max(trainer.agree.numbers(sum(nbytes.values()) + 4 * trained + samples)[0]))

@@ -13,14 +13,17 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from parallel101.trainers.hybrid import HybridTrainer
+
 
 @contextmanager
-def untouched(trainer: Any) -> Iterator[None]:
+def untouched(trainer: HybridTrainer) -> Iterator[None]:
     """Afterwards weights, gradients, buffers, random numbers and everything that the trainer
     has learnt of the model are as before.
     """
@@ -66,10 +69,10 @@ def with_buffers_restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def parts_of(trainer: Any) -> Iterator[Any]:
+def parts_of(trainer: HybridTrainer) -> Iterator[Any]:
     """Those that learn something of the model, in attributes that they name in LEARNT."""
-    yield trainer.executor.messages
-    for _, sync in trainer.prepared.syncs:
+    yield getattr(trainer.runner, "messages", None)
+    for sync in getattr(trainer.sync, "syncs", [trainer.sync]):
         yield sync
         yield getattr(sync, "live", None)
 

@@ -24,10 +24,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from parallel101.trainers.layout import Axes
-from parallel101.trainers.support.arguments import LossFn, loss_and_weight
+from parallel101.trainers.support.arguments import LossFn, is_vocabulary_loss, loss_and_weight
 from parallel101.trainers.support.batches import Batch, call
 from parallel101.trainers.support.fit import evaluating
-from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.verify.no_trace import random_state, set_random_state
 
 DROPOUTS = (

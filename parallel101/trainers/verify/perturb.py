@@ -50,4 +50,4 @@ def perturb_owned(trainer: Any) -> None:
                 trainer.layout.cut(name, noise(name, trainer.layout.entries[name].shape)),
             )
         )
-    trainer.gradient_sync.publish()
+    trainer.sync.publish()

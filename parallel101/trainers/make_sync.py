@@ -1,0 +1,122 @@
+"""How gradients are synchronised over dp, from a trainer's options.
+
+    zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
+                  bucket_bytes 0   Naive             3       ZeRO3
+                  else             Bucketed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from parallel101.autograd import algorithms
+from parallel101.mesh import Group
+from parallel101.trainers.data_parallel import Bucketed, Naive, Overlapped
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes
+from parallel101.trainers.layout import Axes
+from parallel101.trainers.prepare import MakeSync
+
+Algorithms = Mapping[str, str]  # operation → algorithm
+
+
+def operations_of(axes: Axes, zero_stage: int, sequence_parallel: bool) -> list[str]:
+    """The collectives whose algorithm can be chosen."""
+    reduces = ("dp" in axes.sizes and not zero_stage) or "tp" in axes.sizes
+    gathers = zero_stage or sequence_parallel
+    return ["all_reduce"] * bool(reduces) + ["reduce_scatter", "all_gather"] * bool(gathers)
+
+
+def choose_algorithms(
+    algorithm: str | Algorithms | None, operations: Sequence[str], overlap: bool
+) -> Algorithms:
+    """The algorithm of each operation that a trainer uses; none for the default.
+
+    Raises ValueError for an unknown one, or one that can't overlap with computing.
+    """
+    if algorithm is None:
+        return {}
+    chosen = dict.fromkeys(operations, algorithm) if isinstance(algorithm, str) else algorithm
+    for operation, name in chosen.items():
+        if operation not in operations:
+            raise ValueError(
+                f"algorithm={algorithm!r}: this trainer has no {operation}: expected one name, or "
+                f"a dict by operation, of {', '.join(operations)}"
+            )
+        if name not in algorithms(operation):
+            raise ValueError(
+                f"algorithm={algorithm!r}: {operation} has no {name!r}: expected one of "
+                f"{', '.join(algorithms(operation))}"
+            )
+    if overlap:
+        raise ValueError(
+            f"algorithm={algorithm!r} can't overlap with computing: say overlap=False, or leave "
+            "it out"
+        )
+    return chosen
+
+
+def how_to_sync(
+    zero_stage: int,
+    overlap: bool,
+    bucket_bytes: int | None,
+    layers: Sequence[type[nn.Module]] | None,
+    autocast: torch.dtype | None,
+    chosen: Algorithms,
+) -> MakeSync:
+    """What builds the synchronisation of a stage's parameters. Raises ValueError for other values.
+
+    Args: see `HybridTrainer`.
+    """
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"zero_stage={zero_stage!r}: expected 1 (optimizer state is sharded), 2 (gradients "
+            "too) or 3 (weights too); 0 shards nothing"
+        )
+    if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 0):
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 for one gradient at "
+            "a time, or None"
+        )
+
+    def make_sync(
+        part: nn.Module | None, parameters: Parameters, group: Group, apart: Mapping[str, str]
+    ) -> GradientSync:
+        several = 4 if zero_stage else 2
+        size = default_bucket_bytes(parameters, several) if bucket_bytes is None else bucket_bytes
+        all_reduce = chosen.get("all_reduce", "direct")
+        if zero_stage == 3:
+            from parallel101.trainers.zero.stage3 import ZeRO3
+
+            assert part is not None, "weights tied between two stages on a rank are refused before"
+            return ZeRO3(
+                part,
+                parameters,
+                group,
+                layers=layers,
+                overlap=overlap,
+                autocast=autocast,
+                apart=apart,
+            )
+        if zero_stage:
+            from parallel101.trainers.zero.stage12 import ZeRO12
+
+            return ZeRO12(
+                parameters,
+                group,
+                zero_stage=zero_stage,
+                bucket_bytes=size,
+                overlap=overlap,
+                apart=apart,
+            )
+        if group.size == 1:
+            return GradientSync(parameters)
+        if overlap:
+            return Overlapped(parameters, group, size)
+        if size:
+            return Bucketed(parameters, group, size, all_reduce)
+        return Naive(parameters, group, all_reduce)
+
+    return make_sync

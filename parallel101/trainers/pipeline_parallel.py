@@ -1,0 +1,147 @@
+"""Pipeline parallel: each rank has some of the layers, and carries out its list of actions.
+
+    0F3   forward of microbatch 3 on stage 0        0SEND_F3   its output, to the next stage
+    0B3   its backward, or in two halves:           0RECV_B3   its output's gradient arrives
+    0I3   the gradients of the input                1SEND_B3   the input's gradient, to the stage
+    0W3   the gradients of the weights                         before
+
+    1F1B, rank 0 of 2:   0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+
+Every schedule is such lists, and runs in the loop below. Activations travel to the next stage and
+their gradients back, each once a microbatch. Sources: Huang et al., "GPipe" (2019); Narayanan et
+al. (arXiv 2104.04473), section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel101.mesh import split_sizes
+from parallel101.record.spans import span
+from parallel101.trainers.pipeline.messages import Messages, activations, is_first_forward
+from parallel101.trainers.pipeline.stage_syncs import StageSyncs
+from parallel101.trainers.schedules.actions import Action
+from parallel101.trainers.support.batches import Batch, call, count_samples, split
+from parallel101.trainers.support.losses import Losses
+from parallel101.trainers.weight_gradients import WeightGradients
+
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class Held(NamedTuple):
+    """What a stage keeps of a microbatch from its forward to its backward."""
+
+    x: Any
+    y: Tensor
+    weights: WeightGradients
+
+
+class Pipeline:
+    """The stages that this rank computes.
+
+    Args:
+        parts: global stage → its layers.
+        actions: of this rank in a step, in order, with sends and receives.
+        messages: between this rank's stages and those of other ranks.
+        sync: sums their gradients over dp.
+        stages: how many the whole model has.
+        autocast: gives the context of a forward.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        actions: Sequence[Action],
+        messages: Messages,
+        sync: StageSyncs,
+        stages: int,
+        autocast: Callable[[], Any],
+    ):
+        self.parts, self.actions, self.messages, self.sync = parts, actions, messages, sync
+        self.last_stage, self.autocast = stages - 1, autocast
+        self.microbatches = 1 + max(action.microbatch for action in actions)
+        self.split = {action[::2] for action in actions if action.kind == "I"}
+
+    def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
+        """Forward and backward of a share, cut into microbatches."""
+        sizes = split_sizes(count_samples(inputs), self.microbatches)
+        self.carry_out(self.actions, split(inputs, sizes), split(targets, sizes), losses)
+
+    def evaluate(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
+        """Forward of a share, as one microbatch."""
+        forward = [action for action in self.actions if is_first_forward(action)]
+        self.carry_out(forward, [inputs], [targets], losses)
+
+    def carry_out(
+        self,
+        actions: Sequence[Action],
+        inputs: Sequence[Batch],
+        targets: Sequence[Batch],
+        losses: Losses,
+    ) -> None:
+        self.inputs, self.targets, self.losses = inputs, targets, losses
+        self.sizes = [count_samples(x) for x in inputs]
+        self.messages.begin(inputs, forward_only=len(actions) < len(self.actions))
+        self.held: dict[tuple[int, int], Held] = {}  # by stage and microbatch
+        self.later: dict[tuple[int, int], WeightGradients] = {}
+        self.results: dict[Action, Tensor] = {}  # by the action that sends it
+        for action in actions:
+            if action.kind in NAMES:
+                self.compute(action)
+            elif not self.sizes[action.microbatch]:
+                pass  # there are fewer samples than microbatches
+            elif action.kind in ("SEND_F", "SEND_B"):
+                self.messages.send(action, self.results.pop(action))
+            else:
+                self.messages.post(action)  # it arrives while this rank computes
+        self.messages.finish()
+
+    def compute(self, action: Action) -> None:
+        stage, kind, i = action[:3]
+        arrived = self.receive(action) if self.sizes[i] else None
+        with span(NAMES[kind], microbatch=i, stage=stage), self.sync.around(action):
+            if self.sizes[i] and kind == "F":
+                self.forward(stage, i, arrived)
+            elif self.sizes[i] and kind == "W":
+                self.later.pop((stage, i)).run()
+            elif self.sizes[i]:
+                self.backward(stage, i, arrived)
+
+    def receive(self, action: Action) -> Tensor | None:
+        """What an action needs: the output of the stage before, or the gradient of its own."""
+        stage, kind, i = action[:3]
+        if kind == "W" or stage == (0 if kind == "F" else self.last_stage):
+            return None
+        sender = Action(stage - 1, "SEND_F", i) if kind == "F" else Action(stage + 1, "SEND_B", i)
+        if sender.stage not in self.parts:
+            return self.messages.take(Action(stage, "RECV_F" if kind == "F" else "RECV_B", i))
+        result = self.results.pop(sender)  # from this rank: nothing is sent
+        return result.clone() if kind == "F" else result  # a stage may change its input in place
+
+    def forward(self, stage: int, i: int, arrived: Tensor | None) -> None:
+        x = self.inputs[i]
+        if arrived is not None:
+            x = arrived.requires_grad_(arrived.is_floating_point())
+        weights = WeightGradients(split=(stage, i) in self.split)
+        with weights.forward(), self.autocast():
+            y = call(self.parts[stage], x)
+            if stage == self.last_stage:
+                y = self.losses.of(y, self.targets[i], self.sizes[i])
+        if stage < self.last_stage:
+            self.results[Action(stage, "SEND_F", i)] = activations(stage, y)
+        if torch.is_grad_enabled():
+            self.held[stage, i] = Held(x, y, weights)
+
+    def backward(self, stage: int, i: int, arrived: Tensor | None) -> None:
+        x, y, weights = self.held.pop((stage, i))
+        if y.requires_grad:
+            y.backward(arrived)
+        if stage > 0:
+            gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            self.results[Action(stage, "SEND_B", i)] = gradient
+        if weights.split:
+            self.later[stage, i] = weights

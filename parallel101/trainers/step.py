@@ -1,0 +1,147 @@
+"""One step of training, on up to three axes at once.
+
+    dp   this rank's share of the batch         data_parallel.py, zero_1_2_3.py
+    tp   its block of every matrix              tensor_parallel.py
+    pp   its layers                             pipeline_parallel.py
+
+    share ─▶ microbatches ─▶ forward, backward ─▶ gradients summed ─▶ loss agreed on ─▶ optimizer
+
+Afterwards every weight is what one process would have made of it with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel101.collectives import all_reduce
+from parallel101.mesh import Group, split_sizes
+from parallel101.record.spans import span, wait_span
+from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, sum_gradients
+from parallel101.trainers.layout import Axes, Layout
+from parallel101.trainers.random_numbers import RandomNumbers
+from parallel101.trainers.shares import Shares
+from parallel101.trainers.support.batches import Batch, call, count_samples, split
+from parallel101.trainers.support.losses import Losses, agree_on_loss
+
+if TYPE_CHECKING:
+    from parallel101.trainers.pipeline_parallel import Pipeline
+
+
+class Accumulation:
+    """All layers are on this rank. The gradients of its microbatches add up in .grad."""
+
+    def __init__(
+        self, model: nn.Module, sync: GradientSync, microbatches: int, autocast: Callable[[], Any]
+    ):
+        self.model, self.sync, self.microbatches = model, sync, microbatches
+        self.autocast = autocast
+
+    def run(self, inputs: Batch, targets: Batch, losses: Losses) -> None:
+        sizes = split_sizes(count_samples(inputs), self.microbatches)
+        for i, (x, y) in enumerate(zip(split(inputs, sizes), split(targets, sizes))):
+            with span("forward", microbatch=i):
+                loss = self.evaluate(x, y, losses)
+            last = i == self.microbatches - 1
+            with span("backward", microbatch=i), self.sync.backward(last=last):
+                if loss is not None:
+                    loss.backward()
+
+    def evaluate(self, inputs: Batch, targets: Batch, losses: Losses) -> Tensor | None:
+        samples = count_samples(inputs)
+        with self.sync.forward(), self.autocast():  # without samples, too: other ranks have some
+            return losses.of(call(self.model, inputs), targets, samples) if samples else None
+
+
+class Step:
+    """What a rank holds of the model, and the step that trains it."""
+
+    model: nn.Module  # this rank's part
+    optimizer: torch.optim.Optimizer  # of what this rank owns
+    loss_fn: Any  # None: the model returns its loss
+    axes: Axes  # the ranks that train together, by axis
+    agree: Agreement  # small exchanges among them
+    layout: Layout  # where every parameter and buffer of the whole model is
+    shares: Shares  # checks what the ranks are given
+    runner: Accumulation | Pipeline  # computes forward and backward
+    sync: GradientSync  # sums gradients over dp
+    sums: Sequence[tuple[Sequence[str], Group]]  # names of gradients summed over more ranks
+    owned: Parameters  # what this rank's optimizer updates, by name
+    trained: Sequence[str]  # names of all trained parameters of the model
+    local: Parameters  # those of them that are on this rank
+    reached: list[str]  # those that some rank's samples reached in the last step
+    random_numbers: RandomNumbers  # dropout's, alike on ranks with the same samples
+    clip_norm: float | None
+    before_first: Callable[[Batch, Batch], object] | None  # compares with one process
+    after_first: Callable[[], object] | None  # compares the ranks with each other, if that isn't
+    steps: int
+
+    def step(self, inputs: Batch, targets: Batch = None) -> float:
+        """Train on one batch, of which this rank gives its share, and return the loss of the whole,
+        the same float on every rank.
+
+        Args:
+            inputs: this rank's samples, along dim 0 of each tensor; `share` cuts them out of a
+                whole batch. Shares need not be equal, and some may be empty. The model is called
+                with a tensor, with the entries of a dict as keywords, or of a tuple as arguments.
+            targets: of these samples, for loss_fn. None if loss_fn is None.
+
+        Raises, on every rank and before a weight is changed: ValueError if the ranks' shares don't
+        belong together, NotEqualError before the first step (see `verify`), FloatingPointError if
+        a rank's loss is not finite. What the model raises on one rank ends the run.
+        """
+        total = self.shares.check(inputs, targets, self.steps)
+        if self.before_first is not None:
+            self.before_first(inputs, targets)
+        loss = self.compute_gradients(inputs, targets, total)
+        with span("optimizer"):
+            if self.clip_norm is not None:
+                parameters, norm = list(self.owned.values()), self.norm()
+                nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+            self.optimizer.step()
+            self.sync.publish()
+        self.steps += 1
+        return loss
+
+    def compute_gradients(self, inputs: Batch, targets: Batch, total: int) -> float:
+        """Afterwards every owned .grad is the gradient of the mean loss of all `total` samples.
+        Returns that loss.
+        """
+        self.optimizer.zero_grad()
+        self.sync.begin()
+        losses = Losses(self.loss_fn, total)
+        with self.random_numbers.of_step(self.steps):
+            self.runner.run(inputs, targets, losses)
+        with wait_span("synchronise"):
+            unused = self.sync.finish()
+            for names, group in self.sums:
+                parts = {name: self.owned[name] for name in names if name in self.owned}
+                sum_gradients(parts, group)
+        loss, weight, some_unused = agree_on_loss(
+            losses, len(unused), self.steps, self.axes, self.agree
+        )
+        left_out = self.reached_by_none(unused) if some_unused else set()
+        self.reached = [name for name in self.trained if name not in left_out]
+        for name, p in self.owned.items():
+            if name in left_out:
+                p.grad = None  # as in one process
+            elif weight is not None and p.grad is not None:
+                p.grad /= weight
+        if self.after_first is not None:
+            self.after_first()
+        return loss
+
+    def reached_by_none(self, unused: Sequence[str]) -> set[str]:
+        """The names of the parameters that no rank's samples reached. Collective."""
+        reached = [name in self.local and name not in unused for name in self.trained]
+        counts = all_reduce(torch.tensor(reached, dtype=torch.int32), group=self.agree.group)
+        return {name for name, count in zip(self.trained, counts.tolist()) if not count}
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients together, each element counted once."""
+        gradients = {name: p.grad for name, p in self.owned.items() if p.grad is not None}
+        return self.layout.norm(gradients)

@@ -1,0 +1,94 @@
+"""The losses of a step's microbatches, whose sum over all ranks is the loss of the whole batch.
+
+    loss_fn returns a mean        microbatch of 3 samples, batch of 8: mean · 3/8
+    loss_fn returns (sum, weight) the sum as it is; at the end, gradients are divided by all weights
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel101.trainers.agreement import Agreement
+from parallel101.trainers.layout import Axes
+from parallel101.trainers.support.arguments import LossFn, check_depends, loss_and_weight
+
+
+class Losses:
+    """Those of one rank in one step.
+
+    Args:
+        loss_fn: (outputs, targets) → mean loss, or (sum, weight). None: outputs have the loss.
+        samples: of the whole batch.
+    """
+
+    def __init__(self, loss_fn: LossFn | None, samples: int):
+        self.loss_fn, self.samples = loss_fn, samples
+        self.parts: list[Tensor] = []
+        self.weights: list[float] = []
+
+    def of(self, outputs: Any, targets: Any, samples: int) -> Tensor:
+        """A microbatch's part of the loss, from which backward starts."""
+        loss, weight = loss_and_weight(self.loss_fn, outputs, targets)
+        if torch.is_grad_enabled():
+            check_depends(loss)
+        if weight is None:
+            loss = loss * (samples / self.samples)
+        else:
+            self.weights.append(weight)
+        self.parts.append(loss.detach())
+        return loss
+
+    def sum(self) -> float:
+        return sum(part.item() for part in self.parts)
+
+    def weight(self) -> float:
+        """−1 if the parts are means, or if they are another rank's."""
+        return math.fsum(self.weights) if self.weights else -1.0
+
+
+class WholeLoss(NamedTuple):
+    """What the ranks have agreed on: the loss of the whole batch, by which weight to divide
+    gradients (None: they are of the mean already), and whether a rank's samples left out a
+    parameter.
+    """
+
+    loss: float
+    weight: float | None
+    some_unused: bool
+
+
+def agree_on_loss(
+    losses: Losses, unused: int, step: int, axes: Axes, agree: Agreement
+) -> WholeLoss:
+    """Add the ranks' losses, in their order, so that every rank has the same float. Collective.
+
+    Args:
+        unused: how many parameters this rank's samples did not reach.
+
+    Raises, on every rank, FloatingPointError if one rank's loss is not finite, and ValueError if
+    no target counts.
+    """
+    parts, weights, counts = agree.numbers(losses.sum(), losses.weight(), unused)
+    broken = {rank: part for rank, part in zip(agree.ranks, parts) if not math.isfinite(part)}
+    if broken:
+        where = ", ".join(f"{part} on rank {rank}" for rank, part in broken.items())
+        raise FloatingPointError(
+            f"step {step}: the loss is {where}; no weight was changed. "
+            "Look at that rank's samples, or lower the learning rate, or set clip_norm"
+        )
+    # ranks along tp have the same loss
+    once = [i for i in range(len(parts)) if axes.coordinates(i).get("tp", 0) == 0]
+    loss, weight = math.fsum(parts[i] for i in once), None
+    if max(weights) >= 0:
+        weight = math.fsum(max(weights[i], 0.0) for i in once)
+        if not weight:
+            raise ValueError(
+                f"step {step}: the weights of the loss add up to 0, so no target counts; "
+                "no weight was changed"
+            )
+        loss /= weight
+    return WholeLoss(loss, weight, any(counts))
