@@ -8,12 +8,48 @@ run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4, trace=Tr
 run.results, run.animate()
 """
 
+import builtins
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
-if TYPE_CHECKING:
-    from parallel101 import cost, keras, layers, sharding
+from parallel101.record.notebook import in_notebook
+
+__version__ = "0.1.0"
+
+
+@contextmanager
+def _imported_when_used() -> Iterator[dict[str, str]]:
+    """Inside, this file's `from module import name` imports nothing. It notes name → module.
+
+    So `import parallel101` takes milliseconds, `parallel101 doctor` runs where torch is missing,
+    and type checkers and editors still read ordinary imports.
+    """
+    module_of: dict[str, str] = {}
+    real_import = builtins.__import__
+
+    def note(module: str, *args: Any, **named: Any) -> Any:
+        if not args or args[0] is not globals():  # meanwhile, another thread imports something
+            return real_import(module, *args, **named)
+        names = args[2]
+        module_of.update(dict.fromkeys(names, module))
+        return SimpleNamespace(**dict.fromkeys(names))
+
+    builtins.__import__ = note  # type: ignore[assignment]
+    try:
+        yield module_of
+    finally:
+        builtins.__import__ = real_import
+    for name in module_of:
+        del globals()[name]
+
+
+with _imported_when_used() as _module_of:
+    from parallel101 import cost, keras, layers, models, sharding
+    from parallel101.analysis.axes import axis_traffic
     from parallel101.autograd import (
         algorithms,
         all_gather,
@@ -21,17 +57,21 @@ if TYPE_CHECKING:
         all_to_all,
         barrier,
         broadcast,
+        copy_to_group,
         gather,
+        gather_from_group,
+        receive,
         reduce,
+        reduce_from_group,
         reduce_scatter,
         scatter,
-    )
-    from parallel101.autograd.point_to_point import receive, send
-    from parallel101.autograd.replicated import (
-        copy_to_group,
-        gather_from_group,
-        reduce_from_group,
         scatter_to_group,
+        send,
+    )
+    from parallel101.collectives.asynchronous import (
+        all_gather_async,
+        all_reduce_async,
+        reduce_scatter_async,
     )
     from parallel101.mesh import split_sizes
     from parallel101.ranks.launch import Run, launch
@@ -40,64 +80,46 @@ if TYPE_CHECKING:
     from parallel101.record.spans import compute, span
     from parallel101.record.trace import Trace
     from parallel101.sim.network import Network
-    from parallel101.trainers.hybrid import HybridTrainer, PipelineTrainer, TensorParallelTrainer
-    from parallel101.trainers.one_axis import DataParallelTrainer
+    from parallel101.trainers.hybrid import HybridTrainer
+    from parallel101.trainers.one_axis import (
+        DataParallelTrainer,
+        PipelineTrainer,
+        ShardedTrainer,
+        TensorParallelTrainer,
+    )
     from parallel101.trainers.schedules.actions import ScheduleError
     from parallel101.trainers.schedules.schedule import Schedule, schedule
-    from parallel101.trainers.sharded import ShardedTrainer
     from parallel101.trainers.tensor.loss import vocabulary_cross_entropy
     from parallel101.trainers.tensor.styles import column
-    from parallel101.trainers.trainer import Trainer
     from parallel101.trainers.verify.report import NotEqualError
+    from parallel101.trainers.weight_gradients import WeightGradients
+    from parallel101.viz.axes import axes_scene
+    from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
+    from parallel101.viz.forward_backward import forward_backward_scene
+    from parallel101.viz.lanes import lanes_scene
+    from parallel101.viz.loss import LiveLoss, loss_scene
+    from parallel101.viz.matrices import matrices_scene
+    from parallel101.viz.memory import memory_scene
+    from parallel101.viz.pipeline import pipeline_scene
+    from parallel101.viz.plots import bandwidth, sweep
     from parallel101.viz.watch import watch
-from parallel101.record.notebook import in_notebook
 
-__version__ = "0.1.0"
-
-_WHERE = {
-    "parallel101.autograd": (
-        "algorithms all_gather all_reduce all_to_all barrier broadcast gather reduce "
-        "reduce_scatter scatter"
-    ),
-    "parallel101.sim.network": "Network",
-    "parallel101.record.errors": "DeadlockError LaunchTimeout MisuseError RankFailed",
-    "parallel101.mesh": "split_sizes",
-    "parallel101.trainers.one_axis": "DataParallelTrainer",
-    "parallel101.trainers.hybrid": "HybridTrainer PipelineTrainer TensorParallelTrainer",
-    "parallel101.trainers.sharded": "ShardedTrainer",
-    "parallel101.trainers.schedules.actions": "ScheduleError",
-    "parallel101.trainers.schedules.schedule": "Schedule schedule",
-    "parallel101.trainers.tensor.loss": "vocabulary_cross_entropy",
-    "parallel101.trainers.tensor.styles": "column",
-    "parallel101.trainers.trainer": "Trainer",
-    "parallel101.trainers.verify.report": "NotEqualError",
-    "parallel101.autograd.point_to_point": "receive send",
-    "parallel101.ranks.launch": "Run launch",
-    "parallel101.autograd.replicated": "copy_to_group gather_from_group reduce_from_group scatter_to_group",
-    "parallel101.record.events": "Event Message",
-    "parallel101.record.trace": "Trace",
-    "parallel101.record.spans": "compute span",
-    "parallel101.viz.watch": "watch",
-}
-_HOME = {name: module for module, names in _WHERE.items() for name in names.split()}
-_MODULES = ("cost", "keras", "layers", "sharding")  # not in __all__: keras needs Keras
-__all__ = sorted(_HOME)
+# not the modules: keras needs Keras
+__all__ = sorted(name for name, module in _module_of.items() if module != __name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, because `parallel101 doctor` must also run where
-    torch is missing.
-    """
-    if name in _MODULES:
-        return import_module(f"parallel101.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'parallel101' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    if name not in _module_of:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _module_of[name]
+    if module == __name__:
+        return import_module(f"{module}.{name}")
+    value = globals()[name] = getattr(import_module(module), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, *_MODULES]
+    return [*globals(), *_module_of]
 
 
 # the fork server imports torch while the reader reads on: the first launch needs it

@@ -24,6 +24,7 @@ from parallel101.collectives.all_reduce import all_reduce
 from parallel101.collectives.all_to_all import ALGORITHMS as _ALL_TO_ALL
 from parallel101.collectives.all_to_all import ON_A_MESH as _ALL_TO_ALL_ON_A_MESH
 from parallel101.collectives.all_to_all import all_to_all
+from parallel101.collectives.auto import AUTO
 from parallel101.collectives.barrier import ALGORITHMS as _BARRIER
 from parallel101.collectives.barrier import barrier
 from parallel101.collectives.broadcast import ALGORITHMS as _BROADCAST
@@ -38,7 +39,7 @@ from parallel101.collectives.reduce_scatter import reduce_scatter
 from parallel101.collectives.scatter import ALGORITHMS as _SCATTER
 from parallel101.collectives.scatter import scatter
 
-__all__ = ["ON_A_MESH", "TEXTBOOK", "fixed"]
+__all__ = ["AUTO", "ON_A_MESH", "TEXTBOOK", "fixed"]
 __all__ += [
     "all_gather",
     "all_reduce",

@@ -163,6 +163,19 @@ def test_the_lines_at_the_top_of_the_package_run_without_a_warning_in_any_proces
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+def test_torch_is_imported_when_a_public_name_is_used_and_each_of_them_exists():
+    code = """
+import sys
+import parallel101, parallel101.doctor
+assert "torch" not in sys.modules
+from parallel101 import *
+assert set(parallel101.__all__) <= set(globals()) & set(dir(parallel101)), parallel101.__all__
+assert parallel101.layers.AllGather and parallel101.models.GPT and parallel101.all_reduce is all_reduce
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_notebooks_are_committed_without_outputs():
     for path in tracked("*.ipynb"):
         cells = json.loads(path.read_text())["cells"]
