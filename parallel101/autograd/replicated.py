@@ -22,10 +22,8 @@ from torch import Size, Tensor
 from parallel101 import collectives as raw
 from parallel101.autograd.linear import differentiable, scaled
 from parallel101.collectives.auto import check_algorithm
-from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
-from parallel101.collectives.comm import begin
-from parallel101.collectives.torus import check_axes
-from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.collectives.checks import begin, block_sizes, dim_of, nothing, tensor_of
+from parallel101.mesh import Group, GroupLike, group_of, split_sizes
 
 __all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_to_group"]
 
@@ -46,13 +44,10 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
     Returns a new contiguous tensor like x, so x does not change with it. Raises ValueError or
     TypeError for wrong arguments.
     """
-    check_algorithm(
-        "all_reduce", algorithm, raw.TEXTBOOK["all_reduce"], raw.ON_A_MESH["all_reduce"]
-    )
 
     def forward(x: Tensor) -> Tensor:
         x, members = tensor_of(x), group_of(group)
-        check_axes(algorithm, members)  # now, rather than in backward
+        _check_backward("all_reduce", algorithm, members)
         if members.position is not None:
             begin("copy_to_group", members, x, algorithm=algorithm)
         return x.clone(memory_format=torch.contiguous_format)
@@ -107,19 +102,14 @@ def scatter_to_group(
 
     Returns a new contiguous tensor. Raises ValueError or TypeError for wrong arguments.
     """
-    check_algorithm(
-        "all_gather", algorithm, raw.TEXTBOOK["all_gather"], raw.ON_A_MESH["all_gather"]
-    )
 
     def forward(x: Tensor) -> Tensor:
         x, members = tensor_of(x), group_of(group)
+        _check_backward("all_gather", algorithm, members)
         axis = dim_of(x, dim)
         if members.position is None:
             return nothing(x)
-        check_axes(algorithm, members)  # now, rather than in backward
-        cut = cut_sizes(
-            x, axis, split_sizes(x.shape[axis], members.size) if sizes is None else sizes, members
-        )
+        cut = block_sizes(x, axis, sizes, members)
         begin("scatter_to_group", members, x, dim=axis, sizes=cut, algorithm=algorithm)
         return x.split(cut, axis)[members.position].clone(memory_format=torch.contiguous_format)
 
@@ -158,3 +148,8 @@ def gather_from_group(
         )
 
     return differentiable("gather_from_group", x, group, forward, backward, local_backward=True)
+
+
+def _check_backward(operation: str, algorithm: str, group: Group) -> None:
+    """Check in forward, which sends nothing, the algorithm with which backward will send."""
+    check_algorithm(operation, algorithm, group, raw.TEXTBOOK[operation], raw.ON_A_MESH[operation])

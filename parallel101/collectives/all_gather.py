@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import dim_of, nothing, shard_sizes, tensor_of
-from parallel101.collectives.comm import Comm, begin, blocking, wait_all
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm, blocking, wait_all
 from parallel101.collectives.power_of_two import copy_from_core, nearest_power_of_two
 from parallel101.collectives.torus import all_gather as torus
-from parallel101.collectives.torus import check_axes
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, comm: Comm) -> Iterator[None]:
@@ -149,20 +147,16 @@ def all_gather(
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.1.
     """
-    check_algorithm("all_gather", algorithm, ALGORITHMS, ON_A_MESH)
-    x, members = tensor_of(x), group_of(group)
-    dim = dim_of(x, dim)
-    sizes = shard_sizes(x, dim, sizes, members)
-    if members.position is None:
+    call = prepare("all_gather", x, group, algorithm, ALGORITHMS, ON_A_MESH, dim=dim, shards=sizes)
+    if call is None:
         return nothing(x)
-    check_axes(algorithm, members)
-    comm = begin("all_gather", members, x, uneven=dim, dim=dim, sizes=sizes, algorithm=algorithm)
-    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+    x, comm, dim = call.x, call.comm, call.dim
+    shape = [*x.shape[:dim], sum(call.sizes), *x.shape[dim + 1 :]]
     result = x.new_empty(shape)
     blocks = Blocks(
         result.view(-1) if dim == 0 else x.new_empty(result.numel()),
-        [size * row_of(x, dim) for size in sizes],
+        [size * row_of(x, dim) for size in call.sizes],
     )
     blocks[comm.rank].copy_(flat_of(x, dim))
-    choose("all_gather", algorithm, ALGORITHMS | ON_A_MESH, result.nbytes, comm.size)(blocks, comm)
+    call.run(blocks, comm)
     return result if dim == 0 else shaped(blocks.flat, shape, dim)

@@ -15,11 +15,10 @@ from parallel101.collectives.all_gather import bidirectional_ring as bidirection
 from parallel101.collectives.all_gather import direct as direct_all_gather
 from parallel101.collectives.all_gather import double
 from parallel101.collectives.all_gather import ring as ring_all_gather
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, even_blocks, flat_of
 from parallel101.collectives.broadcast import binomial as binomial_broadcast
-from parallel101.collectives.checks import nothing, tensor_of
-from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.power_of_two import (
     copy_from_core,
     nearest_power_of_two,
@@ -32,11 +31,10 @@ from parallel101.collectives.reduce_scatter import (
 from parallel101.collectives.reduce_scatter import direct as direct_reduce_scatter
 from parallel101.collectives.reduce_scatter import halve
 from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
-from parallel101.collectives.reductions import Reduction, reduction_of
+from parallel101.collectives.reductions import Reduction
 from parallel101.collectives.torus import all_gather as torus_all_gather
-from parallel101.collectives.torus import check_axes
 from parallel101.collectives.torus import reduce_scatter as torus_reduce_scatter
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import GroupLike
 
 
 def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
@@ -179,13 +177,10 @@ def all_reduce(
     Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
     section 4.5.
     """
-    check_algorithm("all_reduce", algorithm, ALGORITHMS, ON_A_MESH)
-    x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
-    if members.position is None:
+    call = prepare("all_reduce", x, group, algorithm, ALGORITHMS, ON_A_MESH, op=op)
+    if call is None:
         return nothing(x)
-    check_axes(algorithm, members)
-    comm = begin("all_reduce", members, x, op=op, algorithm=algorithm)
+    x, comm = call.x, call.comm
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    run = choose("all_reduce", algorithm, ALGORITHMS | ON_A_MESH, x.nbytes, comm.size)
-    return run(even_blocks(flat_of(x), comm.size), reduction, comm).view(x.shape)
+    return call.run(even_blocks(flat_of(x), comm.size), call.reduction, comm).view(x.shape)

@@ -19,18 +19,17 @@ from torch import Tensor
 from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks
 from parallel101.collectives.checks import (
-    cut_sizes,
+    begin,
+    block_sizes,
     dim_of,
     nothing,
     shard_sizes,
     sizes_of,
     tensor_of,
 )
-from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.torus import all_to_all as torus
-from parallel101.collectives.torus import check_axes
 from parallel101.mesh import Group, GroupLike, group_of
-from parallel101.mesh import split_sizes as balanced
 
 Count = Callable[[int, int], int]  # (source, destination) → elements of the block between them
 
@@ -124,18 +123,13 @@ def all_to_all(
     Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in
     multiport message-passing systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
     """
-    check_algorithm("all_to_all", algorithm, ALGORITHMS, ON_A_MESH)
     x, members = tensor_of(x), group_of(group)
+    check_algorithm("all_to_all", algorithm, members, ALGORITHMS, ON_A_MESH)
     split_dim, concat_dim = dim_of(x, split_dim, "split_dim"), dim_of(x, concat_dim, "concat_dim")
     if members.position is None:
         return nothing(x)
-    check_axes(algorithm, members)
     p, rank, one_dim = members.size, members.position, split_dim == concat_dim
-    cut = (
-        balanced(x.shape[split_dim], p)
-        if split_sizes is None
-        else cut_sizes(x, split_dim, split_sizes, members, "split_sizes")
-    )
+    cut = block_sizes(x, split_dim, split_sizes, members, "split_sizes")
     joined = _joined_sizes(x, concat_dim, cut if one_dim else None, concat_sizes, members, rank)
     # a rank knows the sizes of its own blocks only
     own_sizes = one_dim and concat_sizes is not None

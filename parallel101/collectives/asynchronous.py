@@ -19,11 +19,11 @@ from torch import Tensor
 
 from parallel101.collectives.all_gather import direct_steps as direct_all_gather
 from parallel101.collectives.blocks import Blocks, even_blocks, row_of
-from parallel101.collectives.checks import cut_sizes, nothing, shard_sizes, tensor_of
-from parallel101.collectives.comm import Comm, begin
+from parallel101.collectives.checks import begin, block_sizes, nothing, shard_sizes, tensor_of
+from parallel101.collectives.comm import Comm
 from parallel101.collectives.reduce_scatter import direct_steps as direct_reduce_scatter
 from parallel101.collectives.reductions import Reduction, reduction_of
-from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.mesh import GroupLike, group_of
 
 
 class AsyncCollective:
@@ -100,9 +100,7 @@ def reduce_scatter_async(
     x, reduction, members = contiguous(x, "x"), reduction_of(op, x), group_of(group)
     if members.position is None:
         return AsyncCollective(iter(()), nothing(x))
-    sizes = cut_sizes(
-        x, 0, split_sizes(x.shape[0], members.size) if sizes is None else sizes, members
-    )
+    sizes = block_sizes(x, 0, sizes, members)
     result = result_in(out, x, (sizes[members.position], *x.shape[1:]))
     comm = begin("reduce_scatter_async", members, x, op=op, sizes=sizes)
     if comm.size == 1:

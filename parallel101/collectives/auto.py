@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from parallel101.mesh import Group
+
 KiB, MiB = 1024, 1024**2
 
 
@@ -62,14 +64,22 @@ AUTO: dict[str, list[Rule]] = {
 def check_algorithm(
     operation: str,
     algorithm: str,
-    table: Mapping[str, Any],
-    mesh_table: Mapping[str, Any] | None = None,
+    group: Group,
+    algorithms: Mapping[str, Any],
+    on_a_mesh: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError for an algorithm that the operation does not have."""
-    allowed = ["auto", *table, *(mesh_table or ())]
+    """Raises ValueError for an algorithm that the operation does not have, or that needs a mesh of
+    two axes or more, which the group isn't.
+    """
+    allowed = ["auto", *algorithms, *on_a_mesh]
     if algorithm not in allowed:
         raise ValueError(
             f"algorithm={algorithm!r} is unknown: {operation} has {', '.join(map(repr, allowed))}"
+        )
+    if algorithm in on_a_mesh and group.position is not None and len(group.shape) < 2:
+        raise ValueError(
+            f"algorithm={algorithm!r} needs a DeviceMesh of two axes or more as its group; "
+            f"this group has shape {group.shape}"
         )
 
 

@@ -42,8 +42,8 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
 
     Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization" (1988).
     """
-    check_algorithm("barrier", algorithm, ALGORITHMS)
     members = group_of(group)
+    check_algorithm("barrier", algorithm, members, ALGORITHMS, {})
     if members.position is None:
         return
     comm = comm_of(members, _device(members), "barrier")

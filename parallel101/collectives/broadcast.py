@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from parallel101.collectives.all_gather import ring as ring_all_gather
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import even_blocks
-from parallel101.collectives.checks import nothing, root_of, tensor_of
-from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.scatter import binomial as binomial_scatter
 from parallel101.collectives.tree import path
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import GroupLike
 
 # of the chain: small, so that many segments are in flight, and large compared to a message's
 # latency
@@ -87,15 +86,13 @@ def broadcast(
     Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
     section 4.2.
     """
-    check_algorithm("broadcast", algorithm, ALGORITHMS)
-    x, members = tensor_of(x), group_of(group)
-    src = root_of(members, src, "src")
-    if members.position is None:
+    call = prepare("broadcast", x, group, algorithm, ALGORITHMS, src=src)
+    if call is None:
         return nothing(x)
-    comm = begin("broadcast", members, x, src=src, algorithm=algorithm)
+    x, comm = call.x, call.comm
     if comm.rank == src:
         result = x.clone(memory_format=torch.contiguous_format)
     else:
         result = x.new_empty(x.shape)
-    choose("broadcast", algorithm, ALGORITHMS, x.nbytes, comm.size)(result.view(-1), src, comm)
+    call.run(result.view(-1), src, comm)
     return result

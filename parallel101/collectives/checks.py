@@ -4,21 +4,27 @@ and on every rank.
     all_gather(x, dim=3) of a matrix        a ValueError on rank 0, 1, 2, …, instead of one rank that stops and others that wait
     "sum" on rank 0, "max" on rank 1        `compare`: only a checked run can see this, since asking the others would cost a message
 
-These functions do not check whether an algorithm exists (auto.py) or an op fits a dtype
-(reductions.py).
+`prepare` is the first call of every collective but all_to_all and barrier, which have arguments of
+their own. Whether an algorithm exists is checked in auto.py, and whether an op fits a dtype in
+reductions.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel101.mesh import Group
+from parallel101.collectives.auto import check_algorithm, choose
+from parallel101.collectives.blocks import row_of
+from parallel101.collectives.comm import Comm, comm_of
+from parallel101.collectives.reductions import reduction_of
+from parallel101.mesh import Group, GroupLike, group_of, split_sizes
 from parallel101.record.spans import recorder
 
 _PLAIN = (
@@ -26,6 +32,87 @@ _PLAIN = (
     "x.unbind() on a nested tensor."
 )
 _thread = threading.local()
+
+
+class Prepared(NamedTuple):
+    """A collective whose arguments are checked, on a rank that takes part in it."""
+
+    x: Tensor  # without its graph
+    comm: Comm
+    run: Callable[..., Any]  # the function of the chosen algorithm
+    reduction: Any = None  # a Reduction, if the operation has op=
+    dim: int = 0  # counted from the front
+    sizes: Sequence[int] = ()  # along dim, by position
+
+
+def prepare(
+    operation: str,
+    x: Tensor,
+    group: GroupLike,
+    algorithm: str,
+    algorithms: Mapping[str, Callable[..., Any]],
+    on_a_mesh: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    **arguments: Any,
+) -> Prepared | None:
+    """Check a call of a collective and choose its algorithm. Returns None on an idle rank.
+
+    Args:
+        algorithms, on_a_mesh: the operation's algorithms for any group, and for a mesh only.
+        arguments: the others of the call: op, src, dst, dim, and `blocks` for a sizes= by which x
+            is split, or `shards` for a sizes= of what is joined.
+
+    Raises ValueError or TypeError for wrong arguments, MisuseError in a checked run if the ranks'
+    arguments differ.
+    """
+    x = tensor_of(x)
+    reduction = reduction_of(arguments["op"], x) if "op" in arguments else None
+    members = group_of(group)
+    check_algorithm(operation, algorithm, members, algorithms, on_a_mesh)
+    for root in arguments.keys() & {"src", "dst"}:
+        root_of(members, arguments[root], root)
+    dim, sizes, uneven, nbytes = 0, None, None, x.nbytes
+    if "dim" in arguments:
+        dim = arguments["dim"] = dim_of(x, arguments["dim"])
+    if "shards" in arguments:
+        sizes, uneven = shard_sizes(x, dim, arguments.pop("shards"), members), dim
+        nbytes = sum(sizes) * row_of(x, dim) * x.element_size()
+    if members.position is None:
+        return None
+    if "blocks" in arguments:
+        sizes = block_sizes(x, dim, arguments.pop("blocks"), members)
+    comm = begin(
+        operation, members, x, uneven=uneven, sizes=sizes, **arguments, algorithm=algorithm
+    )
+    run = choose(operation, algorithm, {**algorithms, **on_a_mesh}, nbytes, comm.size)
+    return Prepared(x, comm, run, reduction, dim, sizes or ())
+
+
+def begin(
+    operation: str,
+    group: Group,
+    x: Tensor,
+    *,
+    uneven: int | None = None,
+    sizes: Any = None,
+    **arguments: Any,
+) -> Comm:
+    """The Comm for a collective on x, made after the collective's own checks.
+
+    In a checked run it compares what all ranks must pass alike: these arguments, x's dtype, and its
+    shape except along the dim `uneven`. Raises ValueError if the group's backend cannot send from
+    x's device.
+    """
+    comm = comm_of(group, x.device, operation)
+    if comm.collective is not None:
+        arguments["dtype"] = x.dtype
+        if uneven is None:
+            arguments["shape"] = tuple(x.shape)
+        else:
+            arguments["shape in the other dims"] = (*x.shape[:uneven], *x.shape[uneven + 1 :])
+        if sizes is not None:
+            arguments["sizes"] = sizes
+        compare(operation, group, **arguments)
+    return comm
 
 
 def compare(operation: str, group: Group, numbered: str = "", **arguments: Any) -> int:
@@ -132,10 +219,15 @@ def sizes_of(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[in
     return list(sizes)
 
 
-def cut_sizes(
-    x: Tensor, dim: int, sizes: Sequence[int], group: Group, name: str = "sizes"
+def block_sizes(
+    x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group, name: str = "sizes"
 ) -> list[int]:
-    """`sizes`, if they split the whole of x along `dim`."""
+    """The size along `dim` of every rank's block of x. Raises ValueError if they aren't all of x.
+
+    Without `sizes` the blocks are those of `split_sizes`.
+    """
+    if sizes is None:
+        return split_sizes(x.shape[dim], group.size)
     sizes = sizes_of(sizes, group, name)
     if sum(sizes) != x.shape[dim]:
         raise ValueError(

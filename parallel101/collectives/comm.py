@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel101.collectives.checks import compare
 from parallel101.mesh import Group
 from parallel101.record.spans import COLLECTIVE_TAG, Collective, recorder, set_current_collective
 
@@ -187,36 +186,6 @@ def blocking(steps: Callable[P, Iterator[None]]) -> Callable[P, None]:
 
     run.__name__ = run.__qualname__ = steps.__name__.removesuffix("_steps")
     return run
-
-
-def begin(
-    operation: str,
-    group: Group,
-    x: Tensor,
-    *,
-    uneven: int | None = None,
-    sizes: Any = None,
-    **arguments: Any,
-) -> Comm:
-    """The Comm for a collective on x.
-
-    Every collective calls this after its own checks and before its first message.
-
-    In a checked run it compares what all ranks must pass alike: these arguments, x's dtype, and its
-    shape except along the dim `uneven`. Raises ValueError if the group's backend cannot send from
-    x's device.
-    """
-    comm = comm_of(group, x.device, operation)
-    if comm.collective is not None:
-        arguments["dtype"] = x.dtype
-        if uneven is None:
-            arguments["shape"] = tuple(x.shape)
-        else:
-            arguments["shape in the other dims"] = (*x.shape[:uneven], *x.shape[uneven + 1 :])
-        if sizes is not None:
-            arguments["sizes"] = sizes
-        compare(operation, group, **arguments)
-    return comm
 
 
 def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLECTIVE_TAG) -> Comm:

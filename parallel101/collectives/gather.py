@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import dim_of, nothing, root_of, shard_sizes, tensor_of
-from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.tree import path, subtree
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import GroupLike
 
 
 def flat(blocks: Blocks, root: int, comm: Comm) -> None:
@@ -75,24 +74,18 @@ def gather(
     n(p−1)/p bytes, where the result has n. Source: Chan, Heimlich, Purkayastha, van de Geijn,
     "Collective communication: theory, practice, and experience" (2007), section 4.
     """
-    check_algorithm("gather", algorithm, ALGORITHMS)
-    x, members = tensor_of(x), group_of(group)
-    dst, dim = root_of(members, dst, "dst"), dim_of(x, dim)
-    sizes = shard_sizes(x, dim, sizes, members)
-    if members.position is None:
+    call = prepare("gather", x, group, algorithm, ALGORITHMS, dst=dst, dim=dim, shards=sizes)
+    if call is None:
         return nothing(x)
-    comm = begin(
-        "gather", members, x, uneven=dim, dst=dst, dim=dim, sizes=sizes, algorithm=algorithm
-    )
-    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
-    elements = [size * row_of(x, dim) for size in sizes]
+    x, comm, dim = call.x, call.comm, call.dim
+    elements = [size * row_of(x, dim) for size in call.sizes]
     mine = flat_of(x, dim)
     if comm.rank == dst:
         blocks = Blocks(x.new_empty(sum(elements)), elements)
         blocks[dst].copy_(mine)
     else:
         blocks = Blocks(mine, elements, first=comm.rank)
-    choose("gather", algorithm, ALGORITHMS, sum(elements) * x.element_size(), comm.size)(
-        blocks, dst, comm
-    )
-    return shaped(blocks.flat, shape, dim) if comm.rank == dst else nothing(x)
+    call.run(blocks, dst, comm)
+    if comm.rank != dst:
+        return nothing(x)
+    return shaped(blocks.flat, [*x.shape[:dim], sum(call.sizes), *x.shape[dim + 1 :]], dim)

@@ -12,15 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import even_blocks, flat_of
-from parallel101.collectives.checks import nothing, root_of, tensor_of
-from parallel101.collectives.comm import Comm, begin
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm
 from parallel101.collectives.gather import binomial as binomial_gather
 from parallel101.collectives.reduce_scatter import ring as ring_reduce_scatter
-from parallel101.collectives.reductions import Reduction, reduction_of
+from parallel101.collectives.reductions import Reduction
 from parallel101.collectives.tree import path
-from parallel101.mesh import GroupLike, group_of
+from parallel101.mesh import GroupLike
 
 
 def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
@@ -86,15 +85,11 @@ def reduce(
     Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
     section 4.4.
     """
-    check_algorithm("reduce", algorithm, ALGORITHMS)
-    x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
-    dst = root_of(members, dst, "dst")
-    if members.position is None:
+    call = prepare("reduce", x, group, algorithm, ALGORITHMS, dst=dst, op=op)
+    if call is None:
         return nothing(x)
-    comm = begin("reduce", members, x, dst=dst, op=op, algorithm=algorithm)
+    x, comm = call.x, call.comm
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    total = choose("reduce", algorithm, ALGORITHMS, x.nbytes, comm.size)(
-        flat_of(x), reduction, dst, comm
-    )
-    return reduction.finish(total, comm.size).view(x.shape) if comm.rank == dst else nothing(x)
+    total = call.run(flat_of(x), call.reduction, dst, comm)
+    return call.reduction.finish(total, comm.size).view(x.shape) if comm.rank == dst else nothing(x)

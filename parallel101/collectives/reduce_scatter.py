@@ -12,15 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import cut_sizes, dim_of, nothing, tensor_of
-from parallel101.collectives.comm import Comm, begin, blocking, wait_all
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm, blocking, wait_all
 from parallel101.collectives.power_of_two import nearest_power_of_two, reduce_to_core
-from parallel101.collectives.reductions import Reduction, reduction_of
-from parallel101.collectives.torus import check_axes
+from parallel101.collectives.reductions import Reduction
 from parallel101.collectives.torus import reduce_scatter as torus
-from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iterator[None]:
@@ -155,22 +153,16 @@ def reduce_scatter(
     Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
     (2005), section 4.3.
     """
-    check_algorithm("reduce_scatter", algorithm, ALGORITHMS, ON_A_MESH)
-    x, reduction, members = tensor_of(x), reduction_of(op, x), group_of(group)
-    dim = dim_of(x, dim)
-    if members.position is None:
-        return nothing(x)
-    check_axes(algorithm, members)
-    sizes = cut_sizes(
-        x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members
+    call = prepare(
+        "reduce_scatter", x, group, algorithm, ALGORITHMS, ON_A_MESH, dim=dim, op=op, blocks=sizes
     )
-    comm = begin("reduce_scatter", members, x, dim=dim, op=op, sizes=sizes, algorithm=algorithm)
+    if call is None:
+        return nothing(x)
+    x, comm, dim = call.x, call.comm, call.dim
     if comm.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    blocks = Blocks(flat_of(x, dim), [size * row_of(x, dim) for size in sizes])
+    blocks = Blocks(flat_of(x, dim), [size * row_of(x, dim) for size in call.sizes])
     out = x.new_empty(blocks.sizes[comm.rank])
-    choose("reduce_scatter", algorithm, ALGORITHMS | ON_A_MESH, x.nbytes, comm.size)(
-        blocks, out, reduction, comm
-    )
-    reduction.finish(out, comm.size)
-    return shaped(out, [*x.shape[:dim], sizes[comm.rank], *x.shape[dim + 1 :]], dim)
+    call.run(blocks, out, call.reduction, comm)
+    call.reduction.finish(out, comm.size)
+    return shaped(out, [*x.shape[:dim], call.sizes[comm.rank], *x.shape[dim + 1 :]], dim)

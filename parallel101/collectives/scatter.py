@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from parallel101.collectives.auto import check_algorithm, choose
 from parallel101.collectives.blocks import Blocks, flat_of, row_of, shaped
-from parallel101.collectives.checks import cut_sizes, dim_of, nothing, root_of, tensor_of
-from parallel101.collectives.comm import Comm, begin, wait_all
+from parallel101.collectives.checks import nothing, prepare
+from parallel101.collectives.comm import Comm, wait_all
 from parallel101.collectives.tree import path, subtree
-from parallel101.mesh import GroupLike, group_of, split_sizes
+from parallel101.mesh import GroupLike
 
 
 def flat(blocks: Blocks, out: Tensor, root: int, comm: Comm) -> None:
@@ -70,21 +69,16 @@ def scatter(
     bytes, where x has n. Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective
     communication: theory, practice, and experience" (2007), section 4.
     """
-    check_algorithm("scatter", algorithm, ALGORITHMS)
-    x, members = tensor_of(x), group_of(group)
-    src, dim = root_of(members, src, "src"), dim_of(x, dim)
-    if members.position is None:
+    call = prepare("scatter", x, group, algorithm, ALGORITHMS, src=src, dim=dim, blocks=sizes)
+    if call is None:
         return nothing(x)
-    sizes = cut_sizes(
-        x, dim, split_sizes(x.shape[dim], members.size) if sizes is None else sizes, members
-    )
-    comm = begin("scatter", members, x, src=src, dim=dim, sizes=sizes, algorithm=algorithm)
-    elements = [size * row_of(x, dim) for size in sizes]
+    x, comm, dim = call.x, call.comm, call.dim
+    elements = [size * row_of(x, dim) for size in call.sizes]
     out = x.new_empty(elements[comm.rank])
     blocks = (
         Blocks(flat_of(x, dim), elements)
         if comm.rank == src
         else Blocks(out, elements, first=comm.rank)
     )
-    choose("scatter", algorithm, ALGORITHMS, x.nbytes, comm.size)(blocks, out, src, comm)
-    return shaped(out, [*x.shape[:dim], sizes[comm.rank], *x.shape[dim + 1 :]], dim)
+    call.run(blocks, out, src, comm)
+    return shaped(out, [*x.shape[:dim], call.sizes[comm.rank], *x.shape[dim + 1 :]], dim)

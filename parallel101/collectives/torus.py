@@ -24,7 +24,7 @@ from torch import Tensor
 from parallel101.collectives.blocks import Blocks
 from parallel101.collectives.comm import Comm, Work, wait_all
 from parallel101.collectives.reductions import Reduction
-from parallel101.mesh import Group, split_sizes
+from parallel101.mesh import split_sizes
 
 
 def all_gather(blocks: Blocks, comm: Comm) -> None:
@@ -212,12 +212,3 @@ def at_once(parts: list[Steps]) -> None:
     """Run the parts side by side: post one step of each, and wait for all of them."""
     while works := [work for part in parts for work in next(part, [])]:
         wait_all(works)
-
-
-def check_axes(algorithm: str, group: Group) -> None:
-    """Raises ValueError if `algorithm` needs a mesh of two axes or more and the group is none."""
-    if algorithm in ("two_level", "torus") and group.position is not None and len(group.shape) < 2:
-        raise ValueError(
-            f"algorithm={algorithm!r} needs a DeviceMesh of two axes or more as its group; "
-            f"this group has shape {group.shape}"
-        )

@@ -19,8 +19,8 @@ from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd.linear import differentiable
-from parallel101.collectives.checks import tensor_of
-from parallel101.collectives.comm import begin, wait_all
+from parallel101.collectives.checks import begin, tensor_of
+from parallel101.collectives.comm import wait_all
 from parallel101.layers.axes import mesh_axes, outside, whole_shape
 from parallel101.layers.halo_sizes import Halo, halos, messages, overlap
 from parallel101.mesh import Group
