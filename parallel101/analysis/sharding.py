@@ -85,7 +85,7 @@ def parts_of(run: ShardedRun, column: Column, rank: int) -> list[Part]:
     for array in [column.array, *([run.found] if last and run.found is not None else [])]:
         region = array.block(plan.sizes, plan.mesh, at)
         expected = [
-            int(all(place.get(axis, at[axis]) == at[axis] for axis in array.unreduced))
+            int(all(place.get(axis, at[axis]) == at[axis] for axis in array.partial))
             for place, _ in terms
         ]
         counts = term_counts(block, [term[region] for _, term in terms], expected)
@@ -127,11 +127,11 @@ def terms_of(run: ShardedRun, array: Any) -> list[tuple[dict[str, int], Tensor]]
     plan = run.plan
     for operand, whole in zip(plan.operands, run.operands):
         if operand.name == array.name:
-            if not operand.unreduced:
+            if not operand.partial:
                 return [({}, whole)]
             ways = [
-                dict(zip(operand.unreduced, place))
-                for place in product(*(range(plan.mesh[axis]) for axis in operand.unreduced))
+                dict(zip(operand.partial, place))
+                for place in product(*(range(plan.mesh[axis]) for axis in operand.partial))
             ]
             # as `plan.shard` makes them
             return [(at, whole if not any(at.values()) else whole * 0) for at in ways]

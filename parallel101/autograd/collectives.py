@@ -19,7 +19,13 @@ from typing import Any
 from torch import Size, Tensor
 
 from parallel101 import collectives as raw
-from parallel101.autograd.linear import differentiable, documented, placeholder, reverse, scaled
+from parallel101.autograd.differentiable import (
+    differentiable,
+    documented,
+    placeholder,
+    reverse,
+    scaled,
+)
 from parallel101.collectives import barrier
 from parallel101.mesh import GroupLike, group_of
 from parallel101.mesh import split_sizes as balanced

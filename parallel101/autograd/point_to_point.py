@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Size, Tensor
 
-from parallel101.autograd.linear import differentiable, placeholder
+from parallel101.autograd.differentiable import differentiable, placeholder
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import nothing, root_of, tensor_of
 from parallel101.collectives.comm import Comm, comm_of

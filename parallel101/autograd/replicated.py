@@ -20,7 +20,7 @@ import torch
 from torch import Size, Tensor
 
 from parallel101 import collectives as raw
-from parallel101.autograd.linear import differentiable, scaled
+from parallel101.autograd.differentiable import differentiable, scaled
 from parallel101.collectives.auto import check_algorithm
 from parallel101.collectives.checks import begin, block_sizes, dim_of, nothing, tensor_of
 from parallel101.mesh import Group, GroupLike, group_of, split_sizes

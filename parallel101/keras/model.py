@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel101.autograd import gather_from_group
 from parallel101.collectives import all_gather, barrier
 from parallel101.keras.callbacks import BackupElsewhere, SameOrder
-from parallel101.keras.checks import check_methods, check_model, check_optimizer, check_samples
 from parallel101.keras.dense import Freezing, cut_model, graph_of, trainable
 from parallel101.keras.installed import keras
 from parallel101.keras.randomness import Draws, draw_alike, nothing_drawn
 from parallel101.keras.sharded_model import ShardedModel
 from parallel101.keras.shards import Shards, axes_of
+from parallel101.keras.supported import check_methods, check_model, check_optimizer, check_samples
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.agreement import Agreement
 

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.collectives import all_reduce
-from parallel101.keras.checks import check_regularizer
 from parallel101.keras.dense import CutDense
 from parallel101.keras.installed import keras
+from parallel101.keras.supported import check_regularizer
 from parallel101.mesh import GroupLike, group_of
 from parallel101.trainers.data_parallel import Overlapped
 from parallel101.trainers.gradient_sync import GradientSync, Parameters, default_bucket_bytes

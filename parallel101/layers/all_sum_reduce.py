@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import all_reduce
-from parallel101.layers.axes import Axes, mesh_axes, outside
+from parallel101.layers.axes import AxesLike, mesh_axes, outside
 
 
 class AllSumReduce(nn.Module):
@@ -27,7 +27,7 @@ class AllSumReduce(nn.Module):
     Deep Learning" (arXiv 2006.03108).
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: Axes):
+    def __init__(self, mesh: DeviceMesh, axes: AxesLike):
         super().__init__()
         self.mesh = mesh_axes(mesh, axes)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.mesh import Group, group_of, split_sizes
 
-Axes = int | str | Sequence[int | str]
+AxesLike = int | str | Sequence[int | str]
 
 
 class MeshAxes(NamedTuple):
@@ -62,7 +62,7 @@ class MeshAxes(NamedTuple):
         return f"mesh {'×'.join(map(str, self.shape))}, axes={self.axes}"
 
 
-def mesh_axes(mesh: DeviceMesh, axes: Axes) -> MeshAxes:
+def mesh_axes(mesh: DeviceMesh, axes: AxesLike) -> MeshAxes:
     """The mesh and its axes, given by number (negative counts from the end) or by name.
 
     Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that

@@ -18,7 +18,7 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.autograd.linear import differentiable
+from parallel101.autograd.differentiable import differentiable
 from parallel101.collectives.checks import begin, tensor_of
 from parallel101.collectives.comm import wait_all
 from parallel101.layers.axes import mesh_axes, outside, whole_shape

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel101.autograd.linear import differentiable
+from parallel101.autograd.differentiable import differentiable
 from parallel101.collectives.blocks import flat_of
 from parallel101.collectives.checks import compare, nothing, tensor_of
 from parallel101.collectives.comm import comm_of, wait_all
 from parallel101.layers.axes import check_dims, check_tensor, mesh_axes, outside, whole_shape
 from parallel101.mesh import Group, split_ranges
 
-Region = tuple[range, ...]  # along each dim of the whole tensor
+Ranges = tuple[range, ...]  # along each dim of the whole tensor
 
 
 class Repartition(nn.Module):
@@ -54,7 +54,7 @@ class Repartition(nn.Module):
         self, source: DeviceMesh, target: DeviceMesh, *, shape: Sequence[int] | None = None
     ):
         super().__init__()
-        self.source, self.target = layout_of(source), layout_of(target)
+        self.source, self.target = partition_of(source), partition_of(target)
         self.shape = whole_shape(whole_shape(shape, source.shape), target.shape)
         strangers = sorted(set(self.target.ranks) - set(self.source.ranks))
         if shape is None and strangers:
@@ -84,11 +84,12 @@ class Repartition(nn.Module):
 
     def extra_repr(self) -> str:
         return " → ".join(
-            "mesh " + "×".join(map(str, layout.shape)) for layout in (self.source, self.target)
+            "mesh " + "×".join(map(str, partition.shape))
+            for partition in (self.source, self.target)
         )
 
 
-class Layout(NamedTuple):
+class Partition(NamedTuple):
     """The blocks of a tensor, one for each rank of a mesh."""
 
     ranks: tuple[int, ...]  # row by row
@@ -100,7 +101,7 @@ class Layout(NamedTuple):
             [range(n)] for n in whole[len(self.shape) :]
         ]
 
-    def block(self, whole: Sequence[int], rank: int) -> Region:
+    def block(self, whole: Sequence[int], rank: int) -> Ranges:
         """The block of this rank."""
         position, region = self.ranks.index(rank), []
         for parts in reversed(self.cuts(whole)):
@@ -108,7 +109,7 @@ class Layout(NamedTuple):
             region.append(parts[i])
         return tuple(reversed(region))
 
-    def overlaps(self, whole: Sequence[int], region: Region) -> Iterator[tuple[int, Region]]:
+    def overlaps(self, whole: Sequence[int], region: Ranges) -> Iterator[tuple[int, Ranges]]:
         """The ranks whose blocks have elements of this region, and which."""
         touching = [
             [
@@ -130,12 +131,12 @@ class Layout(NamedTuple):
         return tuple(n * p for n, p in zip(x.shape, self.shape)) + tuple(x.shape[len(self.shape) :])
 
 
-def layout_of(mesh: DeviceMesh) -> Layout:
+def partition_of(mesh: DeviceMesh) -> Partition:
     shape = mesh_axes(mesh, ()).shape
-    return Layout(tuple(mesh.mesh.flatten().tolist()), shape)
+    return Partition(tuple(mesh.mesh.flatten().tolist()), shape)
 
 
-def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int]) -> Tensor:
+def repartition(x: Tensor, source: Partition, target: Partition, whole: Sequence[int]) -> Tensor:
     """x is this rank's block in `source`, or a zero-volume tensor.
 
     Returns its block in `target`, or a zero-volume one.
@@ -180,11 +181,11 @@ def repartition(x: Tensor, source: Layout, target: Layout, whole: Sequence[int])
     return differentiable("repartition", x, group, forward, backward)
 
 
-def extent(region: Region) -> tuple[int, ...]:
+def extent(region: Ranges) -> tuple[int, ...]:
     return tuple(map(len, region))
 
 
-def within(block: Region, region: Region) -> tuple[slice, ...]:
+def within(block: Ranges, region: Ranges) -> tuple[slice, ...]:
     """Where this region of the whole tensor lies in the block."""
     return tuple(
         slice(part.start - own.start, part.stop - own.start) for own, part in zip(block, region)

@@ -6,17 +6,17 @@ product on real ranks.
     plan.run(a_block, b_block)           # on each rank
     p101.sharding.run("A[I, J_X] · B[J, K] → C[I, K]", a, b, mesh={"X": 4}).picture()
 
-notation.py   A[I_X, J_Y] {U_Z}: what the names mean
-reshard.py    AllGather, ReduceScatter, AllReduce, AllToAll and Slice: from one sharding of an array to another
-plan.py       the steps of a product: their cost, and how they are run
-choose.py     which steps: those that send the fewest bytes
-checked.py    `run`: on ranks, compared with the whole product, and drawn
+notation.py      A[I_X, J_Y] {U_Z}: what the names mean
+reshard.py       AllGather, ReduceScatter, AllReduce, AllToAll and Slice: from one sharding of an array to another
+sharding_plan.py the steps of a product: their cost, and how they are run
+choose.py        which steps: those that send the fewest bytes
+run.py           `run`: on ranks, compared with the whole product, and drawn
 """
 
-from parallel101.sharding.checked import ShardedRun, run
 from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding
-from parallel101.sharding.plan import Multiply, Plan
 from parallel101.sharding.reshard import Step
+from parallel101.sharding.run import ShardedRun, run
+from parallel101.sharding.sharding_plan import Multiply, ShardingPlan
 
-__all__ = ["Multiply", "Plan", "ShardedRun", "Sharding", "Step", "plan", "run"]
+__all__ = ["Multiply", "ShardingPlan", "ShardedRun", "Sharding", "Step", "plan", "run"]

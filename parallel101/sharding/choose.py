@@ -8,7 +8,7 @@ bytes.
                                                                                        → C[I, K]
 
 One rule replaces the book's four cases. Blocks can be multiplied if each axis cuts at most one dim,
-in every operand that has the dim. If the dim is summed over, the product is unreduced along the
+in every operand that has the dim. If the dim is summed over, the product is partial along the
 axis. So a plan chooses a dim for each axis, or none. It reshards the operands to that, multiplies,
 and reshards the product. It tries the dims that the axis cuts in an operand or in the result.
 Source: Austin et al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to
@@ -24,8 +24,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.sharding.notation import Sharding, arrays_in
-from parallel101.sharding.plan import Multiply, Plan
 from parallel101.sharding.reshard import Step, elements_sent, reshard
+from parallel101.sharding.sharding_plan import Multiply, ShardingPlan
 
 Steps = tuple[Step | Multiply, ...]
 
@@ -36,7 +36,7 @@ def plan(
     *,
     dtype: torch.dtype = torch.float32,
     **sizes: int,
-) -> Plan:
+) -> ShardingPlan:
     """The plan for a product such as "A[I, J_X] · B[J, K] → C[I, K]", or for resharding an array:
     "A[I_X, J] → A[I, J_X]".
 
@@ -48,11 +48,11 @@ def plan(
         sizes: of each dim: I=8, J=12, K=4. Blocks may be uneven: each axis splits by `split_sizes`.
 
     Returns:
-        The Plan that sends the fewest bytes; if equal, the one with the fewest flops.
+        The ShardingPlan that sends the fewest bytes; if equal, the one with the fewest flops.
 
     Raises: ValueError: the text can't be read, an array uses an axis twice, the mesh lacks an axis,
         a size is missing, or there is no way to
-            the result, because it is to be unreduced along an axis and is no sum along it.
+            the result, because it is to be partial along an axis and is no sum along it.
     """
     operands, result = arrays_in(text)
     extents = mesh_sizes(mesh)
@@ -70,18 +70,20 @@ def plan(
     else:
         ways = list(products(operands[0], operands[1], result, sizes, extents))
     if not ways:
-        axes = ", ".join(result.unreduced)
+        axes = ", ".join(result.partial)
         raise ValueError(
             f"there is no way to {result}: only a product gives that, if a dim that it sums "
             f"over is cut along {axes}"
         )
-    plans = [Plan(tuple(operands), result, steps, extents, sizes, dtype) for steps in ways]
+    plans = [ShardingPlan(tuple(operands), result, steps, extents, sizes, dtype) for steps in ways]
     best, *others = sorted(plans, key=cost_of)
     others = [other for other in others if not gathered_and_cut(other)]
-    return Plan(best.operands, best.result, best.steps, extents, sizes, dtype, tuple(others))
+    return ShardingPlan(
+        best.operands, best.result, best.steps, extents, sizes, dtype, tuple(others)
+    )
 
 
-def gathered_and_cut(plan: Plan) -> bool:
+def gathered_and_cut(plan: ShardingPlan) -> bool:
     """Whether the plan gathers along an axis and then keeps a block along it.
 
     That is right, but never worth showing.
@@ -98,7 +100,7 @@ def gathered_and_cut(plan: Plan) -> bool:
     return bool(gathered & kept)
 
 
-def cost_of(plan: Plan) -> tuple[float, int, int]:
+def cost_of(plan: ShardingPlan) -> tuple[float, int, int]:
     """By which plans are compared: bytes (of equal blocks), flops, number of steps."""
     sent = sum(
         elements_sent(step, plan.sizes, plan.mesh) for step in plan.steps if isinstance(step, Step)
@@ -116,7 +118,7 @@ def products(
         dims = [
             dim for array in (a, b, c) for dim, axes in zip(array.dims, array.axes) if axis in axes
         ]
-        return [*dict.fromkeys(dims + (summed if axis in c.unreduced else [])), None]
+        return [*dict.fromkeys(dims + (summed if axis in c.partial else [])), None]
 
     for chosen in product(*(choices(axis) for axis in mesh)):
         cuts = {

@@ -2,9 +2,11 @@
 
     A[I_X, J]        dim I is cut along the mesh axis X, dim J is not cut: every rank on a line along Y has the same block
     A[I_XY, J]       I is cut along X, and each of those blocks along Y
-    C[I, K] {U_X}    unreduced along X: each rank on a line along X has one term of a sum
+    C[I, K] {U_X}    partial along X: each rank on a line along X has one term of a sum
 
-The notation is that of Austin et al., "How to Scale Your Model" (2025), chapter 3. An axis with a
+In torch's words, X shards dim 0 of A[I_X, J] (Shard(0)), Y replicates it (Replicate()), and C is
+partial over X (Partial()). The notation is that of Austin et al., "How to Scale Your Model" (2025),
+chapter 3, where U_X stands for "unreduced along X". An axis with a
 longer name has lower-case letters: A[I_dp, J], and several of them need braces: A[I_{dp,tp}, J].
 """
 
@@ -23,27 +25,27 @@ DIM = re.compile(rf"\s*({WORD})\s*(?:_\s*(\w+|\{{[^}}]*\}}))?\s*")
 
 class Sharding(NamedTuple):
     """An array's name, its dims, the axes that cut each dim (the outermost first), and the axes
-    along which it is unreduced.
+    along which it is partial.
     """
 
     name: str
     dims: tuple[str, ...]
     axes: tuple[tuple[str, ...], ...]
-    unreduced: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         dims = ", ".join(subscripted(dim, axes) for dim, axes in zip(self.dims, self.axes))
         return f"{self.name}[{dims}]" + (
-            f" {{{subscripted('U', self.unreduced)}}}" if self.unreduced else ""
+            f" {{{subscripted('U', self.partial)}}}" if self.partial else ""
         )
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Every axis that cuts a dim or along which the array is unreduced."""
-        return (*(axis for axes in self.axes for axis in axes), *self.unreduced)
+        """Every axis that cuts a dim or along which the array is partial."""
+        return (*(axis for axes in self.axes for axis in axes), *self.partial)
 
     def replace(
-        self, axes: Mapping[int, tuple[str, ...]], unreduced: Iterable[str] | None = None
+        self, axes: Mapping[int, tuple[str, ...]], partial: Iterable[str] | None = None
     ) -> Sharding:
         """The same array with other axes on some of its dims (given by number)."""
         cut = tuple(axes.get(d, old) for d, old in enumerate(self.axes))
@@ -51,7 +53,7 @@ class Sharding(NamedTuple):
             self.name,
             self.dims,
             cut,
-            self.unreduced if unreduced is None else tuple(sorted(unreduced)),
+            self.partial if partial is None else tuple(sorted(partial)),
         )
 
     def block(

@@ -76,9 +76,9 @@ def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
                         joined=d,
                         cut=e,
                     )
-    for k in range(1, len(array.unreduced) + 1):
-        for reduced in combinations(array.unreduced, k):
-            left = set(array.unreduced) - set(reduced)
+    for k in range(1, len(array.partial) + 1):
+        for reduced in combinations(array.partial, k):
+            left = set(array.partial) - set(reduced)
             yield Step("AllReduce", reduced, array, array.replace({}, left))
             for d, there in enumerate(array.axes):
                 if set(reduced) <= set(wanted.axes[d]):

@@ -62,7 +62,7 @@ DOORS = {  # module → what it may import inside a function, when it is called:
     "ranks.launch": {"viz"},  # run.animate(), run.timeline()
     "record.errors": {"viz"},  # a deadlock's picture
     # sharding.run(…) starts ranks, and .picture() draws what they held
-    "sharding.checked": {"ranks", "viz"},
+    "sharding.run": {"ranks", "viz"},
     "trainers.schedules.time": {"viz"},  # schedule(…).time(…).timeline()
     "ranks.forkserver": {"autograd"},  # imported before a rank needs it
     "doctor": {"record", "ranks", "__init__"},

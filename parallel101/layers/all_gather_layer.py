@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import all_gather, reduce_scatter
-from parallel101.layers.axes import Axes, mesh_axes, outside, whole_shape
+from parallel101.layers.axes import AxesLike, mesh_axes, outside, whole_shape
 
 
 class AllGather(nn.Module):
@@ -38,7 +38,7 @@ class AllGather(nn.Module):
     Parallelism in Deep Learning" (arXiv 2006.03108).
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: Axes, *, shape: Sequence[int] | None = None):
+    def __init__(self, mesh: DeviceMesh, axes: AxesLike, *, shape: Sequence[int] | None = None):
         super().__init__()
         self.mesh = mesh_axes(mesh, axes)
         self.shape = whole_shape(shape, self.mesh.shape)
@@ -72,7 +72,7 @@ class ReduceScatter(nn.Module):
     tensor. Adjoint: AllGather. Errors, bytes and source are those of AllGather.
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: Axes, *, shape: Sequence[int] | None = None):
+    def __init__(self, mesh: DeviceMesh, axes: AxesLike, *, shape: Sequence[int] | None = None):
         super().__init__()
         self.mesh = mesh_axes(mesh, axes)
         self.shape = whole_shape(shape, self.mesh.shape)

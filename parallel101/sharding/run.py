@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding, arrays_in
-from parallel101.sharding.plan import Multiply, Plan, equation
+from parallel101.sharding.sharding_plan import Multiply, ShardingPlan, equation
 
 # errors that rounding explains; of other floats 2 %, of integers none
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -39,7 +39,7 @@ class ShardedRun:
         program: whether the ranks ran another program than the plan.
     """
 
-    plan: Plan
+    plan: ShardingPlan
     operands: tuple[Tensor, ...]
     expected: Tensor
     held: list[list[dict[str, Tensor]]]
@@ -81,9 +81,7 @@ class ShardedRun:
         )
         text = f"The block of {self.plan.result} is wrong on {ranks}."
         if self.found is not None:
-            missing = [
-                axis for axis in self.found.unreduced if axis not in self.plan.result.unreduced
-            ]
+            missing = [axis for axis in self.found.partial if axis not in self.plan.result.partial]
             why = f": the sum over {', '.join(missing)} is missing" if missing else ""
             return f"{text} The ranks hold {self.found}{why}."
         rank = self.wrong[0]
@@ -118,7 +116,7 @@ class ShardedRun:
     __repr__ = __str__
 
     def _shardings(self) -> Iterator[Sharding]:
-        """The result with each axis on each of its dims, on none, or unreduced."""
+        """The result with each axis on each of its dims, on none, or partial."""
         result, mesh = self.plan.result, self.plan.mesh
         for chosen in product([None, *range(len(result.dims)), "U"], repeat=len(mesh)):
             cut = {
@@ -211,17 +209,19 @@ def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
     return sizes
 
 
-def wrong_ranks(blocks: Sequence[Any], array: Sharding, whole: Tensor, plan: Plan) -> list[int]:
+def wrong_ranks(
+    blocks: Sequence[Any], array: Sharding, whole: Tensor, plan: ShardingPlan
+) -> list[int]:
     """The ranks whose blocks are not those of the whole array under this sharding.
 
     Unreduced blocks are added up first.
     """
     places = list(plan.coordinates())
-    # ranks that differ only along axes along which the array is unreduced
+    # ranks that differ only along axes along which the array is partial
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in enumerate(places):
         groups.setdefault(
-            tuple(i for axis, i in at.items() if axis not in array.unreduced), []
+            tuple(i for axis, i in at.items() if axis not in array.partial), []
         ).append(rank)
     wrong = []
     for ranks in groups.values():

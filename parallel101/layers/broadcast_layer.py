@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel101.autograd import broadcast, reduce
-from parallel101.layers.axes import Axes, MeshAxes, check_tensor, mesh_axes, outside, whole_shape
+from parallel101.layers.axes import (
+    AxesLike,
+    MeshAxes,
+    check_tensor,
+    mesh_axes,
+    outside,
+    whole_shape,
+)
 from parallel101.mesh import Group, split_sizes
 
 
@@ -54,7 +61,7 @@ class Broadcast(nn.Module):
     def __init__(
         self,
         mesh: DeviceMesh,
-        axes: Axes,
+        axes: AxesLike,
         *,
         source: DeviceMesh | None = None,
         shape: Sequence[int] | None = None,
@@ -98,7 +105,7 @@ class SumReduce(nn.Module):
     def __init__(
         self,
         mesh: DeviceMesh,
-        axes: Axes,
+        axes: AxesLike,
         *,
         target: DeviceMesh | None = None,
         shape: Sequence[int] | None = None,

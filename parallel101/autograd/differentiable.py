@@ -76,7 +76,7 @@ def differentiable(
     return _node(operation).apply(x, group_of(group), forward, backward, call, local_backward)[0]
 
 
-class Linear(Function):
+class CollectiveFunction(Function):
     """A node of the graph.
 
     Its result comes with a `tie`: a second result, of zero volume, that depends on x as the first
@@ -130,8 +130,10 @@ class Linear(Function):
 
 @functools.cache
 def _node(operation: str) -> Any:
-    """Linear under a name that shows in `y.grad_fn`: AllReduceBackward."""
-    return type(Linear)("".join(word.capitalize() for word in operation.split("_")), (Linear,), {})  # type: ignore[misc]
+    """CollectiveFunction under a name that shows in `y.grad_fn`: AllReduceBackward."""
+    return type(CollectiveFunction)(
+        "".join(word.capitalize() for word in operation.split("_")), (CollectiveFunction,), {}
+    )  # type: ignore[misc]
 
 
 def scaled(g: Tensor, op: str, p: int) -> Tensor:

@@ -51,7 +51,7 @@ class Multiply(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class ShardingPlan:
     """The steps from the operands' blocks to the result's.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
     mesh: Mapping[str, int]
     sizes: Mapping[str, int]
     dtype: torch.dtype
-    alternatives: tuple[Plan, ...] = field(default=(), compare=False)
+    alternatives: tuple[ShardingPlan, ...] = field(default=(), compare=False)
 
     # ── What it costs
 
@@ -224,7 +224,7 @@ class Plan:
                     memory_format=torch.contiguous_format
                 )
                 # the whole value is the first term of the sum, the others are 0
-                if all(at[axis] == 0 for axis in array.unreduced)
+                if all(at[axis] == 0 for axis in array.partial)
                 else torch.zeros_like(
                     whole[array.block(self.sizes, self.mesh, at)],
                     memory_format=torch.contiguous_format,
