@@ -21,7 +21,6 @@ from parallel101.bench.process import synchronize
 from parallel101.bench.report import Report
 from parallel101.bench.sides import adamw, alone
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
-from parallel101.trainers.trainer import Trainer
 
 CONFIG = GPTConfig(vocabulary=96, context=64, layers=4, heads=4, width=128)
 BATCH, ROUNDS = 32, 5
@@ -95,7 +94,7 @@ def time_hybrid(rounds: int) -> list[tuple[float, float]]:
     )
 
 
-def time_both(trainer: Trainer, rounds: int) -> list[tuple[float, float]]:
+def time_both(trainer: p101.HybridTrainer, rounds: int) -> list[tuple[float, float]]:
     text = torch.randint(
         CONFIG.vocabulary,
         (BATCH, CONFIG.context + 1),

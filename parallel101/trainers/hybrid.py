@@ -155,9 +155,7 @@ class HybridTrainer(Step):
                 "pp: use accumulate, or add pp"
             )
         many = pipeline.schedule.microbatches if pipeline else check_accumulate(accumulate)
-        check_frozen_norms = partial(
-            check_norms, model, axes.sizes["dp"], many, sync_batch_norm
-        )
+        check_frozen_norms = partial(check_norms, model, axes.sizes["dp"], many, sync_batch_norm)
         check_frozen_norms()
 
         # what is known of the whole model, before it is cut
@@ -193,7 +191,9 @@ class HybridTrainer(Step):
         )
         if pipeline or resolved or zero_stage == 3:
             mark_as_cut(model)
-        placed = {name: e._replace(placements=local.placements[name]) for name, e in entries.items()}
+        placed = {
+            name: e._replace(placements=local.placements[name]) for name, e in entries.items()
+        }
         self.layout = Layout(axes, placed, self.device)
         self.local, self.sums, self.notes = local.local, local.sums, local.notes
         casting = partial(
@@ -219,6 +219,7 @@ class HybridTrainer(Step):
             needs_samples=synchronised,
             check_frozen=partial(check_frozen, check_frozen_norms, frozen),
         )
+        self.reads_parts = False
         checkpoint.refuse_parts(self)
         self.reached, self.steps, self.history = [], 0, History()
         self.before_first = self.after_first = None

@@ -1,8 +1,8 @@
 """How gradients are synchronised over dp, from a trainer's options.
 
-    zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
-                  bucket_bytes 0   Naive             3       ZeRO3
-                  else             Bucketed
+zero_stage 0, overlap          Overlapped        1, 2    ZeRO12
+              bucket_bytes 0   Naive             3       ZeRO3
+              else             Bucketed
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trainers of one axis: each is HybridTrainer on a group of ranks, with the options of its axis.
 
-    DataParallelTrainer      dp         TensorParallelTrainer    tp
-    ShardedTrainer           dp         PipelineTrainer          pp
+DataParallelTrainer      dp         TensorParallelTrainer    tp
+ShardedTrainer           dp         PipelineTrainer          pp
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from parallel101.mesh import Group
@@ -72,7 +71,7 @@ def prepare(
     mine = stages.mine if stages else frozenset({0})
     if plan is not None:
         plan.apply(model, axes.along(["tp"]), stages.modules_of_mine(model) if stages else None)
-    parts = stages.keep_mine(model) if stages else {0: model}
+    parts: Mapping[int, nn.Module] = stages.keep_mine(model) if stages else {0: model}
 
     tensors = dict(tensors_of(model))
     local = {name: tensors[name] for name in names if mine.intersection(on_stages[name])}
@@ -116,9 +115,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     return {
-        name: p
-        for name, p in tensors.items()
-        if isinstance(p, nn.Parameter) and p.requires_grad
+        name: p for name, p in tensors.items() if isinstance(p, nn.Parameter) and p.requires_grad
     }
 
 

@@ -1,8 +1,8 @@
 """The ranks' shares of a batch, checked before the first message of a step, on all ranks together.
 
-    rank 0   tp 0   samples 0 … 3  ┐ the same: ranks along tp and pp work on one share
-    rank 1   tp 1   samples 0 … 3  ┘
-    rank 2   tp 0   samples 4 … 6    another one along dp, of any size, even none
+rank 0   tp 0   samples 0 … 3  ┐ the same: ranks along tp and pp work on one share
+rank 1   tp 1   samples 0 … 3  ┘
+rank 2   tp 0   samples 4 … 6    another one along dp, of any size, even none
 """
 
 from __future__ import annotations

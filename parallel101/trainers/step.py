@@ -11,7 +11,7 @@ Afterwards every weight is what one process would have made of it with the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,10 +72,11 @@ class Step:
     sums: Sequence[tuple[Sequence[str], Group]]  # names of gradients summed over more ranks
     owned: Parameters  # what this rank's optimizer updates, by name
     trained: Sequence[str]  # names of all trained parameters of the model
-    local: Parameters  # those of them that are on this rank
+    local: Mapping[str, Tensor]  # parameters and buffers that are on this rank
     reached: list[str]  # those that some rank's samples reached in the last step
     random_numbers: RandomNumbers  # dropout's, alike on ranks with the same samples
     clip_norm: float | None
+    device: torch.device
     before_first: Callable[[Batch, Batch], object] | None  # compares with one process
     after_first: Callable[[], object] | None  # compares the ranks with each other, if that isn't
     steps: int

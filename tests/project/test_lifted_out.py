@@ -24,8 +24,8 @@ from parallel101.collectives import all_reduce
 from parallel101.layers import AllSumReduce
 from parallel101.models.mlp import MLP
 from parallel101.sharding import plan
-from parallel101.trainers.one_axis import DataParallelTrainer
-from parallel101.trainers.sharded import ShardedTrainer
+from parallel101 import DataParallelTrainer
+from parallel101 import ShardedTrainer
 
 def run(build):
     trainer = build(MLP([4, 8, 8, 4], dtype=torch.float64), F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), clip_norm=0.5)

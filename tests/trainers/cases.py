@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel101 import DataParallelTrainer, ShardedTrainer
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.one_axis import DataParallelTrainer
-from parallel101.trainers.sharded import ShardedTrainer
 
 STEPS = 5
 CLOSE = 1e-10

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer, ShardedTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.one_axis import DataParallelTrainer
-from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import TRAINERS
 
 X, Y = torch.ones(6, 4), torch.ones(6, 4)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import parallel101 as p101
 from parallel101.mesh import group_of
 from parallel101.trainers.batch_norm import batch_norm
-from parallel101.trainers.trainer import Trainer
 from tests.trainers.cases import (
     OPTIMIZERS,
     TRAINERS,

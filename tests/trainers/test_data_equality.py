@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer, ShardedTrainer
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.text import CharTokenizer, TextBatches, read_text
-from parallel101.trainers.one_axis import DataParallelTrainer
-from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import (
     EVERY_SETTING,
     OPTIMIZERS,

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer
 from parallel101.analysis.overlap import time_breakdown, time_windows
 from parallel101.models.mlp import MLP
 from parallel101.sim.network import Network
-from parallel101.trainers.one_axis import DataParallelTrainer
 
 VARIANTS = {
     "naive": {"overlap": False, "bucket_bytes": 0},

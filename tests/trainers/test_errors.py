@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.one_axis import DataParallelTrainer
 from tests.trainers.cases import TRAINERS
 
 

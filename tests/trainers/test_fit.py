@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.one_axis import DataParallelTrainer
 from parallel101.trainers.support.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.trainers.support.history import StepResult
 from parallel101.viz.loss import LiveLoss

@@ -15,7 +15,6 @@ from parallel101.mesh import split_sizes
 from parallel101.models.mlp import MLP
 from parallel101.trainers.gradient_sync import Naive
 from parallel101.trainers.layout import Axes, Entry, Layout, Pieces, Shard, Stages
-from parallel101.trainers.trainer import Trainer
 
 CPU = torch.device("cpu")
 

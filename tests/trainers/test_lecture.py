@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
-from parallel101.trainers.one_axis import DataParallelTrainer
+from parallel101 import DataParallelTrainer
 
 BATCH, WIDTH, LAYERS = 16, 24, 4
 

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer, ShardedTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.one_axis import DataParallelTrainer
-from parallel101.trainers.sharded import ShardedTrainer
 from parallel101.trainers.support.checkpoint import read_checkpoint, write_checkpoint
 from tests.trainers.cases import adamw_by_shape
 

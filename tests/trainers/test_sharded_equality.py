@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import parallel101 as p101
+from parallel101 import ShardedTrainer
 from parallel101.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel101 as p101
+from parallel101 import ShardedTrainer
 from parallel101.models.gpt import GPT, Block, GPTConfig
 from parallel101.models.mlp import MLP
-from parallel101.trainers.sharded import ShardedTrainer
 from parallel101.trainers.zero.model_layers import layers_of
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 import parallel101 as p101
+from parallel101 import ShardedTrainer
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
-from parallel101.trainers.sharded import ShardedTrainer
 from parallel101.trainers.support.memory import readable
 from parallel101.trainers.zero import saved_weights
 from parallel101.trainers.zero.saved_weights import Place

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
+from parallel101 import ShardedTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.sharded import ShardedTrainer
 
 SIZES = [12, 24, 36, 48, 60, 72]  # 2, 3 and 4 divide every layer; no two layers are alike
 LAYERS = [4 * (a * b + b) for a, b in zip(SIZES, SIZES[1:])]  # bytes

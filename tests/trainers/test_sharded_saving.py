@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
+from parallel101 import DataParallelTrainer, ShardedTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.one_axis import DataParallelTrainer
-from parallel101.trainers.sharded import ShardedTrainer
 from tests.trainers.cases import TASKS, differing
 
 TASK = TASKS["tied gpt"]

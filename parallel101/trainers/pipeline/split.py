@@ -179,7 +179,7 @@ class StageCut:
         mine = [entries[number] for stage in self.mine for number in self.ranges[stage]]
         return {names[entry] for entry in mine if entry in names}
 
-    def keep_mine(self, model: nn.Module) -> dict[int, nn.Module]:
+    def keep_mine(self, model: nn.Module) -> Mapping[int, nn.Module]:
         """Stage → its part of the model. The memory of all other parameters is freed; what is tied
         to something here stays tied.
         """
@@ -221,7 +221,8 @@ def stages_of_names(
         ranges: for each stage, its entries of the sequence.
         names: id of a tensor → its name.
     """
-    entries, found = entries_of(model), {name: [] for name in dict.fromkeys(names.values())}
+    entries = entries_of(model)
+    found: dict[str, list[int]] = {name: [] for name in names.values()}
     for stage, numbers in enumerate(ranges):
         for _, t in all_tensors(nn.ModuleList(entries[number] for number in numbers)):
             of_name = found.get(names.get(id(t), ""), [stage])

@@ -114,7 +114,6 @@ def refuse_parts(trainer: HybridTrainer) -> None:
     """Let `state_dict` and copies of a model that is cut raise an error: they would have
     shards, or nothing, in place of weights.
     """
-    trainer.reads_parts = False
     entries, model = trainer.layout.entries, trainer.model
     if all(
         p.shape == entries[name].shape for name, p in model.named_parameters() if name in entries
@@ -130,7 +129,7 @@ def refuse_parts(trainer: HybridTrainer) -> None:
             )
 
     model.register_state_dict_pre_hook(refuse)
-    model.__deepcopy__ = refuse
+    model.__deepcopy__ = refuse  # type: ignore[assignment]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The losses of a step's microbatches, whose sum over all ranks is the loss of the whole batch.
 
-    loss_fn returns a mean        microbatch of 3 samples, batch of 8: mean · 3/8
-    loss_fn returns (sum, weight) the sum as it is; at the end, gradients are divided by all weights
+loss_fn returns a mean        microbatch of 3 samples, batch of 8: mean · 3/8
+loss_fn returns (sum, weight) the sum as it is; at the end, gradients are divided by all weights
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def describe(trainer: HybridTrainer, title: str) -> Holdings:
     more = trainer.sync.held()
     mine = {
         kind: storage_bytes([*tensors, *more.get(kind, [])]) for kind, tensors in held.items()
-    } | trainer.sync.peaks()
+    } | dict(trainer.sync.peaks())
     # a stage without trained weights has fewer kinds
     of_ranks = [json.loads(text) for text in trainer.agree.texts(json.dumps(mine))]
     counts = {

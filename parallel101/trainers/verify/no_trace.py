@@ -45,8 +45,8 @@ def untouched(trainer: HybridTrainer) -> Iterator[None]:
         with torch.no_grad():
             for p, value in weights:
                 p.copy_(value)
-            for p, gradient, value in gradients:
-                p.grad = gradient if gradient is None else gradient.copy_(value)
+            for p, gradient, before in gradients:
+                p.grad = None if gradient is None else gradient.copy_(before)  # type: ignore[arg-type]
         for part, name, known in learnt:
             setattr(part, name, known)
         trainer.reached = reached

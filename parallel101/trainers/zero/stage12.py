@@ -41,9 +41,8 @@ class ZeRO12(GradientSync):
         bucket_bytes: int,
         overlap: bool,
         apart: Mapping[str, str] = {},
-        goes_on: bool = True,
     ):
-        self.zero_stage, self.overlap, self.goes_on = zero_stage, overlap, goes_on
+        self.zero_stage, self.overlap = zero_stage, overlap
         self.live = LiveBytes()
         self.reducer = GradientReducer(group)
         self.ranks = group_of(group).size
@@ -82,7 +81,7 @@ class ZeRO12(GradientSync):
         try:
             yield
         except Exception:
-            complete = complete and self.goes_on
+            complete = False
             raise
         finally:  # after an error, too: the other ranks wait for these
             self.listening = False

@@ -70,7 +70,6 @@ class ZeRO3(GradientSync):
         Parameters in none of them, or in several
             of them (tied weights), are whole for all of a forward, and again for all of a backward.
         overlap: fetch the next layer while one computes.
-        goes_on: see `Executor`.
     """
 
     LEARNT = ("order", "order_known")
@@ -85,15 +84,13 @@ class ZeRO3(GradientSync):
         overlap: bool = True,
         autocast: torch.dtype | None = None,
         apart: Mapping[str, str] = {},
-        goes_on: bool = True,
     ):
         modules = dict(layers_of(model, None if layers is None else tuple(layers)))
         own, shared = share_out(modules, parameters)
-        self.ranks, self.overlap, self.autocast, self.goes_on = (
+        self.ranks, self.overlap, self.autocast = (
             group_of(group).size,
             overlap,
             autocast,
-            goes_on,
         )
         self.live, self.reducer = LiveBytes(), GradientReducer(group)
 
@@ -163,7 +160,7 @@ class ZeRO3(GradientSync):
             ) from error
         finally:
             # an error ended this rank's forward, and the others go on
-            if not self.passed and self.goes_on:
+            if not self.passed:
                 if not self.in_forward:
                     self.begin_forward()
                 self.end_forward()
@@ -227,8 +224,7 @@ class ZeRO3(GradientSync):
         try:
             yield
         except Exception as error:
-            if not self.goes_on:
-                self.upcoming, self.sends, sends = deque(), False, False
+            self.upcoming, self.sends, sends = deque(), False, False
             if "got [0] but expected shape" not in str(error):
                 raise
             raise RuntimeError(
