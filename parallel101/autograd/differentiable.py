@@ -1,22 +1,20 @@
 """How a collective becomes a node of PyTorch's graph.
 
-Which backward belongs to which forward is in the other files of this folder.
-
     x ── forward ──▶ y         a linear function of the x of all ranks
     ∂x ◀── backward ── ∂y      its transpose, which all ranks call too
 
-What all of them share is here. A rank that gets no part of the result, or that the group leaves
-out, still takes part in the backward. A backward has a backward itself. A checked run compares
-whether the ranks call the same backward. This file sends no message.
+Which backward belongs to which forward is in the other files of this folder. What all of them share
+is here. A rank that gets no part of the result, or that the group leaves out, still takes part in
+the backward. A backward has a backward itself. A checked run compares whether the ranks call the
+same backward. This file sends no message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Size, Tensor, is_grad_enabled
@@ -30,7 +28,6 @@ from parallel101.record.spans import recorder
 Forward = Callable[[Tensor], Tensor]
 # (gradient of the result, shape of x, number of ranks) → gradient of x
 Backward = Callable[[Tensor, Size, int], Tensor]
-Public = TypeVar("Public", bound=Callable[..., Any])
 
 
 def differentiable(
@@ -43,13 +40,18 @@ def differentiable(
     collective: bool = True,
     local_backward: bool = False,
 ) -> Tensor:
-    """forward(x); if x requires a gradient, `backward` will compute it.
+    """Return forward(x); if x requires a gradient, `backward` will compute it.
 
-    Args: operation: its name. x, group: as the program passed them. forward: takes x, inside a node
-        of the graph or without one. backward: is called on every rank of the group, and is
-        differentiable itself. collective: whether all ranks of the group make this call (not so for
-        send and receive); a checked run then compares them. local_backward: whether backward sends
-        nothing, so that ranks may call it in any order.
+    Args:
+        operation: its name.
+        x, group: as the program passed them.
+        forward: takes x, inside a node of the graph or without one.
+        backward: is called on every rank of the group, and is differentiable itself.
+        collective: whether all ranks of the group make this call, as they don't for send and
+            receive. A checked run then compares them.
+        local_backward: whether backward sends nothing, so that ranks may call it in any order.
+
+    Raises NotImplementedError for forward-mode AD.
     """
     if torch.compiler.is_compiling():  # torch.compile cannot trace messages: break the graph here
         return torch.compiler.disable(differentiable)(
@@ -77,10 +79,9 @@ def differentiable(
 
 
 class CollectiveFunction(Function):
-    """A node of the graph.
+    """A node of the graph. It returns a `tie` besides its result.
 
-    Its result comes with a `tie`: a second result, of zero volume, that depends on x as the first
-    does.
+    The tie has zero volume and depends on x as the result does.
     """
 
     @staticmethod
@@ -113,10 +114,10 @@ class CollectiveFunction(Function):
         # if a rank leaves a result out of its loss, its next backward meets the wrong one
         if ctx.call and not ctx.local_backward:
             compare("backward", ctx.group, "backward", collective=ctx.call)
-        # create_graph: with the tie g depends on x on every rank, even if the loss is linear in y
-        # there,
+        # create_graph: with the tie, g depends on x on every rank, even where the loss is linear in
+        # y, so that all ranks take part in the second backward
         if is_grad_enabled():
-            g = g + ctx.saved_tensors[0].sum()  # so that all ranks take part in the second backward
+            g = g + ctx.saved_tensors[0].sum()
         if ctx.group.position is None:
             gradient = g
         else:
@@ -130,16 +131,16 @@ class CollectiveFunction(Function):
 
 @functools.cache
 def _node(operation: str) -> Any:
-    """CollectiveFunction under a name that shows in `y.grad_fn`: AllReduceBackward."""
+    """Return the Function under a name that shows in `y.grad_fn`: AllReduceBackward."""
     return type(CollectiveFunction)(
         "".join(word.capitalize() for word in operation.split("_")), (CollectiveFunction,), {}
     )  # type: ignore[misc]
 
 
 def scaled(g: Tensor, op: str, p: int) -> Tensor:
-    """The gradient of one of p values from the gradient g of their sum or mean.
+    """Return the gradient of one of p values, from the gradient g of their sum or mean.
 
-    The other reductions have no backward here.
+    Raises NotImplementedError for the other reductions, which have no backward here.
     """
     if op not in ("sum", "mean"):
         raise NotImplementedError(
@@ -149,8 +150,9 @@ def scaled(g: Tensor, op: str, p: int) -> Tensor:
 
 
 def placeholder(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """g at the root. On the other ranks, where g is empty: a tensor of this shape and dtype
-    that depends on g and takes no memory.
+    """Return g at the root, and on the other ranks, where g is empty, a tensor of the root's shape.
+
+    It depends on g, has its dtype and takes no memory.
     """
     return g if g.shape == Size(shape) else g.sum().expand(shape)
 
@@ -167,22 +169,5 @@ REVERSED = {
 
 
 def reverse(algorithm: str) -> str:
-    """The algorithm for the backward: that of the forward in reverse order."""
+    """Return the algorithm for the backward: the forward's in reverse order."""
     return REVERSED.get(algorithm, algorithm)
-
-
-def documented(values_only: Public) -> Callable[[Public], Public]:
-    """Put the text of the function in `parallel101.collectives` before the public function's
-    own, which describes the backward.
-    """
-
-    def document(function: Public) -> Public:
-        text = inspect.getdoc(values_only) or ""
-        function.__doc__ = (
-            f"{text.replace('no part of the graph', 'differentiable')}\n\n{inspect.getdoc(function)}\n\n"
-            "Every rank calls backward, so x requires a gradient on all ranks of the group or "
-            "on none."
-        )
-        return function
-
-    return document

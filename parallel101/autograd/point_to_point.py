@@ -21,14 +21,21 @@ __all__ = ["receive", "send"]
 
 
 def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
-    """Send x to position `dst`, which calls `receive`. Backward: receive the gradient from there.
+    """Send x to position `dst`, which calls `receive`.
 
-    rank 0  x ─┐            ∂x = g
-    rank 1     └─▶ x        sends g back
+        rank 0  x ─┐            ∂x = g
+        rank 1     └─▶ x        sends g back
 
-    Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. An
-    idle rank sends nothing. On gloo it returns when x was received. Raises ValueError or TypeError
-    if `dst` is not another position of the group.
+    Backward: receive the gradient from there.
+
+    Args:
+        x: the tensor to send.
+        dst: the receiver's position in the group, not its global rank.
+        group: see `group_of`; None is all ranks. An idle rank sends nothing.
+
+    Returns a zero-volume tensor that belongs to the graph: call `backward()` on it or its sum. On
+    gloo it returns when x was received. Raises ValueError or TypeError if `dst` isn't another
+    position of the group.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -44,16 +51,20 @@ def send(x: Tensor, dst: int, *, group: GroupLike = None) -> Tensor:
 
 
 def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
-    """Receive what position `src` sends with `send`. Backward: send the gradient to it.
+    """Return what position `src` sends with `send`.
 
-    rank 0  x ─┐            receives ∂x
-    rank 1     └─▶ x        g
+        rank 0  x ─┐            receives ∂x
+        rank 1     └─▶ x        g
 
-    Args: x: gives the shape and dtype, and must require a gradient if the sender's x does. Its
-        values are ignored. src: the sender, as a position in the group. group: see `group_of`. An
-        idle rank gets a zero-volume tensor.
+    Backward: send the gradient to it.
 
-    Returns a new contiguous tensor like x. Raises ValueError or TypeError if `src` is not another
+    Args:
+        x: gives the shape and dtype; its values are ignored. It must require a gradient if the
+            sender's x does.
+        src: the sender's position in the group, not its global rank.
+        group: see `group_of`; None is all ranks. An idle rank gets a zero-volume tensor.
+
+    Returns a new contiguous tensor like x. Raises ValueError or TypeError if `src` isn't another
     position of the group.
     """
 
@@ -72,8 +83,9 @@ def receive(x: Tensor, src: int, *, group: GroupLike = None) -> Tensor:
 
 
 def _comm_with(operation: str, x: Tensor, peer: int, name: str, group: GroupLike) -> Comm | None:
-    """The Comm for messages with `peer`, which may use dist.send or dist.recv itself; None on
-    an idle rank.
+    """Return the Comm for messages with position `peer`; None on an idle rank.
+
+    The peer may use dist.send or dist.recv itself, so the messages have no tag.
     """
     members = group_of(group)
     if root_of(members, peer, name) == members.position:

@@ -1,13 +1,15 @@
-"""The collectives between replicated and sharded tensors, with gradients that count once instead of
-once per rank (Megatron's f and g).
+"""The collectives between replicated and sharded tensors, with gradients that count once.
 
-    x ─ copy_to_group ─▶ x on each      ∂x = g₀ + g₁        a, b ─ reduce_from_group ─▶ a+b         ∂a = g
-    x ─ scatter_to_group ─▶ shards      ∂x = [g₀ g₁]        a, b ─ gather_from_group ─▶ [a b]       ∂a = its block of g
+    x ─ copy_to_group ─▶ x on each rank          ∂x = g₀ + g₁         Megatron's f
+    a, b ─ reduce_from_group ─▶ a+b              ∂a = g               Megatron's g
+    x ─ scatter_to_group ─▶ shards               ∂x = [g₀ g₁]
+    a, b ─ gather_from_group ─▶ [a b]            ∂a = its block of g
 
 Here every rank computes the same loss from the same values, and that loss counts once. So the
 gradient of a replicated tensor is the same on every rank. In collectives.py the losses of all ranks
 are added instead. With p ranks, all_reduce(x).sum().backward() gives p there, and
 reduce_from_group(x).sum().backward() gives 1 here. Use one of the two for a tensor, not both.
+
 Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv
 2205.05198), section 4.2.2.
 """
@@ -29,12 +31,12 @@ __all__ = ["copy_to_group", "gather_from_group", "reduce_from_group", "scatter_t
 
 
 def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto") -> Tensor:
-    """Use a replicated x in work that differs between the ranks.
+    """Return a copy of a replicated x, for work that differs between the ranks. Megatron's f.
 
-    Sends nothing; backward: all_reduce(sum). Megatron's f.
+        rank 0  x ──▶ x        ∂x = g₀ + g₁
+        rank 1  x ──▶ x        ∂x = g₀ + g₁
 
-    rank 0  x ──▶ x        ∂x = g₀ + g₁
-    rank 1  x ──▶ x        ∂x = g₀ + g₁
+    Forward sends nothing; backward: all_reduce(sum).
 
     Args:
         x: the same on every rank of the group.
@@ -61,14 +63,13 @@ def copy_to_group(x: Tensor, *, group: GroupLike = None, algorithm: str = "auto"
 def reduce_from_group(
     x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
 ) -> Tensor:
-    """Turn partial results into one replicated result: all_reduce.
+    """Return the sum (or mean, …) of partial results, replicated on every rank. Megatron's g.
 
-    Backward sends nothing. Megatron's g.
+        rank 0  a ──▶ a+b        ∂a = g
+        rank 1  b ──▶ a+b        ∂b = g        the same g on both (of a mean: g / 2)
 
-    rank 0  a ──▶ a+b        ∂a = g
-    rank 1  b ──▶ a+b        ∂b = g        the same g on both (of a mean: g / 2)
-
-    Arguments, result and errors are those of `all_reduce`; "sum" and "mean" have a backward.
+    Forward: all_reduce, which has the same arguments, result and errors. Backward sends nothing;
+    only "sum" and "mean" have one.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -88,16 +89,19 @@ def scatter_to_group(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Keep this rank's own block of a replicated x along `dim`.
+    """Return this rank's own block of a replicated x along `dim`.
 
-    Sends nothing; backward: all_gather.
+        rank 0  [a b] ──▶ a        ∂[a b] = [g₀ g₁]
+        rank 1  [a b] ──▶ b        ∂[a b] = [g₀ g₁]
 
-    rank 0  [a b] ──▶ a        ∂[a b] = [g₀ g₁]
-    rank 1  [a b] ──▶ b        ∂[a b] = [g₀ g₁]
+    Forward sends nothing; backward: all_gather.
 
-    Args: x: the same on every rank of the group. dim: along which it is split; negative counts from
-        the end. group: see `group_of`. An idle rank gets a zero-volume tensor. sizes: the size of
-        every rank's block along `dim`, zeros included. Default: `split_sizes(x.shape[dim], p)`.
+    Args:
+        x: the same on every rank of the group.
+        dim: the dim that is split; negative counts from the end.
+        group: see `group_of`. An idle rank gets a zero-volume tensor.
+        sizes: the size of every rank's block along `dim`, by position, zeros included. Default:
+            `split_sizes(x.shape[dim], p)`.
         algorithm: of the all-gather; see `all_gather`.
 
     Returns a new contiguous tensor. Raises ValueError or TypeError for wrong arguments.
@@ -129,14 +133,13 @@ def gather_from_group(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Join shards to one replicated tensor: all_gather.
+    """Return the ranks' shards joined to one replicated tensor.
 
-    Backward keeps this rank's own block and sends nothing.
+        rank 0  a ──▶ [a b]        ∂a = the first block of g
+        rank 1  b ──▶ [a b]        ∂b = the second        the same g on both
 
-    rank 0  a ──▶ [a b]        ∂a = the first block of g
-    rank 1  b ──▶ [a b]        ∂b = the second        the same g on both
-
-    Arguments, result and errors are those of `all_gather`.
+    Forward: all_gather, which has the same arguments, result and errors. Backward keeps this rank's
+    own block and sends nothing.
     """
 
     def forward(x: Tensor) -> Tensor:

@@ -1,11 +1,15 @@
-"""The collectives, written by hand: one file for each operation, in which each algorithm is a short
-function over isend and irecv.
+"""The collectives, written by hand over isend and irecv: one file for each operation.
 
-    broadcast ↔ reduce      scatter ↔ gather      all_gather ↔ reduce_scatter      all_reduce      all_to_all      barrier
+    broadcast ↔ reduce      scatter ↔ gather      all_gather ↔ reduce_scatter
+    all_reduce ↔ itself     all_to_all ↔ itself   barrier
 
 These functions move values and have no gradients. `parallel101` exports those of
-`parallel101.autograd`, which have the same names and add the gradients. all_reduce_async,
-reduce_scatter_async and all_gather_async are in asynchronous.py.
+`parallel101.autograd`, which have the same names and arguments and add the gradients.
+all_reduce_async, reduce_scatter_async and all_gather_async are in asynchronous.py.
+
+A group is ranks in order. Roots and peers (src, dst, and rank and peer inside the algorithms) are
+positions in that order, not global ranks. A rank that the group leaves out is **idle**: it makes
+the same call, gets a zero-volume tensor and sends nothing.
 """
 
 from __future__ import annotations
@@ -75,8 +79,7 @@ ON_A_MESH: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def fixed(operation: str, functions: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """`functions[operation]` once for each of the operation's algorithms, with its argument
-    `algorithm` fixed to that one.
+    """Return `functions[operation]` with `algorithm=` fixed to each of its algorithms, by name.
 
     Each has the function's other arguments, and `inspect.getsource` shows the few lines of the
     algorithm. Raises ValueError for an unknown operation.

@@ -1,8 +1,11 @@
-"""All-gather: every rank has a shard, and in the end every rank has all of them, in order.
+"""All-gather: every rank has a shard, and every rank gets all of them, in order.
 
 rank 0  [a . .]        [a b c]
-rank 1  [. b .]   →    [a b c]       each rank must receive n(p−1)/p bytes, whatever the algorithm:
-rank 2  [. . c]        [a b c]       they differ in the number of steps, and in who sends to whom
+rank 1  [. b .]   →    [a b c]
+rank 2  [. . c]        [a b c]
+
+Each rank must receive n(p−1)/p bytes, whatever the algorithm. The algorithms differ in the number
+of steps, and in who sends to whom.
 """
 
 from __future__ import annotations
@@ -36,9 +39,7 @@ direct = blocking(direct_steps)
 
 
 def ring(blocks: Blocks, comm: Comm) -> None:
-    """Each rank sends to its right neighbour the block that it last received from its left one:
-    p − 1 steps of one block.
-    """
+    """Each rank passes to its right the block that it last received from its left: p − 1 steps."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p - 1):
@@ -48,8 +49,9 @@ def ring(blocks: Blocks, comm: Comm) -> None:
 
 
 def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
-    """Two rings at once: each block travels half-way round in both directions. ⌊p/2⌋ steps on
-    links that carry both directions.
+    """Use two rings at once; each block travels half-way round in both directions.
+
+    ⌊p/2⌋ steps on links that carry both directions.
     """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
@@ -68,8 +70,9 @@ def bidirectional_ring(blocks: Blocks, comm: Comm) -> None:
 
 
 def recursive_doubling(blocks: Blocks, comm: Comm) -> None:
-    """Exchange all you have with a partner at distance 1, 2, 4, …: lg p steps, ⌊lg p⌋ + 2 if p
-    is no power of two (power_of_two.py).
+    """Exchange everything with a partner at distance 1, 2, 4, …: lg p steps.
+
+    If p isn't a power of two, ⌊lg p⌋ + 2 steps (power_of_two.py).
     """
     core, partner, cuts = nearest_power_of_two(comm)
     if partner is not None and core:
@@ -95,9 +98,9 @@ def double(blocks: Blocks, comm: Comm) -> None:
 
 
 def bruck(blocks: Blocks, comm: Comm) -> None:
-    """Doubling for any p: in ⌈lg p⌉ steps, send all you have 1, 2, 4, … ranks to the left.
+    """Send everything 1, 2, 4, … ranks to the left: doubling in ⌈lg p⌉ steps for any p.
 
-    Blocks lie rotated until the end.
+    Until the end, the blocks are stored rotated.
     """
     p, rank = comm.size, comm.rank
     # rotated[i] is block rank + i
@@ -128,22 +131,10 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """The shards of all ranks, joined along `dim` in the order of the group, on every rank.
+    """Return the shards of all ranks joined along `dim` in the order of the group, on every rank.
 
-    Args: x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only,
-        and then `sizes` is needed. dim: along which the shards are joined; negative counts from the
-        end. group: see `group_of`. An idle rank gets a zero-volume tensor and sends nothing. sizes:
-        the size of every rank's shard along `dim`, zeros included, the same list on every rank.
-        Default: all as large as mine. algorithm: "auto", one of `algorithms("all_gather")`, or
-        "torus" (see torus.py) if the group is a DeviceMesh of two axes
-            or more. "auto" takes, by the bytes of the result: bruck up to
-            256 KiB, else direct on up to 8 ranks, else ring (see auto.py).
-
-    Returns:
-        A new contiguous tensor of x's shape with sum(sizes) along `dim`, no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends
-    n(p−1)/p bytes, where the result has n (by recursive_doubling more, if p is no power of two).
+    Moves values only; `parallel101.autograd.all_gather` describes the arguments and adds the
+    gradient.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), section 4.1.
     """

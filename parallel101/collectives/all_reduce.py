@@ -1,9 +1,9 @@
-"""All-reduce: every rank has an array, and in the end every rank has their sum, equal to the last
-bit.
+"""All-reduce: every rank has an array, and every rank gets the sum of them, equal to the last bit.
 
-rank 0  [a]        [a+b+c]       reduce, then broadcast: one rank's link carries everything;
-rank 1  [b]   →    [a+b+c]       reduce-scatter, then all-gather: every link carries 2n(p−1)/p bytes, the minimum;
-rank 2  [c]        [a+b+c]       recursive doubling: n bytes in each step, but only lg p steps
+rank 0  [a]        [a+b+c]     reduce, then broadcast: one rank's link carries everything
+rank 1  [b]   →    [a+b+c]     reduce-scatter, then all-gather: each link carries 2n(p−1)/p bytes,
+rank 2  [c]        [a+b+c]         the minimum
+                               recursive doubling: n bytes in each step, but only lg p steps
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from parallel101.mesh import GroupLike
 
 
 def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Add up along a binomial tree to rank 0, and broadcast along the same tree: 2⌈lg p⌉ steps
-    of n bytes.
-    """
+    """Add up along a binomial tree to rank 0, then broadcast along it: 2⌈lg p⌉ steps of n bytes."""
     total = binomial_reduce(blocks[:], op, 0, comm)
     result = op.finish(total, comm.size) if comm.rank == 0 else blocks.empty().flat
     binomial_broadcast(result, 0, comm)
@@ -48,7 +46,8 @@ def reduce_broadcast(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def direct(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Each rank receives one block from every other rank, adds it up and sends the sum to all:
+    """Each rank sums one block, which all others send to it, and sends the sum to all.
+
     2(p − 1) steps, 2n(p−1)/p bytes.
     """
     result = blocks.empty()
@@ -59,8 +58,9 @@ def direct(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Once round the ring to add, once more to distribute the sums: 2(p − 1) steps, 2n(p−1)/p
-    bytes, between neighbours only.
+    """Go once round the ring to add, and once more to distribute the sums, between neighbours only.
+
+    2(p − 1) steps, 2n(p−1)/p bytes.
     """
     result = blocks.empty()
     ring_reduce_scatter(blocks, result[comm.rank], op, comm)
@@ -70,9 +70,7 @@ def ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def bidirectional_ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """The same with two rings, one in each direction: 2⌊p/2⌋ steps on links that carry both
-    directions.
-    """
+    """Use two rings, one in each direction: 2⌊p/2⌋ steps on links that carry both directions."""
     result = blocks.empty()
     bidirectional_reduce_scatter(blocks, result[comm.rank], op, comm)
     op.finish(result[comm.rank], comm.size)
@@ -81,8 +79,9 @@ def bidirectional_ring(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def recursive_doubling(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Exchange sums with a partner at distance 1, 2, 4, … and add: lg p steps of n bytes, ⌊lg
-    p⌋ + 2 if p is no power of two.
+    """Exchange sums with a partner at distance 1, 2, 4, … and add: lg p steps of n bytes.
+
+    If p isn't a power of two, ⌊lg p⌋ + 2 steps.
     """
     core, partner_outside, _ = nearest_power_of_two(comm)
     total = reduce_to_core(blocks, op, comm, partner_outside)[:]
@@ -102,8 +101,9 @@ def recursive_doubling(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def rabenseifner(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Recursive halving to add, recursive doubling to distribute the sums: 2 lg p steps,
-    2n(p−1)/p bytes if p is a power of two.
+    """Add by recursive halving, and distribute the sums by recursive doubling.
+
+    2 lg p steps and 2n(p−1)/p bytes if p is a power of two.
     """
     result = blocks.empty()
     core, partner, cuts = nearest_power_of_two(comm)
@@ -118,9 +118,7 @@ def rabenseifner(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def torus(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Reduce-scatter and all-gather over all links of the torus at the same time: 2 Σ (pᵢ − 1)
-    steps.
-    """
+    """Reduce-scatter and all-gather over all links of the torus at once: 2 Σ (pᵢ − 1) steps."""
     result = blocks.empty()
     torus_reduce_scatter(blocks, result[comm.rank], op, comm)
     op.finish(result[comm.rank], comm.size)
@@ -129,12 +127,13 @@ def torus(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
 
 
 def two_level(blocks: Blocks, op: Reduction, comm: Comm) -> Tensor:
-    """Reduce-scatter inside the node (the mesh's last axis), all-reduce across nodes (all other
-    axes), all-gather inside the node.
+    """Reduce-scatter inside the node, all-reduce across nodes, all-gather inside the node.
+
+    The mesh's last axis is the node; all other axes go across nodes.
     """
     *across, inside = range(len(comm.shape))
     result = blocks.flat.new_empty(blocks.flat.shape)
-    # what is left to reduce, and where its result will lie
+    # what is left to reduce, and where its result goes
     share, room, levels = blocks.flat, result, []
     for line in (comm.along(inside), comm.along(*across)):
         if line.size > 1:
@@ -158,24 +157,12 @@ ON_A_MESH = {f.__name__: f for f in (torus, two_level)}
 def all_reduce(
     x: Tensor, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
 ) -> Tensor:
-    """The arrays of all ranks, combined by `op`, on every rank: the same bits on each, and in every
-    run.
+    """Return the arrays of all ranks combined by `op`, on every rank: the same bits on each.
 
-    Args: x: this rank's array, of the same shape and dtype on every rank. op: "sum", "mean",
-        "product", "max" or "min"; see reductions.py for the dtypes that each accepts. group: see
-        `group_of`. An idle rank gets a zero-volume tensor and sends nothing. algorithm: "auto", one
-        of `algorithms("all_reduce")`, or, if the group is a DeviceMesh of two axes or more, "torus"
-        or
-            "two_level". "auto" takes, by the bytes of x: recursive_doubling up to 4 MiB on up
-            to 2 ranks, else reduce_broadcast up to 1 MiB on up to 8 ranks, else recursive_doubling
-            up to 64 KiB, else ring (see auto.py).
-
-    Returns:
-        A new contiguous tensor like x, no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. Source: Thakur,
-    Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
-    section 4.5.
+    Moves values only; `parallel101.autograd.all_reduce` describes the arguments and adds the
+    gradient.
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.5.
     """
     call = prepare("all_reduce", x, group, algorithm, ALGORITHMS, ON_A_MESH, op=op)
     if call is None:

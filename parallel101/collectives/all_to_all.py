@@ -1,11 +1,10 @@
 """All-to-all: every rank has a block for every other rank. It transposes who has what.
 
-rank 0  [a0 a1 a2]        [a0 b0 c0]
-rank 1  [b0 b1 b2]   →    [a1 b1 c1]       direct and pairwise: every block goes straight to its owner;
-rank 2  [c0 c1 c2]        [a2 b2 c2]       Bruck: lg p steps, but a block is sent lg p / 2 times on average
-
-Torus: on a mesh, along one axis after the other. A message stays on the links of its line, and all
-axes work at the same time.
+rank 0  [a0 a1 a2]        [a0 b0 c0]     direct, pairwise: every block goes straight to its owner
+rank 1  [b0 b1 b2]   →    [a1 b1 c1]     Bruck: lg p steps, but a block is sent lg p / 2 times on
+rank 2  [c0 c1 c2]        [a2 b2 c2]         average
+                                         torus: on a mesh, along one axis after the other; all axes
+                                             work at the same time
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ Count = Callable[[int, int], int]  # (source, destination) → elements of the b
 
 
 def direct(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
-    """All messages at once: p − 1 steps if each rank has one link, in each step with another
-    partner.
+    """Post all messages at once: p − 1 steps if each rank has one link.
+
+    In each step, every rank has another partner.
     """
     p, rank = comm.size, comm.rank
     sent = [comm.isend(outgoing[(rank + step) % p], to=(rank + step) % p) for step in range(1, p)]
@@ -57,7 +57,7 @@ def pairwise(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> No
 
 
 def bruck(outgoing: Blocks, incoming: Blocks, count: Count, comm: Comm) -> None:
-    """A block for the rank j to the right moves by the powers of two that j is the sum of.
+    """A block for the rank j to the right moves by the powers of two that add up to j.
 
     All blocks that move by 2ᵏ are one message.
     """
@@ -95,33 +95,13 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Every rank splits x along one dim, sends block j to position j, and joins what it receives
-    along another dim or the same.
+    """Return what arrives, joined along a dim, if every rank sends its j-th block to position j.
 
-    An array that was sharded along `concat_dim` is then sharded along `split_dim`.
-
-    Args: x: this rank's array. Its shape may differ between ranks along `concat_dim` only, and then
-        `concat_sizes` is needed. split_dim: along which x is split. concat_dim: along which the
-        blocks are joined, in the order of the group. group: see `group_of`. An idle rank gets a
-        zero-volume tensor and sends nothing. split_sizes: the sizes of x's blocks along
-        `split_dim`, one for each rank. Default: `split_sizes(x.shape[split_dim], p)` of mesh.py.
-        concat_sizes: the size along `concat_dim` of the block from each rank. Default: all as large
-        as mine. If the two dims differ, both
-            lists are the same on every rank; if they are one dim, each rank has its own two lists
-            (MPI's alltoallv).
-        algorithm: "auto", one of `algorithms("all_to_all")`, or "torus" (see torus.py) if the group
-            is a DeviceMesh of two axes or more. "auto" takes, by the bytes of x: direct on up to 8
-            ranks, else bruck up to 4 KiB, else pairwise (see auto.py); if the ranks' x differ, by
-            their mean. Bruck and torus must know the blocks that only pass through a rank, so they
-            refuse `concat_sizes` if the two dims are one.
-
-    Returns:
-        A new contiguous tensor, no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends
-    n(p−1)/p bytes, where x has n (by bruck about n lg p / 2, by torus n Σ (pᵢ−1)/pᵢ). Source:
-    Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in
-    multiport message-passing systems" (1997); Thakur, Rabenseifner, Gropp (2005), section 4.
+    Moves values only; `parallel101.autograd.all_to_all` describes the arguments and adds the
+    gradient.
+    Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all
+    communications in multiport message-passing systems" (1997); Thakur, Rabenseifner, Gropp (2005),
+    section 4.
     """
     x, members = tensor_of(x), group_of(group)
     check_algorithm("all_to_all", algorithm, members, ALGORITHMS, ON_A_MESH)
@@ -186,9 +166,9 @@ def _joined_sizes(
     members: Group,
     rank: int,
 ) -> list[int]:
-    """The size along `concat_dim` of the block from each rank.
+    """Return the size along `concat_dim` of the block from each rank.
 
-    `cut`: the sizes by which x is split, if along the same dim.
+    `cut` has the sizes by which x is split, if it is split along the same dim.
     """
     if cut is None:
         return shard_sizes(x, concat_dim, concat_sizes, members, "concat_sizes")
@@ -204,9 +184,9 @@ def _joined_sizes(
 
 
 def _packed(x: Tensor, split_dim: int, sizes: list[int]) -> Tensor:
-    """The values of x in one row, with each block along `split_dim` contiguous.
+    """Return the values of x in one row, with each block along `split_dim` contiguous.
 
-    No copy if they already are.
+    They are copied only if they aren't stored like that already.
     """
     if split_dim == 0:
         return x.contiguous().view(-1)

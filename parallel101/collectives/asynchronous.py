@@ -1,9 +1,8 @@
-"""Collectives that begin now and finish later, so that a rank computes while its messages are in
-flight.
+"""Collectives that begin now and finish later: a rank computes while messages are in flight.
 
-    total = all_reduce_async(gradient)      sends each block to its owner                       ┐ meanwhile: compute
-    total.advance()                         waits, adds, sends each sum to every rank           ┘ meanwhile: compute
-    total = total.wait()                    waits for the rest
+    total = all_reduce_async(gradient)   sends each block to its owner          ┐ meanwhile: compute
+    total.advance()                      waits, adds, sends each sum to all     ┘ meanwhile: compute
+    total = total.wait()                 waits for the rest
 
 Each is the generator of a "direct" algorithm, which yields when it has posted messages and can only
 wait for them. Nothing runs in the background: between two calls of `advance` messages travel, but
@@ -27,7 +26,7 @@ from parallel101.mesh import GroupLike, group_of
 
 
 class AsyncCollective:
-    """A collective that has begun.
+    """A collective that has begun. `wait` returns its result.
 
     All ranks must begin and advance theirs in the same order, since messages between two ranks are
     matched in the order of posting.
@@ -38,9 +37,9 @@ class AsyncCollective:
         self.advance()
 
     def advance(self) -> bool:
-        """Wait for the messages posted last, and post the next ones.
+        """Wait for the messages posted last and post the next ones.
 
-        True if the result is complete.
+        Returns True if the result is complete.
         """
         self.done = self.done or next(self._steps, "done") == "done"
         return self.done
@@ -58,14 +57,16 @@ class AsyncCollective:
 def all_reduce_async(
     x: Tensor, op: str = "sum", *, group: GroupLike = None, out: Tensor | None = None
 ) -> AsyncCollective:
-    """Begin an `all_reduce`. It has two steps; each rank sends 2n(p−1)/p bytes, where x has n.
+    """Begin an `all_reduce`, which has two steps. Each rank sends 2n(p−1)/p bytes, where x has n.
 
-    Args: x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
-        it before the result is complete. op, group: as in `all_reduce`. An idle rank gets a
-        zero-volume tensor and sends nothing. out: the tensor for the result, contiguous and like x;
-        x itself for an all-reduce in place. None: a new tensor.
+    Args:
+        x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
+            it before the result is complete.
+        op, group: as in `all_reduce`.
+        out: the tensor for the result, contiguous and like x; x itself for an all-reduce in place.
+            None: a new tensor.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments.
+    Raises ValueError or TypeError for wrong arguments, before any message.
     """
     x, reduction, members = contiguous(x, "x"), reduction_of(op, x), group_of(group)
     if members.position is None:
@@ -86,16 +87,18 @@ def reduce_scatter_async(
     sizes: Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> AsyncCollective:
-    """Begin a `reduce_scatter` along dim 0.
+    """Begin a `reduce_scatter` along dim 0, which has one step.
 
-    It has one step; each rank sends n(p−1)/p bytes, where x has n.
+    Each rank sends n(p−1)/p bytes, where x has n.
 
-    Args: x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
-        it before the result is complete. op, group, sizes: as in `reduce_scatter`. An idle rank
-        gets a zero-volume tensor and sends nothing. out: the tensor for this rank's block of the
-        result, contiguous; it may be that block of x. None: a new tensor.
+    Args:
+        x: this rank's array, contiguous, of the same shape and dtype on every rank. Do not change
+            it before the result is complete.
+        op, group, sizes: as in `reduce_scatter`.
+        out: the tensor for this rank's block of the result, contiguous; it may be that block of x.
+            None: a new tensor.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments.
+    Raises ValueError or TypeError for wrong arguments, before any message.
     """
     x, reduction, members = contiguous(x, "x"), reduction_of(op, x), group_of(group)
     if members.position is None:
@@ -116,16 +119,18 @@ def all_gather_async(
     sizes: Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> AsyncCollective:
-    """Begin an `all_gather` along dim 0.
+    """Begin an `all_gather` along dim 0, which has one step.
 
-    It has one step; each rank sends n(p−1)/p bytes, where the result has n.
+    Each rank sends n(p−1)/p bytes, where the result has n.
 
-    Args: x: this rank's shard, contiguous. It is copied into the result at once, unless it already
-        lies there. group, sizes: as in `all_gather`. An idle rank gets a zero-volume tensor and
-        sends nothing. out: the tensor for the result, contiguous; x may be this rank's block of it.
-        None: a new tensor.
+    Args:
+        x: this rank's shard, contiguous. It is copied into the result at once, unless it is already
+            a part of it.
+        group, sizes: as in `all_gather`.
+        out: the tensor for the result, contiguous; x may be this rank's block of it. None: a new
+            tensor.
 
-    Raises ValueError or TypeError, before any message, for wrong arguments.
+    Raises ValueError or TypeError for wrong arguments, before any message.
     """
     x, members = contiguous(x, "x"), group_of(group)
     sizes = shard_sizes(x, 0, sizes, members)
@@ -152,7 +157,7 @@ def _reduce_scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm
 
 
 def contiguous(x: Tensor, name: str) -> Tensor:
-    """x without its graph, if a message can be sent from its memory as it is.
+    """Return x without its graph, if a message can be sent from its memory as it is.
 
     Raises ValueError if that would need a copy.
     """
@@ -172,7 +177,10 @@ def contiguous(x: Tensor, name: str) -> Tensor:
 
 
 def result_in(out: Tensor | None, x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out`, if it fits a result of this shape; without `out` a new tensor."""
+    """Return `out`, or a new tensor.
+
+    Raises ValueError if `out` doesn't fit a result of this shape.
+    """
     if out is None:
         return x.new_empty(shape)
     result = contiguous(out, "out")

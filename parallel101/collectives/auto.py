@@ -1,8 +1,7 @@
-"""Which algorithm?
+"""The choice of an algorithm: `algorithm="ring"` names one, and for "auto" a rule here does.
 
-`algorithm="ring"` names one; `algorithm="auto"` takes the one that the rules in this file name.
-
-    few bytes: the fewest steps win (trees, doubling)          many bytes: the fewest bytes win (direct, rings)
+    few bytes: the fewest steps win (trees, doubling)
+    many bytes: the fewest bytes win (direct, rings)
 
 Up to 8 ranks the rules were measured on gloo over loopback, where all ranks share a few cores.
 Above 8 ranks, where every rank is assumed to have its own link, they follow the literature (Thakur,
@@ -20,9 +19,7 @@ KiB, MiB = 1024, 1024**2
 
 
 class Rule(NamedTuple):
-    """Take `algorithm` on up to `max_ranks` ranks, for up to `max_bytes` bytes of the whole
-    array.
-    """
+    """Take `algorithm` on up to `max_ranks` ranks, for up to `max_bytes` of the whole array."""
 
     algorithm: str
     max_ranks: float = float("inf")
@@ -86,9 +83,7 @@ def check_algorithm(
 def choose(
     operation: str, algorithm: str, table: Mapping[str, Callable], nbytes: int, ranks: int
 ) -> Callable:
-    """The function of `algorithm`; for "auto" that of the first rule that fits `nbytes` on this
-    many ranks.
-    """
+    """Return the function of `algorithm`, or for "auto" that of the first rule that fits."""
     if algorithm == "auto":
         algorithm = next(
             rule.algorithm

@@ -1,6 +1,6 @@
 """Barrier: no rank leaves it before all ranks have entered.
 
-Dissemination: each message also stands for those its sender has received.
+Dissemination: each message also vouches for the ranks that its sender has heard from.
 
 step 1   a message from the rank 1 to the left      2 ranks are known to have entered
 step 2   a message from the rank 2 to the left      4
@@ -19,7 +19,7 @@ from parallel101.mesh import Group, GroupLike, group_of
 
 
 def dissemination(comm: Comm) -> None:
-    """One byte to the right and one from the left, at distances 1, 2, 4, …: ⌈lg p⌉ steps."""
+    """Exchange bytes with the ranks 1, 2, 4, … to the right and to the left: ⌈lg p⌉ steps."""
     token, inbox = torch.zeros(2, dtype=torch.uint8, device=comm.device).split(1)
     distance = 1
     while distance < comm.size:
@@ -37,7 +37,7 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
     """Wait until every rank of the group has called it. An idle rank returns at once.
 
     Args:
-        group: see `group_of`.
+        group: see `group_of`; None is all ranks.
         algorithm: "auto" or "dissemination".
 
     Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization" (1988).
@@ -52,7 +52,7 @@ def barrier(*, group: GroupLike = None, algorithm: str = "auto") -> None:
 
 
 def _device(members: Group) -> torch.device:
-    """A device from which the group's backend can send."""
+    """Return a device from which the group's backend can send."""
     on_cpu = members.size == 1 or "cpu" in backends_in(
         dist.get_backend_config(members.process_group)
     )

@@ -1,10 +1,11 @@
 """A flat tensor split into one block for each rank: every algorithm works on these.
 
-    blocks[2]      block 2               |  0  |  1  |**2**|  3  |      views, never copies: a message that is received into a block
-    blocks[1:3]    blocks 1 and 2        |  0  |**1*****2**|  3  |      is already where the result needs it
+    blocks[2]      block 2            |  0  |  1  |**2**|  3  |
+    blocks[1:3]    blocks 1 and 2     |  0  |**1*****2**|  3  |
 
-Neighbouring blocks are contiguous, so a tree or recursive halving sends half of them in one
-message. Sizes may differ, and be 0.
+Blocks are views, never copies, so a message that is received into a block is already where the
+result needs it. Neighbouring blocks are contiguous, so a tree or recursive halving sends half of
+them in one message. Sizes may differ, and be 0.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from parallel101.mesh import split_sizes
 
 
 class Blocks:
-    """Blocks of `sizes` elements each.
+    """Blocks of `sizes` elements each, stored in `flat` (1-D, contiguous) from block `first` on.
 
-    `flat` (1-D, contiguous) stores them from block `first` on: all of them, or a window.
-
-    A rank inside a tree stores a window: only the blocks that pass through it.
+    `flat` has all blocks, or a window of them. A rank inside a tree stores a window: only the
+    blocks that pass through it.
     """
 
     def __init__(self, flat: Tensor, sizes: Sequence[int], first: int = 0):
@@ -48,14 +48,15 @@ class Blocks:
         )
 
     def empty(self, low: int = 0, high: int | None = None) -> Blocks:
-        """Blocks of the same sizes in new memory, which stores the blocks low … high − 1 only
-        (all of them by default).
+        """Return blocks of the same sizes in new memory, which stores the blocks low … high − 1.
+
+        By default it stores all of them.
         """
         high = len(self) if high is None else high
         return Blocks(self.flat.new_empty(self.starts[high] - self.starts[low]), self.sizes, low)
 
     def room(self, window: slice) -> Blocks:
-        """Blocks that store this window: these, if they do, or new memory."""
+        """Return these blocks if they store this window, else blocks in new memory that do."""
         base = self.starts[self.first]
         fits = (
             base <= self.starts[window.start]
@@ -64,31 +65,32 @@ class Blocks:
         return self if fits else self.empty(window.start, window.stop)
 
     def merged(self, cuts: Sequence[int]) -> Blocks:
-        """The same memory in fewer blocks: the i-th is what were the blocks cuts[i] … cuts[i +
-        1] − 1.
-        """
+        """Return the same memory in fewer blocks; the i-th joins blocks cuts[i] … cuts[i+1] − 1."""
         return Blocks(self.flat, [self.starts[b] - self.starts[a] for a, b in pairwise(cuts)])
 
 
 def even_blocks(flat: Tensor, p: int) -> Blocks:
-    """`flat` (1-D) split over p ranks by `split_sizes`."""
+    """Return `flat` (1-D) split over p ranks by `split_sizes`."""
     return Blocks(flat, split_sizes(flat.numel(), p))
 
 
 def row_of(x: Tensor, dim: int) -> int:
-    """The number of elements of x for each index along `dim`."""
+    """Return the number of elements of x for each index along `dim`."""
     return math.prod(extent for d, extent in enumerate(x.shape) if d != dim)
 
 
 def flat_of(x: Tensor, dim: int = 0) -> Tensor:
-    """The values of x in one row with `dim` outermost, so that a shard along `dim` is contiguous.
+    """Return the values of x in one row with `dim` outermost: a shard along it is contiguous.
 
-    No copy if they already lie so.
+    They are copied only if they aren't stored in that order.
     """
     return (x.movedim(dim, 0) if dim else x).contiguous().view(-1)
 
 
 def shaped(flat: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
-    """The contiguous tensor of `shape` whose `flat_of(…, dim)` is `flat`. No copy if dim is 0."""
+    """Return the contiguous tensor of `shape` whose `flat_of(…, dim)` is `flat`.
+
+    It isn't copied if dim is 0.
+    """
     outermost = [shape[dim], *shape[:dim], *shape[dim + 1 :]] if dim else shape
     return flat.view(outermost).movedim(0, dim).contiguous() if dim else flat.view(outermost)

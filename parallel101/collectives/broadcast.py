@@ -1,8 +1,8 @@
-"""Broadcast: one rank, the root, has an array, and in the end every rank has it.
+"""Broadcast: one rank, the root, has an array, and every rank gets it.
 
-rank 0  [a]        [a]       flat: n bytes p − 1 times over the root's link;
-rank 1  [ ]   →    [a]       a tree: every rank that has the array sends it on;
-rank 2  [ ]        [a]       a chain, scatter + all-gather: the array is split, and all links are busy at once
+rank 0  [a]        [a]     flat: n bytes p − 1 times over the root's link
+rank 1  [ ]   →    [a]     a tree: every rank that has the array sends it on
+rank 2  [ ]        [a]     a chain, scatter + all-gather: the array is split, and all links are busy
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def flat(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def binomial(buffer: Tensor, root: int, comm: Comm) -> None:
-    """Every rank that has the array sends it to one that has not: twice as many have it after
-    each step, ⌈lg p⌉ steps.
-    """
+    """In each step, every rank that has the array sends it to one that hasn't: ⌈lg p⌉ steps."""
     for parent, child, _ in path(comm.size, root, comm.rank):
         if comm.rank == parent:
             comm.isend(buffer, to=child).wait()
@@ -43,8 +41,9 @@ def binomial(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def chain(buffer: Tensor, root: int, comm: Comm) -> None:
-    """From each rank to the next in m segments, a pipeline: a rank sends one while it receives
-    the next. p − 2 + m steps of n/m bytes.
+    """Pass the array from rank to rank in m segments; a rank sends one while it receives the next.
+
+    p − 2 + m steps of n/m bytes: a pipeline.
     """
     place = (comm.rank - root) % comm.size
     sent = []
@@ -57,8 +56,9 @@ def chain(buffer: Tensor, root: int, comm: Comm) -> None:
 
 
 def scatter_all_gather(buffer: Tensor, root: int, comm: Comm) -> None:
-    """Scatter one block to each rank (binomial), then all-gather them (ring): ⌈lg p⌉ + p − 1
-    steps, 2n(p−1)/p bytes for any p.
+    """Scatter one block to each rank (binomial), then all-gather the blocks (ring).
+
+    ⌈lg p⌉ + p − 1 steps, 2n(p−1)/p bytes for any p.
     """
     blocks = even_blocks(buffer, comm.size)
     binomial_scatter(blocks, blocks[comm.rank], root, comm)
@@ -71,20 +71,12 @@ ALGORITHMS = {f.__name__: f for f in (flat, binomial, chain, scatter_all_gather)
 def broadcast(
     x: Tensor, src: int = 0, *, group: GroupLike = None, algorithm: str = "auto"
 ) -> Tensor:
-    """The root's array, on every rank.
+    """Return the root's array on every rank.
 
-    Args: x: at the root the array, of any dtype. On the others only its shape and dtype count; its
-        values are ignored. src: the root, as a position in the group. group: see `group_of`. An
-        idle rank gets a zero-volume tensor and sends nothing. algorithm: "auto" or one of
-        `algorithms("broadcast")`. "auto" takes, by the bytes of x: binomial on up to 8 ranks, else
-            binomial up to 512 KiB, else scatter_all_gather (see auto.py).
-
-    Returns:
-        A new contiguous tensor like x, no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. Source: Thakur,
-    Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
-    section 4.2.
+    `src` is the root's position in the group, not its global rank. Moves values only;
+    `parallel101.autograd.broadcast` describes the arguments and adds the gradient.
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.2.
     """
     call = prepare("broadcast", x, group, algorithm, ALGORITHMS, src=src)
     if call is None:

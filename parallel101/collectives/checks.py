@@ -1,8 +1,9 @@
-"""What every collective checks before its first message, so that a wrong call is an error at once
-and on every rank.
+"""The checks of every collective before its first message: a wrong call is an error on every rank.
 
-    all_gather(x, dim=3) of a matrix        a ValueError on rank 0, 1, 2, …, instead of one rank that stops and others that wait
-    "sum" on rank 0, "max" on rank 1        `compare`: only a checked run can see this, since asking the others would cost a message
+    all_gather(x, dim=3) of a matrix     a ValueError on all ranks, instead of one rank that stops
+                                         and others that wait for it
+    "sum" on rank 0, "max" on rank 1     `compare`: only a checked run sees this, since asking the
+                                         others would cost a message
 
 `prepare` is the first call of every collective but all_to_all and barrier, which have arguments of
 their own. Whether an algorithm exists is checked in auto.py, and whether an op fits a dtype in
@@ -96,7 +97,7 @@ def begin(
     sizes: Any = None,
     **arguments: Any,
 ) -> Comm:
-    """The Comm for a collective on x, made after the collective's own checks.
+    """Return the Comm for a collective on x. Call it after the collective's own checks.
 
     In a checked run it compares what all ranks must pass alike: these arguments, x's dtype, and its
     shape except along the dim `uneven`. Raises ValueError if the group's backend cannot send from
@@ -116,14 +117,17 @@ def begin(
 
 
 def compare(operation: str, group: Group, numbered: str = "", **arguments: Any) -> int:
-    """In a checked run: compare this rank's call with the call that has the same number on the
-    other ranks, which raises a MisuseError.
+    """In a checked run, compare this rank's call with the other ranks' call of the same number.
 
-    Args: operation: its name, the same on all ranks. group: its ranks. Calls are numbered for each
-        group, and apart from others if `numbered` names a count of their own. arguments: what must
-        be the same on all ranks.
+    Args:
+        operation: its name, the same on all ranks.
+        group: its ranks.
+        numbered: the name of a count of its own, if these calls aren't numbered with the group's
+            others.
+        arguments: what must be the same on all ranks.
 
-    Returns the number of the call; 0 if nothing is compared, as on an idle rank.
+    Returns the number of the call; 0 if nothing is compared, as on an idle rank. Raises MisuseError
+    if the calls differ.
     """
     checker = recorder()
     if (
@@ -139,9 +143,7 @@ def compare(operation: str, group: Group, numbered: str = "", **arguments: Any) 
 
 @contextlib.contextmanager
 def uncompared() -> Iterator[None]:
-    """For calls that send nothing, and that ranks may make in any order: `compare` does nothing
-    inside.
-    """
+    """Inside, `compare` does nothing: for calls without messages, which may come in any order."""
     _thread.uncompared = True
     try:
         yield
@@ -150,8 +152,9 @@ def uncompared() -> Iterator[None]:
 
 
 def tensor_of(x: Tensor) -> Tensor:
-    """x without its graph: these collectives move values, and `parallel101.autograd` adds their
-    gradients. Raises TypeError.
+    """Return x without its graph. Raises TypeError unless x is a plain dense tensor.
+
+    These collectives move values; `parallel101.autograd` adds their gradients.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -176,7 +179,7 @@ def tensor_of(x: Tensor) -> Tensor:
 
 
 def dim_of(x: Tensor, dim: int, name: str = "dim") -> int:
-    """`dim` counted from the front. Raises TypeError or ValueError if x has no such dim."""
+    """Return `dim` counted from the front. Raises TypeError or ValueError if x has no such dim."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"{name}={dim!r}: expected an int")
     if x.dim() == 0:
@@ -192,7 +195,10 @@ def dim_of(x: Tensor, dim: int, name: str = "dim") -> int:
 
 
 def root_of(group: Group, root: int, name: str) -> int:
-    """`root`, if it is a position in the group. An idle rank may not know the group's size."""
+    """Return `root`. Raises TypeError or ValueError if it isn't a position in the group.
+
+    An idle rank may not know the group's size.
+    """
     if not isinstance(root, int) or isinstance(root, bool):
         raise TypeError(f"{name}={root!r}: expected an int, the position in the group")
     if root < 0 or (group.ranks and root >= group.size):
@@ -204,7 +210,10 @@ def root_of(group: Group, root: int, name: str) -> int:
 
 
 def sizes_of(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
-    """`sizes` as a list, with one size for each rank."""
+    """Return `sizes` as a list.
+
+    Raises TypeError or ValueError unless it has one size for each rank.
+    """
     if not isinstance(sizes, list | tuple) or not all(
         type(size) is int and size >= 0 for size in sizes
     ):
@@ -222,9 +231,9 @@ def sizes_of(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[in
 def block_sizes(
     x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group, name: str = "sizes"
 ) -> list[int]:
-    """The size along `dim` of every rank's block of x. Raises ValueError if they aren't all of x.
+    """Return the size along `dim` of every rank's block of x, by default those of `split_sizes`.
 
-    Without `sizes` the blocks are those of `split_sizes`.
+    Raises TypeError or ValueError if the blocks of `sizes` don't add up to x.
     """
     if sizes is None:
         return split_sizes(x.shape[dim], group.size)
@@ -240,9 +249,10 @@ def block_sizes(
 def shard_sizes(
     x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group, name: str = "sizes"
 ) -> list[int]:
-    """The size along `dim` of every rank's shard; x is this rank's.
+    """Return the size along `dim` of every rank's shard; x is this rank's.
 
-    Without `sizes` all shards are as large as x.
+    Without `sizes`, all shards are as large as x. Raises TypeError or ValueError if x contradicts
+    `sizes`.
     """
     if sizes is None:
         return [x.shape[dim]] * group.size
@@ -257,5 +267,5 @@ def shard_sizes(
 
 
 def nothing(x: Tensor) -> Tensor:
-    """The result on a rank that gets no part of it: a zero-volume tensor of shape (0,)."""
+    """Return a zero-volume tensor of shape (0,): the result on a rank that gets no part of it."""
     return x.new_empty(0)

@@ -1,14 +1,14 @@
-"""What an algorithm is given: who am I, how many are we, and isend and irecv between positions of
-the group.
+"""What an algorithm works with: its position, the number of ranks, and isend and irecv by position.
 
-    received = comm.irecv(inbox, source=left)      gloo and sim start each message at once. NCCL wants the messages that belong
-    sent = comm.isend(outbox, to=right)            together in one batch: there they start at the first wait, or at `comm.flush()`
+    received = comm.irecv(inbox, source=left)
+    sent = comm.isend(outbox, to=right)
     received.wait(), sent.wait()
 
-Post the receive before you wait for a send: gloo's send is complete only when it was received. An
-empty tensor needs no message. Messages between two ranks are matched in the order in which they
-were posted. Their tag only keeps them apart from the program's own messages, and NCCL ignores even
-that.
+gloo and sim start each message at once. NCCL wants the messages that belong together in one batch:
+there they start at the first wait, or at `comm.flush()`. Post the receive before you wait for a
+send: gloo's send is complete only when it was received. An empty tensor needs no message. Messages
+between two ranks are matched in the order in which they were posted. Their tag only keeps them
+apart from the program's own messages, and NCCL ignores even that.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ P = ParamSpec("P")
 
 
 class Work(Protocol):
-    """A message in flight: `wait` returns when the tensor was sent (isend) or holds what was
-    received (irecv).
-    """
+    """A message in flight. `wait` returns when the tensor was sent, or holds what was received."""
 
     def wait(self) -> object: ...
 
 
 class Comm:
-    """One rank's view of its group: `rank` is its position, `size` the number of ranks, `shape` the
-    mesh's.
+    """One rank's view of its group.
 
-    Args: group: the group, of which this rank is a member. device: of the tensors that are sent.
-        batched: whether messages start in batches; see `batches`. collective: the collective to
-        which the messages belong, in a recorded run. None: nobody records. tag: of the messages.
+    `rank` is this rank's position in the group, not its global rank; so are `to` and `source`.
+    `size` is the number of ranks, `shape` the mesh's.
+
+    Args:
+        group: the group, of which this rank is a member.
+        device: of the tensors that are sent.
+        batched: whether messages start in batches; see `batches`.
+        collective: in a recorded run, the collective to which the messages belong. None: nobody
+            records.
+        tag: of the messages.
     """
 
     def __init__(
@@ -68,8 +72,9 @@ class Comm:
         return self._post(dist.isend, tensor, to)
 
     def irecv(self, tensor: Tensor, source: int) -> Work:
-        """Begin to receive into `tensor` (contiguous, as large as what is sent) from position
-        `source`.
+        """Begin to receive from position `source` into `tensor`.
+
+        It is contiguous, and as large as what is sent.
         """
         return self._post(dist.irecv, tensor, source)
 
@@ -86,8 +91,9 @@ class Comm:
             message.works = works
 
     def subset(self, positions: Sequence[int]) -> Comm | None:
-        """The Comm of some of the positions, numbered anew in that order; None on a rank that
-        is not one of them.
+        """Return the Comm of some positions, numbered anew in that order.
+
+        Returns None on the other ranks.
         """
         if self.rank not in positions:
             return None
@@ -102,15 +108,13 @@ class Comm:
         return Comm(group, self.device, self.batched, self.collective, self.tag)
 
     def in_order(self, positions: Sequence[int]) -> Comm:
-        """The same ranks, numbered anew in this order: a ring in the other direction, for
-        example.
-        """
+        """Return the Comm of the same ranks, numbered anew: a ring the other way, for example."""
         turned = self.subset(positions)
         assert turned is not None
         return turned
 
     def along(self, *axes: int) -> Comm:
-        """The Comm of the ranks on my line (plane, …) along these axes of the mesh."""
+        """Return the Comm of the ranks on my line (plane, …) along these axes of the mesh."""
         group = self.group.along(*axes)
         collective = self.collective and collective_of(self.collective.operation, group)
         return Comm(group, self.device, self.batched, collective, self.tag)
@@ -138,21 +142,18 @@ class Comm:
 
 
 class Nothing:
-    """The work of a message that need not be sent."""
+    """The work of a message that need not be sent, because it is empty."""
 
     def wait(self) -> None:
         pass
 
 
 class Batched:
-    """A message of a batch.
+    """A message of a batch. All of them start when the first is waited for, or at a flush.
 
-    All of them start when the first is waited for, or at a flush; to wait for one is to wait for
-    all.
-
-    `order` is the same on both sides and on all ranks. If torch posts the messages of a batch one
-    by one after all (as for a process group that is written in Python), ranks that wait for each
-    other do not form a cycle.
+    Waiting for one waits for all. `order` is the same on both sides and on all ranks. torch may
+    still post the messages of a batch one by one, as it does for a process group that is written in
+    Python. In that order, ranks that wait for each other do not form a cycle.
     """
 
     def __init__(self, comm: Comm, op: dist.P2POp):
@@ -175,8 +176,9 @@ def wait_all(works: Iterable[Work]) -> None:
 
 
 def blocking(steps: Callable[P, Iterator[None]]) -> Callable[P, None]:
-    """The blocking form of an algorithm that is written as a generator, which yields wherever
-    an asynchronous caller may go and compute.
+    """Return the blocking form of an algorithm that is written as a generator.
+
+    Such a generator yields each time the caller could compute while messages are in flight.
     """
 
     @functools.wraps(steps)
@@ -189,7 +191,7 @@ def blocking(steps: Callable[P, Iterator[None]]) -> Callable[P, None]:
 
 
 def comm_of(group: Group, device: torch.device, operation: str, tag: int = COLLECTIVE_TAG) -> Comm:
-    """The Comm with which `operation` sends tensors of `device`.
+    """Return the Comm with which `operation` sends tensors of `device`.
 
     Raises ValueError if the group's backend cannot send them.
     """
@@ -215,7 +217,7 @@ def _collective(operation: str, ranks: tuple[int, ...], axis: str | None) -> Col
 
 
 def collective_of(operation: str, group: Group) -> Collective:
-    """How the record names this collective.
+    """Return the name of this collective in the record.
 
     Equal ones are one object, so the simulator compares the two sides of a message at once.
     """
@@ -224,8 +226,9 @@ def collective_of(operation: str, group: Group) -> Collective:
 
 @functools.cache
 def backends_in(config: str) -> dict[str, str]:
-    """The backend that sends from each device: {"cpu": "gloo", "cuda": "nccl"} for
-    "cpu:gloo,cuda:nccl". gloo has no send on GPUs.
+    """Return the backend that sends from each device.
+
+    For "cpu:gloo,cuda:nccl" that is {"cpu": "gloo", "cuda": "nccl"}. gloo has no send on GPUs.
     """
     pairs = dict(part.split(":") for part in config.split(","))
     return {
@@ -236,7 +239,7 @@ def backends_in(config: str) -> dict[str, str]:
 
 
 def batches(backend: str) -> bool:
-    """Whether this backend's messages start in batches.
+    """Return whether this backend's messages start in batches.
 
     On NCCL a send and a receive between two ranks deadlock unless they start together. On gloo a
     batch has been seen to hang.

@@ -1,10 +1,10 @@
-"""Gather: every rank has a shard, and in the end one rank, the root, has them all, in order.
+"""Gather: every rank has a shard, and one rank, the root, gets all of them, in order.
 
-A scatter backwards.
+It is a scatter backwards.
 
-rank 0  [a]        [a b c]
-rank 1  [b]   →    [     ]       flat: every shard straight to the root, no byte sent twice;
-rank 2  [c]        [     ]       a tree: fewer steps, but a shard is sent once for each level that it passes
+rank 0  [a]        [a b c]     flat: every shard goes straight to the root, no byte is sent twice
+rank 1  [b]   →    [     ]     a tree: fewer steps, but a shard is sent once for each level that it
+rank 2  [c]        [     ]         passes
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def flat(blocks: Blocks, root: int, comm: Comm) -> None:
 
 
 def binomial(blocks: Blocks, root: int, comm: Comm) -> None:
-    """Along the tree from its leaves: each rank joins what its children send and sends it on.
-    ⌈lg p⌉ steps.
+    """Gather along the tree from its leaves, in ⌈lg p⌉ steps.
+
+    Each rank joins what its children send, and sends it on.
     """
     held = blocks.room(subtree(comm.size, root, comm.rank))
     if held is not blocks:
@@ -56,23 +57,12 @@ def gather(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """The shards of all ranks, joined along `dim` in the order of the group, at the root.
+    """Return the shards of all ranks joined along `dim`, at the root, and elsewhere nothing.
 
-    Args: x: this rank's shard, of any dtype. Its shape may differ between ranks along `dim` only,
-        and then `sizes` is needed. dst: the root, as a position in the group. dim: along which the
-        shards are joined; negative counts from the end. group: see `group_of`. An idle rank gets a
-        zero-volume tensor and sends nothing. sizes: the size of every rank's shard along `dim`,
-        zeros included, the same list on every rank. Default: all as large as mine. algorithm:
-        "auto" or one of `algorithms("gather")`. "auto" takes, by the bytes of the result: flat on
-        up to 8 ranks,
-            else binomial up to 64 KiB, else flat (see auto.py).
-
-    Returns: At the root a new contiguous tensor of x's shape with sum(sizes) along `dim`, elsewhere
-        a zero-volume one; no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. The root receives
-    n(p−1)/p bytes, where the result has n. Source: Chan, Heimlich, Purkayastha, van de Geijn,
-    "Collective communication: theory, practice, and experience" (2007), section 4.
+    `dst` is the root's position in the group, not its global rank. Moves values only;
+    `parallel101.autograd.gather` describes the arguments and adds the gradient.
+    Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice,
+    and experience" (2007), section 4.
     """
     call = prepare("gather", x, group, algorithm, ALGORITHMS, dst=dst, dim=dim, shards=sizes)
     if call is None:

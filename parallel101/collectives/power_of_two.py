@@ -1,10 +1,10 @@
-"""Recursive halving and doubling need a power of two of ranks.
+"""Recursive halving and doubling on a number of ranks that isn't a power of two.
 
-Any other number takes one step before them and one after.
-
-p = 6 = 4 + 2        0◀─1   2◀─3   4   5      before: each odd rank of the first pairs sends its values to its partner
-                     0━━━━━━2━━━━━━4━━━5      the core, the nearest power of two below p, runs the algorithm
-                     0─▶1   2─▶3   4   5      after: the partner sends back the result
+p = 6 = 4 + 2     0◀─1   2◀─3   4   5     before: the odd rank of each of the first pairs sends its
+                                          values to its partner
+                  0━━━━━━2━━━━━━4━━━5     the core, the nearest power of two below p, runs the
+                                          algorithm
+                  0─▶1   2─▶3   4   5     after: the partner sends back the result
 
 Source: Thakur, Rabenseifner, Gropp (2005), section 4.5 ("non-power-of-two number of processes").
 """
@@ -21,6 +21,8 @@ from parallel101.collectives.reductions import Reduction
 
 
 class PowerOfTwo(NamedTuple):
+    """The ranks that run the algorithm, and this rank's part before and after it."""
+
     core: Comm | None  # the ranks that run the algorithm; None on a rank that is not one of them
     # the other rank of my pair, if I am in one; the even rank of a pair is in the core
     partner: int | None
@@ -28,6 +30,7 @@ class PowerOfTwo(NamedTuple):
 
 
 def nearest_power_of_two(comm: Comm) -> PowerOfTwo:
+    """Return the core, the largest power of two of ranks, and this rank's partner."""
     core_size = 1 << (comm.size.bit_length() - 1)
     pairs = comm.size - core_size
     cuts = [*range(0, 2 * pairs, 2), *range(2 * pairs, comm.size + 1)]
@@ -38,7 +41,7 @@ def nearest_power_of_two(comm: Comm) -> PowerOfTwo:
 def reduce_to_core(blocks: Blocks, op: Reduction, comm: Comm, partner: int | None) -> Blocks:
     """The step before a reduction: the even rank of a pair combines both ranks' values.
 
-    Returns those, in new memory, or my own.
+    Returns the combined values in new memory, or `blocks` if there is nothing to combine.
     """
     if partner is None:
         return blocks

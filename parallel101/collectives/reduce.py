@@ -1,10 +1,10 @@
-"""Reduce: every rank has an array, and in the end one rank, the root, has their sum.
+"""Reduce: every rank has an array, and one rank, the root, gets the sum of them.
 
-A broadcast backwards.
+It is a broadcast backwards.
 
-rank 0  [a]        [a+b+c]
-rank 1  [b]   →    [     ]       flat: n bytes p − 1 times over the root's link; a tree adds on the way;
-rank 2  [c]        [     ]       reduce-scatter + gather splits the array, and all ranks add at once
+rank 0  [a]        [a+b+c]     flat: n bytes p − 1 times over the root's link
+rank 1  [b]   →    [     ]     a tree adds on the way
+rank 2  [c]        [     ]     reduce-scatter + gather splits the array, and all ranks add at once
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from parallel101.mesh import GroupLike
 
 
 def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """All send to the root, which adds the arrays one by one, always in the same order: p − 1
-    steps.
-    """
+    """All ranks send to the root, which adds the arrays in a fixed order: p − 1 steps."""
     total = x
     if comm.rank != root:
         comm.isend(x, to=root).wait()
@@ -38,8 +36,9 @@ def flat(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
 
 
 def binomial(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """Along the tree from its leaves: in each step half of the remaining ranks send their sums
-    to the other half. ⌈lg p⌉ steps.
+    """Add along the tree from its leaves, in ⌈lg p⌉ steps.
+
+    In each step, half of the remaining ranks send their sums to the other half.
     """
     total = x
     for parent, child, _ in reversed(path(comm.size, root, comm.rank)):
@@ -53,8 +52,9 @@ def binomial(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
 
 
 def reduce_scatter_gather(x: Tensor, op: Reduction, root: int, comm: Comm) -> Tensor:
-    """Each rank sums up its block (ring), the root gathers them (binomial): p − 1 + ⌈lg p⌉
-    steps, 2n(p−1)/p bytes for any p.
+    """Each rank sums its own block (ring), and the root gathers the sums (binomial).
+
+    p − 1 + ⌈lg p⌉ steps, 2n(p−1)/p bytes for any p.
     """
     blocks = even_blocks(x, comm.size)
     mine = blocks.empty() if comm.rank == root else blocks.empty(comm.rank, comm.rank + 1)
@@ -69,21 +69,12 @@ ALGORITHMS = {f.__name__: f for f in (flat, binomial, reduce_scatter_gather)}
 def reduce(
     x: Tensor, dst: int = 0, op: str = "sum", *, group: GroupLike = None, algorithm: str = "auto"
 ) -> Tensor:
-    """The arrays of all ranks, combined by `op`, at the root.
+    """Return the arrays of all ranks combined by `op`, at the root, and elsewhere nothing.
 
-    Args: x: this rank's array, of the same shape and dtype on every rank. dst: the root, as a
-        position in the group. op: "sum", "mean", "product", "max" or "min"; see reductions.py for
-        the dtypes that each accepts. group: see `group_of`. An idle rank gets a zero-volume tensor
-        and sends nothing. algorithm: "auto" or one of `algorithms("reduce")`. "auto" takes, by the
-        bytes of x: binomial on up to 8 ranks, else
-            binomial up to 512 KiB, else reduce_scatter_gather (see auto.py).
-
-    Returns: At the root a new contiguous tensor like x, elsewhere a zero-volume one; no part of the
-        graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. Source: Thakur,
-    Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
-    section 4.4.
+    `dst` is the root's position in the group, not its global rank. Moves values only;
+    `parallel101.autograd.reduce` describes the arguments and adds the gradient.
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.4.
     """
     call = prepare("reduce", x, group, algorithm, ALGORITHMS, dst=dst, op=op)
     if call is None:

@@ -1,8 +1,11 @@
-"""Reduce-scatter: every rank has a whole array, and in the end each has its own block of their sum.
+"""Reduce-scatter: every rank has a whole array, and each rank gets its own block of their sum.
 
 rank 0  [a0 a1 a2]        [a0+b0+c0]
-rank 1  [b0 b1 b2]   →    [a1+b1+c1]       an all-gather backwards, with an addition in place of each copy:
-rank 2  [c0 c1 c2]        [a2+b2+c2]       each algorithm here is one of all_gather.py in reverse order
+rank 1  [b0 b1 b2]   →    [a1+b1+c1]
+rank 2  [c0 c1 c2]        [a2+b2+c2]
+
+It is an all-gather backwards, with an addition in place of each copy. Each algorithm here is one of
+all_gather.py in reverse order.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from parallel101.mesh import GroupLike
 
 
 def direct_steps(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> Iterator[None]:
-    """Each rank sends every block to its owner, which adds them up: p − 1 steps, each with
-    another partner. `out` may be the own block.
+    """Each rank sends every block to its owner, which adds them up: p − 1 steps.
+
+    In each step, every rank has another partner. `out` may be this rank's own block.
     """
     p, rank, arriving, sent = comm.size, comm.rank, [], []
     for step in range(1, p):
@@ -44,8 +48,9 @@ direct = blocking(direct_steps)
 
 
 def ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """The partial sum of each block travels once round the ring and ends at its owner: p − 1
-    steps of one block, from left to right.
+    """The partial sum of each block travels to the right round the ring and ends at its owner.
+
+    p − 1 steps of one block.
     """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
@@ -60,8 +65,9 @@ def ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
 
 
 def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """Two partial sums of each block, one from each side, meet at its owner. ⌊p/2⌋ steps on
-    links that carry both directions.
+    """Two partial sums of each block, one from each side, meet at its owner.
+
+    ⌊p/2⌋ steps on links that carry both directions.
     """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
@@ -88,8 +94,9 @@ def bidirectional_ring(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -
 
 
 def recursive_halving(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """Exchange half of what is left with a partner and add: lg p steps, ⌊lg p⌋ + 2 if p is no
-    power of two (power_of_two.py).
+    """Exchange half of what is left with a partner and add: lg p steps.
+
+    If p isn't a power of two, ⌊lg p⌋ + 2 steps (power_of_two.py).
     """
     core, partner, cuts = nearest_power_of_two(comm)
     total = reduce_to_core(blocks, op, comm, partner)
@@ -133,25 +140,12 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """The arrays of all ranks, combined by `op`, split along `dim`: to each rank its own block.
+    """Return this rank's block, along `dim`, of the arrays of all ranks combined by `op`.
 
-    Args: x: this rank's array, of the same shape and dtype on every rank. dim: along which the
-        result is split; negative counts from the end. op: "sum", "mean", "product", "max" or "min";
-        see reductions.py for the dtypes that each accepts. group: see `group_of`. An idle rank gets
-        a zero-volume tensor and sends nothing. sizes: the size of every rank's block along `dim`,
-        zeros included. Default: `split_sizes(x.shape[dim], p)`. algorithm: "auto", one of
-        `algorithms("reduce_scatter")`, or "torus" (see torus.py) if the group is a DeviceMesh of
-        two axes
-            or more. "auto" takes, by the bytes of x: direct on up to 8 ranks,
-            else recursive_halving up to 256 KiB, else ring (see auto.py).
-
-    Returns:
-        A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. Each rank sends
-    n(p−1)/p bytes, where x has n (by recursive_halving up to n, if p is no power of two). Source:
-    Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
-    (2005), section 4.3.
+    Moves values only; `parallel101.autograd.reduce_scatter` describes the arguments and adds the
+    gradient.
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.3.
     """
     call = prepare(
         "reduce_scatter", x, group, algorithm, ALGORITHMS, ON_A_MESH, dim=dim, op=op, blocks=sizes

@@ -1,8 +1,10 @@
-"""The reductions sum, mean, product, max and min: each a function of two tensors and, for the mean,
-one division at the end.
+"""The reductions sum, mean, product, max and min.
 
-    op(a, b, out=c)        c = a + b, element by element, rounded to the tensors' own dtype (as torch's backends do)
-    op.finish(c, p)        the mean divides by p, once all p values are added
+Each is a function of two tensors and, for the mean, one division at the end.
+
+    op(a, b, out=c)     c = a + b, element by element, rounded to the tensors' dtype, as in torch's
+                        backends
+    op.finish(c, p)     the mean divides by p, once all p values are added
 
 Not every dtype has all of them: bool has only max (any) and min (all), integers have no mean,
 complex numbers no max and min.
@@ -22,7 +24,7 @@ class Reduction(NamedTuple):
     combine: Callable[..., Any]
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """a and b combined, written to `out`, which may be a or b."""
+        """Return a and b combined, written to `out`, which may be a or b."""
         return self.combine(a, b, out=out)
 
     def finish(self, total: Tensor, count: int) -> Tensor:
@@ -46,7 +48,7 @@ REDUCTIONS = {
 
 
 def reduction_of(op: str, x: Tensor) -> Reduction:
-    """The reduction called `op`.
+    """Return the reduction called `op`.
 
     Raises ValueError for an unknown one, TypeError if x's dtype does not have it.
     """

@@ -1,8 +1,8 @@
-"""Scatter: one rank, the root, has an array, and in the end each rank has its own block of it.
+"""Scatter: one rank, the root, has an array, and each rank gets its own block of it.
 
-rank 0  [a b c]        [a]
-rank 1  [     ]   →    [b]       flat: every block straight from the root, no byte sent twice;
-rank 2  [     ]        [c]       a tree: fewer steps, but a block is sent once for each level that it passes
+rank 0  [a b c]        [a]     flat: every block comes straight from the root, no byte is sent twice
+rank 1  [     ]   →    [b]     a tree: fewer steps, but a block is sent once for each level that it
+rank 2  [     ]        [c]         passes
 """
 
 from __future__ import annotations
@@ -52,22 +52,12 @@ def scatter(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """The root's array, split along `dim`: to each rank its own block.
+    """Return this rank's block of the root's array, which is split along `dim`.
 
-    Args: x: at the root the whole array. On the others only its shape (the whole one) and dtype
-        count; its values are ignored. src: the root, as a position in the group. dim: along which
-        it is split; negative counts from the end. group: see `group_of`. An idle rank gets a
-        zero-volume tensor and sends nothing. sizes: the size of every rank's block along `dim`,
-        zeros included. Default: `split_sizes(x.shape[dim], p)`. algorithm: "auto" or one of
-        `algorithms("scatter")`. "auto" takes, by the bytes of x: flat on up to 8 ranks, else
-            binomial up to 64 KiB, else flat (see auto.py).
-
-    Returns:
-        A new contiguous tensor of x's shape with sizes[position] along `dim`, no part of the graph.
-
-    Raises ValueError or TypeError, before any message, for wrong arguments. The root sends n(p−1)/p
-    bytes, where x has n. Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective
-    communication: theory, practice, and experience" (2007), section 4.
+    `src` is the root's position in the group, not its global rank. Moves values only;
+    `parallel101.autograd.scatter` describes the arguments and adds the gradient.
+    Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice,
+    and experience" (2007), section 4.
     """
     call = prepare("scatter", x, group, algorithm, ALGORITHMS, src=src, dim=dim, blocks=sizes)
     if call is None:

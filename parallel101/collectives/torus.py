@@ -3,8 +3,10 @@
 The array is cut into one part per axis and direction. Each part goes along all axes, but begins
 with another axis, or goes the other way:
 
-    mesh (2, 3)    0 1 2        part 0   → along axis 1, then ↓ along axis 0        part 2   ↓ along axis 0, then → along axis 1
-                   3 4 5        part 1   ← along axis 1, then ↑ along axis 0        part 3   ↑ along axis 0, then ← along axis 1
+    mesh (2, 3)    0 1 2     part 0   → along axis 1, then ↓ along axis 0
+                   3 4 5     part 1   ← along axis 1, then ↑ along axis 0
+                             part 2   ↓ along axis 0, then → along axis 1
+                             part 3   ↑ along axis 0, then ← along axis 1
 
 So on k axes of one length, the n(p−1)/p bytes that a rank sends leave over 2k links. If lengths
 differ, parts meet on the longer axes. An all-to-all has one part per axis, because its messages go
@@ -28,9 +30,7 @@ from parallel101.mesh import split_sizes
 
 
 def all_gather(blocks: Blocks, comm: Comm) -> None:
-    """Each part is gathered along one axis after the other, all parts at the same time: Σ (pᵢ −
-    1) steps.
-    """
+    """Gather each part along one axis after the other, all parts at once: Σ (pᵢ − 1) steps."""
     routes = routes_of(comm)
     if not routes:  # one rank alone
         return
@@ -47,8 +47,9 @@ def all_gather(blocks: Blocks, comm: Comm) -> None:
 
 
 def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> None:
-    """The all-gather backwards: each part is summed along its last axis first, where its share
-    is largest.
+    """The all-gather backwards.
+
+    Each part is summed along its last axis first, where its share is largest.
     """
     routes = routes_of(comm)
     parts = [
@@ -62,8 +63,9 @@ def reduce_scatter(blocks: Blocks, out: Tensor, op: Reduction, comm: Comm) -> No
 def all_to_all(
     outgoing: Blocks, incoming: Blocks, count: Callable[[int, int], int], comm: Comm
 ) -> None:
-    """Each part is exchanged along one axis after the other, all parts at the same time: Σ (pᵢ
-    − 1) messages of a rank for each part.
+    """Exchange each part along one axis after the other, all parts at the same time.
+
+    A rank sends Σ (pᵢ − 1) messages for each part.
     """
     axes = [axis for axis, length in enumerate(comm.shape) if length > 1] or [0]
     parts = [list(pieces) for pieces in cut(outgoing, len(axes))]
@@ -76,14 +78,14 @@ def all_to_all(
 
 
 def cut(blocks: Blocks, parts: int) -> list[tuple[Tensor, ...]]:
-    """By part and position: every block cut into so many pieces."""
+    """Return every block cut into `parts` pieces, by part and position."""
     return list(
         zip(*(blocks[i].split(split_sizes(size, parts)) for i, size in enumerate(blocks.sizes)))
     )
 
 
 def joined(pieces: Sequence[Tensor]) -> Blocks:
-    """A copy of the pieces, one after the other."""
+    """Return a copy of the pieces, one after the other."""
     return Blocks(torch.cat(list(pieces)), [piece.numel() for piece in pieces])
 
 
@@ -91,11 +93,10 @@ def joined(pieces: Sequence[Tensor]) -> Blocks:
 
 
 class Route(NamedTuple):
-    """The lines through this rank along which a part goes, and all positions in the order of their
-    blocks in the part.
+    """The way of one part: the lines that it goes along from here, and the order of its blocks.
 
-    The first line's coordinate runs fastest in that order, so what a rank has gathered along the
-    first lines is contiguous.
+    In that order the first line's coordinate runs fastest, so the blocks that a rank has gathered
+    along the first lines are contiguous.
     """
 
     lines: list[Comm]
@@ -103,7 +104,7 @@ class Route(NamedTuple):
     place: int  # of this rank in the order
 
     def windows(self) -> list[tuple[Comm, list[slice]]]:
-        """For each line, the blocks that each of its ranks brings to the gathering along it."""
+        """Return, for each line, the blocks that each of its ranks has gathered before it."""
         found, width = [], 1
         for line in self.lines:
             first = self.place // (width * line.size) * (width * line.size)
@@ -118,7 +119,7 @@ class Route(NamedTuple):
 
 
 def routes_of(comm: Comm) -> list[Route]:
-    """A route for each axis to begin with and each direction."""
+    """Return a route for each axis to begin with and each direction."""
     axes = [axis for axis, length in enumerate(comm.shape) if length > 1]
     routes = []
     for first in reversed(range(len(axes))):
@@ -142,7 +143,7 @@ Steps = Iterator[list[Work]]
 
 
 def gather_steps(blocks: Blocks, route: Route) -> Steps:
-    """Ring all-gather along one line after the other, each time of all that was gathered before."""
+    """Ring all-gather along one line after the other, each time of everything gathered before."""
     for line, windows in route.windows():
         p, rank = line.size, line.rank
         for step in range(p - 1):
@@ -152,8 +153,9 @@ def gather_steps(blocks: Blocks, route: Route) -> Steps:
 
 
 def scatter_steps(blocks: Blocks, out: Tensor, op: Reduction, route: Route) -> Steps:
-    """Ring reduce-scatter along one line after the other, from the last to the first, each time
-    of what is left.
+    """Ring reduce-scatter along one line after the other, from the last to the first.
+
+    Each time it reduces what is left.
     """
     for line, windows in reversed(route.windows()):
         p, rank = line.size, line.rank
@@ -174,10 +176,9 @@ def exchange_steps(
 ) -> Steps:
     """Direct all-to-all along one line after the other.
 
-    Slot j holds the block for position j at first, and the one from j at the end.
-
-    In between, the rank at place i of a line gets what its neighbours on the line have for i. It
-    comes to the slots that it left.
+    At first, slot j holds the block for position j, and at the end the block from j. In between,
+    the rank at place i of a line gets its neighbours' blocks for i, in the slots whose blocks it
+    sent.
     """
     sources, targets = [comm.rank] * comm.size, list(range(comm.size))  # of the block in each slot
     for axis in axes:

@@ -1,12 +1,14 @@
-"""The binomial tree, by halving: a rank responsible for a range of ranks gives half of it to a rank
-in that half, and so on.
+"""The binomial tree: a rank responsible for a range of ranks gives half of it to a rank there.
 
-    0 1 2 3 4 5 6 7      step 1:  0 → 4                 ⌈lg p⌉ steps for any p and any root. Each half is a contiguous
-    0 1 2 3|4 5 6 7      step 2:  0 → 2   4 → 6         range of ranks, so its blocks are one message
+That rank does the same with its half.
+
+    0 1 2 3 4 5 6 7      step 1:  0 → 4
+    0 1 2 3|4 5 6 7      step 2:  0 → 2   4 → 6
     0 1|2 3|4 5|6 7      step 3:  0 → 1   2 → 3   4 → 5   6 → 7
 
-Broadcast and scatter go from the root to the leaves, reduce and gather from the leaves to the root.
-This file sends nothing.
+It has ⌈lg p⌉ steps for any p and any root. Each half is a contiguous range of ranks, so its blocks
+are one message. Broadcast and scatter go from the root to the leaves, reduce and gather from the
+leaves to the root. This file sends nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from typing import NamedTuple
 
 
 class Branch(NamedTuple):
+    """One edge of the tree. All ranks here are positions in the group."""
+
     parent: int  # the rank responsible for a range
     child: int  # the rank that gets half of it
     ranks: slice  # that half
 
 
 def path(p: int, root: int, rank: int) -> list[Branch]:
-    """The branches from the root that lead to `rank` or start at it.
+    """Return the branches from the root that lead to `rank` or start at it.
 
-    (Also some that do neither; `rank` skips them.)
+    Some of them do neither; `rank` skips them.
     """
     branches, holder, low, high = [], root, 0, p
     while high - low > 1:
@@ -41,9 +45,7 @@ def path(p: int, root: int, rank: int) -> list[Branch]:
 
 
 def subtree(p: int, root: int, rank: int) -> slice:
-    """The ranks whose blocks pass through `rank`: all of them for the root, only itself for a
-    leaf.
-    """
+    """Return the ranks whose blocks pass through `rank`: all for the root, itself for a leaf."""
     return next(
         (branch.ranks for branch in path(p, root, rank) if branch.child == rank), slice(0, p)
     )
