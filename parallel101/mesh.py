@@ -1,10 +1,11 @@
 """Who takes part in a collective: a group of ranks in order, often an axis of a mesh.
 
-And how n things are split over p ranks.
+It also says how n things are split over p ranks: split_sizes(7, 3) = [3, 2, 2].
 
-world 0 1 2 3 4 5      group=[4, 0, 2]: rank 4 has position 0, rank 0 position 1, rank 2 position 2; ranks 1, 3 and 5 are idle
-mesh [[0, 1, 2],       group=mesh: six positions, row by row; group=mesh["x"]: the ranks on this rank's line along axis x
-      [3, 4, 5]]       split_sizes(7, 3) = [3, 2, 2]
+    world 0 1 2 3 4 5     group=[4, 0, 2]: rank 4 has position 0, rank 0 position 1, rank 2
+                          position 2; ranks 1, 3 and 5 are idle
+    mesh [[0, 1, 2],      group=mesh: six positions, row by row
+          [3, 4, 5]]      group=mesh["x"]: the ranks on this rank's line along axis x
 
 The mesh is torch's DeviceMesh. This file makes neither meshes nor process groups.
 """
@@ -26,8 +27,9 @@ OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class Group(NamedTuple):
-    """Ranks in order. A rank's place in that order is its position: roots and peers of
-    collectives are positions.
+    """Ranks in order. A rank's place in that order is its position.
+
+    Roots and peers of collectives are positions, not global ranks.
     """
 
     # ranks of the world, by position; empty if an idle rank cannot know them
@@ -44,13 +46,11 @@ class Group(NamedTuple):
 
     @property
     def axis(self) -> str | None:
-        """The name of the mesh's axis; of several axes their names joined by "_", as torch
-        calls a flattened mesh.
-        """
+        """The name of the mesh's axis, or the names of several, joined by "_" as in torch."""
         return "_".join(self.axes) or None
 
     def along(self, *axes: int) -> Group:
-        """The ranks of my line (plane, …) along these axes of the mesh."""
+        """Return the group of the ranks on my line (plane, …) along these axes of the mesh."""
         assert self.position is not None
         positions = along(self.shape, self.position, axes)
         names = tuple(self.axes[axis] for axis in axes) if self.axes else ()
@@ -66,20 +66,16 @@ GroupLike = None | Sequence[int] | dist.ProcessGroup | DeviceMesh | Group
 
 
 def group_of(group: GroupLike = None) -> Group:
-    """The group that the argument `group=` of a collective means.
+    """Return the group that the argument `group=` of a collective means.
 
     Args:
-        group: one of
-            None: all ranks; without a process group, this one rank alone.
-            A sequence of ranks of the world, in order. It needs no `new_group`, and the other ranks
-            need not know of it.
-            A ProcessGroup, or what `new_group` returned on a rank outside it.
-            A DeviceMesh of one axis or several: its ranks, row by row.
-            A Group: itself.
+        group: one of - None: all ranks; without a process group, this one rank alone. - A sequence
+            of global ranks, in order. It needs no `new_group`, and the other ranks need not know of
+            it. - A ProcessGroup, or what `new_group` returned on a rank outside it. - A DeviceMesh
+            of one axis or several: its ranks, row by row. - A Group: itself.
 
-    Raises: TypeError: for anything else. ValueError: for a rank named twice, or one that the world
-        does not have. RuntimeError: for a group without a process group, as before
-        `init_process_group`.
+    Raises TypeError for anything else; ValueError for a rank named twice, or one that the world
+    does not have; RuntimeError for a group without a process group, as before `init_process_group`.
     """
     if isinstance(group, Group):
         return group
@@ -110,7 +106,7 @@ def group_of(group: GroupLike = None) -> Group:
 
 
 def _axes(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """The axis of the DeviceMesh that made the group."""
+    """Return the axis of the DeviceMesh that made the group."""
     axis = axis_described(group.group_desc)
     return () if axis is None else (axis,)
 
@@ -130,7 +126,7 @@ def _ranks_in_order(group: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 def along(shape: Sequence[int], position: int, axes: Sequence[int]) -> list[int]:
-    """The positions that differ from `position` along `axes` only, row by row.
+    """Return the positions that differ from `position` along `axes` only, row by row.
 
     On a mesh of shape (2, 3), `along((2, 3), 4, [1])` is the row of position 4, [3, 4, 5], and
     `along((2, 3), 4, [0])` its column, [1, 4].
@@ -145,10 +141,10 @@ def along(shape: Sequence[int], position: int, axes: Sequence[int]) -> list[int]
 
 
 def split_sizes(n: int, p: int) -> list[int]:
-    """Split n things over p ranks as evenly as possible: n // p each, and one more for each of the
-    first n % p ranks.
+    """Return the sizes of n things split over p ranks as evenly as possible.
 
-    So rank i starts at (n // p) * i + min(i, n % p). Raises ValueError for n < 0 or p < 1.
+    Each rank gets n // p, and each of the first n % p ranks one more. So rank i starts at
+    (n // p) * i + min(i, n % p). Raises ValueError for n < 0 or p < 1.
     """
     if type(n) is not int or type(p) is not int or n < 0 or p < 1:
         raise ValueError(f"split_sizes({n}, {p}): expected n >= 0 things over p >= 1 ranks")
@@ -156,6 +152,6 @@ def split_sizes(n: int, p: int) -> list[int]:
 
 
 def split_ranges(n: int, p: int) -> list[range]:
-    """The same split: which of the things 0 to n − 1 each rank has."""
+    """Return the same split as ranges: which of the things 0 to n − 1 each rank has."""
     sizes = split_sizes(n, p)
     return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes))]

@@ -1,6 +1,6 @@
-"""AllGather: joins the blocks along axes of a mesh.
+"""AllGather joins the blocks along axes of a mesh; ReduceScatter is its adjoint.
 
-Its adjoint, ReduceScatter, sums whole tensors and leaves each rank its block.
+ReduceScatter sums whole tensors and leaves each rank its block.
 
     axes=(1,) of a mesh 2 × 3:     a b c      abc abc abc        AllGather ─▶
                                    d e f      def def def        ◀─ ReduceScatter
@@ -20,22 +20,25 @@ from parallel101.layers.axes import AxesLike, mesh_axes, outside, whole_shape
 
 
 class AllGather(nn.Module):
-    """Joins the blocks of a tensor along some axes of the mesh that cuts it: mesh axis i cuts dim
-    i, and blocks are joined along dim i.
+    """Joins the blocks of a tensor along some axes of the mesh that cuts it.
 
-    On a mesh of shape (2, 2, 3), `AllGather(mesh, axes=(2,))` turns a block of [3, 7, 4] into [3,
-    7, 12].
+    Mesh axis i cuts dim i, and its blocks are joined along dim i. On a mesh of shape (2, 2, 3),
+    `AllGather(mesh, axes=(2,))` turns a block of [3, 7, 4] into [3, 7, 12].
 
-    Args: mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
-        nothing. axes: its axes by number or name. Without any, the result is a clone. shape: of the
-        whole tensor, whose blocks are then those of `split_sizes` along each dim. Default: all
-        blocks are as large as mine.
+    Args:
+        mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
+            nothing.
+        axes: its axes by number or name. Without any, the result is a clone.
+        shape: of the whole tensor, whose blocks are then those of `split_sizes` along each dim.
+            Default: all blocks are as large as mine.
 
-    Forward takes this rank's block, and returns a new tensor on every rank. Adjoint: ReduceScatter.
-    Raises ValueError or TypeError for wrong arguments; ValueError, before any message, for a block
-    that contradicts `shape`. Each rank sends the bytes of n(p−1)/p elements, where the result has n
-    and the axes have p ranks. Source: Hewett and Grady, "A Linear Algebraic Approach to Model
-    Parallelism in Deep Learning" (arXiv 2006.03108).
+    Forward takes this rank's block and returns a new tensor on every rank. Where the result has n
+    elements and the axes have p ranks, each rank sends n(p−1)/p elements. Adjoint: ReduceScatter.
+
+    Raises ValueError or TypeError for wrong arguments, and for a block that contradicts `shape`,
+    before any message.
+
+    Source: Hewett and Grady (arXiv 2006.03108).
     """
 
     def __init__(self, mesh: DeviceMesh, axes: AxesLike, *, shape: Sequence[int] | None = None):
@@ -59,17 +62,20 @@ class AllGather(nn.Module):
 
 
 class ReduceScatter(nn.Module):
-    """Sums tensors over some axes of the mesh, and leaves each rank its block of the sum: mesh axis
-    i cuts dim i.
+    """Sums tensors over some axes of the mesh, and leaves each rank its block of the sum.
 
-    On a mesh of shape (2, 2, 3), `ReduceScatter(mesh, axes=(2,))` turns [3, 7, 12] into [3, 7, 4].
+    Mesh axis i cuts dim i. On a mesh of shape (2, 2, 3), `ReduceScatter(mesh, axes=(2,))` turns
+    [3, 7, 12] into [3, 7, 4].
 
     Args:
         mesh, axes: see AllGather.
         shape: of the whole tensor; only checked. The blocks are always those of `split_sizes`.
 
     Forward takes a tensor that the mesh's other axes cut, and returns this rank's block, a new
-    tensor. Adjoint: AllGather. Errors, bytes and source are those of AllGather.
+    tensor. Each rank sends n(p−1)/p elements of the n it gives. Adjoint: AllGather. Raises
+    ValueError or TypeError as AllGather does.
+
+    Source: Hewett and Grady (arXiv 2006.03108).
     """
 
     def __init__(self, mesh: DeviceMesh, axes: AxesLike, *, shape: Sequence[int] | None = None):

@@ -14,17 +14,20 @@ from parallel101.layers.axes import AxesLike, mesh_axes, outside
 
 
 class AllSumReduce(nn.Module):
-    """Sums tensors over some axes of the mesh. Every rank gets the sum.
+    """Sums tensors over some axes of the mesh; every rank gets the sum.
 
     On a mesh of shape (2, 2, 3), `AllSumReduce(mesh, axes=(1, 2))` sums over six ranks.
 
-    Args: mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
-        nothing. axes: its axes by number or name. Without any, the result is a clone.
+    Args:
+        mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
+            nothing.
+        axes: its axes by number or name. Without any, the result is a clone.
 
-    Forward takes tensors of one shape on all ranks that are summed, of any number of dims, and
-    returns a new tensor of that shape. Adjoint: AllSumReduce. Raises ValueError or TypeError for
-    wrong arguments. Source: Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in
-    Deep Learning" (arXiv 2006.03108).
+    Forward takes tensors of one shape, with any number of dims, on all ranks that are summed, and
+    returns a new tensor of that shape. It is its own adjoint. Raises ValueError or TypeError for
+    wrong arguments.
+
+    Source: Hewett and Grady (arXiv 2006.03108).
     """
 
     def __init__(self, mesh: DeviceMesh, axes: AxesLike):

@@ -1,9 +1,10 @@
 """The axes of a mesh, and the blocks into which they cut a tensor: mesh axis i cuts dim i.
 
-    mesh 2 × 3      0 1 2        a tensor of shape [5, 7, 2]        3×3 3×2 3×2        dim 0 is cut in 3 + 2, dim 1 in 3 + 2 + 2;
-                    3 4 5        lies on it in six blocks           2×3 2×2 2×2        no axis cuts dim 2
+    mesh 2 × 3    0 1 2      a tensor of shape [5, 7, 2],     3×3 3×2 3×2
+                  3 4 5      cut into six blocks              2×3 2×2 2×2
 
-Blocks are balanced (`split_sizes`). This file sends nothing.
+Dim 0 is cut into 3 + 2, dim 1 into 3 + 2 + 2, and no axis cuts dim 2. Blocks are balanced
+(`split_sizes`). This file sends nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AxesLike = int | str | Sequence[int | str]
 
 
 class MeshAxes(NamedTuple):
-    """A mesh as a layer needs it, with the axes that the layer works along."""
+    """A mesh, with the axes that a layer works along."""
 
     mesh: Group  # its ranks; without a position on a rank outside the mesh
     shape: tuple[int, ...]  # of the mesh, known outside it too
@@ -29,15 +30,18 @@ class MeshAxes(NamedTuple):
     coordinate: tuple[int, ...] | None  # of this rank; None: it lies outside the mesh
 
     def line(self, *axes: int) -> Group:
-        """The ranks that differ from this one along these axes only."""
+        """Return the ranks that differ from this one along these axes only."""
         return self.mesh.along(*axes)
 
     def sizes(self, whole: Sequence[int] | None, axis: int) -> list[int] | None:
-        """Into which sizes this axis cuts a tensor of shape `whole`. None: into equal ones."""
+        """Return the sizes into which this axis cuts a tensor of shape `whole`.
+
+        None: into equal ones.
+        """
         return None if whole is None else split_sizes(whole[axis], self.shape[axis])
 
     def block(self, whole: Sequence[int], cut: Sequence[int]) -> tuple[int, ...]:
-        """The shape of this rank's block of a tensor that the axes in `cut` cut."""
+        """Return the shape of this rank's block of a tensor that the axes in `cut` cut."""
         assert self.coordinate is not None
         sizes = {
             axis: split_sizes(whole[axis], self.shape[axis])[self.coordinate[axis]] for axis in cut
@@ -45,8 +49,9 @@ class MeshAxes(NamedTuple):
         return tuple(sizes.get(dim, n) for dim, n in enumerate(whole))
 
     def check_block(self, x: Tensor, whole: Sequence[int] | None, cut: Sequence[int]) -> None:
-        """Raises ValueError if x can't be this rank's block of a tensor (of shape `whole`, if
-        given) that the axes in `cut` cut.
+        """Raises ValueError if x can't be this rank's block of a tensor that the axes in `cut` cut.
+
+        `whole` is the shape of that tensor, if it is known.
         """
         check_tensor(x)
         if whole is not None and tuple(x.shape) != self.block(whole, cut):
@@ -63,7 +68,7 @@ class MeshAxes(NamedTuple):
 
 
 def mesh_axes(mesh: DeviceMesh, axes: AxesLike) -> MeshAxes:
-    """The mesh and its axes, given by number (negative counts from the end) or by name.
+    """Return the mesh with its axes, given by number (negative counts from the end) or by name.
 
     Raises TypeError for anything else; ValueError for an axis that the mesh doesn't have, or that
     is named twice.
@@ -92,7 +97,10 @@ def mesh_axes(mesh: DeviceMesh, axes: AxesLike) -> MeshAxes:
 
 
 def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
-    """The axis, counted from the front."""
+    """Return the axis, counted from the front.
+
+    Raises TypeError or ValueError if there isn't one.
+    """
     names = mesh.mesh_dim_names or ()
     if isinstance(axis, str):
         if axis not in names:
@@ -112,7 +120,7 @@ def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
 
 
 def whole_shape(shape: Sequence[int] | None, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The argument `shape=` of a layer, checked."""
+    """Return the argument `shape=` of a layer as a tuple. Raises TypeError or ValueError."""
     if shape is None:
         return None
     if not isinstance(shape, Sequence) or not all(type(n) is int and n >= 0 for n in shape):
@@ -141,7 +149,10 @@ def check_tensor(x: Tensor) -> None:
 
 
 def outside(x: Tensor) -> Tensor:
-    """What a rank outside the mesh gets: a copy of the zero-volume tensor that it gave."""
+    """Return what a rank outside the mesh gets: a copy of the zero-volume tensor that it gave.
+
+    Raises ValueError if the tensor has elements.
+    """
     check_tensor(x)
     if x.numel():
         raise ValueError(

@@ -1,6 +1,6 @@
-"""BatchNorm: what the layers are for.
+"""BatchNorm, an example of a network on these layers: the batch is cut over the ranks of a mesh.
 
-The batch is cut over the ranks of a mesh, but its mean and variance are those of the whole batch.
+Its mean and variance are those of the whole batch.
 
     rank 0  x₀ ── Σx₀ ─┐
                        ├─ AllSumReduce ─▶ mean of x on both ranks ─▶ (x − mean) / √(variance + ε)
@@ -23,13 +23,14 @@ from parallel101.mesh import split_sizes
 
 
 class BatchNorm(nn.Module):
-    """torch's BatchNorm1d, 2d or 3d for a batch that is cut over a mesh, of any number of samples
-    on each rank.
+    """Normalizes a batch cut over a mesh, as torch's BatchNorm1d, 2d and 3d do a whole one.
 
-    Args: mesh: a DeviceMesh. Axis 0 cuts the samples and axis 1 the channels (by `split_sizes`),
-        further axes cut the further dims. A mesh of
-            one axis cuts the samples. A rank outside it gives and gets a zero-volume tensor, and
-            sends nothing.
+    Ranks may have any number of samples each.
+
+    Args:
+        mesh: a DeviceMesh. Axis 0 cuts the samples and axis 1 the channels (by `split_sizes`),
+            further axes cut the further dims. A mesh of one axis cuts the samples. A rank outside
+            it gives and gets a zero-volume tensor, and sends nothing.
         num_features: the number of channels of the whole tensor. This rank has the parameters and
             statistics of its own.
         eps, momentum, affine, track_running_stats: see torch.nn.BatchNorm2d.
@@ -39,9 +40,12 @@ class BatchNorm(nn.Module):
     computes in float32 at least. In training it makes two all-reduces of one number for each
     channel, in evaluation none. The gradients of weight and bias are summed over the ranks that
     share them, as if the whole batch were on one rank. So they are the same on these ranks: don't
-    average them again. Raises ValueError or TypeError for wrong arguments; ValueError for other
-    shapes, and in training for only one value per channel. Source: Ioffe and Szegedy (arXiv
-    1502.03167); DistDL's DistributedBatchNorm.
+    average them again.
+
+    Raises ValueError or TypeError for wrong arguments; ValueError for other shapes, and in training
+    for only one value per channel.
+
+    Source: Ioffe and Szegedy (arXiv 1502.03167); DistDL's DistributedBatchNorm.
     """
 
     weight: nn.Parameter | None
@@ -110,7 +114,7 @@ class BatchNorm(nn.Module):
         return y.to(given.dtype)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Mean and variance of each channel over all ranks, and over how many values."""
+        """Return each channel's mean and variance over all ranks, and the number of values."""
         others = [dim for dim in range(x.dim()) if dim != 1]
         count = x.new_tensor([x.shape[:1].numel() * x.shape[2:].numel()])
         *_, total = sums = self.sum(torch.cat([x.sum(others), count]))
@@ -142,5 +146,5 @@ class BatchNorm(nn.Module):
 
 
 def along_dim_1(value: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, in a shape that multiplies x."""
+    """Return one value for each channel, in a shape that multiplies x."""
     return value.view(-1, *[1] * (x.dim() - 2))

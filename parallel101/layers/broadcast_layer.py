@@ -1,6 +1,6 @@
-"""Broadcast copies tensors along axes of a mesh.
+"""Broadcast copies tensors along axes of a mesh; SumReduce, its adjoint, sums along them.
 
-Its adjoint, SumReduce, sums along them. A dot is a rank that holds no tensor.
+A dot is a rank that holds no tensor.
 
     axes=(1,) of a mesh 2 × 3:     a · ·      a a a        Broadcast ─▶
                                    d · ·      d d d
@@ -42,20 +42,23 @@ class Broadcast(nn.Module):
     On a mesh of shape (2, 3), `Broadcast(mesh, axes=(1,))` copies from the two ranks with
     coordinate 0 along axis 1 to six.
 
-    Args: mesh: a DeviceMesh, of the ranks that get a tensor. Any other rank gives and gets a
-        zero-volume tensor, and sends nothing. axes: its axes by number or name. Without any, the
-        result is a clone. source: a DeviceMesh of the ranks that have a tensor, of the mesh's shape
-        but 1 along `axes` (ones on the left may be left out).
-            Its ranks may lie anywhere. Default: the ranks with coordinate 0 along `axes`.
+    Args:
+        mesh: a DeviceMesh, of the ranks that get a tensor. Any other rank gives and gets a
+            zero-volume tensor, and sends nothing.
+        axes: its axes by number or name. Without any, the result is a clone.
+        source: a DeviceMesh of the ranks that have a tensor, of any ranks. It has the mesh's shape
+            but 1 along `axes`; ones on the left may be left out. Default: the ranks with coordinate
+            0 along `axes`.
         shape: of the whole tensor, if the mesh's other axes cut it into blocks by `split_sizes`.
             Default: not needed if each rank's x says which shape it will receive.
 
     Forward takes a source's tensor. On the other ranks x only says which shape and dtype they
-    receive. It is a zero-volume tensor of shape (0, *shape), which SumReduce returns (with `shape=`
-    any zero-volume one), or a tensor of that shape, whose values are ignored. Returns a new tensor;
-    on a source outside the mesh a zero-volume one. Adjoint: SumReduce. Raises ValueError or
-    TypeError for wrong arguments and tensors. Source: Hewett and Grady, "A Linear Algebraic
-    Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108).
+    receive: it is a zero-volume tensor of shape (0, *shape), which SumReduce returns (with `shape=`
+    any zero-volume one), or a tensor of that shape, whose values are ignored. Forward returns a new
+    tensor; on a source outside the mesh a zero-volume one. Adjoint: SumReduce. Raises ValueError or
+    TypeError for wrong arguments and tensors.
+
+    Source: Hewett and Grady (arXiv 2006.03108).
     """
 
     def __init__(
@@ -86,20 +89,25 @@ class Broadcast(nn.Module):
 
 
 class SumReduce(nn.Module):
-    """Sums tensors along some axes of the mesh. One rank of each line, its target, gets the sum.
+    """Sums tensors along some axes of the mesh; one rank of each line, its target, gets the sum.
 
     On a mesh of shape (2, 3), `SumReduce(mesh, axes=(1,))` sums over three ranks, twice. The sums
     are on the ranks with coordinate 0.
 
-    Args: mesh: a DeviceMesh, of the ranks that have a tensor. Any other rank gives and gets a
-        zero-volume tensor, and sends nothing. axes: its axes by number or name. Without any, the
-        result is a clone. target: a DeviceMesh of the ranks that get a sum; see `source` of
-        Broadcast. Default: the ranks with coordinate 0 along `axes`. shape: see Broadcast. Only a
-        target outside the mesh needs it, or an x that says which shape it will receive.
+    Args:
+        mesh: a DeviceMesh, of the ranks that have a tensor. Any other rank gives and gets a
+            zero-volume tensor, and sends nothing.
+        axes: its axes by number or name. Without any, the result is a clone.
+        target: a DeviceMesh of the ranks that get a sum; see `source` of Broadcast. Default: the
+            ranks with coordinate 0 along `axes`.
+        shape: see Broadcast. Only a target outside the mesh needs it, or an x that says which shape
+            it will receive.
 
-    Forward takes tensors of one shape on all ranks of a line. Returns a new tensor on the targets,
-    and elsewhere a zero-volume one of shape (0, *shape of x), which Broadcast takes. Adjoint:
-    Broadcast. Errors and source are those of Broadcast.
+    Forward takes tensors of one shape on all ranks of a line. It returns a new tensor on the
+    targets, and elsewhere a zero-volume one of shape (0, *shape of x), which Broadcast takes.
+    Adjoint: Broadcast. Raises ValueError or TypeError as Broadcast does.
+
+    Source: Hewett and Grady (arXiv 2006.03108).
     """
 
     def __init__(
@@ -126,8 +134,9 @@ class SumReduce(nn.Module):
 
 
 class Line(NamedTuple):
-    """The ranks of one broadcast or reduction: a line (plane, …) of the mesh, and its root,
-    which may lie elsewhere.
+    """The ranks of one broadcast or reduction: a line (plane, …) of the mesh, and its root.
+
+    The root may be a rank outside the line.
     """
 
     group: Group
@@ -147,10 +156,10 @@ def lines_of(
     name: str,
     whole: Sequence[int] | None,
 ) -> list[Line]:
-    """The lines in which this rank takes part: none, one, or two if it is the root of another line
-    than its own.
+    """Return the lines in which this rank takes part, in an order that is the same on all ranks.
 
-    All ranks have them in the same order, so that no two ranks wait for each other.
+    They are none, one, or two if it is the root of another line than its own. The order keeps two
+    ranks from waiting for each other.
     """
     kept = [axis for axis in range(mesh.ndim) if axis not in chosen.axes]
     one_root_each = tuple(mesh.shape[axis] if axis in kept else 1 for axis in range(mesh.ndim))
@@ -196,8 +205,9 @@ def along_lines(
     gives: Callable[[Line], bool],
     gets: Callable[[Line], bool],
 ) -> Tensor:
-    """Broadcast or reduce in each of this rank's lines. x is given in one of them at most, and
-    the result got from one at most.
+    """Broadcast or reduce in each of this rank's lines, and return its result.
+
+    x is given in one of them at most, and the result comes from one at most.
     """
     if not lines:
         return outside(x)
@@ -220,7 +230,7 @@ def along_lines(
 
 
 def shape_in(line: Line, x: Tensor, gives: bool, has_x: bool) -> tuple[int, ...]:
-    """The shape of the tensors in this line.
+    """Return the shape of the tensors in this line.
 
     Raises ValueError if x contradicts it or doesn't tell it.
     """
@@ -244,7 +254,8 @@ def shape_in(line: Line, x: Tensor, gives: bool, has_x: bool) -> tuple[int, ...]
 
 
 def zeros(x: Tensor) -> Tensor:
-    """A zero of shape () that depends on x, so that a rank which only receives belongs to the
-    graph as the others do.
+    """Return a zero of shape () that depends on x.
+
+    With it, a receiving rank belongs to the graph.
     """
     return x.reshape(-1)[:0].sum(dtype=x.dtype)

@@ -1,8 +1,11 @@
-"""Halo exchange: every rank gets the entries around its block that a kernel needs, from the ranks
-that hold them.
+"""Halo exchange: every rank gets the entries around its block that a kernel needs.
 
-forward    rank 0  a b c d          →  a b c d e            backward    rank 0  ∂ of a b c d e  →  sends ∂e back
-           rank 1          e f g h  →        d e f g h                  rank 1  adds ∂e to its own
+They come from the ranks that hold them.
+
+forward    rank 0  a b c d          →  a b c d e
+           rank 1          e f g h  →        d e f g h
+backward   rank 0  ∂ of a b c d e   →  sends ∂e back
+           rank 1  adds ∂e to its own
 
 Dims are exchanged one after the other. The messages of the second dim include what arrived along
 the first, so corners need no messages to diagonal neighbours. How large the halos are is in
@@ -27,26 +30,30 @@ from parallel101.mesh import Group
 
 
 class HaloExchange(nn.Module):
-    """Turns this rank's block of a tensor into the block that a kernel needs, with halos and
-    padding.
+    """Turns this rank's block of a tensor into what a kernel needs, with halos and padding.
 
     A convolution or pooling with the same kernel, stride and dilation, and without padding, then
     computes this rank's block of the output. Inputs and outputs are both cut by `split_sizes`, and
     mesh axis i cuts tensor dim i.
 
-    Args: mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
-        nothing. shape: of the whole tensor. kernel_size: one size for each of the last dims, such
-        as (3, 3) for images; an int is for the last dim. The others have 1. stride, padding,
-        dilation: one for each size in `kernel_size`, or one int for all. A padding may be a pair,
-        before and after. fill: the value of the padding. Use -inf for max pooling.
+    Args:
+        mesh: a DeviceMesh. A rank outside it gives and gets a zero-volume tensor, and sends
+            nothing.
+        shape: of the whole tensor.
+        kernel_size: one size for each of the last dims, such as (3, 3) for images; an int is for
+            the last dim. The others have 1.
+        stride, padding, dilation: one for each size in `kernel_size`, or one int for all. A padding
+            may be a pair, before and after.
+        fill: the value of the padding. Use -inf for max pooling.
 
     Forward takes this rank's block and returns a new tensor. It leaves out entries that no kernel
     of this rank covers. A dim that needs no halos costs no messages. Adjoint: the halos go back to
     where they came from, and are added there.
 
     Raises ValueError or TypeError for wrong arguments; ValueError, before any message, for an x
-    that isn't this rank's block. Source: Hewett and Grady, "A Linear Algebraic Approach to Model
-    Parallelism in Deep Learning" (arXiv 2006.03108), halo exchange.
+    that isn't this rank's block.
+
+    Source: Hewett and Grady (arXiv 2006.03108), halo exchange.
     """
 
     def __init__(
@@ -93,14 +100,17 @@ class HaloExchange(nn.Module):
 def exchange_halos(
     x: Tensor, dim: int, line: list[Halo], *, group: Group, fill: float = 0.0
 ) -> Tensor:
-    """The exchange along one dim, among the ranks of one line of the mesh. Backward: `add_halos`.
+    """Exchange halos along one dim, among the ranks of one line of the mesh. Backward: `add_halos`.
 
     Each rank sends the entries of x that others need, each entry straight from the rank that holds
     it.
 
     Args:
         x: what this rank holds.
-        line: of each rank in `group`, as `halos` returns it.
+        dim: the dim of x.
+        line: the Halo of each position in `group`, as `halos` returns it.
+        group: the ranks of the line.
+        fill: the value of the padding.
 
     Returns what this rank needs: padding, entries from the left, own entries, entries from the
     right, padding.
@@ -132,11 +142,10 @@ def exchange_halos(
 
 
 def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
-    """The transpose of `exchange_halos`: every rank sends its halos back to the ranks that hold
-    these entries, and they add them up.
+    """Send each halo back to the rank that holds its entries, which adds them up.
 
-    Takes what `exchange_halos` returns and returns what it takes. Backward: `exchange_halos`, with
-    zeros as padding.
+    It is the transpose of `exchange_halos`: it takes what that returns, and returns what that
+    takes. Backward: `exchange_halos`, with zeros as padding.
     """
 
     def forward(g: Tensor) -> Tensor:
@@ -170,8 +179,9 @@ def add_halos(g: Tensor, dim: int, line: list[Halo], *, group: Group) -> Tensor:
 
 
 def _messages_of(me: int, line: list[Halo]) -> tuple[dict[int, range], dict[int, range]]:
-    """The entries that I send in the exchange, by destination, and those that I receive, by
-    source.
+    """Return the entries that I send, by destination, and those that I receive, by source.
+
+    Both are positions in the line.
     """
     blocks = messages(line).items()
     return {to: block for (source, to), block in blocks if source == me}, {
@@ -180,7 +190,7 @@ def _messages_of(me: int, line: list[Halo]) -> tuple[dict[int, range], dict[int,
 
 
 def _entries(x: Tensor, dim: int, first: int, entries: range) -> Tensor:
-    """These entries of x along `dim`, where x begins with entry `first`."""
+    """Return these entries of x along `dim`, where x begins with entry `first`."""
     return x.narrow(dim, entries.start - first, len(entries)) if entries else x.narrow(dim, 0, 0)
 
 
@@ -196,7 +206,7 @@ def _lines(
     padding: Any,
     dilation: Any,
 ) -> list[list[Halo]]:
-    """For each dim of the tensor: what each rank of a line along it holds, computes and needs."""
+    """Return for each dim what each rank of a line along it holds, computes and needs."""
     for name, given in (
         ("kernel_size", kernel_size),
         ("stride", stride),

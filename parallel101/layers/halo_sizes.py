@@ -1,16 +1,16 @@
-"""Halos: which entries of a cut tensor a rank must get from other ranks before it can slide a
-kernel over its own.
+"""Halos: the entries that a rank must get from others to slide a kernel over its own entries.
 
 n = 11 entries, a kernel of 5, 3 ranks, no padding: 7 outputs, cut into 3, 2 and 2 (the
 publication's unbalanced convolution)
 
-rank 0   [0  1  2  3] 4  5  6                       computes outputs 0 1 2     gets nothing from the left, 3 from the right
-rank 1             3 [4  5  6  7] 8                 computes outputs 3 4       gets 1 and 1
-rank 2                   5  6  7 [8  9  10]         computes outputs 5 6       gets 3 and 0
+                                              outputs    from the left    from the right
+rank 0   [0  1  2  3] 4  5  6                 0 1 2      0 entries        3
+rank 1             3 [4  5  6  7] 8           3 4        1                1
+rank 2                   5  6  7 [8  9  10]   5 6        3                0
 
-This file computes with sizes only and sends nothing. Source: Hewett and Grady, "A Linear Algebraic
-Approach to Model Parallelism in Deep Learning" (arXiv 2006.03108), halo exchange; DistDL's
-HaloMixin.
+This file computes with sizes only and sends nothing.
+
+Source: Hewett and Grady (arXiv 2006.03108), halo exchange; DistDL's HaloMixin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel101.mesh import split_ranges
 
 
 class Halo(NamedTuple):
-    """One rank along one dim.
+    """What one rank holds, computes and needs along one dim.
 
     Entries are counted in the whole tensor: range(4, 8) means the entries 4, 5, 6 and 7.
     """
@@ -34,7 +34,7 @@ class Halo(NamedTuple):
 
     @property
     def left(self) -> int:
-        """How many entries the rank gets from its left.
+        """The number of entries that the rank gets from its left.
 
         If negative: how many of its own first entries it does not need.
         """
@@ -42,7 +42,7 @@ class Halo(NamedTuple):
 
     @property
     def right(self) -> int:
-        """How many entries the rank gets from its right.
+        """The number of entries that the rank gets from its right.
 
         If negative: how many of its own last entries it does not need.
         """
@@ -57,7 +57,7 @@ def halos(
     padding: int | tuple[int, int] = 0,
     dilation: int = 1,
 ) -> list[Halo]:
-    """What each rank holds, computes and needs, along one dim of n entries that p ranks share.
+    """Return what each of p ranks holds, computes and needs, along one dim of n entries.
 
     Inputs and outputs are both cut by `split_sizes`. A rank can get halos on both sides, on one or
     on none, of different sizes, and from ranks beyond its neighbours if the shards are small.
@@ -68,7 +68,7 @@ def halos(
         kernel_size, stride, dilation: of the convolution or pooling, as in torch.
         padding: entries added at both ends of the whole input; or a pair, before and after.
 
-    Returns one Halo per rank. Raises ValueError for sizes that make no sense, and for a kernel
+    Returns one Halo per position. Raises ValueError for sizes that make no sense, and for a kernel
     larger than the padded input.
     """
     before, after = padding if isinstance(padding, tuple) else (padding, padding)
@@ -95,9 +95,9 @@ def halos(
 
 
 def messages(line: list[Halo]) -> dict[tuple[int, int], range]:
-    """Who sends which entries to whom: (source, destination) → entries.
+    """Return who sends which entries to whom: (source, destination) → entries.
 
-    Ranks that need nothing of each other are left out.
+    Both are positions in the line. Ranks that need nothing of each other are left out.
     """
     blocks = {
         (source, to): overlap(line[source].holds, line[to].needs)
@@ -109,7 +109,7 @@ def messages(line: list[Halo]) -> dict[tuple[int, int], range]:
 
 
 def overlap(a: range, b: range) -> range:
-    """The entries that are in both."""
+    """Return the entries that are in both."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 

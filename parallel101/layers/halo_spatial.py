@@ -1,8 +1,11 @@
-"""Spatial parallelism: a convolution or pooling over a tensor that is cut across ranks, with the
-values and gradients of one process.
+"""Spatial parallelism: a convolution or pooling over a tensor that is cut across ranks.
 
-    layer = SpatialParallel(nn.Conv2d(3, 8, kernel_size=3, padding=1), mesh, shape=(32, 3, 224, 224))      a mesh of shape (1, 1, 2, 2)
-    y = layer(x)      x: this rank's (32, 3, 112, 112);  y: its block of the output, here (32, 8, 112, 112)
+Its values and gradients are those of one process. On a mesh of shape (1, 1, 2, 2):
+
+    conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
+    layer = SpatialParallel(conv, mesh, shape=(32, 3, 224, 224))
+    y = layer(x)      # x: this rank's (32, 3, 112, 112);  y: its block of the output, here
+                      # (32, 8, 112, 112)
 
 Each rank gets the halo of its block, and then calls torch's own layer. Every rank has the whole
 kernel, and the gradients of the kernel are summed over the mesh. The halo exchange is in halo.py.
@@ -32,14 +35,16 @@ SLIDING = {  # how many dims the kernel slides over
 
 
 class SpatialParallel(nn.Module):
-    """A convolution or pooling on a tensor that is cut across a mesh.
+    """Runs a convolution or pooling on a tensor that is cut across a mesh.
 
     Values and gradients are those of one process.
 
-    Args: module: an nn.Conv, nn.MaxPool or nn.AvgPool of 1, 2 or 3 dims. It is copied, and every
-        rank gets the weights of position 0. mesh: a DeviceMesh. Axis i cuts dim i of input and
-        output. A convolution needs all channels, so axis 1 has one rank there.
-            A rank outside the mesh gives and gets a zero-volume tensor, and sends nothing.
+    Args:
+        module: an nn.Conv, nn.MaxPool or nn.AvgPool of 1, 2 or 3 dims. It is copied, and every rank
+            gets the weights of position 0 of the mesh.
+        mesh: a DeviceMesh. Axis i cuts dim i of input and output. A convolution needs all channels,
+            so axis 1 has one rank there. A rank outside the mesh gives and gets a zero-volume
+            tensor, and sends nothing.
         shape: of the whole input: samples, channels, and then the dims that the kernel slides over.
 
     Forward takes this rank's block of the input and returns its block of the output, both cut by
@@ -119,7 +124,7 @@ class SpatialParallel(nn.Module):
 
 
 def window_of(module: Any, dims: int) -> dict[str, Any]:
-    """The module's kernel_size, stride, padding and dilation, each with one entry per dim.
+    """Return the module's kernel_size, stride, padding and dilation, each with one entry per dim.
 
     Raises ValueError for unsupported options.
     """

@@ -1,10 +1,10 @@
-"""Repartition: from one layout of a tensor to another.
+"""Repartition: a tensor goes from the blocks of one mesh to those of another.
 
 Each rank sends to each other rank what both of their blocks have in common.
 
-    source: mesh 3 × 1        target: mesh 1 × 2        rank 1 sends the left half of its rows to rank 0,
-        0 0 0 0                   0 0 1 1               and keeps the right half
-        1 1 1 1         ─▶        0 0 1 1
+    source: mesh 3 × 1        target: mesh 1 × 2
+        0 0 0 0                   0 0 1 1            rank 1 sends the left half of its rows to
+        1 1 1 1         ─▶        0 0 1 1            rank 0, and keeps the right half
         2 2 2 2                   0 0 1 1
 
 It is one all-to-all of unequal pieces, of which many are empty. Its adjoint is the Repartition
@@ -36,17 +36,21 @@ class Repartition(nn.Module):
 
     Mesh axis i cuts dim i, by `split_sizes`.
 
-    Args: source, target: DeviceMeshes of any ranks and shapes. A rank outside the source gives a
-        zero-volume tensor, and one outside the
-            target gets one. A rank outside both sends nothing.
+    Args:
+        source, target: DeviceMeshes of any ranks and shapes. A rank outside the source gives a
+            zero-volume tensor, and one outside the target gets one. A rank outside both sends
+            nothing.
         shape: of the whole tensor. Default: all blocks of the source are as large as mine; then
             every rank of the target must be in the source, because no message is spent on asking.
 
     Forward takes this rank's block and returns its new one, a new tensor. A rank sends to each
-    other rank the part of its block that lies in the other's new block, in one message. What it has
-    already is copied. Adjoint: Repartition(target, source). Raises ValueError or TypeError for
-    wrong arguments; ValueError, before any message, for a block that contradicts `shape`. Source:
-    DistDL's Repartition; Hewett and Grady (arXiv 2006.03108), which calls it a generalized
+    other rank the part of its block that belongs to the other's new block, in one message. What it
+    has already is copied. Adjoint: Repartition(target, source).
+
+    Raises ValueError or TypeError for wrong arguments; ValueError, before any message, for a block
+    that contradicts `shape`.
+
+    Source: DistDL's Repartition; Hewett and Grady (arXiv 2006.03108), which calls it a generalized
     all-to-all.
     """
 
@@ -72,8 +76,9 @@ class Repartition(nn.Module):
         return repartition(x, self.source, self.target, whole)
 
     def elements_sent(self, shape: Sequence[int]) -> dict[tuple[int, int], int]:
-        """Predicted: how many elements of a tensor of this whole shape each rank sends to each
-        other one, {(from, to): elements}.
+        """Return how many elements each rank will send to each other, {(from, to): elements}.
+
+        `shape` is that of the whole tensor. These ranks are global.
         """
         sent = {}
         for rank in self.source.ranks:
@@ -96,13 +101,13 @@ class Partition(NamedTuple):
     shape: tuple[int, ...]  # of the mesh
 
     def cuts(self, whole: Sequence[int]) -> list[list[range]]:
-        """The parts into which each dim is cut; a dim without a mesh axis is whole."""
+        """Return the parts into which each dim is cut; a dim without a mesh axis is whole."""
         return [split_ranges(n, p) for n, p in zip(whole, self.shape)] + [
             [range(n)] for n in whole[len(self.shape) :]
         ]
 
     def block(self, whole: Sequence[int], rank: int) -> Ranges:
-        """The block of this rank."""
+        """Return the block of this rank."""
         position, region = self.ranks.index(rank), []
         for parts in reversed(self.cuts(whole)):
             position, i = divmod(position, len(parts))
@@ -110,7 +115,7 @@ class Partition(NamedTuple):
         return tuple(reversed(region))
 
     def overlaps(self, whole: Sequence[int], region: Ranges) -> Iterator[tuple[int, Ranges]]:
-        """The ranks whose blocks have elements of this region, and which."""
+        """Yield the ranks whose blocks have elements of this region, and which elements."""
         touching = [
             [
                 (i, common)
@@ -126,7 +131,7 @@ class Partition(NamedTuple):
             yield self.ranks[position], tuple(common for _, common in found)
 
     def equal_blocks(self, x: Tensor) -> tuple[int, ...]:
-        """The shape of the whole tensor if all blocks are as large as x."""
+        """Return the shape of the whole tensor if all blocks are as large as x."""
         check_dims(x.shape, self.shape, "x")
         return tuple(n * p for n, p in zip(x.shape, self.shape)) + tuple(x.shape[len(self.shape) :])
 
@@ -137,9 +142,9 @@ def partition_of(mesh: DeviceMesh) -> Partition:
 
 
 def repartition(x: Tensor, source: Partition, target: Partition, whole: Sequence[int]) -> Tensor:
-    """x is this rank's block in `source`, or a zero-volume tensor.
+    """Return this rank's block in `target`; x is its block in `source`.
 
-    Returns its block in `target`, or a zero-volume one.
+    A rank outside gives or gets a zero-volume tensor. Raises ValueError for an x of another shape.
     """
     me = dist.get_rank()
     ranks = tuple(sorted({*source.ranks, *target.ranks}))
@@ -186,7 +191,7 @@ def extent(region: Ranges) -> tuple[int, ...]:
 
 
 def within(block: Ranges, region: Ranges) -> tuple[slice, ...]:
-    """Where this region of the whole tensor lies in the block."""
+    """Return where this region of the whole tensor is in the block."""
     return tuple(
         slice(part.start - own.start, part.stop - own.start) for own, part in zip(block, region)
     )
