@@ -12,7 +12,6 @@ from parallel101.grade.checks import right
 from parallel101.grade.exercise import Exercise, Trial
 from parallel101.record.errors import DeadlockError
 from parallel101.viz.collective import collective_scene
-from parallel101.viz.deadlock import deadlock_scene
 from parallel101.viz.lanes import lanes_scene
 from parallel101.viz.pipeline import pipeline_scene
 from parallel101.viz.scene import Scene
@@ -45,7 +44,7 @@ def draw(exercise: Exercise, shown: Trial | None, watched: Trial | None) -> Pict
     """
     for trial in (shown, watched):
         if trial is not None and isinstance(trial.error, DeadlockError):
-            return Picture(deadlock_scene(trial.error), trial)
+            return Picture(trial.error.picture(), trial)
     trial = watched or shown
     if trial is None or trial.error is not None or not trial.trace.events:
         return None

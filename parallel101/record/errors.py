@@ -104,7 +104,7 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
         """
         from parallel101.viz.deadlock import deadlock_scene
 
-        return deadlock_scene(self)
+        return deadlock_scene(self.waiting, self.cycle, self.returned, self.notes, str(self))
 
 
 class RankFailed(RuntimeError, _ShownInNotebook):

@@ -1,10 +1,10 @@
 """A deadlock as a picture: who waits for whom, and in which line.
 
-    rank 0 ──waits for──▶ rank 1          a cycle of arrows means that none of its ranks can continue;
-       ▲──────waits for─────┘             an arrow to a rank that has returned means waiting forever
+    rank 0 ──waits for──▶ rank 1       a cycle of arrows: none of its ranks can continue
+       ▲──────waits for─────┘          an arrow to a rank that has returned: a wait without end
 
-This draws the wait-for graph that a `DeadlockError` carries. `parallel101.record.wait_for` finds
-the deadlock.
+This draws the wait-for graph that a `DeadlockError` carries, when its `picture()` is called.
+`parallel101.record.wait_for` finds the deadlock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import linecache
 import math
 import textwrap
+from collections.abc import Mapping, Sequence
 
-from parallel101.record.errors import DeadlockError
 from parallel101.record.units import ranks_text
 from parallel101.viz.scene import Node, Scene
 
@@ -25,39 +25,47 @@ STYLE = (
     ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
 )
 Point = tuple[float, float]
+Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
+Notes = Sequence[tuple[str, str]]
 
 
-def deadlock_scene(error: DeadlockError) -> Scene:
+def deadlock_scene(
+    waiting: Waiting,
+    cycle: Sequence[int] = (),
+    returned: Sequence[int] = (),
+    notes: Notes = (),
+    description: str = "",
+) -> Scene:
     """Draw who waits for whom.
 
     Args:
-        error: a deadlock of up to 64 ranks.
+        waiting, cycle, returned, notes: the attributes of a DeadlockError, of up to 64 ranks.
+        description: the picture in words, for a screen reader.
 
-    Returns: A still Scene: the ranks at the left; at the right, the call in which each of the first
+    Returns:
+        A still Scene: the ranks at the left; at the right, the call in which each of the first
         seven waits.
 
     Raises:
         ValueError: more than 64 ranks.
     """
     arrows = [
-        (rank, peer)
-        for rank, (_, peers, _) in sorted(error.waiting.items())
-        for peer in _ranks_of(peers)
+        (rank, peer) for rank, (_, peers, _) in sorted(waiting.items()) for peer in _ranks_of(peers)
     ]
-    everyone = sorted({*error.waiting, *error.returned, *(peer for _, peer in arrows)})
+    everyone = sorted({*waiting, *returned, *(peer for _, peer in arrows)})
     if len(everyone) > MOST_RANKS:
         raise ValueError(
             f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: "
             "print the error instead"
         )
     centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
-    end = centre[1] + 22.0 * min(len(error.waiting), MOST_ROWS) + 18 * len(_notes(error)) + 24
+    end = centre[1] + 22.0 * min(len(waiting), MOST_ROWS) + 18 * len(_note_lines(notes)) + 24
     below = 290 if len(everyone) > 2 else 130  # the top of the rows on a phone
     scene = Scene(
         960,
         max(404 if len(everyone) > 2 else 238, math.ceil(end)),
         "Deadlock: who waits for whom",
-        str(error),
+        description,
     )
     scene.style += STYLE
     scene.narrow = (480, max(704 if len(everyone) > 2 else 360, below + math.ceil(end)))
@@ -71,9 +79,9 @@ def deadlock_scene(error: DeadlockError) -> Scene:
         )
     head = scene.panel(narrow="translate(0,0)")
     head.add("text", scene.title, x=28, y=40, class_="h")
-    head.add("text", _summary(error), x=28, y=64, font_size=14, class_="w b")
-    _graph(scene.panel(narrow="translate(40,0)"), error, everyone, arrows, centre)
-    _rows(scene.panel(narrow=f"translate(-402,{below})"), error, centre[1])
+    head.add("text", _summary(cycle), x=28, y=64, font_size=14, class_="w b")
+    _graph(scene.panel(narrow="translate(40,0)"), everyone, arrows, cycle, returned, centre)
+    _rows(scene.panel(narrow=f"translate(-402,{below})"), waiting, notes, centre[1])
     return scene
 
 
@@ -81,19 +89,20 @@ def _ranks_of(peers: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if peers is None else peers if isinstance(peers, tuple) else (peers,)
 
 
-def _summary(error: DeadlockError) -> str:
-    if not error.cycle:
+def _summary(cycle: Sequence[int]) -> str:
+    if not cycle:
         return "A rank waits for something that will never arrive."
-    if len(error.cycle) > 8:
-        return f"{len(error.cycle)} ranks wait for each other in a cycle."
-    return "Cycle: " + " → ".join(str(rank) for rank in [*error.cycle, error.cycle[0]])
+    if len(cycle) > 8:
+        return f"{len(cycle)} ranks wait for each other in a cycle."
+    return "Cycle: " + " → ".join(str(rank) for rank in [*cycle, cycle[0]])
 
 
 def _graph(
     panel: Node,
-    error: DeadlockError,
     everyone: list[int],
     arrows: list[tuple[int, int]],
+    cycle: Sequence[int],
+    returned: Sequence[int],
     centre: Point,
 ) -> None:
     node = min(25.0, 0.55 * math.pi * RADIUS / len(everyone))
@@ -103,7 +112,7 @@ def _graph(
     for i, rank in enumerate(everyone):
         angle = start + 2 * math.pi * i / len(everyone)
         at[rank] = (centre[0] + RADIUS * math.sin(angle), centre[1] - RADIUS * math.cos(angle))
-    stuck = set(zip(error.cycle, [*error.cycle[1:], *error.cycle[:1]]))
+    stuck = set(zip(cycle, [*cycle[1:], *cycle[:1]]))
     for pair in sorted(arrows, key=lambda pair: pair in stuck):
         if pair[0] != pair[1]:
             kind = "stuck" if pair in stuck else ""
@@ -114,7 +123,7 @@ def _graph(
                 marker_end=f"url(#head{kind})",
             )
     for rank, (x, y) in at.items():
-        kind = "gone" if rank in error.returned else "stuck" if rank in error.cycle else ""
+        kind = "gone" if rank in returned else "stuck" if rank in cycle else ""
         panel.add("circle", cx=x, cy=y, r=node, class_=f"node {kind}")
         if node >= 7:
             panel.add(
@@ -125,7 +134,7 @@ def _graph(
                 font_size=min(17.0, node),
                 class_="b c",
             )
-        if kind == "gone" and len(error.returned) <= 4:
+        if kind == "gone" and len(returned) <= 4:
             panel.add(
                 "text",
                 "returned",
@@ -153,11 +162,11 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
     return (a[0] + part * (b[0] - a[0]), a[1] + part * (b[1] - a[1]))
 
 
-def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
+def _rows(panel: Node, waiting: Waiting, notes: Notes, middle: float) -> None:
     """The call in which each rank waits, with its line of source if Python can find it (also in
     a notebook's cells).
     """
-    rows = sorted(error.waiting.items())
+    rows = sorted(waiting.items())
     shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
     y = middle - 22.0 * len(shown) + 18
     for rank, (kind, peers, where) in shown:
@@ -172,7 +181,7 @@ def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
             "text", f"and {len(rows) - len(shown)} more", x=496, y=y, font_size=14, class_="m"
         )
         y += 44
-    for text, code in _notes(error):
+    for text, code in _note_lines(notes):
         panel.add(
             "text",
             text,
@@ -184,10 +193,10 @@ def _rows(panel: Node, error: DeadlockError, middle: float) -> None:
         y += 18
 
 
-def _notes(error: DeadlockError) -> list[tuple[str, bool]]:
-    """The error's notes, wrapped to the panel's width: (line, whether it is code)."""
+def _note_lines(notes: Notes) -> list[tuple[str, bool]]:
+    """The first notes, wrapped to the panel's width: (line, whether it is code)."""
     lines: list[tuple[str, bool]] = []
-    for note, where in error.notes[:MOST_NOTES]:
+    for note, where in notes[:MOST_NOTES]:
         lines += [(line, False) for line in textwrap.wrap(note[0].upper() + note[1:], 62)]
         lines += [(_line(where), True)] if where else []
     return lines

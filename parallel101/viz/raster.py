@@ -1,9 +1,7 @@
-"""A scene as PNG (a still) or GIF (the animation), for slides and READMEs.
+"""Draws SVG as PNG (a still) or GIF (an animation), for slides and READMEs.
 
-Chromium draws it, so it looks as in the browser.
-
-This file needs Chromium and Pillow, which comes with matplotlib. Scenes as SVG and HTML need
-neither (scene.py).
+`Scene.save` calls this. Chromium draws, so the result looks as in the browser. Chromium and Pillow,
+which comes with matplotlib, are needed only here: scenes as SVG and HTML need neither.
 """
 
 from __future__ import annotations
@@ -11,14 +9,14 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from parallel101.viz.chromium import Browser, find_chromium
-from parallel101.viz.palette import THEMES
-from parallel101.viz.scene import Scene, data_uri
+from parallel101.viz.palette import LIGHT
 
+RATE = 12.5  # a GIF's images per second
 # A canvas and not a screenshot: headless Chromium does not always answer when asked for one of a
-# page that stands still.
+# page on which nothing moves.
 DRAW = """
 async function draw(source, width, height) {
   const image = new Image(), canvas = document.createElement("canvas");
@@ -31,34 +29,27 @@ async function draw(source, width, height) {
 """
 
 
-def png(scene: Scene, t: float | None = None, *, theme: str = "light", scale: float = 2.0) -> bytes:
-    """The scene at second t (default: the last) as PNG, `scale` pixels for each of its units."""
-    (image,) = _drawn(scene, [scene.duration if t is None else t], theme, scale)
-    return image
+def png(image: str, width: float, height: float) -> bytes:
+    """The image at this URL as a PNG of `width` × `height` pixels."""
+    (drawn,) = _drawn([image], width, height)
+    return drawn
 
 
-def gif(scene: Scene, *, theme: str = "light", scale: float = 1.0, rate: float = 12.5) -> bytes:
-    """The animation as a GIF that plays in a loop, with `rate` images per second and a pause of two
-    seconds at its end.
+def gif(images: Iterable[str], width: float, height: float) -> bytes:
+    """The images at these URLs, `RATE` of them per second, as a GIF that plays in a loop.
 
-    Raises ValueError for a scene that does not move.
+    It pauses for two seconds at its end. Its background is that of the light theme.
     """
     from PIL import Image
 
-    if not scene.duration:
-        raise ValueError(f"{scene!r} does not move: save it as .png")
-    times = [k / rate for k in range(int(scene.duration * rate))] + [scene.duration]
-    drawn = [
-        Image.open(io.BytesIO(image)).convert("RGBA")
-        for image in _drawn(scene, times, theme, scale)
-    ]
+    drawn = [Image.open(io.BytesIO(png)).convert("RGBA") for png in _drawn(images, width, height)]
     # the round corners are transparent, and a GIF would show them black
-    card = Image.new("RGBA", drawn[0].size, THEMES[theme]["bg"])
-    images = [Image.alpha_composite(card, image).convert("RGB") for image in drawn]
+    card = Image.new("RGBA", drawn[0].size, LIGHT["bg"])
+    frames = [Image.alpha_composite(card, image).convert("RGB") for image in drawn]
     # one palette for all, or flat areas would flicker
-    colours = images[-1].quantize(128, dither=Image.Dither.NONE)
-    first, *rest = [image.quantize(palette=colours, dither=Image.Dither.NONE) for image in images]
-    durations = [int(1000 / rate)] * len(rest) + [2000]  # milliseconds
+    colours = frames[-1].quantize(128, dither=Image.Dither.NONE)
+    first, *rest = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
+    durations = [int(1000 / RATE)] * len(rest) + [2000]  # milliseconds
     file = io.BytesIO()
     first.save(
         file, "GIF", save_all=True, append_images=rest, duration=durations, loop=0, optimize=True
@@ -66,8 +57,8 @@ def gif(scene: Scene, *, theme: str = "light", scale: float = 1.0, rate: float =
     return file.getvalue()
 
 
-def _drawn(scene: Scene, times: Sequence[float], theme: str, scale: float) -> Iterator[bytes]:
-    """A PNG for each of the times. Raises RuntimeError if there is no Chromium."""
+def _drawn(images: Iterable[str], width: float, height: float) -> Iterator[bytes]:
+    """A PNG of each image. Raises RuntimeError if there is no Chromium."""
     chromium = find_chromium()
     if chromium is None:
         raise RuntimeError(
@@ -76,9 +67,6 @@ def _drawn(scene: Scene, times: Sequence[float], theme: str, scale: float) -> It
         )
     with Browser(chromium) as browser:
         browser.js(DRAW)
-        for t in times:
-            source = data_uri(scene.svg(t, theme=theme))
-            drawn = browser.js(
-                f"draw({json.dumps(source)}, {scene.width * scale}, {scene.height * scale})"
-            )
+        for image in images:
+            drawn = browser.js(f"draw({json.dumps(image)}, {width}, {height})")
             yield base64.b64decode(drawn.partition(",")[2])

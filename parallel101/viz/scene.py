@@ -204,18 +204,29 @@ class Scene(Node):
         return self.html()
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write an HTML page with controls (.html), or an SVG that plays in a loop (.svg); with
-        Chromium also a still (.png) or an
-        animation (.gif) for slides, in light colours. Returns the path."""
+        """Write the scene as the kind of file that the name's ending asks for.
+
+        .html is a page with controls, and .svg plays in a loop. With Chromium, .png is the last
+        moment and .gif the animation, both in light colours for slides. Returns the path.
+        """
         path = Path(path)
         if path.suffix == ".html":
             path.write_text(self.page(), encoding="utf-8")
         elif path.suffix == ".svg":
             path.write_text(self.svg(smil=True), encoding="utf-8")
-        elif path.suffix in (".png", ".gif"):
-            from parallel101.viz import raster
+        elif path.suffix == ".png":
+            from parallel101.viz.raster import png
 
-            path.write_bytes(raster.png(self) if path.suffix == ".png" else raster.gif(self))
+            still = data_uri(self.svg(theme="light"))
+            path.write_bytes(png(still, 2 * self.width, 2 * self.height))
+        elif path.suffix == ".gif":
+            from parallel101.viz.raster import RATE, gif
+
+            if not self.duration:
+                raise ValueError(f"{self!r} does not move: save it as .png")
+            times = [k / RATE for k in range(int(self.duration * RATE))] + [self.duration]
+            images = (data_uri(self.svg(t, theme="light")) for t in times)
+            path.write_bytes(gif(images, self.width, self.height))
         else:
             raise ValueError(
                 f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png "

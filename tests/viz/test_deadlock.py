@@ -9,7 +9,6 @@ import re
 import pytest
 
 from parallel101.record.errors import DeadlockError
-from parallel101.viz.deadlock import deadlock_scene
 
 PLACE = "program.py"
 
@@ -22,26 +21,23 @@ def ring(n: int) -> DeadlockError:
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 64])
 def test_a_cycle_of_any_size(n):
-    svg = deadlock_scene(ring(n)).svg()
+    svg = ring(n).picture().svg()
     assert len(re.findall(r'class="wait stuck"', svg)) == n
     assert len(re.findall(r'class="node stuck"', svg)) == n
     assert ("0 → 1" in svg) == (n <= 8)
 
 
 def test_the_line_of_source_is_shown_if_it_can_be_found():
-    svg = deadlock_scene(DeadlockError({0: ("recv", 1, f"{__file__}:1")}, returned=[1])).svg()
+    svg = DeadlockError({0: ("recv", 1, f"{__file__}:1")}, returned=[1]).picture().svg()
     assert "line 1: " in svg and "The picture of a deadlock" in svg
-    assert (
-        "gone.py:7"
-        in deadlock_scene(DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1])).svg()
-    )
+    assert "gone.py:7" in DeadlockError({0: ("recv", 1, "gone.py:7")}, returned=[1]).picture().svg()
 
 
 def test_ranks_that_returned_and_receives_from_any_rank():
     error = DeadlockError(
         {0: ("barrier", (2, 3), "a.py:1"), 1: ("recv", None, "a.py:2")}, returned=[2]
     )
-    svg = deadlock_scene(error).svg()
+    svg = error.picture().svg()
     assert len(re.findall(r'class="node gone"', svg)) == 1 and ">returned<" in svg
     # from rank 0 to both; a receive from anyone points nowhere
     assert len(re.findall(r'class="wait "', svg)) == 2
@@ -50,7 +46,7 @@ def test_ranks_that_returned_and_receives_from_any_rank():
 
 def test_more_than_64_ranks_are_refused():
     with pytest.raises(ValueError, match="65 ranks take part, and this picture can show up to 64"):
-        deadlock_scene(ring(65))
+        ring(65).picture()
 
 
 @pytest.mark.parametrize("n", [2, 7, 16])
@@ -61,7 +57,7 @@ def test_notes_are_below_the_rows_and_inside_the_picture(n, count):
         range(n),
         notes=[(f"rank {k} posted a send that nobody receives", f"a.py:{k}") for k in range(count)],
     )
-    scene = deadlock_scene(error)
+    scene = error.picture()
     svg = scene.svg()
     assert re.findall(r">(a\.py:\d)</text>", svg) == [f"a.py:{k}" for k in range(min(count, 3))]
     assert max(float(y) for y in re.findall(r'<text[^>]* y="([\d.]+)"', svg)) < scene.height
