@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from parallel101.record.notebook import in_notebook
+from parallel101.record.ipython import in_notebook
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ def _imported_when_used() -> Iterator[dict[str, str]]:
 
 with _imported_when_used() as _module_of:
     from parallel101 import cost, keras, layers, models, sharding
-    from parallel101.analysis.axes import axis_traffic
+    from parallel101.analysis.axis_traffic import axis_traffic
     from parallel101.autograd import (
         algorithms,
         all_gather,
@@ -93,14 +93,14 @@ with _imported_when_used() as _module_of:
     from parallel101.trainers.tensor.styles import column
     from parallel101.trainers.verify.report import NotEqualError
     from parallel101.trainers.weight_gradients import WeightGradients
-    from parallel101.viz.axes import axes_scene
+    from parallel101.viz.axis_timeline import axes_scene
     from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
     from parallel101.viz.forward_backward import forward_backward_scene
     from parallel101.viz.lanes import lanes_scene
-    from parallel101.viz.loss import LiveLoss, loss_scene
+    from parallel101.viz.loss_curves import LiveLoss, loss_scene
     from parallel101.viz.matrices import matrices_scene
-    from parallel101.viz.memory import memory_scene
-    from parallel101.viz.pipeline import pipeline_scene
+    from parallel101.viz.memory_per_rank import memory_scene
+    from parallel101.viz.pipeline_timeline import pipeline_scene
     from parallel101.viz.plots import bandwidth, sweep
     from parallel101.viz.watch import watch
 

@@ -29,7 +29,7 @@ TRIED_TORCH = (TESTED_TORCH, "2.14.1")
 MARKS = {"works": "✓", "fails": "✗", "absent": "–"}
 
 
-class Row(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of one check.
 
     `state` is "works", "fails" or "absent": not on this machine, but no lesson needs it.
@@ -67,7 +67,7 @@ def main(as_json: bool = False) -> int:
     return 1 if failed else 0
 
 
-def as_text(row: Row) -> str:
+def as_text(row: CheckResult) -> str:
     """One row of the table, with its advice below it."""
     lines = textwrap.wrap(row.found, 100) or [""]
     if row.advice:
@@ -76,7 +76,7 @@ def as_text(row: Row) -> str:
     return first + f"\n{' ' * len(first)}".join(lines)
 
 
-def run_checks() -> Iterator[Row]:
+def run_checks() -> Iterator[CheckResult]:
     """Run the checks one after the other.
 
     A check that raises becomes a failed row, and the checks after it still run.
@@ -86,7 +86,7 @@ def run_checks() -> Iterator[Row]:
             yield check()._replace(name=name)
         except Exception as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            yield Row(
+            yield CheckResult(
                 "fails",
                 message,
                 (
@@ -97,22 +97,22 @@ def run_checks() -> Iterator[Row]:
             )
 
 
-def check_python() -> Row:
+def check_python() -> CheckResult:
     found = f"{platform.python_version()} at {sys.executable}, on {platform.platform(terse=True)}"
     if sys.version_info < OLDEST_PYTHON:
-        return Row(
+        return CheckResult(
             "fails",
             found,
             "parallel101 needs Python 3.10 or newer. Run make PYTHON=/path/to/a/newer/python3",
         )
-    return Row("works", found)
+    return CheckResult("works", found)
 
 
-def check_machine() -> Row:
+def check_machine() -> CheckResult:
     import psutil
 
     memory = psutil.virtual_memory()
-    return Row(
+    return CheckResult(
         "works",
         (
             f"{os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB of memory, "
@@ -121,7 +121,7 @@ def check_machine() -> Row:
     )
 
 
-def check_torch() -> Row:
+def check_torch() -> CheckResult:
     from packaging.version import Version
 
     advice = (
@@ -132,11 +132,15 @@ def check_torch() -> Row:
         found = version("torch")
         import torch
     except PackageNotFoundError:
-        return Row("fails", "not installed", advice)
+        return CheckResult("fails", "not installed", advice)
     except (ImportError, OSError) as error:
-        return Row("fails", f"{found} is installed, but cannot be imported: {error}", advice)
+        return CheckResult(
+            "fails", f"{found} is installed, but cannot be imported: {error}", advice
+        )
     if Version(torch.__version__) < Version(OLDEST_TORCH):
-        return Row("fails", f"{found}, but parallel101 needs {OLDEST_TORCH} or newer", advice)
+        return CheckResult(
+            "fails", f"{found}, but parallel101 needs {OLDEST_TORCH} or newer", advice
+        )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     mine = Version(torch.__version__).public
     if mine == TESTED_TORCH:
@@ -147,27 +151,27 @@ def check_torch() -> Row:
         note = (
             f"; the tests have been tried with {' and '.join(TRIED_TORCH)}, not with this version"
         )
-    return Row("works", f"{found} ({build} build){note}")
+    return CheckResult("works", f"{found} ({build} build){note}")
 
 
-def check_gloo() -> Row:
+def check_gloo() -> CheckResult:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_gloo_available():
-        return Row("works", "part of this build of torch: ranks can run on the CPU")
-    return Row(
+        return CheckResult("works", "part of this build of torch: ranks can run on the CPU")
+    return CheckResult(
         "fails",
         "not part of this build of torch",
         "Install torch from PyPI or from pytorch.org: these builds have gloo.",
     )
 
 
-def check_nccl() -> Row:
+def check_nccl() -> CheckResult:
     import torch
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_nccl_available()):
-        return Row(
+        return CheckResult(
             "absent",
             (
                 "not part of this build of torch. backend='nccl' needs a CUDA build on Linux; gloo "
@@ -175,11 +179,13 @@ def check_nccl() -> Row:
             ),
         )
     if not torch.cuda.is_available():
-        return Row("absent", "part of this build of torch, but there is no GPU to use it with")
-    return Row("works", "version " + ".".join(map(str, torch.cuda.nccl.version())))
+        return CheckResult(
+            "absent", "part of this build of torch, but there is no GPU to use it with"
+        )
+    return CheckResult("works", "version " + ".".join(map(str, torch.cuda.nccl.version())))
 
 
-def check_gpus() -> Row:
+def check_gpus() -> CheckResult:
     import torch
 
     if not torch.cuda.is_available():
@@ -187,7 +193,7 @@ def check_gpus() -> Row:
             "If this machine has a GPU: check that nvidia-smi lists it and that its driver is "
             "new enough for this build of torch."
         )
-        return Row(
+        return CheckResult(
             "absent",
             "none that torch can use. All lessons run without a GPU, on gloo and sim",
             advice if torch.version.cuda else "",
@@ -203,11 +209,11 @@ def check_gpus() -> Row:
             "each rank. Use it to see that a program works "
             "on CUDA tensors. Run two or more ranks on gloo or sim: the program stays the same."
         )
-        return Row("works", f"1: {names}", advice)
-    return Row("works", f"{count}: {names}; up to {count} ranks on nccl")
+        return CheckResult("works", f"1: {names}", advice)
+    return CheckResult("works", f"{count}: {names}; up to {count} ranks on nccl")
 
 
-def check_loopback() -> Row:
+def check_loopback() -> CheckResult:
     import psutil
 
     names = [
@@ -230,8 +236,8 @@ def check_loopback() -> Row:
                 connection.settimeout(2)
                 assert connection.recv(1) == b"?"
     except OSError as error:
-        return Row("fails", f"no connection over 127.0.0.1: {error}", advice)
-    return Row(
+        return CheckResult("fails", f"no connection over 127.0.0.1: {error}", advice)
+    return CheckResult(
         "works",
         (
             f"{', '.join(names) or 'an interface without a name'} (127.0.0.1): one byte was sent "
@@ -240,9 +246,9 @@ def check_loopback() -> Row:
     )
 
 
-def check_fork_server() -> Row:
+def check_fork_server() -> CheckResult:
     if hasattr(os, "fork"):
-        return Row(
+        return CheckResult(
             "works",
             "this system can fork: ranks start from a process that has already imported torch",
         )
@@ -250,7 +256,7 @@ def check_fork_server() -> Row:
         "Everything works, but each launch takes as long as importing torch. Launches are fast "
         "under WSL 2."
     )
-    return Row(
+    return CheckResult(
         "absent", f"{platform.system()} cannot fork: each rank starts as a new process", advice
     )
 
@@ -265,7 +271,7 @@ def sum_of_ranks() -> float:
     return x.item()
 
 
-def check_launch(backend: str) -> Row:
+def check_launch(backend: str) -> CheckResult:
     """Launch two ranks that add their numbers.
 
     The second launch is faster, because the fork server already runs.
@@ -280,12 +286,12 @@ def check_launch(backend: str) -> Row:
         )
         seconds.append(time.perf_counter() - began)
         if results != [1.0, 1.0]:
-            return Row(
+            return CheckResult(
                 "fails",
                 f"two ranks added 0 and 1 and got {results}; expected [1.0, 1.0]",
                 "Please report this.",
             )
-    return Row(
+    return CheckResult(
         "works",
         (
             f"two ranks started and added their numbers in {seconds[0]:.2f} s; the second time in "
@@ -294,7 +300,7 @@ def check_launch(backend: str) -> Row:
     )
 
 
-def check_jupyter() -> Row:
+def check_jupyter() -> CheckResult:
     found, missing = [], []
     for package in ("jupyterlab", "ipykernel", "ipywidgets"):
         try:
@@ -302,13 +308,13 @@ def check_jupyter() -> Row:
         except PackageNotFoundError:
             missing.append(package)
     if missing:
-        return Row(
+        return CheckResult(
             "fails", f"not installed: {', '.join(missing)}", f"Run pip install {' '.join(missing)}"
         )
-    return Row("works", ", ".join(found))
+    return CheckResult("works", ", ".join(found))
 
 
-def check_browser() -> Row:
+def check_browser() -> CheckResult:
     try:
         found = find_chromium() or webbrowser.get().name
     except webbrowser.Error:
@@ -316,11 +322,11 @@ def check_browser() -> Row:
             "On a machine without a screen, run parallel101 lab --no-browser and open the "
             "address that it prints on your own computer."
         )
-        return Row("absent", "none found", advice)
-    return Row("works", found)
+        return CheckResult("absent", "none found", advice)
+    return CheckResult("works", found)
 
 
-CHECKS: dict[str, Callable[[], Row]] = {
+CHECKS: dict[str, Callable[[], CheckResult]] = {
     "Python": check_python,
     "machine": check_machine,
     "torch": check_torch,

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import (
+from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
@@ -19,7 +20,6 @@ from parallel101.grade.checks import (
     steps,
     value,
 )
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import (
     SUM_FOR_MEAN,
     counted_twice,

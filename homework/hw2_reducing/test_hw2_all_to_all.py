@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import (
+from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
@@ -16,7 +17,6 @@ from parallel101.grade.checks import (
     steps,
     value,
 )
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import facts, several_ranks
 
 

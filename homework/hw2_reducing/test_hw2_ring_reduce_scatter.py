@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parallel101.analysis.provenance import origin_tensor
-from parallel101.grade.checks import (
+from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
+from parallel101.grade.exercise_checks import (
     CHANGES_ITS_INPUT,
     MESSAGES,
     bytes_sent,
@@ -18,7 +19,6 @@ from parallel101.grade.checks import (
     steps,
     value,
 )
-from parallel101.grade.exercise import Case, Draw, Exercise, Misconception, Question, Trial
 from parallel101.grade.sums import counted_twice, facts, left_out, several_ranks
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from parallel101.grade.checks import MESSAGES, communicated, difference, factor, failed, right, same
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -20,6 +19,15 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
     Trial,
+)
+from parallel101.grade.exercise_checks import (
+    MESSAGES,
+    communicated,
+    difference,
+    factor,
+    failed,
+    right,
+    same,
 )
 
 Tensors = list[Any]  # one tensor for each rank, None where a rank has none

@@ -7,17 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel101.grade.checks import (
-    MESSAGES,
-    bytes_sent,
-    close,
-    difference,
-    factor,
-    failed,
-    right,
-    same,
-    value,
-)
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -29,7 +18,18 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.training import SUM_FOR_MEAN, all_reduce_bytes, flat, scale
+from parallel101.grade.exercise_checks import (
+    MESSAGES,
+    bytes_sent,
+    close,
+    difference,
+    factor,
+    failed,
+    right,
+    same,
+    value,
+)
+from parallel101.grade.training_exercises import SUM_FOR_MEAN, all_reduce_bytes, flat, scale
 from parallel101.record.errors import MisuseError
 from parallel101.sim.network import Network
 

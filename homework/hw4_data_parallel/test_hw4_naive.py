@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from parallel101.grade.checks import MESSAGES, bytes_sent, communicated, right
 from parallel101.grade.exercise import (
     COLLECTIVES,
     OPTIM,
@@ -17,8 +16,9 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, communicated, right
 from parallel101.grade.harness import count_weights, gradients_of, make_model
-from parallel101.grade.training import (
+from parallel101.grade.training_exercises import (
     ITEM,
     MEAN_OF_MEANS,
     MEAN_TWICE,

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.checks import MESSAGES, bytes_sent, right
 from parallel101.grade.exercise import (
     COLLECTIVES,
     OPTIM,
@@ -20,16 +19,17 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, right
 from parallel101.grade.harness import (
     BACKWARD,
     FORWARD,
-    Steps,
+    OptimizerSteps,
     count_weights,
     gradients_of,
     make_model,
     mark_gradients,
 )
-from parallel101.grade.training import (
+from parallel101.grade.training_exercises import (
     ITEM,
     MEAN_TWICE,
     NEVER_REDUCED,
@@ -54,7 +54,7 @@ def train_in_microbatches(
     """What each rank runs. inputs: (steps, microbatches, samples, features)."""
     model = make_model(sizes, weights)
     optimizer = make_optimizer(model)
-    steps = Steps(model, optimizer)
+    steps = OptimizerSteps(model, optimizer)
     mark_gradients(model)
     function(model, F.mse_loss, optimizer, [list(zip(*share)) for share in zip(inputs, targets)])
     return steps.result()

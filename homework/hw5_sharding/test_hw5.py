@@ -8,15 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.grade.checks import (
-    MESSAGES,
-    bytes_sent,
-    close,
-    communicated,
-    difference,
-    failed,
-    right,
-)
 from parallel101.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -30,12 +21,21 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
+from parallel101.grade.exercise_checks import (
+    MESSAGES,
+    bytes_sent,
+    close,
+    communicated,
+    difference,
+    failed,
+    right,
+)
 from parallel101.grade.harness import (
     LEARNING_RATE,
     MOMENTUM,
-    Layer,
-    LiveBytes,
     Optimizers,
+    PeakBytes,
+    TanhLinear,
     count_weights,
     gradients_of,
     make_model,
@@ -88,7 +88,7 @@ def train_sharded(
     function, weights: Tensor, inputs: Tensor, targets: Tensor, max_norm: float
 ) -> dict[str, Any]:
     """inputs: (steps, samples of this rank, features)."""
-    model, optimizers, whole = make_model(SIZES, weights), Optimizers(), LiveBytes()
+    model, optimizers, whole = make_model(SIZES, weights), Optimizers(), PeakBytes()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: whole.watch(p.grad))
     function(model, F.mse_loss, optimizers.make, list(zip(inputs, targets)), max_norm)
@@ -101,12 +101,12 @@ def train_in_pieces(
     function, weights: Tensor, rank: int, n: int, inputs: Tensor, targets: Tensor
 ) -> dict[str, Any]:
     """The same for ZeRO-3: the layers have no weights, and this rank has its pieces."""
-    optimizers, whole = Optimizers(), LiveBytes()
+    optimizers, whole = Optimizers(), PeakBytes()
     shards = [
         {name: pieces_of(p, n)[rank].clone() for name, p in layer.named_parameters()}
         for layer in make_model(SIZES, weights)
     ]
-    layers = [Layer(number, WIDTH, WIDTH, device="meta") for number in range(LAYERS)]
+    layers = [TanhLinear(number, WIDTH, WIDTH, device="meta") for number in range(LAYERS)]
     for layer in layers:
         layer.uses = whole.watch
     found = function(layers, shards, F.mse_loss, optimizers.make, list(zip(inputs, targets)))

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.checks import MESSAGES, value
 from parallel101.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -17,7 +16,8 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.grade.tensor_parallel import (
+from parallel101.grade.exercise_checks import MESSAGES, value
+from parallel101.grade.tensor_parallel_exercises import (
     GRAPH_CUT,
     MLP_PARTS,
     NUMBER,

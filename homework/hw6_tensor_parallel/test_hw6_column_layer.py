@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.checks import MESSAGES, value
 from parallel101.grade.exercise import (
     COLLECTIVES,
     P2P,
@@ -21,7 +20,8 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.grade.tensor_parallel import (
+from parallel101.grade.exercise_checks import MESSAGES, value
+from parallel101.grade.tensor_parallel_exercises import (
     GRAPH_CUT,
     NUMBER,
     costs,

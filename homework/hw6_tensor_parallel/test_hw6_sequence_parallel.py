@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.checks import MESSAGES, failed, value
 from parallel101.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -19,7 +18,8 @@ from parallel101.grade.exercise import (
     Misconception,
     Question,
 )
-from parallel101.grade.tensor_parallel import (
+from parallel101.grade.exercise_checks import MESSAGES, failed, value
+from parallel101.grade.tensor_parallel_exercises import (
     GRAPH_CUT,
     NUMBER,
     bias_n_times,

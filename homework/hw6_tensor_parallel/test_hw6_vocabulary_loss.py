@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel101.grade.checks import MESSAGES, failed, value
 from parallel101.grade.exercise import (
     ANYTHING,
     COLLECTIVES,
@@ -20,7 +19,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.tensor_parallel import (
+from parallel101.grade.exercise_checks import MESSAGES, failed, value
+from parallel101.grade.tensor_parallel_exercises import (
     GRAPH_CUT,
     NUMBER,
     forward_backward,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel101.grade.checks import failed, value
 from parallel101.grade.exercise import (
     AUTOGRAD,
     Case,
@@ -19,7 +18,8 @@ from parallel101.grade.exercise import (
     Question,
     Trial,
 )
-from parallel101.grade.pipeline import (
+from parallel101.grade.exercise_checks import failed, value
+from parallel101.grade.pipeline_exercises import (
     ROWS,
     WIDTH,
     example,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel101.grade.checks import MESSAGES, bytes_sent, value
 from parallel101.grade.exercise import OPTIM, Case, Draw, Exercise, Misconception, Question, Trial
-from parallel101.grade.pipeline import (
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
+from parallel101.grade.pipeline_exercises import (
     LEARNING_RATE,
     ROWS,
     WIDTH,

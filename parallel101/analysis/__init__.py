@@ -1,11 +1,19 @@
-"""What a record says about a run. Nothing here draws.
+"""Computes what a record says about a run. Nothing here draws.
 
-provenance.py decodes whose data is in a message, and chunks.py finds what moved together. steps.py
-and topology.py find the steps and the shape of an algorithm. replay.py puts these together: what
-each rank held after each step. verdict.py names the collective, and what is wrong with its result.
-overlap.py measures how much communication overlaps with compute. pipeline.py finds the bubbles and
-the activations held of schedules and of recorded pipelines. axes.py counts the traffic of each axis
-of a mesh. sharding.py says which blocks each rank of a sharded product held, and terms.py which
-terms of its sum are in a block. waiting.py says how long ranks waited, for whom, and in which
-lines.
+provenance.py           whose data is in a message
+chunks.py               which elements always moved together
+steps.py                the steps of an algorithm
+logical_topology.py     who sent to whom: a ring, a tree, a grid, …
+replay.py               these together: what each rank held after each step
+rank_blocks.py          what each rank was given and returned, as rows of blocks
+results.py              what is wrong with the values that ranks returned
+verdict.py              which collective it was, and what is wrong with its result
+unwritten.py            elements of a result that nothing was written to
+held_blocks.py          which blocks each rank of a sharded product held
+terms.py                which terms of its sum are in a block
+waiting.py              how long ranks waited, for whom, and in which lines
+critical_path.py        what the run time depended on
+overlap.py              how much communication overlaps with compute
+pipeline_times.py       bubbles and activations held, of schedules and of recorded pipelines
+axis_traffic.py         the messages and bytes of each axis of a mesh
 """

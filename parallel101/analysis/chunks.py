@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from parallel101.analysis.provenance import Mark, Term
+from parallel101.analysis.provenance import ElementOrigin, Mark
 
 Counts = tuple[int, ...]  # how often each rank's data is in something, by rank
 # (origin, or None for all; position, or None for a mixture of positions)
@@ -40,12 +40,12 @@ class Chunks(NamedTuple):
     sums: bool  # data was added up somewhere, not only moved
     in_messages: list[dict[int, Counts]]  # by the chunk's number
     in_results: list[dict[int, Counts] | None]  # None for a rank whose result is not known
-    number: Callable[[Term], int]  # the chunk of an element that holds data
+    number: Callable[[ElementOrigin], int]  # the chunk of an element that holds data
 
 
 def chunks_of(
-    messages: Sequence[list[Term]],
-    results: Sequence[list[Term] | None],
+    messages: Sequence[list[ElementOrigin]],
+    results: Sequence[list[ElementOrigin] | None],
     ranks: Sequence[int],
     meant_for: Mapping[Mark, Element] | None = None,
 ) -> Chunks:
@@ -122,7 +122,7 @@ def letter(chunk: int) -> str:
 
 
 def _placed(
-    tensor: Sequence[Term], meant_for: Mapping[Mark, Element]
+    tensor: Sequence[ElementOrigin], meant_for: Mapping[Mark, Element]
 ) -> list[tuple[Element, Counts]]:
     """The elements of a tensor that hold data or are meant for it, each with whose data is in
     it.

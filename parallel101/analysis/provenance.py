@@ -34,7 +34,7 @@ BUFFERS, LONGEST = 32, 256
 _FAR = {torch.int64: 2**62, torch.float64: 2**52}
 
 
-class Term(NamedTuple):
+class ElementOrigin(NamedTuple):
     """What one element holds."""
 
     # in the ranks' tensors; None if it holds nothing, or elements from different positions
@@ -115,17 +115,17 @@ def most_elements(world_size: int, dtype: torch.dtype = torch.int64) -> int:
     return max(0, (room + 1) // _check(world_size) - 1)
 
 
-def decode(values: Sequence[float], world_size: int) -> list[Term] | None:
+def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | None:
     """What each value holds, or None if the values are not sums of values from `origin_tensor`.
 
     Args:
         values: of a payload or a result, flat.
         world_size: the number of ranks of the run.
 
-    Returns: A Term for each value. A zero holds nothing, nor does memory that was never written:
+    Returns: An ElementOrigin for each value. A zero holds nothing, nor does memory that was never written:
         position None, all counts 0.
     """
-    found: dict[float, Term] = {}
+    found: dict[float, ElementOrigin] = {}
     for value in values:
         if value not in found:
             term = _term(value, world_size)
@@ -194,9 +194,9 @@ def mark_in(value: float, world_size: int) -> Mark | None:
     return () if abs(value) >= far // 2 else None
 
 
-def _marked(value: float, world_size: int) -> Term | None:
+def _marked(value: float, world_size: int) -> ElementOrigin | None:
     mark = None if isinstance(value, bool) else mark_in(value, world_size)
-    return None if mark is None else Term(None, (0,) * world_size, mark=mark)
+    return None if mark is None else ElementOrigin(None, (0,) * world_size, mark=mark)
 
 
 def _check(world_size: int) -> int:
@@ -212,7 +212,7 @@ def _code(position: int, world_size: int) -> int:
     return check * (position + 1) + position * position % check
 
 
-def _term(value: float, world_size: int) -> Term | None:
+def _term(value: float, world_size: int) -> ElementOrigin | None:
     """What one value holds.
 
     If it is no sum of origins, it may be such a sum divided by a whole number.
@@ -238,7 +238,7 @@ def _term(value: float, world_size: int) -> Term | None:
     return min(means, key=lambda term: (max(term.counts), term.divisor), default=whole)
 
 
-def _sums(value: float, divisor: int, world_size: int) -> Iterator[Term]:
+def _sums(value: float, divisor: int, world_size: int) -> Iterator[ElementOrigin]:
     """The sums of elements of one position that give `value` when they are divided."""
     for total in _multiplied(value, divisor, world_size):
         term = _sum(total, world_size)
@@ -262,16 +262,16 @@ def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:
         total += 1
 
 
-def _sum(total: int, world_size: int) -> Term | None:
+def _sum(total: int, world_size: int) -> ElementOrigin | None:
     """What a sum of origins holds, without their factor."""
     high, low = divmod(total, BASE**world_size)
     counts = tuple(low // BASE**r % BASE for r in range(world_size))
     count = sum(counts)
     if count == 0:
-        return Term(None, counts) if high == 0 else None
+        return ElementOrigin(None, counts) if high == 0 else None
     check = _check(world_size)
     if high < count * check:  # smaller than the code of position 0: an ordinary small number
         return None
     code, rest = divmod(high, count)
     position = code // check - 1
-    return Term(None if rest or code != _code(position, world_size) else position, counts)
+    return ElementOrigin(None if rest or code != _code(position, world_size) else position, counts)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from parallel101.analysis.chunks import Chunk, Counts, Element, chunks_of
-from parallel101.analysis.provenance import LONGEST, Mark, Term, decode, flat_values
+from parallel101.analysis.logical_topology import LogicalTopology, connected_ranks, topology_of
+from parallel101.analysis.provenance import LONGEST, ElementOrigin, Mark, decode, flat_values
 from parallel101.analysis.steps import steps_of
-from parallel101.analysis.topology import Topology, connected_ranks, topology_of
 from parallel101.analysis.unwritten import Watched
 from parallel101.record.events import Message
 from parallel101.record.trace import Trace
@@ -47,7 +47,7 @@ class Replay:
 
     trace: Trace
     ranks: list[int]  # those that took part
-    topology: Topology
+    topology: LogicalTopology
     messages: list[Message]
     step: list[int]  # of each message
     steps: int
@@ -59,8 +59,8 @@ class Replay:
     # by rank; None if not known
     returned: list[dict[int, Counts] | None] = field(default_factory=list)
     # by rank, element by element what it returned; None if not known
-    terms: list[list[Term] | None] = field(default_factory=list)
-    number: Callable[[Term], int] = lambda _: 0  # the chunk of an element of a result
+    terms: list[list[ElementOrigin] | None] = field(default_factory=list)
+    number: Callable[[ElementOrigin], int] = lambda _: 0  # the chunk of an element of a result
     results: Sequence[Any] = ()  # by rank, as it was returned
     numel: int | None = None  # of the tensor that each rank was given
     no_data: bool = False  # the messages hold only zeros, as those of a barrier do
@@ -138,7 +138,7 @@ def replay_of(
     replay.numel = None if watched is None else math.prod(watched.shape)
     payloads = [_decode(m.payload, trace.world_size) for m in messages]
     if all(payload is not None for payload in payloads):
-        returned: list[list[Term] | None] = [None] * trace.world_size
+        returned: list[list[ElementOrigin] | None] = [None] * trace.world_size
         if results is not None and any(result is not None for result in results):
             returned = [_decode(flat_values(result), trace.world_size) for result in results]
         given = (
@@ -171,14 +171,14 @@ def replay_of(
     return replay
 
 
-def _of(rank: int, term: Term) -> Term:
+def _of(rank: int, term: ElementOrigin) -> ElementOrigin:
     """Of memory that was never written, a rank passes on what it got from another: nothing
     tells for which chunk that was meant.
     """
     return term._replace(mark=()) if term.mark and term.mark[0] != rank else term
 
 
-def _decode(values: list | None, world_size: int) -> list[Term] | None:
+def _decode(values: list | None, world_size: int) -> list[ElementOrigin] | None:
     return None if values is None else decode(values, world_size)
 
 
@@ -195,9 +195,9 @@ def _meant_for(replay: Replay, rank: int) -> dict[int, Element]:
 
 def _fill_in(
     replay: Replay,
-    payloads: list[list[Term]],
-    returned: list[list[Term] | None],
-    given: list[list[Term] | None] | None,
+    payloads: list[list[ElementOrigin]],
+    returned: list[list[ElementOrigin] | None],
+    given: list[list[ElementOrigin] | None] | None,
     watched: Watched | None,
 ) -> None:
     """Fill in the chunks, and what each rank held of them."""
@@ -236,7 +236,7 @@ def _fill_in(
     ]
 
 
-def _numbered(rank: int, terms: list[Term]) -> list[Term]:
+def _numbered(rank: int, terms: list[ElementOrigin]) -> list[ElementOrigin]:
     """What a rank returned.
 
     Memory in it that was never written is marked with its place in the result.

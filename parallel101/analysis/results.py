@@ -21,7 +21,9 @@ import torch
 
 from parallel101.analysis.replay import Replay
 
-Key = tuple[int, int]  # what an element of a result is: (its origin, or 0 for a sum; its position)
+ElementKey = tuple[
+    int, int
+]  # what an element of a result is: (its origin, or 0 for a sum; its position)
 
 
 class Fault(NamedTuple):
@@ -85,14 +87,14 @@ def part_faults(replay: Replay) -> list[Fault]:
     return [Fault("lost", double[0], lost, tuple(holders[double[0]]), origins)]
 
 
-def keys_of(replay: Replay, rank: int, whose: bool) -> list[Key]:
+def keys_of(replay: Replay, rank: int, whose: bool) -> list[ElementKey]:
     terms = [term for term in replay.terms[rank] or () if term.position is not None]
     return [
         (term.counts.index(max(term.counts)) if whose else 0, term.position or 0) for term in terms
     ]
 
 
-def _orders(replay: Replay, keys: dict[int, list[Key]]) -> list[Fault]:
+def _orders(replay: Replay, keys: dict[int, list[ElementKey]]) -> list[Fault]:
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, elements in keys.items():
         if joined_along(replay, rank, elements) is None:
@@ -100,7 +102,7 @@ def _orders(replay: Replay, keys: dict[int, list[Key]]) -> list[Fault]:
     return [Fault("order", chunks[0], 0, tuple(ranks), chunks) for chunks, ranks in found.items()]
 
 
-def joined_along(replay: Replay, rank: int, elements: list[Key]) -> int | None:
+def joined_along(replay: Replay, rank: int, elements: list[ElementKey]) -> int | None:
     """The dim along which the parts of a result are joined in the right order; None if they are
     not.
     """
@@ -124,7 +126,7 @@ def joined_along(replay: Replay, rank: int, elements: list[Key]) -> int | None:
     return None
 
 
-def _each(result: Sequence, elements: list[Key]) -> list[list[Key]]:
+def _each(result: Sequence, elements: list[ElementKey]) -> list[list[ElementKey]]:
     parts, start = [], 0
     for part in result:
         numel = part.numel() if isinstance(part, torch.Tensor) else 1
@@ -138,7 +140,7 @@ def _chunk_of(replay: Replay, rank: int) -> list[int]:
     return [replay.number(term) for term in replay.terms[rank] or () if term.position is not None]
 
 
-def _places(replay: Replay, keys: dict[int, list[Key]], operation: str) -> list[Fault]:
+def _places(replay: Replay, keys: dict[int, list[ElementKey]], operation: str) -> list[Fault]:
     """Parts that lie on another rank than their own. The parts belong to the ranks in order."""
     if operation not in ("scatter", "reduce-scatter", "all-to-all"):
         return []
@@ -180,7 +182,7 @@ def _factors(replay: Replay) -> list[Fault]:
     ]
 
 
-def _losses(replay: Replay, keys: dict[int, list[Key]], whose: bool) -> list[Fault]:
+def _losses(replay: Replay, keys: dict[int, list[ElementKey]], whose: bool) -> list[Fault]:
     """A remainder of the input that is in no result.
 
     (A function may leave out more on purpose: then nothing is said.)

@@ -5,7 +5,7 @@ Decided from the values alone.
     C = C₀ + C₁ + C₂                           a block equal to C₁'s upper half:  counts (0, 1, 0): the sum is unfinished
     each term as large as the whole            one equal to C₀ + 2·C₁ + C₂:       counts (1, 2, 1): a term was added twice
 
-sharding.py asks it for each block. The origin of values in messages is in provenance.py, which
+held_blocks.py asks it for each block. The origin of values in messages is in provenance.py, which
 chooses the values itself.
 """
 

@@ -21,18 +21,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel101.bench import collectives, launch, pictures, record, sim, training, verifying
-from parallel101.bench.report import Report
+from parallel101.bench import (
+    collective_speed,
+    launch_time,
+    pictures,
+    recording_cost,
+    simulator_speed,
+    training_speed,
+    verify_cost,
+)
+from parallel101.bench.benchmark_report import BenchmarkReport
 
 SECTIONS = {
-    "launch": launch.measure,
-    "collectives": collectives.measure,
-    "record": record.measure,
-    "training": training.measure,
-    "tensor": training.measure_tensor,
-    "pipeline": training.measure_pipeline,
-    "verify": verifying.measure,
-    "sim": sim.measure,
+    "launch": launch_time.measure,
+    "collectives": collective_speed.measure,
+    "record": recording_cost.measure,
+    "training": training_speed.measure,
+    "tensor": training_speed.measure_tensor,
+    "pipeline": training_speed.measure_pipeline,
+    "verify": verify_cost.measure,
+    "sim": simulator_speed.measure,
     "pictures": pictures.measure,
 }
 
@@ -71,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"{unknown[0]!r} is not a section; the sections are: {', '.join(SECTIONS)}")
-    report = Report(sys.stdout)
+    report = BenchmarkReport(sys.stdout)
     report.machine()
     for name in options.sections or SECTIONS:
         SECTIONS[name](report, backend=options.backend, quick=options.quick)

@@ -25,14 +25,14 @@ from matplotlib.figure import Figure
 
 import parallel101 as p101
 from parallel101.analysis.replay import replay_of
+from parallel101.bench.benchmark_report import BenchmarkReport
 from parallel101.bench.kernel import Kernel
-from parallel101.bench.launch import time_spawn
-from parallel101.bench.report import Report
+from parallel101.bench.launch_time import time_spawn
 from parallel101.publish import find_lessons, publish, select_lessons
 from parallel101.ranks.launch import Run
 from parallel101.viz.chromium import Browser, find_chromium
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 HEAD = ["", "measured", "least … most", "limit", "kept", "compared with", "measured there", "ratio"]
 
 IMPORTS = "import torch\nimport torch.distributed as dist\n\nimport parallel101 as p101"
@@ -40,7 +40,7 @@ RING = "lambda x: p101.all_reduce(x, algorithm='ring')"
 WATCH = f"p101.watch({RING}, world_size=4).animate()"
 LAUNCH = f"p101.launch({RING}, torch.ones(8), world_size=4)"
 EXPLORE = (
-    "from parallel101.viz.explore.collectives import explore_collective\n\nexplorer = "
+    "from parallel101.viz.explore.collective_explorer import explore_collective\n\nexplorer = "
     "explore_collective()\nexplorer"
 )
 CHANGE = "explorer.controls['numbers'].value = {}"
@@ -65,7 +65,7 @@ USABLE = """new Promise(done => {  // milliseconds since the page was asked for
   look(); })"""
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     report.heading("Pictures and pages")
     report.table(HEAD, _rows(report, quick))
     report.sentence(
@@ -83,7 +83,7 @@ def measure(report: Report, *, backend: str, quick: bool) -> None:
         )
 
 
-def _rows(report: Report, quick: bool) -> Iterator[Row]:
+def _rows(report: BenchmarkReport, quick: bool) -> Iterator[TableRow]:
     run = p101.watch(lambda x: p101.all_reduce(x, algorithm="ring"), world_size=8)
     yield from animation_rows(run, 2 if quick else 9)
     chromium = find_chromium()
@@ -103,7 +103,7 @@ def row(
     limit: float,
     peer: str = "",
     theirs: Sequence[float] = (),
-) -> Row:
+) -> TableRow:
     """A row of the table. Frames per second must be as many as `limit`, everything else must be
     at most that.
     """
@@ -132,7 +132,7 @@ def number(value: float) -> str:
 # ---- the animation ----
 
 
-def animation_rows(run: Run, rounds: int) -> Iterator[Row]:
+def animation_rows(run: Run, rounds: int) -> Iterator[TableRow]:
     """Build the animation of a run and, in turn, that of matplotlib."""
     states = contributions(run)
     ours, theirs = [], []
@@ -191,7 +191,7 @@ def matplotlibs_player(states: Sequence[np.ndarray]) -> str:
 
 def playing_rows(
     browser: Browser, run: Run, folder: Path, seconds: float, rounds: int
-) -> Iterator[Row]:
+) -> Iterator[TableRow]:
     """Frames per second while the animation plays and, in turn, while nothing does."""
     page, blank = run.animate().save(folder / "ring.html"), folder / "blank.html"
     blank.write_text(BLANK)
@@ -218,7 +218,7 @@ def _frames_per_second(browser: Browser, seconds: float) -> float:
 
 def page_rows(
     browser: Browser, folder: Path, rounds: int, names: Sequence[str] = ()
-) -> Iterator[Row]:
+) -> Iterator[TableRow]:
     """Build the site, or only the lessons in `names`, and open each page with and without its
     scripts.
     """
@@ -263,7 +263,7 @@ def _seconds_to_use(browser: Browser, page: Path) -> float:
 # ---- in a notebook ----
 
 
-def notebook_rows(kernels: int) -> Iterator[Row]:
+def notebook_rows(kernels: int) -> Iterator[TableRow]:
     """Run the cells of a learner in fresh kernels: in one go, and with time to read in between."""
     imports, first, read, alone, after, next_, launched, changed = ([] for _ in range(8))
     for _ in range(kernels):

@@ -28,11 +28,11 @@ WIDTH, DEPTH, BATCH = 1024, 8, 256
 MICROBATCHES = 8
 
 # returns the loss, which torch's pipelines know on the last stage only
-Step = Callable[[Tensor, Tensor], Any]
-Side = Callable[[nn.Module], Step]
+TrainingStep = Callable[[Tensor, Tensor], Any]
+Side = Callable[[nn.Module], TrainingStep]
 
 
-class Table(NamedTuple):
+class TrainingTable(NamedTuple):
     """What is compared in one table."""
 
     title: str
@@ -62,7 +62,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def alone(model: nn.Module, loss_fn: Callable[..., Tensor] = mse_loss) -> Step:
+def alone(model: nn.Module, loss_fn: Callable[..., Tensor] = mse_loss) -> TrainingStep:
     """Train without communication: the rest of the step."""
     optimizer = adamw(model.parameters())
 
@@ -79,11 +79,11 @@ def alone(model: nn.Module, loss_fn: Callable[..., Tensor] = mse_loss) -> Step:
 # ---- data: each rank has its share of the samples ----
 
 
-def ddp(model: nn.Module) -> Step:
+def ddp(model: nn.Module) -> TrainingStep:
     return alone(nn.parallel.DistributedDataParallel(model))
 
 
-def fsdp(model: nn.Module) -> Step:
+def fsdp(model: nn.Module) -> TrainingStep:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.children():
@@ -93,7 +93,7 @@ def fsdp(model: nn.Module) -> Step:
     return alone(model)
 
 
-def data_parallel(model: nn.Module) -> Step:
+def data_parallel(model: nn.Module) -> TrainingStep:
     return p101.DataParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
@@ -106,7 +106,7 @@ def sharded(zero_stage: int) -> Side:
 # ---- tensor: each rank has a part of each layer, and the whole batch ----
 
 
-def tensor_alone(model: nn.Module) -> Step:
+def tensor_alone(model: nn.Module) -> TrainingStep:
     """This rank's part of each layer, whose results nobody adds up."""
     n = dist.get_world_size()
     linears = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def tensor_alone(model: nn.Module) -> Step:
     )
 
 
-def dtensor(model: nn.Module) -> Step:
+def dtensor(model: nn.Module) -> TrainingStep:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         ParallelStyle,
@@ -137,7 +137,7 @@ def dtensor(model: nn.Module) -> Step:
     return alone(parallelize_module(model, mesh, plan))
 
 
-def tensor_parallel(model: nn.Module) -> Step:
+def tensor_parallel(model: nn.Module) -> TrainingStep:
     return p101.TensorParallelTrainer(model, mse_loss, adamw, verify=False).step
 
 
@@ -145,7 +145,7 @@ def tensor_parallel(model: nn.Module) -> Step:
 # the targets ----
 
 
-def pipeline_alone(model: nn.Module) -> Step:
+def pipeline_alone(model: nn.Module) -> TrainingStep:
     """This rank's layers with all microbatches, without waiting for other ranks."""
     module = stage_module(model, dist.get_rank(), dist.get_world_size())
     optimizer = adamw(module.parameters())
@@ -174,7 +174,7 @@ def torchs_pipeline(
     `stages_of_rank`: (rank, ranks) → its global stages, if it has several.
     """
 
-    def side(model: nn.Module) -> Step:
+    def side(model: nn.Module) -> TrainingStep:
         # two seconds, which the other tables' ranks need not spend
         from torch.distributed import pipelining
 
@@ -219,7 +219,7 @@ def pipeline(schedule: str, chunks: int = 1) -> Side:
 
 MODEL = f"{DEPTH} × Linear({WIDTH}) + GELU, batch {BATCH}, AdamW"
 TABLES = {
-    "data": Table(
+    "data": TrainingTable(
         f"A training step on {{}}: {MODEL}",
         {
             "no communication": alone,
@@ -233,7 +233,7 @@ TABLES = {
         {"/ DDP": "torch DDP", "/ FSDP2": "torch FSDP2"},
         cut=True,
     ),
-    "tensor": Table(
+    "tensor": TrainingTable(
         f"A tensor-parallel step on {{}}: {MODEL}",
         {
             "no communication": tensor_alone,
@@ -243,7 +243,7 @@ TABLES = {
         {"/ DTensor": "torch DTensor"},
         cut=False,
     ),
-    "pipeline": Table(
+    "pipeline": TrainingTable(
         f"A pipeline step on {{}}: {MODEL}, {MICROBATCHES} microbatches",
         {
             "no communication": pipeline_alone,

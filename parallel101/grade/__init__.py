@@ -1,12 +1,18 @@
 """Grades homework: runs a learner's functions on ranks, and judges what the record shows.
 
     exercise.py    what an exercise is: cases, checks, misconceptions, hints (data)
-    checks.py      the checks and misconceptions that many exercises share; and those that the exercises of one kind share:
-                   sums.py, training.py (harness.py), tensor_parallel.py, pipeline.py
-    rank.py        a rank that runs the learner's code                  ┐ frames.py: what they send each other
-    remote.py      the grader's side: the rank's messages on the sim    ┘
-    grading.py     cases run, checks judged, points
-    learner.py     a verdict with a picture, the predictions and the progress (homework.py); report.py, picture.py: what is shown
+    exercise_checks.py
+                   the checks and misconceptions that many exercises share
+    sums.py, training_exercises.py (harness.py), tensor_parallel_exercises.py,
+    pipeline_exercises.py
+                   those that the exercises of one kind share
+    rank.py        a rank that runs the learner's code
+    remote.py      the grader's side: the rank's messages on the sim
+    frames.py      what rank.py and remote.py send each other
+    grading.py     runs the cases, judges the checks and counts the points
+    learner.py     adds a picture, the predictions and the progress (homework.py)
+    exercise_report.py, picture.py
+                   what the learner sees
     notebook.py    check, hint, predict
 
 The grade is decided in a process that never runs the learner's code.

@@ -25,7 +25,7 @@ from parallel101.grade.submissions import (
     write_csv,
     write_json,
 )
-from parallel101.grade.table import Row, next_to_do, row, table
+from parallel101.grade.table import ExerciseRow, next_to_do, row, table
 
 
 def main(path: Path | None = None) -> int:
@@ -37,7 +37,7 @@ def main(path: Path | None = None) -> int:
     """
     sets = find_sets(find_homework() if path is None else path)
     whole = path is not None and len(sets) == 1
-    rows: list[Row] = []
+    rows: list[ExerciseRow] = []
     for homework in sets:
         print(f"Grading {homework.folder.name} …", flush=True)
         for exercise in homework.exercises:

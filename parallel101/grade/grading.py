@@ -11,16 +11,16 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.grade.checks import everywhere, never_waited, too_few_bytes
 from parallel101.grade.exercise import KINDS, Case, Draw, Exercise, Misconception, Trial
-from parallel101.grade.explain import explain_error
+from parallel101.grade.exercise_checks import everywhere, never_waited, too_few_bytes
+from parallel101.grade.failure_text import explain_error
 from parallel101.grade.remote import (
     ForbiddenCall,
     LearnerError,
     NotStarted,
     PrintedTooMuch,
-    Ranks,
     Submission,
+    SubmissionRanks,
     TimeOver,
     not_run,
 )
@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass
-class Verdict:
+class ExerciseVerdict:
     """The verdict on one exercise.
 
     Attributes: findings: one for each check, "value" first. misconception: the mistake that the
@@ -83,16 +83,16 @@ class Verdict:
         return all(finding.passed for finding in self.findings)
 
 
-def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -> Verdict:
+def grade(exercise: Exercise, submission: Submission, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
     """Run all cases of an exercise, and judge them.
 
     Errors of the learner's code are part of the verdict; nothing is raised for them.
     """
-    with Ranks(exercise, submission) as ranks:
+    with SubmissionRanks(exercise, submission) as ranks:
         return grade_on(ranks, seed)
 
 
-def grade_on(ranks: Ranks, seed: str = PUBLIC_SEED) -> Verdict:
+def grade_on(ranks: SubmissionRanks, seed: str = PUBLIC_SEED) -> ExerciseVerdict:
     """The same on processes that exist already."""
     began, exercise = time.monotonic(), ranks.exercise
     trials = run_cases(
@@ -103,7 +103,7 @@ def grade_on(ranks: Ranks, seed: str = PUBLIC_SEED) -> Verdict:
     return verdict
 
 
-def run_cases(ranks: Ranks, cases: Sequence[Case], until: float) -> list[Trial]:
+def run_cases(ranks: SubmissionRanks, cases: Sequence[Case], until: float) -> list[Trial]:
     """Run the cases, one after the other. Stops where more runs would tell nothing new."""
     trials: list[Trial] = []
     for case in cases:
@@ -128,7 +128,7 @@ def run_cases(ranks: Ranks, cases: Sequence[Case], until: float) -> list[Trial]:
 
 def judge(
     exercise: Exercise, trials: Sequence[Trial], kinds: Collection[str] | None = None
-) -> Verdict:
+) -> ExerciseVerdict:
     """The verdict on trials that have run, whatever they ran on.
 
     With `kinds`, only checks of these kinds are judged.
@@ -166,7 +166,7 @@ def judge(
         else None
     )
     problem = explain_error(exercise, ended) if ended is not None else ""
-    return Verdict(
+    return ExerciseVerdict(
         exercise,
         findings,
         misconception,

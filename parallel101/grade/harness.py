@@ -26,7 +26,7 @@ FORWARD, BACKWARD = 1.0, 2.0  # seconds that a layer takes on the virtual clock
 LEARNING_RATE, MOMENTUM = 0.1, 0.9  # of the optimizers that the learner's code makes
 
 
-class Layer(nn.Linear):
+class TanhLinear(nn.Linear):
     """A linear layer and a tanh.
 
     In the record, its forward is a span "forward", and its backward a span "backward".
@@ -66,7 +66,7 @@ def make_model(sizes: Sequence[int], weights: Tensor, tied: bool = False) -> nn.
     names.
     """
     model = nn.Sequential(
-        *(Layer(number, a, b) for number, (a, b) in enumerate(zip(sizes, sizes[1:])))
+        *(TanhLinear(number, a, b) for number, (a, b) in enumerate(zip(sizes, sizes[1:])))
     )
     if tied:
         model[-1].weight = model[0].weight
@@ -80,7 +80,7 @@ def count_weights(sizes: Sequence[int], tied: bool = False) -> int:
     return sum(a * b + b for a, b in zip(sizes, sizes[1:])) - (sizes[0] * sizes[1] if tied else 0)
 
 
-class Steps:
+class OptimizerSteps:
     """What the optimizer's steps saw: the weights before the first one, and the gradients of each.
 
     The record has a span for each.
@@ -130,7 +130,7 @@ def mark_gradients(model: nn.Module) -> None:
         p.register_post_accumulate_grad_hook(ready(name))
 
 
-class LiveBytes:
+class PeakBytes:
     """The most bytes of some tensors that were alive at once, counted when another one comes.
 
     It holds weak references to their storages: one counts until its last tensor, view or place in

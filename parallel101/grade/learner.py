@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.grade.exercise import Case, Exercise, Trial
+from parallel101.grade.exercise_report import ExerciseReport, Prediction, Predictions
 from parallel101.grade.grading import grade_on, run_cases
 from parallel101.grade.homework import HomeworkSet, Progress
 from parallel101.grade.picture import draw
-from parallel101.grade.remote import Ranks
-from parallel101.grade.report import Prediction, Predictions, Report
+from parallel101.grade.remote import SubmissionRanks
 from parallel101.grade.submissions import read
 
 SHOWN_SECONDS = 20.0  # of wall time for the runs that are only shown
 
 
-def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Report:
+def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> ExerciseReport:
     """Grade one exercise as its file is now, and draw it.
 
     The progress and the picture are written beside the file.
@@ -28,9 +28,9 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Rep
     Raises NoSubmission, a ValueError, if the file can't be read.
     """
     submission, progress = read(homework.code, homework), Progress(homework.folder)
-    with Ranks(exercise, submission) as ranks:
+    with SubmissionRanks(exercise, submission) as ranks:
         verdict = grade_on(ranks)
-        report = Report(verdict, homework.code.name, note)
+        report = ExerciseReport(verdict, homework.code.name, note)
         watched_trial = None
         if not verdict.not_written:
             watched = exercise.watch() if exercise.watch is not None else None
@@ -50,7 +50,7 @@ def check_file(exercise: Exercise, homework: HomeworkSet, note: str = "") -> Rep
 
 
 def predicted(
-    ranks: Ranks, progress: Progress, watched: Case | None = None
+    ranks: SubmissionRanks, progress: Progress, watched: Case | None = None
 ) -> tuple[Predictions | None, Trial | None]:
     """The learner's predictions next to what the run shows.
 
@@ -103,7 +103,7 @@ def record_prediction(exercise: Exercise, progress: Progress, answers: dict[str,
         )
 
 
-def _save(report: Report, progress: Progress) -> Path | None:
+def _save(report: ExerciseReport, progress: Progress) -> Path | None:
     """Write the picture. Where it can't be written, there is none in the folder; the notebook
     shows it all the same.
     """

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.grade.exercise import Exercise, find
+from parallel101.grade.exercise_report import Hints
 from parallel101.grade.homework import HomeworkSet, Progress, find_sets
 from parallel101.grade.learner import check_file, predicted, record_prediction
-from parallel101.grade.remote import Ranks, preload_for
-from parallel101.grade.report import Hints
+from parallel101.grade.remote import SubmissionRanks, preload_for
 from parallel101.grade.submissions import read
-from parallel101.record.notebook import in_notebook
+from parallel101.record.ipython import in_notebook
 
 
 def check(function: Callable[..., Any]) -> None:
@@ -71,7 +71,7 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
     exercise, homework = exercise_of(function)
     progress = Progress(homework.folder)
     record_prediction(exercise, progress, answers)
-    with Ranks(exercise, read(homework.code, homework)) as ranks:
+    with SubmissionRanks(exercise, read(homework.code, homework)) as ranks:
         shown, _ = predicted(ranks, progress)
     _show(shown if shown is not None else f"{exercise.function} asks for no prediction.")
 

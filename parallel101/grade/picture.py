@@ -1,19 +1,22 @@
 """The picture of a learner's run: who waits for whom, whose data is where, or what each rank did
 over time.
 
-a deadlock ──▶ viz/deadlock.py     picture="collective" ──▶ viz/collective.py     "lanes", "pipeline" ──▶ viz/lanes.py, viz/pipeline.py
+a deadlock            ──▶ viz/deadlock.py
+picture="collective"  ──▶ viz/collective.py
+picture="lanes"       ──▶ viz/lanes.py
+picture="pipeline"    ──▶ viz/pipeline_timeline.py
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from parallel101.grade.checks import right
 from parallel101.grade.exercise import Exercise, Trial
+from parallel101.grade.exercise_checks import right
 from parallel101.record.errors import DeadlockError
 from parallel101.viz.collective import collective_scene
 from parallel101.viz.lanes import lanes_scene
-from parallel101.viz.pipeline import pipeline_scene
+from parallel101.viz.pipeline_timeline import pipeline_scene
 from parallel101.viz.scene import Scene
 
 

@@ -16,7 +16,7 @@ import pytest
 from parallel101.grade.exercise import find
 from parallel101.grade.homework import find_sets, in_order
 from parallel101.grade.learner import check_file
-from parallel101.grade.table import Row, next_to_do, row, table
+from parallel101.grade.table import ExerciseRow, next_to_do, row, table
 
 
 class VerdictFailed(Exception):
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in terminalreporter.stats.get(outcome, [])
     ]
     found = [
-        Row(**value)
+        ExerciseRow(**value)
         for report in reports
         for name, value in report.user_properties
         if name == "parallel101"

@@ -196,7 +196,7 @@ def imported_modules(source: str) -> tuple[str, ...]:
     )
 
 
-class Ranks:
+class SubmissionRanks:
     """The processes that run one submission's ranks for one exercise.
 
     Use it in a `with` block: at its end no process is left.
@@ -210,7 +210,7 @@ class Ranks:
         self.ranks: list[RemoteRank] = []
         self.scratch: tempfile.TemporaryDirectory | None = None
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> SubmissionRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -344,7 +344,7 @@ def not_run(case: Case, error: GradedRunFailed) -> Trial:
 
 
 @dataclass
-class PostedCall:
+class RelayedCall:
     """A call that a rank has posted, and what is needed to answer its wait."""
 
     work: Any
@@ -359,7 +359,7 @@ class VirtualEnd:
     def __init__(self, rank: RemoteRank, case: Case, until: float, allowed: Collection[str]):
         self.rank, self.case, self.until, self.allowed = rank, case, until, allowed
         self.moved = 0  # bytes
-        self.calls: dict[int, PostedCall] = {}
+        self.calls: dict[int, RelayedCall] = {}
         self.groups: dict[str, Any] = {}
         self.spans: dict[int, Any] = {}
         self.result: Any = None
@@ -462,7 +462,7 @@ class VirtualEnd:
         peer: int | None,
         place: str,
     ) -> None:
-        self.calls[call] = PostedCall(work, outputs, Unwaited(self.rank.number, kind, peer, place))
+        self.calls[call] = RelayedCall(work, outputs, Unwaited(self.rank.number, kind, peer, place))
 
     def _wait(self, frame: Frame, place: str) -> None:
         call = self.calls[frame.text["call"]]
@@ -473,7 +473,7 @@ class VirtualEnd:
         call = self.calls[frame.text["call"]]
         self._answer(call, call.work.is_completed())
 
-    def _answer(self, call: PostedCall, done: bool) -> None:
+    def _answer(self, call: RelayedCall, done: bool) -> None:
         call.waited = call.waited or done
         data = b"".join(frames.tensor_bytes(output) for output in call.outputs) if done else b""
         with contextlib.suppress(OSError):  # it has died: the next receive says so

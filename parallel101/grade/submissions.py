@@ -29,7 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from parallel101.grade.exercise import Exercise
-from parallel101.grade.grading import Verdict, grade
+from parallel101.grade.grading import ExerciseVerdict, grade
 from parallel101.grade.homework import HomeworkSet, find_sets
 from parallel101.grade.remote import Submission
 
@@ -203,7 +203,7 @@ def _entry(exercise: Exercise) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def exercise_result(verdict: Verdict) -> dict[str, Any]:
+def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
     """A verdict as JSON."""
     mistake = verdict.misconception
     findings = [

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from parallel101.grade.checks import factor, failed, weights
 from parallel101.grade.exercise import Misconception, Trial
+from parallel101.grade.exercise_checks import factor, failed, weights
 
 
 def several_ranks(trials: Sequence[Trial], least: int = 2) -> list[Trial]:
@@ -26,10 +26,10 @@ def facts(xs: Sequence[torch.Tensor], **more: object) -> dict:
 
 
 # of each result, with what it should be the sum of
-Pieces = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
+Summands = Callable[[Trial], Iterator[tuple[torch.Tensor, list[torch.Tensor]]]]
 
 
-def factors(trials: Sequence[Trial], pieces: Pieces) -> list[tuple[Trial, list[float]]]:
+def factors(trials: Sequence[Trial], pieces: Summands) -> list[tuple[Trial, list[float]]]:
     """For each piece of the results that is a sum of the ranks' pieces with some factors, these
     factors.
     """
@@ -42,7 +42,7 @@ def factors(trials: Sequence[Trial], pieces: Pieces) -> list[tuple[Trial, list[f
     return [(trial, [round(c, 3) for c in cs]) for trial, cs in found if cs is not None]
 
 
-def counted_twice(pieces: Pieces) -> Misconception:
+def counted_twice(pieces: Summands) -> Misconception:
     def seen(trials: Sequence[Trial]) -> bool:
         sums = [
             cs
@@ -61,7 +61,7 @@ def counted_twice(pieces: Pieces) -> Misconception:
     )
 
 
-def left_out(pieces: Pieces) -> Misconception:
+def left_out(pieces: Summands) -> Misconception:
     def seen(trials: Sequence[Trial]) -> bool:
         sums = [
             cs
@@ -77,7 +77,7 @@ def left_out(pieces: Pieces) -> Misconception:
     )
 
 
-def divided_too_often(pieces: Pieces) -> Callable[[Sequence[Trial]], bool]:
+def divided_too_often(pieces: Summands) -> Callable[[Sequence[Trial]], bool]:
     """Sums are right. In means, each rank's data is divided by n once or more, and somewhere
     more than once.
     """

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.grade.report import Report, number
+from parallel101.grade.exercise_report import ExerciseReport, number
 from parallel101.record.errors import DeadlockError
 
 
-class Row(NamedTuple):
+class ExerciseRow(NamedTuple):
     """One exercise of one set, as the table shows it. All of it can be written as JSON."""
 
     set: str
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     picture: str
 
 
-def row(report: Report, folder: str, file: str) -> Row:
+def row(report: ExerciseReport, folder: str, file: str) -> ExerciseRow:
     """The row of a report.
 
     `folder` is the set's name, and `file` the learner's file, as the table is to show it.
@@ -40,7 +40,7 @@ def row(report: Report, folder: str, file: str) -> Row:
     verdict = report.verdict
     exercise = verdict.exercise
     picture = str(report.saved) if report.saved is not None else ""
-    return Row(
+    return ExerciseRow(
         folder,
         exercise.number,
         exercise.title,
@@ -53,7 +53,7 @@ def row(report: Report, folder: str, file: str) -> Row:
     )
 
 
-def _state(report: Report) -> str:
+def _state(report: ExerciseReport) -> str:
     verdict = report.verdict
     error = verdict.shown.error if verdict.shown is not None else None
     if verdict.passed:
@@ -71,7 +71,7 @@ def _state(report: Report) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ExerciseRow]) -> str:
     """The rows as text, set by set."""
     wide = max((len(r.title) for r in rows), default=0)
     lines = []
@@ -95,7 +95,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def next_to_do(rows: Sequence[Row]) -> str:
+def next_to_do(rows: Sequence[ExerciseRow]) -> str:
     """What to look at next: the first exercise that lacks points."""
     for r in rows:
         if r.points < r.out_of:

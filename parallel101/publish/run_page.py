@@ -23,7 +23,7 @@ from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.viz import between_ranks, timeline
 from parallel101.viz.between_ranks import Square, between_ranks_scene
-from parallel101.viz.run_table import Table, heading, tables
+from parallel101.viz.run_table import TextTable, heading, tables
 from parallel101.viz.scene import Scene
 from parallel101.viz.timeline import timeline_scene
 from parallel101.viz.waiting_overview import waiting_overview_scene
@@ -93,7 +93,7 @@ def _squares(trace: Trace, waited: list[Wait]) -> list[Square]:
     return [square for square in squares if any(map(any, square.values))]
 
 
-def _html(table: Table) -> str:
+def _html(table: TextTable) -> str:
     def row(cells: list[str], tag: str) -> str:
         kinds = [' class="number"' if k < table.numbers else "" for k in range(len(cells))]
         return (

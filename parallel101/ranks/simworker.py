@@ -42,7 +42,7 @@ from parallel101.ranks.wire import (
     Wire,
     pack,
 )
-from parallel101.record.events import Row
+from parallel101.record.events import EventRow
 from parallel101.record.recorder import StatusReport
 from parallel101.record.where import where
 from parallel101.sim.group import SharedState
@@ -131,7 +131,7 @@ class SimWatcher(ControlThread):
 
     def send_record(self) -> None:
         if (shared := self.shared) is not None:
-            unfinished: list[Row] = []
+            unfinished: list[EventRow] = []
             # the ranks go on meanwhile, and may change what is being read
             with contextlib.suppress(RuntimeError):
                 unfinished = shared.unfinished()

@@ -31,7 +31,7 @@ import torch
 
 from parallel101.ranks.rendezvous import Address
 from parallel101.record.calls import Call
-from parallel101.record.events import Row
+from parallel101.record.events import EventRow
 from parallel101.record.trace import collector_paused
 
 # Kinds of frames to a rank: its Job; the packed program; "where are you?"; "what have you
@@ -86,8 +86,8 @@ class RankRecord(NamedTuple):
     takes it.
     """
 
-    events: list[Row]
-    unfinished: list[Row]  # posted, and not ended
+    events: list[EventRow]
+    unfinished: list[EventRow]  # posted, and not ended
     # of a checked run: sends and receives that the program never waited for
     unwaited: Sequence[Call] = ()
 

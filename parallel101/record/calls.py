@@ -20,7 +20,7 @@ from parallel101.record.units import ranks_text
 from parallel101.record.where import caller, shown
 
 # kind, peer, tag, group: the calls of a rank with the same key are numbered
-Key = tuple[str, "int | None", int, str]
+CallKey = tuple[str, "int | None", int, str]
 CollectiveTerms = tuple[str, tuple[int, ...]]  # operation and ranks
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from parallel101.record.spans import Collective
 
 P2P = frozenset({"send", "recv"})
-Row = tuple
+EventRow = tuple
 
 
 class EventGroup(NamedTuple):
@@ -151,7 +151,7 @@ def span_event(
     )  # fmt: skip
 
 
-def events_of(rows: Iterable[Row]) -> list[Event]:
+def events_of(rows: Iterable[EventRow]) -> list[Event]:
     """The events that rows hold, unsorted."""
     events: list[Event] = []
     # new: what Event._make does, less its check

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from parallel101.record.events import Event, Row, events_of
+from parallel101.record.events import Event, EventRow, events_of
 from parallel101.record.trace import Trace
 
 
@@ -27,8 +27,8 @@ def write_rank_file(
     rank: int,
     world_size: int,
     backend: str,
-    events: Iterable[Row],
-    unfinished: Iterable[Row],
+    events: Iterable[EventRow],
+    unfinished: Iterable[EventRow],
 ) -> None:
     """Write what one rank recorded. Its file appears whole or not at all."""
     path = rank_file(directory, rank)
@@ -62,7 +62,7 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
     missing = [rank for rank in range(size) if rank_file(directory, rank) not in parts]
     zeros = _zeros(list(parts.values()))
 
-    def aligned(events: Iterable[Event], zero: float) -> list[Row]:
+    def aligned(events: Iterable[Event], zero: float) -> list[EventRow]:
         return [
             e._replace(start=e.start - zero, end=e.end - zero, posted=e.posted - zero)
             for e in events

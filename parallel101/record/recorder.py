@@ -24,15 +24,19 @@ import torch
 import torch.distributed as dist
 
 from parallel101.record import torch_private
-from parallel101.record.calls import Call, Key, call_to_compare, tensor_changed, waited_twice
+from parallel101.record.calls import Call, CallKey, call_to_compare, tensor_changed, waited_twice
 from parallel101.record.clocks import CpuClock
-from parallel101.record.events import P2P, Event, EventGroup, EventGroups, Row, span_event
+from parallel101.record.events import P2P, Event, EventGroup, EventGroups, EventRow, span_event
 from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import snapshot, unchanged
 from parallel101.record.where import caller
 
 StatusReport = tuple[
-    dict[Key, int], dict[str, int], dict[tuple[Key, int], str], dict[str, list[str]], dict[Key, str]
+    dict[CallKey, int],
+    dict[str, int],
+    dict[tuple[CallKey, int], str],
+    dict[str, list[str]],
+    dict[CallKey, str],
 ]
 SHORTEST_WAIT = 50e-6  # seconds
 # seconds: a program's own time limit that is longer is not awaited, and a deadlock is reported at
@@ -73,10 +77,10 @@ class RankRecorder:
         # who waits for whom
         # the call in which the program's own thread is blocked
         self.waiting: PostedCall | None = None
-        self.posted: dict[Key, int] = {}  # how many messages
-        self.places: dict[Key, str] = {}  # where the newest of them was posted
+        self.posted: dict[CallKey, int] = {}  # how many messages
+        self.places: dict[CallKey, str] = {}  # where the newest of them was posted
         # messages whose work was dropped without a wait, and where: gloo cancels them
-        self.dropped: dict[tuple[Key, int], str] = {}
+        self.dropped: dict[tuple[CallKey, int], str] = {}
         self.collectives: dict[str, int] = {}  # how many, by group
         self.recent: dict[str, collections.deque[str]] = {}  # by group, the names of the last ones
         # works whose future torch or the program has
@@ -146,7 +150,7 @@ class RankRecorder:
 
     # ---- who waits for whom ----
 
-    def next_seq(self, key: Key) -> int:
+    def next_seq(self, key: CallKey) -> int:
         """Count a message."""
         count = self.posted[key] = self.posted.get(key, 0) + 1
         return count
@@ -184,13 +188,13 @@ class RankRecorder:
     # ---- the record ----
 
     @property
-    def events(self) -> list[Row]:
+    def events(self) -> list[EventRow]:
         """What is recorded so far."""
         self._end_dropped(run_is_over=False)
         return self._rows(self.recorded)
 
     @property
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[EventRow]:
         """What was posted and has not been seen to end, as events that end now."""
         now = self.now()
         self._end_dropped(run_is_over=False)
@@ -224,11 +228,11 @@ class RankRecorder:
         ]
         self.dropped_works = [entry for entry, done in zip(dropped, ended) if not done]
 
-    def _rows(self, events: list[Event]) -> list[Row]:
+    def _rows(self, events: list[Event]) -> list[EventRow]:
         return [tuple(event) for event in self.clock.in_seconds(list(events))]
 
 
-class Group(Protocol):
+class CallGroup(Protocol):
     """What a call needs to know of its group, a RecordedGroup: its ranks in order, those
     besides this one, and "gloo" or "nccl".
     """
@@ -246,8 +250,8 @@ class PostedCall:
 
     def __init__(
         self,
-        group: Group,
-        key: Key,
+        group: CallGroup,
+        key: CallKey,
         seq: int,
         where: str = "?",
         others: tuple[int, ...] | None = None,

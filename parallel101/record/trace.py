@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel101.record.chrome import chrome_events
-from parallel101.record.events import Event, EventGroup, Message, Row, events_of
+from parallel101.record.events import Event, EventGroup, EventRow, Message, events_of
 
 FORMAT = "parallel101 trace 2"
 
@@ -49,13 +49,17 @@ class Trace:
         unfinished: Iterable[Event] = (),
     ):
         self.unfinished: list[Event] = sorted(unfinished, key=BY_TIME)
-        self._rows: list[Row] = list(events)
+        self._rows: list[EventRow] = list(events)
         self.world_size = world_size
         self.backend = backend
 
     @classmethod
     def from_rows(
-        cls, rows: Iterable[Row], world_size: int, backend: str, unfinished: Iterable[Row] = ()
+        cls,
+        rows: Iterable[EventRow],
+        world_size: int,
+        backend: str,
+        unfinished: Iterable[EventRow] = (),
     ) -> Trace:
         """A trace from the rows that ranks send (see events.py).
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallel101.record.calls import Call, Key, tag_text
+from parallel101.record.calls import Call, CallKey, tag_text
 from parallel101.record.errors import DeadlockError
 from parallel101.record.units import ranks_text
 from parallel101.record.where import shown
@@ -133,14 +133,14 @@ class RankStatus:
 
     blocked: Call | None = None
     returned: bool = False
-    posted: Mapping[Key, int] = field(default_factory=dict)  # messages
+    posted: Mapping[CallKey, int] = field(default_factory=dict)  # messages
     collectives: Mapping[str, int] = field(default_factory=dict)  # by group
     # messages whose work object was dropped, and where it was posted
-    dropped: Mapping[tuple[Key, int], str] = field(default_factory=dict)
+    dropped: Mapping[tuple[CallKey, int], str] = field(default_factory=dict)
     # by group, its last collectives (Call.operation), the newest last
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # where the newest message with a key was posted
-    places: Mapping[Key, str] = field(default_factory=dict)
+    places: Mapping[CallKey, str] = field(default_factory=dict)
 
     def operation(self, group: str, seq: int) -> str | None:
         """What this rank called as the seq-th collective of a group.

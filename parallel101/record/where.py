@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from parallel101.record.notebook import shell
+from parallel101.record.ipython import shell
 
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep

@@ -106,7 +106,7 @@ class ShardedRun:
 
         A notebook shows it; `.save("blocks.html")`.
         """
-        from parallel101.viz.sharding import sharding_scene
+        from parallel101.viz.sharded_product import sharding_scene
 
         return sharding_scene(self, title=title)
 

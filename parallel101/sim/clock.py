@@ -7,7 +7,7 @@ a time, and one time for all ranks.
 
 So a run is the same every time, to the last bit. If no rank can run and nothing is scheduled, the
 run is stopped as a deadlock, at once. What ranks do while it is their turn is not in this file:
-messages.py has the sends and receives, group.py the collectives.
+message_matching.py has the sends and receives, group.py the collectives.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from parallel101.record.calls import Call, CallChecker, call_to_compare
 from parallel101.record.errors import broken_connection, reports_another
-from parallel101.record.events import EventGroups, Row, span_event
+from parallel101.record.events import EventGroups, EventRow, span_event
 from parallel101.record.spans import record_into
 from parallel101.record.wait_for import find_deadlock
 from parallel101.record.where import caller, where
-from parallel101.sim.limits import TimeLimits
+from parallel101.sim.limits import TimeLimits, Waitable
 from parallel101.sim.network import Links, Network, TimedEvent
 
 # polls per rank while nothing is scheduled; after that, polling in a loop counts as waiting, and is
@@ -41,15 +41,6 @@ class RankCancelled(BaseException):
 
     It is no Exception, so that `except Exception` in a rank's code lets it pass.
     """
-
-
-class Waitable(Protocol):
-    """What a rank can be blocked in: a message, a collective or a new_group."""
-
-    done: bool
-
-    def call(self) -> Call: ...
-    def missing(self) -> set[int]: ...
 
 
 class VirtualRank:
@@ -170,7 +161,7 @@ class World:
         self.ranks = [VirtualRank(number, self) for number in range(size)]
         self.links = Links(self.schedule)
         self.limits = TimeLimits(self)
-        self.events: list[Row] = []
+        self.events: list[EventRow] = []
         self.event_groups = EventGroups()
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None

@@ -1,10 +1,10 @@
 """The process group that torch.distributed uses on the sim: one object per rank and group.
 
-    dist.isend(x, 1) ──▶ SimGroup.send ──▶ PointToPointGroup             (messages.py)
+    dist.isend(x, 1) ──▶ SimGroup.send ──▶ PointToPointGroup             (message_matching.py)
     dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ CollectiveWork joins the group's RunningCollective, which starts with the last rank
     dist.new_group([0, 2]) ──▶ SimGroup.new_group ──▶ NewGroupCall waits for the other members
 
-Which bytes a collective moves, and how long it takes, is in collectives.py. What NCCL's rules
+Which bytes a collective moves, and how long it takes, is in torch_collectives.py. What NCCL's rules
 change is in queues.py.
 """
 
@@ -21,21 +21,12 @@ import torch.distributed as dist
 from parallel101.record import torch_private
 from parallel101.record.calls import Call, CallChecker, disagreement, rank_at, tensor_changed
 from parallel101.record.errors import MisuseError
-from parallel101.record.events import Row
+from parallel101.record.events import EventRow
 from parallel101.record.overloads import as_torch_calls_it, own_limit
 from parallel101.record.signatures import COLLECTIVES, CollectiveArguments, flat
 from parallel101.record.where import caller
 from parallel101.sim.clock import VirtualRank, World
-from parallel101.sim.collectives import (
-    Buffers,
-    buffers_of,
-    check_reduction,
-    duration,
-    execute,
-    moves_of,
-    sum_sparse,
-)
-from parallel101.sim.messages import (
+from parallel101.sim.message_matching import (
     MessageWork,
     PointToPointGroup,
     SendWork,
@@ -43,6 +34,15 @@ from parallel101.sim.messages import (
     not_on_cpu,
     refuse,
     snapshot,
+)
+from parallel101.sim.torch_collectives import (
+    Buffers,
+    buffers_of,
+    check_reduction,
+    duration,
+    execute,
+    moves_of,
+    sum_sparse,
 )
 from parallel101.sim.work import SimWork
 
@@ -79,7 +79,7 @@ class SharedState:
             None,
         )
 
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[EventRow]:
         """The events of all that has not ended, as if it ended now."""
         in_flight = self.world.in_flight()
         sends = [getattr(item, "send", item) for item in in_flight]
@@ -343,7 +343,7 @@ class CollectiveWork(SimWork, dist.Work):
     def missing(self) -> set[int]:
         return set(self.group.ranks) - set(self.collective.works)
 
-    def row(self, started: float) -> Row:
+    def row(self, started: float) -> EventRow:
         """Its event, as if it ended now."""
         call, arguments, group = self.call(), self.arguments, self.group
         if (

@@ -25,7 +25,7 @@ from parallel101.record.where import shown
 
 
 class Waitable(Protocol):
-    """What this file needs of a work (clock.py's Waitable)."""
+    """What a rank can be blocked in: a message, a collective or a new_group."""
 
     done: bool
 

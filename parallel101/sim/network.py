@@ -6,8 +6,8 @@ which order messages get those links.
     two level  rank ──▶ ( node ) ──slow link──▶ ( switch ) ──slow link──▶ ( node ) ──▶ rank
 
 Once a message has its links, it takes latency + bytes / bandwidth. Messages that need the same link
-take turns, first come first served. This file has only the times; messages.py moves the bytes.
-torch's own collectives do not use the links: their times are in collectives.py.
+take turns, first come first served. This file has only the times; message_matching.py moves the bytes.
+torch's own collectives do not use the links: their times are in torch_collectives.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 
-class Route(NamedTuple):
+class NetworkRoute(NamedTuple):
     """How a message travels: its speed, and the links it occupies. Links are numbers."""
 
     latency: float  # seconds
@@ -29,7 +29,7 @@ class Route(NamedTuple):
     hops: tuple[tuple[int, ...], ...]
 
 
-Router = Callable[[int, int], Route]
+Router = Callable[[int, int], NetworkRoute]
 
 
 # ── Topologies: which links there are, and which of them lie between two ranks
@@ -42,18 +42,18 @@ class Topology(Protocol):
 
 
 @dataclass(frozen=True)
-class Switch:
+class SwitchTopology:
     """Every rank has one outgoing and one incoming link. The switch between them is never busy."""
 
     def router(self, network: Network, world_size: int) -> Router:
-        def route(src: int, dst: int) -> Route:
-            return Route(network.latency, network.bandwidth, ((src, world_size + dst),))
+        def route(src: int, dst: int) -> NetworkRoute:
+            return NetworkRoute(network.latency, network.bandwidth, ((src, world_size + dst),))
 
         return route
 
 
 @dataclass(frozen=True)
-class Torus:
+class TorusTopology:
     """Ranks on a grid whose axes are closed to rings; the last axis runs fastest.
 
     A ring is a torus with one axis.
@@ -81,7 +81,7 @@ class Torus:
             )
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
-        def route(src: int, dst: int) -> Route:
+        def route(src: int, dst: int) -> NetworkRoute:
             hops, here = [], src
             for axis, (n, stride) in enumerate(zip(shape, strides, strict=True)):
                 start, goal = src // stride % n, dst // stride % n
@@ -92,13 +92,13 @@ class Torus:
                     here += (at - here // stride % n) * stride
                     hops.append(((2 * axis + (not up)) * world_size + here,))
                 here += (goal - here // stride % n) * stride
-            return Route(network.latency, network.bandwidth, tuple(hops))
+            return NetworkRoute(network.latency, network.bandwidth, tuple(hops))
 
         return route
 
 
 @dataclass(frozen=True)
-class TwoLevel:
+class TwoLevelTopology:
     """Nodes of `ranks_per_node` ranks.
 
     Each node has a fast switch inside, and one outgoing and one incoming link to the other nodes.
@@ -113,11 +113,13 @@ class TwoLevel:
     inside_bandwidth: float
 
     def router(self, network: Network, world_size: int) -> Router:
-        def route(src: int, dst: int) -> Route:
+        def route(src: int, dst: int) -> NetworkRoute:
             a, b = src // self.ranks_per_node, dst // self.ranks_per_node
             if a == b:
-                return Route(self.inside_latency, self.inside_bandwidth, ((src, world_size + dst),))
-            return Route(
+                return NetworkRoute(
+                    self.inside_latency, self.inside_bandwidth, ((src, world_size + dst),)
+                )
+            return NetworkRoute(
                 network.latency, network.bandwidth, ((2 * world_size + a, 3 * world_size + b),)
             )
 
@@ -131,7 +133,7 @@ class Network:
     Args: latency: seconds that a message takes in addition to bytes / bandwidth. bandwidth: bytes
         per second of a link; with `math.inf`, bytes take no time. eager: messages of at most this
         many bytes start before their receive is posted; with 0 none does, as on gloo. topology:
-        `Switch()`, or what `Network.ring`, `Network.torus` and `Network.two_level` put here.
+        `SwitchTopology()`, or what `Network.ring`, `Network.torus` and `Network.two_level` put here.
 
     The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With
     `Network(latency=1.0, bandwidth=math.inf)` a run's makespan is its number of steps. With
@@ -141,7 +143,7 @@ class Network:
     latency: float = 5e-6
     bandwidth: float = 50e9
     eager: float = 0
-    topology: Topology = field(default_factory=Switch)
+    topology: Topology = field(default_factory=SwitchTopology)
 
     def __post_init__(self) -> None:
         _check_latency("latency", self.latency)
@@ -171,7 +173,7 @@ class Network:
         """Every rank has a link to its right neighbour and, if `bidirectional`, one to its left
         neighbour too.
         """
-        return cls(latency, bandwidth, eager, Torus(None, _checked_flag(bidirectional)))
+        return cls(latency, bandwidth, eager, TorusTopology(None, _checked_flag(bidirectional)))
 
     @classmethod
     def torus(
@@ -196,7 +198,9 @@ class Network:
                 "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, "
                 f"4); got {shape!r}"
             )
-        return cls(latency, bandwidth, eager, Torus(tuple(shape), _checked_flag(bidirectional)))
+        return cls(
+            latency, bandwidth, eager, TorusTopology(tuple(shape), _checked_flag(bidirectional))
+        )
 
     @classmethod
     def two_level(
@@ -219,7 +223,10 @@ class Network:
         _check_latency("inside_latency", inside_latency)
         _check_bandwidth("inside_bandwidth", inside_bandwidth)
         return cls(
-            latency, bandwidth, eager, TwoLevel(ranks_per_node, inside_latency, inside_bandwidth)
+            latency,
+            bandwidth,
+            eager,
+            TwoLevelTopology(ranks_per_node, inside_latency, inside_bandwidth),
         )
 
     def router(self, world_size: int) -> Router:
@@ -230,8 +237,8 @@ class Network:
         between = self.topology.router(self, world_size)
 
         @functools.lru_cache(maxsize=1 << 16)
-        def route(src: int, dst: int) -> Route:
-            return between(src, dst) if src != dst else Route(0.0, math.inf, ())
+        def route(src: int, dst: int) -> NetworkRoute:
+            return between(src, dst) if src != dst else NetworkRoute(0.0, math.inf, ())
 
         return route
 
@@ -270,7 +277,7 @@ class TimedEvent(Protocol):
     def fire(self) -> None: ...
 
 
-class Transfer(TimedEvent, Protocol):
+class LinkTransfer(TimedEvent, Protocol):
     """A message as the links see it."""
 
     hops: tuple[tuple[int, ...], ...]
@@ -281,7 +288,7 @@ class Transfer(TimedEvent, Protocol):
 
 # (time of the request, sender's order, sender, unique number, message, hop, the link at which it
 # queued before or -1)
-Request = tuple[float, int, int, int, Transfer, int, int]
+Request = tuple[float, int, int, int, LinkTransfer, int, int]
 
 
 class Links:
@@ -296,11 +303,13 @@ class Links:
         # (from, to, links), kept while time may go back
         self.held: list[tuple[float, float, tuple[int, ...]]] | None = None
 
-    def request(self, now: float, order: int, sender: int, number: int, message: Transfer) -> None:
+    def request(
+        self, now: float, order: int, sender: int, number: int, message: LinkTransfer
+    ) -> None:
         """A message is ready to start: it asks for the links of its first hop."""
         self.requests.append((now, order, sender, number, message, 0, -1))
 
-    def waiting(self) -> list[Transfer]:
+    def waiting(self) -> list[LinkTransfer]:
         """The messages that do not have all of their links yet."""
         return [
             request[4]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from parallel101.record.calls import disagreement
 from parallel101.record.units import ranks_text
-from parallel101.sim.messages import MessageWork
+from parallel101.sim.message_matching import MessageWork
 from parallel101.sim.queues import Operation, Queue, QueuedCollective, Queues
 
 Note = tuple[str, str]  # a sentence, and "file:line" or ""

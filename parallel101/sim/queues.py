@@ -51,11 +51,11 @@ import torch.distributed as dist
 
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
-from parallel101.record.events import Row
+from parallel101.record.events import EventRow
 from parallel101.record.signatures import CollectiveArguments
 from parallel101.sim.clock import World
 from parallel101.sim.group import CollectiveWork, SharedState, SimGroup
-from parallel101.sim.messages import MessageWork, RecvWork, SendWork
+from parallel101.sim.message_matching import MessageWork, RecvWork, SendWork
 from parallel101.sim.work import SimFuture, SimWork
 
 
@@ -217,7 +217,7 @@ class Queues:
             collective.collective.join(collective)
 
     def channel(self, queue: Queue, message: MessageWork) -> list:
-        """The started messages of a communicator from one rank to another, as in messages.py,
+        """The started messages of a communicator from one rank to another, as in message_matching.py,
         and without tags.
         """
         src, dst = message.rank.number, cast(int, message.peer)
@@ -266,9 +266,9 @@ class Queues:
     def end(self, message: MessageWork) -> None:
         self.operation_of.pop(message).one_ended()
 
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[EventRow]:
         """The events of everything that still stands behind other operations in a queue."""
-        rows: list[Row] = []
+        rows: list[EventRow] = []
         # of the last message with this communicator, kind, rank and peer
         numbers: dict[tuple[str, str, int, int | None], int] = {}
         for queue in self.of.values():
@@ -295,7 +295,7 @@ class QueuedState(SharedState):
         super().__init__(world, payload_bytes)
         self.queues = Queues(self)
 
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[EventRow]:
         return super().unfinished() + self.queues.unfinished()
 
     def unwaited(self) -> list[MessageWork]:

@@ -1,16 +1,19 @@
-"""backend="sim": runs a torch.distributed program on virtual ranks, in one process, on a virtual
-clock.
+"""Runs a torch.distributed program on virtual ranks and a virtual clock, in one process: the backend
+"sim".
 
-    clock.py            which rank runs, and what time it is
-    network.py          how long a message takes, which links it occupies, and which message gets them first
-    messages.py         sends and receives
-    work.py             what isend, irecv and async collectives return
-    group.py            the process group that torch.distributed uses, and how ranks wait for each other in its collectives
-    collectives.py      which bytes torch's own collectives move, and how long they take
-    queues.py           rules="nccl": in which order a rank's operations start on NCCL
-    second_world.py     unrecorded(): calls that leave nothing in the run
-    process_state.py    what each rank has to itself, as if it were a process, and what all share; with modules.py, random_states.py
-                        and logging_states.py
+    clock.py              which rank runs, and what time it is
+    network.py            how long a message takes, which links it occupies, and which message
+                          gets them first (network_text.py: the same in words)
+    message_matching.py   sends and receives
+    work.py               what isend, irecv and async collectives return
+    group.py              the process group that torch.distributed uses, and how ranks wait for
+                          each other in its collectives
+    torch_collectives.py  which bytes torch's own collectives move, and how long they take
+    queues.py             rules="nccl": in which order a rank's operations start on NCCL
+    limits.py             time limits of groups and of wait()
+    second_world.py       unrecorded(): calls that leave nothing in the run
+    process_state.py      what each rank has to itself, as if it were a process, and what all
+                          share (with modules.py, random_states.py and logging_states.py)
 
 A message starts when its send and its receive are both posted and its links are free. It occupies
 them for latency + bytes / bandwidth. This file sets up the process for virtual ranks, and restores
@@ -40,7 +43,7 @@ import torch.distributed.nn
 from parallel101.record import torch_private
 from parallel101.record.calls import Call
 from parallel101.record.errors import DeadlockError, MisuseError
-from parallel101.record.events import Row
+from parallel101.record.events import EventRow
 from parallel101.sim.clock import World
 from parallel101.sim.group import SharedState, SimGroup
 from parallel101.sim.network import Network
@@ -58,8 +61,8 @@ class SimResult:
     """The result of a simulation. Virtual times are in seconds from its start."""
 
     results: list[Any]  # what each rank returned; None if it did not return
-    events: list[Row]
-    unfinished: list[Row]  # of a failed run: the events of what was posted and had not ended
+    events: list[EventRow]
+    unfinished: list[EventRow]  # of a failed run: the events of what was posted and had not ended
     # sends and receives that the program never waited for; of a failed run, those whose works it
     # has dropped
     unwaited: list[Call]

@@ -1,7 +1,7 @@
 """What isend, irecv and async collectives return on the sim: a dist.Work whose wait() lets virtual
 time pass, and its torch future.
 
-A message's work is in messages.py, a collective's in group.py. This file has what they share.
+A message's work is in message_matching.py, a collective's in group.py. This file has what they share.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in which they lie in its tensor.
              a1 b1 c1    ──▶         b0 b1 b2       an all-to-all is a transposition
              a2 b2 c2                c0 c1 c2
 
-What the blocks are is computed in `parallel101.analysis.blocks`, from what each rank returned.
+What the blocks are is computed in `parallel101.analysis.rank_blocks`, from what each rank returned.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from parallel101.analysis.blocks import Block, given_blocks, is_transposed, returned_blocks
+from parallel101.analysis.rank_blocks import ChunkPart, given_blocks, is_transposed, returned_blocks
 from parallel101.analysis.replay import Replay, replay_of
 from parallel101.analysis.unwritten import Watched
 from parallel101.analysis.verdict import lacks
 from parallel101.record.trace import Trace
 from parallel101.record.units import ranks_text
 from parallel101.viz.captions import Captions, fitted
-from parallel101.viz.diagram import Point
 from parallel101.viz.matrix import STYLE as MARKS
-from parallel101.viz.scene import Node, Scene, Stop
+from parallel101.viz.scene import Node, Point, Scene, Stop
 
 MOST_RANKS, MOST_BLOCKS = 16, 16
 WIDTH, TOP, GAP = 384.0, 124.0, 2.0  # of a matrix; TOP is the y of the first row
@@ -142,13 +141,13 @@ class Flight(NamedTuple):
     """A block on its way to a place in what `rank` returned."""
 
     rank: int
-    block: Block  # as it was returned
+    block: ChunkPart  # as it was returned
     to: Point
 
 
 def _flights(
     replay: Replay,
-    returned: list[list[Block]],
+    returned: list[list[ChunkPart]],
     places: Mapping[tuple[int | None, int], Point],
     cell: Point,
 ) -> dict[int, list[Flight]]:
@@ -195,7 +194,10 @@ def _row_text(replay: Replay, origin: int, flights: Sequence[Flight], transposed
 
 
 def result_text(
-    replay: Replay, captions: Captions, given: list[list[Block]], returned: list[list[Block]]
+    replay: Replay,
+    captions: Captions,
+    given: list[list[ChunkPart]],
+    returned: list[list[ChunkPart]],
 ) -> str:
     """What happened to the matrix, in a sentence."""
     first, operation = replay.ranks[0], captions.operation
@@ -234,7 +236,7 @@ def _numbered(replay: Replay) -> bool:
 
 
 def _frame(
-    scene: Node, replay: Replay, left: float, name: str, rows: list[list[Block]], cell: Point
+    scene: Node, replay: Replay, left: float, name: str, rows: list[list[ChunkPart]], cell: Point
 ) -> None:
     scene.add("text", name, x=left, y=TOP - 12, font_size=15, class_="b")
     for i, (rank, row) in enumerate(zip(replay.ranks, rows)):
@@ -273,7 +275,7 @@ def _inside(at: Point, cell: Point) -> dict[str, float]:
     }
 
 
-def _block(parent: Node, replay: Replay, block: Block, at: Point, cell: Point) -> None:
+def _block(parent: Node, replay: Replay, block: ChunkPart, at: Point, cell: Point) -> None:
     """A block at its place, in the colour of its chunk."""
     place = _inside(at, cell)
     if block.chunk is None:
@@ -297,12 +299,14 @@ def _label(
     parent.add("text", text, x=place["x"] + place["width"] / 2, y=y, font_size=size, class_=class_)
 
 
-def _summed(replay: Replay, block: Block) -> bool:
+def _summed(replay: Replay, block: ChunkPart) -> bool:
     """Whether a block has a stripe for each rank whose data belongs in it."""
     return replay.sums and block.chunk is not None and len(replay.chunks[block.chunk].stripes) > 1
 
 
-def _stripe(replay: Replay, block: Block, at: Point, cell: Point, origin: int) -> dict[str, float]:
+def _stripe(
+    replay: Replay, block: ChunkPart, at: Point, cell: Point, origin: int
+) -> dict[str, float]:
     """The place of one rank's data in a sum."""
     assert block.chunk is not None
     place, stripes = _inside(at, cell), replay.chunks[block.chunk].stripes
@@ -313,7 +317,9 @@ def _stripe(replay: Replay, block: Block, at: Point, cell: Point, origin: int) -
     }
 
 
-def _marks(parent: Node, replay: Replay, rank: int, block: Block, at: Point, cell: Point) -> None:
+def _marks(
+    parent: Node, replay: Replay, rank: int, block: ChunkPart, at: Point, cell: Point
+) -> None:
     """The letter of a sum, and what it lacks or contains more than once."""
     assert block.chunk is not None
     place, chunk, twice = (

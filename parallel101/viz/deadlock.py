@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from parallel101.record.units import ranks_text
-from parallel101.viz.scene import Node, Scene
+from parallel101.viz.scene import Node, Point, Scene
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
 STYLE = (
@@ -24,13 +24,13 @@ STYLE = (
     ".wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}.head{fill:var(--mute)}.head.stuck{fill:var(--warn)}"
     ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
 )
-Point = tuple[float, float]
-Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
+
+WaitsByRank = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 Notes = Sequence[tuple[str, str]]
 
 
 def deadlock_scene(
-    waiting: Waiting,
+    waiting: WaitsByRank,
     cycle: Sequence[int] = (),
     returned: Sequence[int] = (),
     notes: Notes = (),
@@ -162,7 +162,7 @@ def _towards(a: Point, b: Point, distance: float) -> Point:
     return (a[0] + part * (b[0] - a[0]), a[1] + part * (b[1] - a[1]))
 
 
-def _rows(panel: Node, waiting: Waiting, notes: Notes, middle: float) -> None:
+def _rows(panel: Node, waiting: WaitsByRank, notes: Notes, middle: float) -> None:
     """The call in which each rank waits, with its line of source if Python can find it (also in
     a notebook's cells).
     """

@@ -10,24 +10,24 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel101.analysis.topology import Topology, neighbours_of
+from parallel101.analysis.logical_topology import LogicalTopology, neighbours_of
+from parallel101.viz.scene import Point
 
 CENTRE = (222.0, 262.0)  # of a ring, in the left half of the card: the steps are counted inside it
 ASIDE = (250.0, 268.0)  # of every other topology: the steps are counted in the corner
 CORNER = (76.0, 118.0, 34.0)  # (x, y, radius)
-Point = tuple[float, float]
 
 
 class Diagram(NamedTuple):
     """Where each rank of a topology is drawn."""
 
-    topology: Topology
+    topology: LogicalTopology
     at: dict[int, Point]  # by rank
     node: float  # radius of a rank's circle
     clock: tuple[float, float, float]  # (x, y, radius) of the ring that counts the steps
 
 
-def diagram_of(topology: Topology) -> Diagram:
+def diagram_of(topology: LogicalTopology) -> Diagram:
     """Place the ranks of a topology."""
     order, n = topology.order, len(topology.order)
     if topology.kind == "pair":
@@ -64,7 +64,7 @@ def _circle(order: Sequence[int], centre: Point = ASIDE, radius: float = 122.0) 
     }
 
 
-def _tree(topology: Topology) -> tuple[dict[int, Point], float]:
+def _tree(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
     """Leaves side by side, each parent above the middle of its children."""
     assert topology.root is not None
     neighbours = neighbours_of(topology.links)
@@ -95,7 +95,7 @@ def _tree(topology: Topology) -> tuple[dict[int, Point], float]:
     )
 
 
-def _grid(topology: Topology) -> tuple[dict[int, Point], float]:
+def _grid(topology: LogicalTopology) -> tuple[dict[int, Point], float]:
     """Rows × columns, with room for arcs at the right of the columns if a column is closed."""
     order, columns = topology.order, topology.columns
     rows, beside = (

@@ -12,7 +12,7 @@ import math
 from parallel101.analysis.replay import Landing, Replay
 from parallel101.record.units import chunk_letters, human_bytes
 from parallel101.viz.diagram import ASIDE, CENTRE, Diagram, diagram_of
-from parallel101.viz.scene import Node, Scene
+from parallel101.viz.scene import Node, Point, Scene
 from parallel101.viz.timing import Timing
 
 MOST_TILES = 4  # chunks of one message that are drawn one by one
@@ -24,7 +24,6 @@ STYLE = (
     ".k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}.plain{fill:var(--accent)}"
     ".pack{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}text.on{fill:var(--bg)}"
 )
-Point = tuple[float, float]
 
 
 def draw_graph(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:

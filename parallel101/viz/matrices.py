@@ -40,7 +40,7 @@ SEQUENCE_PARALLEL = {
 }
 
 
-class Entry(Protocol):
+class PlacedParameter(Protocol):
     """A parameter: `trainer.layout.entries` has one by name."""
 
     @property
@@ -49,7 +49,7 @@ class Entry(Protocol):
     def placements(self) -> Mapping[str, Any]: ...
 
 
-class Matrix(NamedTuple):
+class CutMatrix(NamedTuple):
     """What is drawn: parameters of one shape, cut alike, in modules that differ only in their
     numbers.
     """
@@ -66,7 +66,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_scene(
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, PlacedParameter],
     styles: Mapping[str, object] | None = None,
     *,
     sequence_parallel: bool = False,
@@ -159,14 +159,14 @@ def side(size: int, longest: int) -> float:
 
 
 def matrices_of(
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, PlacedParameter],
     styles: Mapping[str, object],
     axis: str,
     collectives: Mapping[str, tuple[str, str]],
-) -> Iterator[Matrix]:
+) -> Iterator[CutMatrix]:
     """The matrices to draw, in the order of the model."""
     alike: dict[tuple, list[str]] = {}
-    drawn: dict[tuple, Matrix] = {}
+    drawn: dict[tuple, CutMatrix] = {}
     for name, entry in entries.items():
         if len(entry.shape) != 2:
             continue
@@ -203,7 +203,7 @@ def matrices_of(
             else ()
         )
         forward, backward = collectives.get(style, ("", "")) if cut else ("", "")
-        matrix = Matrix(
+        matrix = CutMatrix(
             name, 1, rows, columns, cut, blocks, style if cut else "", forward, backward
         )
         key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *matrix[2:]
@@ -214,14 +214,14 @@ def matrices_of(
         yield matrix._replace(name=key[0] if len(names) > 1 else names[0], times=len(names))
 
 
-def matrix_text(m: Matrix) -> str:
+def matrix_text(m: CutMatrix) -> str:
     """The numbers of a matrix, for the picture's alternative text."""
     how = f"{m.cut} cut into {sizes_text(m)} ({m.style})" if m.cut else "whole on every rank"
     more = "".join(f"; {what}" for what in in_words(m))
     return f"{m.name}: {m.rows} × {m.columns}, {how}{more}."
 
 
-def sizes_text(m: Matrix) -> str:
+def sizes_text(m: CutMatrix) -> str:
     """ "64 + 64", or "8 × 32"."""
     sizes = [size for _, size in m.blocks]
     if len(set(sizes)) == 1 and len(sizes) > 2:
@@ -233,7 +233,7 @@ def sizes_text(m: Matrix) -> str:
     )
 
 
-def in_words(m: Matrix) -> list[str]:
+def in_words(m: CutMatrix) -> list[str]:
     """The collectives: "forward: all-reduce outputs"."""
     return [
         f"{when}: {what}"
@@ -242,7 +242,7 @@ def in_words(m: Matrix) -> list[str]:
     ]
 
 
-def _matrix(scene: Node, m: Matrix, longest: int, left: float, top: float) -> None:
+def _matrix(scene: Node, m: CutMatrix, longest: int, left: float, top: float) -> None:
     width, tall = side(m.columns, longest), side(m.rows, longest)
     x, y = left + 34, top + 54
     several = f"  × {m.times}" if m.times > 1 else ""

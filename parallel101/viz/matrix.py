@@ -34,7 +34,7 @@ STYLE = (
 NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its left and below it
 
 
-class Matrix:
+class CellGrid:
     """The geometry of the cells: a row for each rank that took part, a column for each chunk."""
 
     def __init__(self, replay: Replay):
@@ -89,7 +89,7 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[s
     The lines of `legend` stand below.
     """
     scene.style += STYLE
-    matrix = Matrix(replay)
+    matrix = CellGrid(replay)
     panel = scene.panel(narrow=NARROW)
     _frame(panel, matrix)
     marks = Node("g")
@@ -109,7 +109,7 @@ def draw_matrix(scene: Scene, replay: Replay, timing: Timing, legend: Sequence[s
         )
 
 
-def _frame(panel: Node, matrix: Matrix) -> None:
+def _frame(panel: Node, matrix: CellGrid) -> None:
     replay, (width, height) = matrix.replay, matrix.inner
     panel.add("text", "chunk", x=matrix.left - 12, y=matrix.top - 9, font_size=12, class_="m e")
     for c, chunk in enumerate(replay.chunks):
@@ -135,7 +135,7 @@ def _frame(panel: Node, matrix: Matrix) -> None:
             panel.add("rect", x=x, y=y, width=width, height=height, rx=2, class_="faint")
 
 
-def _cells(panel: Node, marks: Node, matrix: Matrix, timing: Timing) -> None:
+def _cells(panel: Node, marks: Node, matrix: CellGrid, timing: Timing) -> None:
     """Every state of every cell. States with the same begin and end share a group."""
     replay = matrix.replay
     together: dict[tuple[float, float], list[tuple[int, int, Counts]]] = defaultdict(list)
@@ -168,7 +168,7 @@ def _during(parent: Node, span: tuple[float, float], timing: Timing) -> Node:
     return group if span[0] <= 0 and span[1] > timing.duration else group.show(span)
 
 
-def _separators(panel: Node, matrix: Matrix) -> None:
+def _separators(panel: Node, matrix: CellGrid) -> None:
     """The thin lines between stripes, through all rows of a column."""
     path, narrowest = "", matrix.cell_width
     for c, chunk in enumerate(matrix.replay.chunks):
@@ -183,7 +183,7 @@ def _separators(panel: Node, matrix: Matrix) -> None:
         panel.add("path", d=path, style="stroke:var(--bg)", stroke_width=min(1.2, 0.3 * narrowest))
 
 
-def _mark_errors(group: Node, matrix: Matrix, rank: int, chunk: int, counts: Counts) -> None:
+def _mark_errors(group: Node, matrix: CellGrid, rank: int, chunk: int, counts: Counts) -> None:
     """Flag data that was added more than once, and sums of elements from different positions."""
     doubled = [origin for origin in matrix.replay.chunks[chunk].stripes if counts[origin] > 1]
     mixed = matrix.replay.chunks[chunk].mixed
@@ -209,7 +209,7 @@ def _mark_errors(group: Node, matrix: Matrix, rank: int, chunk: int, counts: Cou
         group.add("text", text, x=middle, y=y + height / 2 + 3.6, class_="flagged c")
 
 
-def _missing(marks: Node, matrix: Matrix, timing: Timing) -> None:
+def _missing(marks: Node, matrix: CellGrid, timing: Timing) -> None:
     """The stripes that are missing from what a rank returned."""
     group = marks.add("g")
     if timing.duration:
@@ -232,7 +232,7 @@ def _missing(marks: Node, matrix: Matrix, timing: Timing) -> None:
             )
 
 
-def _bands(scene: Scene, panel: Node, matrix: Matrix, timing: Timing) -> None:
+def _bands(scene: Scene, panel: Node, matrix: CellGrid, timing: Timing) -> None:
     """The data of each message, sliding from the sender's row to the receiver's.
 
     Data that slides equally far shares a group.

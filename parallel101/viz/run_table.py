@@ -34,7 +34,7 @@ from parallel101.record.where import shown
 MOST_RANKS, MOST_LINKS, MOST_CALLS = 32, 8, 10
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """A table of text. `numbers`: how many of its first columns stand right-aligned; the others
     are words.
     """
@@ -46,7 +46,7 @@ class Table(NamedTuple):
     note: str = ""
 
 
-def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[Table]:
+def tables(trace: Trace, waited: Sequence[Wait] | None = None) -> list[TextTable]:
     """What a run did, by rank, by link and by line. Tables that would be empty are left out.
 
     Args:
@@ -75,7 +75,7 @@ def script_name(trace: Trace) -> str:
     return next((str(mark.args["script"]) for mark in script_marks(trace) if mark.args), "a run")
 
 
-def as_text(table: Table) -> str:
+def as_text(table: TextTable) -> str:
     """The table as lines of text, with its title above them."""
     columns = list(zip(table.head, *table.rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -96,7 +96,7 @@ def as_text(table: Table) -> str:
     )
 
 
-def _ranks(trace: Trace, waited: Sequence[Wait]) -> Table:
+def _ranks(trace: Trace, waited: Sequence[Wait]) -> TextTable:
     every = rank_times(trace, waited)
     shown_rows = (
         every
@@ -127,7 +127,7 @@ def _ranks(trace: Trace, waited: Sequence[Wait]) -> Table:
         else f"Time of the {MOST_RANKS} ranks that waited longest"
     )
     head = [cell for cell, keep in zip(head, has) if keep]
-    return Table(title, head, rows, len(head) - has[-1])
+    return TextTable(title, head, rows, len(head) - has[-1])
 
 
 _COUNTS: tuple[Callable[[RankTimes], int], ...] = (
@@ -153,7 +153,7 @@ def _rank_cells(row: RankTimes) -> list[str]:
     ]
 
 
-def _links(trace: Trace) -> Table:
+def _links(trace: Trace) -> TextTable:
     links = slowest_links(trace)
     rows = [
         [
@@ -166,7 +166,7 @@ def _links(trace: Trace) -> Table:
         ]
         for link in links[:MOST_LINKS]
     ]
-    return Table(
+    return TextTable(
         "Slowest links",
         ["link", "messages", "bytes", "in flight", "longest", "rate"],
         rows,
@@ -175,7 +175,7 @@ def _links(trace: Trace) -> Table:
     )
 
 
-def _collectives(trace: Trace) -> Table:
+def _collectives(trace: Trace) -> TextTable:
     totals, everyone = collective_totals(trace), range(trace.world_size)
     rows = [
         [
@@ -188,7 +188,7 @@ def _collectives(trace: Trace) -> Table:
         for row in totals[:MOST_CALLS]
     ]
     note = _more(len(totals), MOST_CALLS, "row")
-    return Table(
+    return TextTable(
         "Collectives, as each rank called them",
         ["calls", "data", "per call", "operation", "among"],
         rows,
@@ -202,7 +202,7 @@ def _among(row: CollectiveTotals, everyone: range) -> str:
     return ranks if row.axis is None else f"{ranks}, axis {row.axis}"
 
 
-def _calls(trace: Trace, waited: Sequence[Wait]) -> Table:
+def _calls(trace: Trace, waited: Sequence[Wait]) -> TextTable:
     calls = slowest_calls(waited)
     rows = [
         [
@@ -216,7 +216,7 @@ def _calls(trace: Trace, waited: Sequence[Wait]) -> Table:
         for call in calls[:MOST_CALLS]
     ]
     head = ["waited", "times", "longest", "called last", "call", "line"]
-    return Table(
+    return TextTable(
         "Slowest calls, all ranks together", head, rows, 2, _more(len(calls), MOST_CALLS, "line")
     )
 

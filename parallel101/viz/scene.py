@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from parallel101.viz.palette import FONT, STYLE, THEMES, variables, with_colours
 
+Point = tuple[float, float]  # (x, y), in units of the picture
 MODES = ("linear", "discrete", "ease")
 HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '

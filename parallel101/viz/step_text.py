@@ -13,7 +13,7 @@ from parallel101.analysis.replay import Replay
 from parallel101.record.units import chunk_letters, ranks_text
 
 
-class Route(NamedTuple):
+class StepWords(NamedTuple):
     """Who sends to whom in a step, in words and as facts about the sentence."""
 
     senders: str
@@ -25,7 +25,7 @@ class Route(NamedTuple):
     many_receivers: bool  # `receivers` is a plural
 
 
-def route_of(replay: Replay, indices: list[int]) -> Route:
+def route_of(replay: Replay, indices: list[int]) -> StepWords:
     messages = [replay.messages[i] for i in indices]
     senders, receivers = sorted({m.src for m in messages}), sorted({m.dst for m in messages})
     pairs = {(m.src, m.dst) for m in messages}
@@ -40,11 +40,13 @@ def route_of(replay: Replay, indices: list[int]) -> Route:
             if len(pairs) == len(senders)
             else "each of its two neighbours"
         )
-        return Route(who, "sends", to, True, False, False, False)
+        return StepWords(who, "sends", to, True, False, False, False)
     if everyone and len(receivers) > 1:
-        return Route(who, "sends", "another rank", False, exchange, many, False)
+        return StepWords(who, "sends", "another rank", False, exchange, many, False)
     to = ranks_text(receivers) if len(receivers) <= 4 else f"{len(receivers)} others"
-    return Route(who, "send" if many else "sends", to, False, exchange, many, len(receivers) > 1)
+    return StepWords(
+        who, "send" if many else "sends", to, False, exchange, many, len(receivers) > 1
+    )
 
 
 def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
@@ -64,7 +66,7 @@ def _neighbour(replay: Replay, pairs: set[tuple[int, int]]) -> str:
     )
 
 
-def contents_of(replay: Replay, indices: list[int], route: Route) -> tuple[str, bool]:
+def contents_of(replay: Replay, indices: list[int], route: StepWords) -> tuple[str, bool]:
     """What the messages contain, in words, and whether that is a plural."""
     landings = [landing for i in indices for landing in replay.landings[i]]
     if not landings and any(replay.unwritten[i] for i in indices):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parallel101.analysis.provenance import (
     MOST,
-    Term,
+    ElementOrigin,
     decode,
     flat_values,
     most_elements,
@@ -30,14 +30,16 @@ def test_a_sum_shows_how_often_each_rank_is_in_it(n, data):
         (c * origin_tensor(r, n, numel) for r, c in enumerate(counts)),
         torch.zeros(numel, dtype=torch.int64),
     )
-    expected = Term(None, tuple(counts)) if not any(counts) else None
-    assert decode(total.tolist(), n) == [expected or Term(j, tuple(counts)) for j in range(numel)]
+    expected = ElementOrigin(None, tuple(counts)) if not any(counts) else None
+    assert decode(total.tolist(), n) == [
+        expected or ElementOrigin(j, tuple(counts)) for j in range(numel)
+    ]
 
 
 @given(st.integers(1, 8), st.integers(1, 64))
 def test_float64_is_exact_too(n, numel):
     total = sum(origin_tensor(r, n, numel, torch.float64) for r in range(n))
-    assert decode(total.tolist(), n) == [Term(j, (1,) * n) for j in range(numel)]
+    assert decode(total.tolist(), n) == [ElementOrigin(j, (1,) * n) for j in range(numel)]
 
 
 @given(st.integers(2, 12), st.permutations(range(12)))
@@ -97,7 +99,7 @@ def test_wrong_arguments(arguments, words):
 def test_the_largest_tensor_stays_exact_for_the_largest_sum(n, dtype):
     numel = min(most_elements(n, dtype), 5000)
     total = sum(MOST * origin_tensor(r, n, numel, dtype) for r in range(n))
-    assert decode(total[-1:].tolist(), n) == [Term(numel - 1, (MOST,) * n)]
+    assert decode(total[-1:].tolist(), n) == [ElementOrigin(numel - 1, (MOST,) * n)]
 
 
 def test_flat_values():
@@ -114,7 +116,7 @@ def test_flat_values():
 def test_a_mean_is_exact_however_often_it_was_divided(n, dtype):
     total = sum(origin_tensor(r, n, 9, dtype) for r in range(n))
     for divisor in (n, n * n) if n <= 8 else (n,):
-        expected = [Term(j, (1,) * n, divisor) for j in range(9)]
+        expected = [ElementOrigin(j, (1,) * n, divisor) for j in range(9)]
         assert decode((total // divisor).tolist(), n) == expected
         assert decode((total.double() / divisor).tolist(), n) == expected
         assert (
@@ -131,9 +133,9 @@ def test_other_factors_are_found():
     total = sum(origin_tensor(r, 4, 6) for r in range(4))
     for divisor in (2, 3, 5, 8, 12):
         assert decode((total // divisor).tolist(), 4) == [
-            Term(j, (1,) * 4, divisor) for j in range(6)
+            ElementOrigin(j, (1,) * 4, divisor) for j in range(6)
         ]
-    assert decode((3 * total).tolist(), 4) == [Term(j, (3,) * 4) for j in range(6)]
+    assert decode((3 * total).tolist(), 4) == [ElementOrigin(j, (3,) * 4) for j in range(6)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])

@@ -18,13 +18,13 @@ import pytest
 from parallel101.grade import grading
 from parallel101.grade.exercise import COLLECTIVES, OPTIM, P2P, load_exercises
 from parallel101.grade.grading import grade
-from parallel101.grade.remote import RankDied, Ranks, Submission, TimeOver
+from parallel101.grade.remote import RankDied, Submission, SubmissionRanks, TimeOver
 from parallel101.grade.submissions import exercise_result
 from parallel101.grade.users import GRADERS, claimed, separate_users
 
 DECLARED = """
 import torch
-from parallel101.grade.checks import bytes_sent, value
+from parallel101.grade.exercise_checks import bytes_sent, value
 from parallel101.grade.exercise import Case, Exercise
 
 def cases(draw):
@@ -235,14 +235,14 @@ def test_a_case_for_which_no_time_is_left_fails(exercise, monkeypatch):
 
 
 def test_processes_that_do_not_start_are_started_once_more(exercise, monkeypatch):
-    start, failures = Ranks._start, [RankDied("", 0), TimeOver("", 1), TimeOver("", 1)]
+    start, failures = SubmissionRanks._start, [RankDied("", 0), TimeOver("", 1), TimeOver("", 1)]
 
     def fails(ranks, count):
         start(ranks, count)
         if failures:
             raise failures.pop(0)
 
-    monkeypatch.setattr(Ranks, "_start", fails)
+    monkeypatch.setattr(SubmissionRanks, "_start", fails)
     assert (
         "rank 1's process did not start"
         in grade(exercise, submission(HONEST, "start"), "a secret").problem

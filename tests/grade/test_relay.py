@@ -15,8 +15,8 @@ from parallel101.grade.remote import (
     LearnerError,
     PrintedTooMuch,
     RankDied,
-    Ranks,
     Submission,
+    SubmissionRanks,
     TimeOver,
 )
 from parallel101.record.errors import DeadlockError
@@ -48,7 +48,7 @@ def run(body: str, *arguments: tuple, allowed=P2P, **case):
     )
     code = HEAD + "def f(x):\n" + "\n".join("    " + line for line in body.strip("\n").splitlines())
     submission = Submission(Path("hw.py"), code)
-    with Ranks(exercise, submission) as ranks:
+    with SubmissionRanks(exercise, submission) as ranks:
         return ranks.run(Case(arguments, [None] * len(arguments), **case))
 
 

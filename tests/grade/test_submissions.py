@@ -28,7 +28,7 @@ from parallel101.grade.submissions import (
 )
 
 TESTS = """
-from parallel101.grade.checks import MESSAGES, bytes_sent, value
+from parallel101.grade.exercise_checks import MESSAGES, bytes_sent, value
 from parallel101.grade.exercise import Case, Exercise
 
 def cases(draw):

@@ -18,10 +18,16 @@ import pytest
 import torch
 
 from parallel101.grade.exercise import STEPS, Case, Draw, Trial
-from parallel101.grade.grading import EXERCISE_SECONDS, PUBLIC_SEED, Verdict, judge, run_cases
+from parallel101.grade.grading import (
+    EXERCISE_SECONDS,
+    PUBLIC_SEED,
+    ExerciseVerdict,
+    judge,
+    run_cases,
+)
 from parallel101.grade.homework import find_sets
 from parallel101.grade.launched import run_launched
-from parallel101.grade.remote import Ranks, Submission
+from parallel101.grade.remote import Submission, SubmissionRanks
 
 HERE = Path(__file__).parent
 HOMEWORK = HERE.parents[1] / "homework"
@@ -81,14 +87,14 @@ def graded():
     """Grades a solution. Those of one exercise run on the same processes, one after the other:
     starting them takes longer.
     """
-    shared: dict[str, Ranks] = {}
+    shared: dict[str, SubmissionRanks] = {}
 
-    def grade_shared(name: str, file: str, until_named: str | None = None) -> Verdict:
+    def grade_shared(name: str, file: str, until_named: str | None = None) -> ExerciseVerdict:
         function = name.partition("__")[0]
         if function not in shared:
             while shared:
                 shared.popitem()[1].stop()
-            shared[function] = Ranks(EXERCISES[function], submission(name, file))
+            shared[function] = SubmissionRanks(EXERCISES[function], submission(name, file))
         shared[function].take(submission(name, file))
         cases, until = cases_of(function), time.monotonic() + EXERCISE_SECONDS
         trials: list[Trial] = []

@@ -45,9 +45,9 @@ MAY_IMPORT = {
     "viz": {"analysis", "record"},
     "viz.watch": {"analysis", "record", "ranks", "sim"},  # runs a program, and draws it
     # the same, at each move of a slider
-    "viz.explore.collectives": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
-    "viz.explore.schedules": {"trainers"},
-    "viz.explore.memory": {"cost", "record"},
+    "viz.explore.collective_explorer": {"analysis", "record", "autograd", "cost", "ranks", "sim"},
+    "viz.explore.schedule_explorer": {"trainers"},
+    "viz.explore.memory_explorer": {"cost", "record"},
     "grade": {"analysis", "record", "ranks", "sim"},
     "grade.picture": {"analysis", "record", "ranks", "sim", "viz"},
     "grade.release": {"analysis", "record", "ranks", "sim", "__init__"},  # the version

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import parallel101 as p101
 from parallel101.bench import pictures
-from parallel101.bench.collectives import COMPARISONS, time_rounds, time_torchs
+from parallel101.bench.collective_speed import COMPARISONS, time_rounds, time_torchs
 from parallel101.bench.sides import TABLES, alone, batch_of_rank, whole_model
 from parallel101.bench.spawned import ask, spawned_ranks
 

@@ -85,14 +85,18 @@ def test_doctor_finds_that_the_lessons_run_here(capsys):
 
 
 def test_doctor_prints_a_row_for_each_check_with_its_advice(capsys, monkeypatch):
-    def broken() -> doctor.Row:
+    def broken() -> doctor.CheckResult:
         raise RuntimeError("a check\nthat breaks")
 
-    missing = doctor.Row("fails", "not there", "install it")
+    missing = doctor.CheckResult("fails", "not there", "install it")
     monkeypatch.setattr(
         doctor,
         "CHECKS",
-        {"one": lambda: doctor.Row("works", "fine"), "two": lambda: missing, "three": broken},
+        {
+            "one": lambda: doctor.CheckResult("works", "fine"),
+            "two": lambda: missing,
+            "three": broken,
+        },
     )
     assert doctor.main() == 1
     printed = capsys.readouterr().out
@@ -104,7 +108,7 @@ def test_doctor_prints_a_row_for_each_check_with_its_advice(capsys, monkeypatch)
 
 
 def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
-    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.CheckResult("works", "fine")})
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", None)
@@ -125,7 +129,7 @@ def test_a_closed_pipe_and_a_full_disk_end_a_command_without_a_traceback(
         def flush(self):
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.Row("works", "fine")})
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: doctor.CheckResult("works", "fine")})
     monkeypatch.setattr(sys, "stdout", Full())
     assert cli.main(["doctor"]) == status
     printed = capfd.readouterr().err

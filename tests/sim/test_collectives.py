@@ -211,7 +211,7 @@ def test_functional_collectives():
 
 
 ALPHA, BETA = 3.0, 0.5
-SECONDS = {  # p ranks, v bytes: the table in sim/collectives.py
+SECONDS = {  # p ranks, v bytes: the table in sim/torch_collectives.py
     "all_reduce": lambda p, v: 2 * (p - 1) * ALPHA + 2 * (p - 1) / p * v * BETA,
     "all_gather": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,
     "reduce_scatter": lambda p, v: (p - 1) * ALPHA + (p - 1) / p * v * BETA,

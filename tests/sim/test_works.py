@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel101.bench.sim import round_the_ring
+from parallel101.bench.simulator_speed import round_the_ring
 from parallel101.record.errors import DeadlockError
 from parallel101.sim.network import Network
 

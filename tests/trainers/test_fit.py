@@ -15,7 +15,7 @@ from parallel101 import DataParallelTrainer
 from parallel101.models.mlp import MLP
 from parallel101.trainers.support.checkpoint import read_checkpoint, write_checkpoint
 from parallel101.trainers.support.history import StepResult
-from parallel101.viz.loss import LiveLoss
+from parallel101.viz.loss_curves import LiveLoss
 
 STEPS = 8
 

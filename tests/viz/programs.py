@@ -17,7 +17,7 @@ from torch import Tensor
 import parallel101 as p101
 from parallel101.analysis.provenance import origin_tensor
 from parallel101.record.trace import Trace
-from parallel101.sim.network import Network, Route, Router
+from parallel101.sim.network import Network, NetworkRoute, Router
 
 ONE_SECOND = Network(latency=1.0, bandwidth=float("inf"))  # each message takes one second
 
@@ -77,9 +77,9 @@ class UnevenLinks:
     """Links whose latency differs by up to four fifths, so that no two ranks keep the same pace."""
 
     def router(self, network: Network, world_size: int) -> Router:
-        def route(src: int, dst: int) -> Route:
+        def route(src: int, dst: int) -> NetworkRoute:
             latency = network.latency * (1.0 + 0.8 * random.Random(src * world_size + dst).random())
-            return Route(latency, network.bandwidth, ((src, world_size + dst),))
+            return NetworkRoute(latency, network.bandwidth, ((src, world_size + dst),))
 
         return route
 

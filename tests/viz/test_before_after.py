@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.analysis.blocks import given_blocks, returned_blocks
+from parallel101.analysis.rank_blocks import given_blocks, returned_blocks
 from parallel101.analysis.replay import replay_of
 from tests.viz import programs as p
 from tests.viz.drawn import SVG

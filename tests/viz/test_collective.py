@@ -19,7 +19,7 @@ from parallel101.analysis.replay import replay_of
 from parallel101.record.events import Event, EventGroup
 from parallel101.record.trace import Trace
 from parallel101.viz.collective import collective_scene
-from parallel101.viz.matrix import Matrix
+from parallel101.viz.matrix import CellGrid
 from tests.viz import programs as p
 from tests.viz.drawn import SVG
 from tests.viz.programs import exchange, me, recorded
@@ -82,7 +82,7 @@ def stripes_at_the_end(scene, trace, results):
     visible path of the last moment.
     """
     replay = replay_of(trace, results)
-    matrix = Matrix(replay)
+    matrix = CellGrid(replay)
     shapes = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", e.get("d", "")) for e in cells_panel(scene).iter(f"{SVG}path")
               if re.fullmatch(r"f\d", e.get("class", ""))]  # fmt: skip
     boxes = [tuple(map(float, shape)) for path in shapes for shape in path]

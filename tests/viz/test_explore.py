@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from parallel101 import autograd
 from parallel101.viz.explore import explore_collective, explore_memory, explore_schedule
-from parallel101.viz.explore.collectives import FORMS, MOST_RANKS, OPERATIONS, ROOT, TOPOLOGIES
+from parallel101.viz.explore.collective_explorer import (
+    FORMS,
+    MOST_RANKS,
+    OPERATIONS,
+    ROOT,
+    TOPOLOGIES,
+)
 from parallel101.viz.explore.prediction import verdict
 
 

@@ -41,7 +41,7 @@ ATTRIBUTES = """<script>setTimeout(() => document.querySelectorAll(".p101-explor
 }))</script>"""
 
 
-class Result(NamedTuple):
+class ExplorerResult(NamedTuple):
     """What a run shows."""
 
     picture: Scene | None
@@ -57,7 +57,7 @@ class Explorer(ipywidgets.VBox):
     """Controls with the result of a run below them. Display it as the last expression of a cell.
 
     Args: controls: widgets with a value, by the name of the argument that `run` takes. run: the
-        values of the controls → the Result. A ValueError, RuntimeError or TimeoutError is shown in
+        values of the controls → the ExplorerResult. A ValueError, RuntimeError or TimeoutError is shown in
         words in place of it, and a
             deadlock as a picture of who waits for whom.
         adjust: called with the controls after each change, and the name of the one that changed (""
@@ -77,7 +77,7 @@ class Explorer(ipywidgets.VBox):
     def __init__(
         self,
         controls: Mapping[str, Any],
-        run: Callable[..., Result],
+        run: Callable[..., ExplorerResult],
         adjust: Callable[[Mapping[str, Any], str], str] = lambda *_: "",
         *,
         quantities: Mapping[str, str],
@@ -266,7 +266,7 @@ def slider(name: str, low: float, high: float, value: float, step: float = 1) ->
     )
 
 
-def _table(result: Result, quantity: str, prediction: str, said: str) -> str:
+def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
     """The rows; a prediction of one of them in a last column, and one in words above them."""
     foretold = dict.fromkeys((row[0] for row in result.rows), "")
     above = ""
@@ -292,7 +292,7 @@ def _table(result: Result, quantity: str, prediction: str, said: str) -> str:
 MARKS = {"right": "✓", "too low": "✗", "too high": "✗", "different": "✗"}
 
 
-def _spoken(result: Result, quantity: str, prediction: str, said: str) -> str:
+def _spoken(result: ExplorerResult, quantity: str, prediction: str, said: str) -> str:
     """One sentence about the run, for the line beside the button and for screen readers."""
     shown = {row[0]: row[1] for row in result.rows}
     if quantity in shown and prediction:
@@ -305,6 +305,6 @@ def _spoken(result: Result, quantity: str, prediction: str, said: str) -> str:
     )
 
 
-def _plain(result: Result) -> str:
+def _plain(result: ExplorerResult) -> str:
     """ "steps: 6, 6; …"."""
     return "; ".join(f"{what}: {', '.join(values)}" for what, *values in result.rows)

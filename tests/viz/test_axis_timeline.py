@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
-from parallel101.analysis.axes import axis_traffic
+from parallel101.analysis.axis_traffic import axis_traffic
 from parallel101.record.trace import Trace
-from parallel101.viz.axes import LEFT, RIGHT, axes_scene
+from parallel101.viz.axis_timeline import LEFT, RIGHT, axes_scene
 from tests.viz.drawn import SVG, span
 
 BYTES = {"tp": 64, "dp": 4096}  # of a message

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import parallel101 as p101
+from parallel101.bench.benchmark_report import BenchmarkReport
 from parallel101.bench.process import configure_spawned_rank
-from parallel101.bench.report import Report
 from parallel101.doctor import sum_of_ranks
 from parallel101.ranks.processes import stop_server
 
 RANKS = 4
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     stop_server()
     cold = _time_launch(backend)
     pairs = [(_time_launch(backend), time_spawn(backend)) for _ in range(2 if quick else 5)]

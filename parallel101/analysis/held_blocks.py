@@ -1,6 +1,6 @@
 """Which blocks of each array the ranks of a sharded product held, found from their values.
 
-`parallel101.viz.sharding` draws it.
+`parallel101.viz.sharded_product` draws it.
 
     rank 0 holds of C[I, K] {U_X}, where C = a₀b₀ + a₁b₁        [ a₀b₀ ]  →  the block "a", with the terms (1, 0) of its sum
 
@@ -22,7 +22,7 @@ from parallel101.record.trace import Trace
 MOST_ELEMENTS = 4096  # of a block whose elements are looked up one by one
 
 
-class Part(NamedTuple):
+class HeldRectangle(NamedTuple):
     """A rectangle that a rank holds, in elements of the matrix."""
 
     rows: tuple[int, int]
@@ -39,7 +39,7 @@ class Column(NamedTuple):
     state: int  # the number of the state in which the ranks hold it
 
 
-class ShardedRun(Protocol):
+class RecordedProduct(Protocol):
     """What is read of a `parallel101.sharding.ShardedRun`."""
 
     @property
@@ -62,7 +62,7 @@ class ShardedRun(Protocol):
     def verdict(self) -> str: ...
 
 
-def columns_of(run: ShardedRun) -> Iterator[Column]:
+def columns_of(run: RecordedProduct) -> Iterator[Column]:
     """The operands, and the array that each step makes."""
     for array in run.plan.operands:
         yield Column("", array, 0)
@@ -73,7 +73,7 @@ def columns_of(run: ShardedRun) -> Iterator[Column]:
         yield Column(step.title, step.after, number + 1)
 
 
-def parts_of(run: ShardedRun, column: Column, rank: int) -> list[Part]:
+def parts_of(run: RecordedProduct, column: Column, rank: int) -> list[HeldRectangle]:
     """The rectangles to draw for what a rank holds of an array."""
     plan, at = run.plan, list(run.plan.coordinates())[rank]
     block = run.held[rank][column.state].get(column.array.name)
@@ -92,14 +92,16 @@ def parts_of(run: ShardedRun, column: Column, rank: int) -> list[Part]:
         if counts is not None:
             rows, columns = region if len(region) == 2 else (slice(0, 1), region[0])
             return [
-                Part((top, bottom), (left, right), cell_of(cuts, top, left), counts)
+                HeldRectangle((top, bottom), (left, right), cell_of(cuts, top, left), counts)
                 for top, bottom in pairwise(within(cuts[0], rows))
                 for left, right in pairwise(within(cuts[1], columns))
             ]
     return strange_parts(block, sum(term for _, term in terms), cuts)  # type: ignore[arg-type]
 
 
-def strange_parts(block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]) -> list[Part]:
+def strange_parts(
+    block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]
+) -> list[HeldRectangle]:
     """A block that is in no place where the matrix has one: each element has the colour of the
     block that it is from.
     """
@@ -114,13 +116,13 @@ def strange_parts(block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]
     across = list(zip(*cells))
     columns = [0, *(c for c in range(1, len(across)) if across[c] != across[c - 1]), len(across)]
     return [
-        Part((top, low), (left, right), cells[top][left])
+        HeldRectangle((top, low), (left, right), cells[top][left])
         for top, low in pairwise(rows)
         for left, right in pairwise(columns)
     ]
 
 
-def terms_of(run: ShardedRun, array: Any) -> list[tuple[dict[str, int], Tensor]]:
+def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Tensor]]:
     """The terms of the sum that an array is: (the coordinates of the ranks that compute it, as
     large as the whole array).
     """
@@ -171,7 +173,7 @@ def terms_of(run: ShardedRun, array: Any) -> list[tuple[dict[str, int], Tensor]]
     return terms
 
 
-def cuts_of(run: ShardedRun, name: str) -> tuple[list[int], list[int]]:
+def cuts_of(run: RecordedProduct, name: str) -> tuple[list[int], list[int]]:
     """Where the rows and the columns of a matrix are cut, in any of its shardings: between
     these lie its blocks.
     """

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
-from parallel101.bench.report import Report, median_and_range
+from parallel101.bench.benchmark_report import BenchmarkReport, median_and_range
 
 NUMEL = 1024  # 4 KiB of float32
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     if backend == "nccl":
         # on NCCL a call returns before its message is sent, so the time of the calls says nothing
         return

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallel101.trainers.schedules.schedule import SCHEDULES, schedule
-from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
-from parallel101.viz.pipeline import duration
+from parallel101.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
+from parallel101.viz.pipeline_timeline import duration
 
 # and the unit of a prediction without one
 QUANTITIES = {"bubble rate": "%", "it is idle": "", "activations held, by rank": ""}
@@ -77,7 +77,7 @@ def run(
     input_grad: float,
     weight_grad: float,
     communication: float,
-) -> Result:
+) -> ExplorerResult:
     """Time the schedule. Each of a rank's `chunks` stages takes its part of F, I and W. Raises
     ScheduleError for what cannot be.
     """
@@ -115,7 +115,7 @@ def run(
         "it is idle": [cost - work],
         "activations held, by rank": times.peak_activations,
     }
-    return Result(
+    return ExplorerResult(
         times.timeline(title=f"{name} on {stages} ranks"),
         rows,
         ("this schedule", "closed form"),

@@ -7,7 +7,7 @@ Several on one time axis can be compared.
     rank 1     [0][1][2]///////[0  ][3][1  ]...         ■■■  3
 
 A schedule is drawn from `schedule(…).time(…)`, where nothing has run; a run from its record. What
-the times mean is computed in `parallel101.analysis.pipeline`. Every rank's messages and other spans
+the times mean is computed in `parallel101.analysis.pipeline_times`. Every rank's messages and other spans
 are in timeline.py.
 """
 
@@ -17,10 +17,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from parallel101.analysis.pipeline import (
+from parallel101.analysis.pipeline_times import (
     PipelineTimes,
     Planned,
-    Slot,
+    TimedAction,
     planned_times,
     recorded_times,
 )
@@ -294,7 +294,7 @@ def stages_text(stages: Sequence[int]) -> str:
 
 def _slot(
     scene: Scene,
-    slot: Slot,
+    slot: TimedAction,
     chunk: int,
     place: tuple[float, float, float, float],
     recorded: bool,

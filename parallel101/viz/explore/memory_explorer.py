@@ -14,8 +14,8 @@ import ipywidgets
 
 from parallel101.cost.model_states import PRECISIONS, ModelStates, model_states
 from parallel101.record.units import decimal_bytes
-from parallel101.viz.explore.explorer import STYLE, WIDE, Explorer, Result, menu
-from parallel101.viz.memory import memory_scene
+from parallel101.viz.explore.explorer import STYLE, WIDE, Explorer, ExplorerResult, menu
+from parallel101.viz.memory_per_rank import memory_scene
 
 KINDS = ("weights", "gradients", "optimizer state")
 QUANTITIES = dict.fromkeys(("total", *KINDS), "GB")  # and the unit of a prediction without one
@@ -60,7 +60,7 @@ def field(name: str, kind: Any, low: float, high: float, value: float) -> Any:
     return kind(value, description=name, min=low, max=high, layout=WIDE, style=STYLE)
 
 
-def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Result:
+def run(billions: float, ranks: int, zero_stage: int, precision: str) -> ExplorerResult:
     """Count the bytes, and draw them below those of one process."""
     parameters = round(billions * 1e9)
     alone = model_states(parameters, precision=precision)
@@ -80,7 +80,7 @@ def run(billions: float, ranks: int, zero_stage: int, precision: str) -> Result:
         " Rank 0 is drawn; the others hold as much." if ranks > MOST_DRAWN else ""
     )
     exact = {kind: [count] for kind, count in zip((*KINDS, "total"), (*shared, shared.total))}
-    return Result(
+    return ExplorerResult(
         memory_scene(panels, title="Model states per rank"),
         rows,
         ("each rank", "one process"),

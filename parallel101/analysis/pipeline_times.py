@@ -7,7 +7,7 @@ in the same form.
     bubble rate = 1 − (mean work of the ranks) / cost       cost: the most, over ranks, of (last end − the rank's own first start)
     activations held: (stage, microbatch) pairs from the start of F to the end of B or W
 
-Definitions: Qi et al. (arXiv 2401.10241), section 4. `parallel101.viz.pipeline` draws it.
+Definitions: Qi et al. (arXiv 2401.10241), section 4. `parallel101.viz.pipeline_timeline` draws it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Planned(Protocol):
     def slots(self) -> Sequence[PlannedSlot]: ...
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     """One action in time."""
 
     rank: int
@@ -64,7 +64,7 @@ class Slot(NamedTuple):
 class PipelineTimes(NamedTuple):
     """What each rank computed, and when. Time 0 is the first start."""
 
-    slots: list[Slot]  # by rank and time
+    slots: list[TimedAction]  # by rank and time
     # by rank: when it waits inside a slot, as for a tensor-parallel all-reduce
     waits: dict[int, list[Interval]]
     # (source, destination, start, end), between stages
@@ -95,7 +95,7 @@ class PipelineTimes(NamedTuple):
             else 0.0
         )
 
-    def of(self, rank: int) -> list[Slot]:
+    def of(self, rank: int) -> list[TimedAction]:
         return [slot for slot in self.slots if slot.rank == rank]
 
     def stages(self, rank: int) -> list[int]:
@@ -148,7 +148,9 @@ def planned_times(time: Planned) -> PipelineTimes:
         for i, action in enumerate(parts):
             times = slot.start - begin, slot.end - begin
             slots.append(
-                Slot(slot.rank, action.stage, action.kind, action.microbatch, *times, i, len(parts))
+                TimedAction(
+                    slot.rank, action.stage, action.kind, action.microbatch, *times, i, len(parts)
+                )
             )
     return PipelineTimes(
         sorted(slots, key=lambda s: (s.rank, s.start, s.end)), {}, [], recorded=False
@@ -194,7 +196,7 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
         )
     begin, end = min(e.start for e in found), max(e.end for e in found)
     slots = [
-        Slot(rank, key[1], key[0], key[2], e.start - begin, e.end - begin)
+        TimedAction(rank, key[1], key[0], key[2], e.start - begin, e.end - begin)
         for rank, step in last.items()
         for key, e in step.items()
     ]

@@ -25,7 +25,7 @@ from parallel101.record.trace import Trace
 from parallel101.record.units import human_bytes, human_seconds
 from parallel101.sim.network import Network
 from parallel101.sim.simulate import simulate
-from parallel101.viz.explore.explorer import Explorer, Result, menu, slider
+from parallel101.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
 from parallel101.viz.watch import watch
 
 OPERATIONS = (
@@ -187,7 +187,7 @@ def run(
     network: str,
     latency: str,
     bandwidth: str,
-) -> Result:
+) -> ExplorerResult:
     """Run it once, and count."""
     function, links = (
         program(operation, algorithm, root),
@@ -210,7 +210,7 @@ def run(
             "Under NCCL's rules, a message also waits for those before it in its rank's "
             f"queue. The closed form has none. {note}"
         ).strip()
-    return Result(
+    return ExplorerResult(
         ran.animate(),
         rows,
         ("this run", "closed form"),
@@ -227,14 +227,16 @@ def run_own(
     network: str,
     latency: str,
     bandwidth: str,
-) -> Result:
+) -> ExplorerResult:
     """Run a function of the reader's own, and count."""
     links = links_of(world, ranks, network, latency, bandwidth)
     ran, counted = counted_run(function, world, numbers, ranks, links)
     if links is None or network == "switch":
         counted |= counts(ran.trace, network if links else None, function, numbers)
     rows = [(what, shown(counted, what)) for what in QUANTITIES]
-    return Result(ran.animate(), rows, exact={what: [number] for what, number in counted.items()})
+    return ExplorerResult(
+        ran.animate(), rows, exact={what: [number] for what, number in counted.items()}
+    )
 
 
 def shown(numbers: Mapping[str, float], what: str) -> str:

@@ -14,18 +14,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from parallel101.analysis.chunks import Counts
-from parallel101.analysis.provenance import Term
+from parallel101.analysis.provenance import ElementOrigin
 from parallel101.analysis.replay import Replay
 
 
-class Block(NamedTuple):
+class ChunkPart(NamedTuple):
     """Neighbouring elements of one chunk, with the same ranks' data in them."""
 
     chunk: int | None  # None: data that no rank sent or returned, or none at all
     counts: Counts  # how often each rank's data is in it
 
 
-def given_blocks(replay: Replay) -> list[list[Block]]:
+def given_blocks(replay: Replay) -> list[list[ChunkPart]]:
     """The blocks that each of the replay's ranks was given, in order.
 
     Raises ValueError for a run whose data can't be followed.
@@ -46,12 +46,12 @@ def given_blocks(replay: Replay) -> list[list[Block]]:
     n = replay.trace.world_size
     own = {rank: tuple(int(r == rank) for r in range(n)) for rank in replay.ranks}
     return [
-        _in_blocks(_block(replay, Term(i, own[rank])) for i in range(replay.numel))
+        _in_blocks(_block(replay, ElementOrigin(i, own[rank])) for i in range(replay.numel))
         for rank in replay.ranks
     ]
 
 
-def returned_blocks(replay: Replay) -> list[list[Block]]:
+def returned_blocks(replay: Replay) -> list[list[ChunkPart]]:
     """The blocks that each of the replay's ranks returned, in order."""
     return [
         _in_blocks(_block(replay, term) for term in replay.terms[rank] or ())
@@ -59,7 +59,7 @@ def returned_blocks(replay: Replay) -> list[list[Block]]:
     ]
 
 
-def is_transposed(given: list[list[Block]], returned: list[list[Block]]) -> bool:
+def is_transposed(given: list[list[ChunkPart]], returned: list[list[ChunkPart]]) -> bool:
     """Whether each column of blocks has become a row."""
     return (
         len(given) > 1
@@ -68,19 +68,19 @@ def is_transposed(given: list[list[Block]], returned: list[list[Block]]) -> bool
     )
 
 
-def _block(replay: Replay, term: Term) -> Block:
+def _block(replay: Replay, term: ElementOrigin) -> ChunkPart:
     if not any(term.counts):  # zeros, or memory that was never written
-        return Block(None, ())
+        return ChunkPart(None, ())
     try:
         chunk = replay.number(term)
     except KeyError:
-        return Block(None, ())
+        return ChunkPart(None, ())
     used = any(term.counts[rank] for rank in replay.chunks[chunk].stripes)
-    return Block(chunk, term.counts) if used else Block(None, ())
+    return ChunkPart(chunk, term.counts) if used else ChunkPart(None, ())
 
 
-def _in_blocks(blocks: Iterable[Block]) -> list[Block]:
-    row: list[Block] = []
+def _in_blocks(blocks: Iterable[ChunkPart]) -> list[ChunkPart]:
+    row: list[ChunkPart] = []
     for block in blocks:
         if not row or row[-1] != block:
             row.append(block)

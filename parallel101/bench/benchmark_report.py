@@ -17,7 +17,7 @@ import psutil
 import torch
 
 
-class Report:
+class BenchmarkReport:
     """Headings, sentences and tables, in order. Each line is printed at once."""
 
     def __init__(self, screen: TextIO):

@@ -5,7 +5,7 @@
                              [ . ]                                              colour and letter: which block
     rank 1      [ . |b]      [ . ]         [a: 1 of 2]       [ a ]              a block with only some terms of its sum is filled in part
 
-analysis/sharding.py finds what a block is from its values: a sum that was forgotten or a wrong dim
+analysis/held_blocks.py finds what a block is from its values: a sum that was forgotten or a wrong dim
 is drawn as it happened.
 """
 
@@ -15,10 +15,10 @@ import math
 import re
 from collections.abc import Sequence
 
-from parallel101.analysis.sharding import (
+from parallel101.analysis.held_blocks import (
     Column,
-    Part,
-    ShardedRun,
+    HeldRectangle,
+    RecordedProduct,
     bytes_by_step,
     columns_of,
     parts_of,
@@ -33,7 +33,7 @@ MOST_RANKS, MOST_COLUMNS = 16, 9
 MOST_NARROW = 3  # columns that a phone shows at once
 
 
-def sharding_scene(run: ShardedRun, *, title: str | None = None) -> Scene:
+def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     """Draw which blocks the ranks held, before and after each step.
 
     Args:
@@ -150,9 +150,9 @@ def heading(scene: Node, column: Column, x: float, sent: int | None) -> None:
 
 def box(
     scene: Node,
-    run: ShardedRun,
+    run: RecordedProduct,
     column: Column,
-    parts: Sequence[Part],
+    parts: Sequence[HeldRectangle],
     x: float,
     y: float,
     side: float,
@@ -248,7 +248,9 @@ def frame(
     scene.add("rect", **corner, **size, rx=margin, class_=class_)
 
 
-def draw_part(scene: Node, part: Part, x: float, y: float, width: float, height: float) -> None:
+def draw_part(
+    scene: Node, part: HeldRectangle, x: float, y: float, width: float, height: float
+) -> None:
     if part.cell is None:
         scene.add("rect", x=x, y=y, width=width, height=height, class_="strange")
         scene.add("text", "?", x=x + width / 2, y=y + height / 2 + 4, font_size=11, class_="c w")
@@ -327,7 +329,9 @@ def subscripts(scene: Node, text: str, x: float, y: float, size: float, class_: 
 
 
 def description(
-    run: ShardedRun, columns: Sequence[Column], drawn: Sequence[Sequence[Sequence[Part]]]
+    run: RecordedProduct,
+    columns: Sequence[Column],
+    drawn: Sequence[Sequence[Sequence[HeldRectangle]]],
 ) -> str:
     """The picture in words."""
     sentences = [run.verdict]

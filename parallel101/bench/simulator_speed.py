@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.bench.benchmark_report import BenchmarkReport
 from parallel101.bench.process import peak_memory
-from parallel101.bench.report import Report
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     report.heading(
         "The sim backend: a ring in plain isend and irecv, every message recorded and checked"
     )

@@ -1,7 +1,7 @@
 """Runs and judges exercises that train a model: every step of every rank against one process that
 has the whole batch.
 
-    found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …], "weights": by name}        from harness.Steps
+    found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …], "weights": by name}        from harness.OptimizerSteps
     expected:  the same, from one process
 
 What a wrong program does shows best in the gradients of its first step: facts["local"] has, by
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel101.grade.checks import close, difference, factor, right
 from parallel101.grade.exercise import Case, Check, Misconception, Trial
-from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, Steps, make_model
+from parallel101.grade.exercise_checks import close, difference, factor, right
+from parallel101.grade.harness import LEARNING_RATE, MOMENTUM, OptimizerSteps, make_model
 
 Named = dict[str, Tensor]
 ITEM = 8  # bytes of a float64
@@ -44,7 +44,7 @@ def train(
     """What each rank runs. inputs: (steps, samples of this rank, features)."""
     model = make_model(sizes, weights, tied)
     optimizer = make_optimizer(model)
-    steps = Steps(model, optimizer)
+    steps = OptimizerSteps(model, optimizer)
     function(model, F.mse_loss, optimizer, list(zip(inputs, targets)))
     return steps.result()
 
@@ -69,7 +69,7 @@ def ring_slack(case: Case) -> int:
 
 
 def recorded(found: Any) -> bool:
-    """Whether a rank returned what `harness.Steps` makes."""
+    """Whether a rank returned what `harness.OptimizerSteps` makes."""
     return (
         isinstance(found, dict)
         and all(isinstance(found.get(part), dict) for part in ("start", "weights"))

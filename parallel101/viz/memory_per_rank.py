@@ -28,7 +28,7 @@ SQUEEZED = 288 / (RIGHT - LEFT)
 OVERLAP = 1.05
 
 
-class Holdings(Protocol):
+class HeldBytes(Protocol):
     """What a trainer's `describe()` returns: kind → bytes by position in the group, and the
     rank at each position.
     """
@@ -40,7 +40,7 @@ class Holdings(Protocol):
 
 
 def memory_scene(
-    holdings: Holdings | Mapping[str, Holdings], *, title: str = "Memory per rank", note: str = ""
+    holdings: HeldBytes | Mapping[str, HeldBytes], *, title: str = "Memory per rank", note: str = ""
 ) -> Scene:
     """Draw the bytes that each rank holds.
 

@@ -6,7 +6,7 @@ ranks compute.
     tp       rank 0  ▬  ▬  ▬  ▬   ▬  ▬  ▬  ▬             128 KiB         16      lower half: what it receives
 
 The axis of a message is in the record: of the mesh whose group it was sent in. Counting is done in
-`parallel101.analysis.axes`.
+`parallel101.analysis.axis_traffic`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from parallel101.analysis.axes import AxisTraffic, axis_traffic
+from parallel101.analysis.axis_traffic import AxisTraffic, axis_traffic
 from parallel101.analysis.overlap import Interval
 from parallel101.record.events import Event
 from parallel101.record.trace import Trace

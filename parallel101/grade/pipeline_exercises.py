@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel101.grade.checks import close, failed
 from parallel101.grade.exercise import ANYTHING, Case, Check, Draw, Misconception, Question, Trial
+from parallel101.grade.exercise_checks import close, failed
 from parallel101.record.spans import compute, span
 from parallel101.sim.network import Network
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from parallel101.record.notebook import in_notebook
+from parallel101.record.ipython import in_notebook
 from parallel101.record.units import round_step
 from parallel101.viz.palette import PLOTTED
 from parallel101.viz.scene import Scene, data_uri

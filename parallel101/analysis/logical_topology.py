@@ -17,11 +17,11 @@ from functools import cached_property
 
 Link = tuple[int, int]  # (src, dst)
 # the ranks of a group, and the axis of the mesh along which they lie
-Line = tuple[tuple[int, ...], str | None]
+GroupOnAxis = tuple[tuple[int, ...], str | None]
 
 
 @dataclass(frozen=True)
-class Topology:
+class LogicalTopology:
     """Which ranks sent to each other.
 
     Attributes: kind: "pair", "ring", "chain", "star", "tree", "grid" or "circle". order: the ranks,
@@ -76,8 +76,8 @@ class Topology:
 
 
 def topology_of(
-    ranks: Iterable[int], pairs: Iterable[Link], groups: Iterable[Line] = ()
-) -> Topology:
+    ranks: Iterable[int], pairs: Iterable[Link], groups: Iterable[GroupOnAxis] = ()
+) -> LogicalTopology:
     """The topology of `ranks`, given the (src, dst) of their messages in order of time.
 
     `groups`: (ranks, axis of the mesh or None) of the groups in which they were sent. If these are
@@ -94,28 +94,28 @@ def topology_of(
             _names(axis for ranks, axis in lines if _in_row(order, ranks, columns) == row)
             for row in (True, False)
         )
-        return Topology("grid", order, links, columns=columns, axes=(rows, downs))
+        return LogicalTopology("grid", order, links, columns=columns, axes=(rows, downs))
     if len(order) <= 2:
-        return Topology("pair", order, links)
+        return LogicalTopology("pair", order, links)
     in_line = _line_order(order, links)
     if in_line is not None:
         closed = (
             not links or (in_line[-1], in_line[0]) in links or (in_line[0], in_line[-1]) in links
         )
-        return Topology("ring" if closed else "chain", in_line, links)
+        return LogicalTopology("ring" if closed else "chain", in_line, links)
     hub = next((rank for rank in order if all(rank in link for link in links)), None)
     if hub is not None:
-        return Topology("star", order, links, root=hub)
+        return LogicalTopology("star", order, links, root=hub)
     neighbours = neighbours_of(links)
     if sum(map(len, neighbours.values())) == 2 * (len(order) - 1) and _reachable(
         order[0], neighbours
     ) == set(order):
-        return Topology("tree", order, links, root=_root(order, links))
+        return LogicalTopology("tree", order, links, root=_root(order, links))
     columns = _grid_columns(order, neighbours)
     return (
-        Topology("grid", order, links, columns=columns)
+        LogicalTopology("grid", order, links, columns=columns)
         if columns
-        else Topology("circle", order, links)
+        else LogicalTopology("circle", order, links)
     )
 
 

@@ -37,7 +37,7 @@ from parallel101.record.calls import (
     waited_twice,
 )
 from parallel101.record.errors import MisuseError
-from parallel101.record.events import EventGroup, Row
+from parallel101.record.events import EventGroup, EventRow
 from parallel101.record.overloads import own_limit
 from parallel101.record.signatures import unfit
 from parallel101.record.spans import Collective, current_collective
@@ -166,7 +166,7 @@ class MessageWork(SimWork):
     def missing(self) -> set[int]:
         return set(self.call().peers)
 
-    def row(self, seq: int) -> Row:
+    def row(self, seq: int) -> EventRow:
         """Its event, as if it ended now: for messages of a failed run that have not ended."""
         posted, now = self.posted, self.world.now
         return tuple(
@@ -316,7 +316,7 @@ class UnmatchedMessages:
         self.channels: dict[str, dict[int, list]] = {}
         self.from_anyone: dict[tuple, list[RecvWork]] = {}  # by (group, dst, tag)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[EventRow]:
         """Their events, as if they ended now."""
         channels = [channel for group in self.channels.values() for channel in group.values()]
         rows = [

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import parallel101 as p101
+from parallel101.bench.benchmark_report import BenchmarkReport, median_and_range
 from parallel101.bench.process import synchronize
-from parallel101.bench.report import Report, median_and_range
 from parallel101.bench.spawned import ask, spawned_ranks
 from parallel101.record.units import human_bytes
 
@@ -33,7 +33,7 @@ ROUNDS = 5
 SECONDS = 0.12
 
 
-class Comparison(NamedTuple):
+class ComparedCollective(NamedTuple):
     """One operation: its input, our call, torch's call, and the factor from algbw to busbw."""
 
     make_input: Callable[[int, int], torch.Tensor]  # (numel of the whole array, ranks) → x
@@ -91,18 +91,22 @@ def _share_of_others(n: int) -> float:
 
 
 COMPARISONS = {
-    "broadcast": Comparison(_whole, p101.broadcast, _broadcast, _one),
-    "scatter": Comparison(_whole, p101.scatter, _scatter, _share_of_others),
-    "gather": Comparison(_shard, p101.gather, _gather, _share_of_others),
-    "reduce": Comparison(_whole, p101.reduce, _reduce, _one),
-    "all_gather": Comparison(_shard, p101.all_gather, _all_gather, _share_of_others),
-    "reduce_scatter": Comparison(_whole, p101.reduce_scatter, _reduce_scatter, _share_of_others),
-    "all_reduce": Comparison(_whole, p101.all_reduce, _all_reduce, lambda n: 2 * (n - 1) / n),
-    "all_to_all": Comparison(_whole, p101.all_to_all, _all_to_all, _share_of_others),
+    "broadcast": ComparedCollective(_whole, p101.broadcast, _broadcast, _one),
+    "scatter": ComparedCollective(_whole, p101.scatter, _scatter, _share_of_others),
+    "gather": ComparedCollective(_shard, p101.gather, _gather, _share_of_others),
+    "reduce": ComparedCollective(_whole, p101.reduce, _reduce, _one),
+    "all_gather": ComparedCollective(_shard, p101.all_gather, _all_gather, _share_of_others),
+    "reduce_scatter": ComparedCollective(
+        _whole, p101.reduce_scatter, _reduce_scatter, _share_of_others
+    ),
+    "all_reduce": ComparedCollective(
+        _whole, p101.all_reduce, _all_reduce, lambda n: 2 * (n - 1) / n
+    ),
+    "all_to_all": ComparedCollective(_whole, p101.all_to_all, _all_to_all, _share_of_others),
 }
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     sizes, rounds = (SIZES[::2], 2) if quick else (SIZES, ROUNDS)
     head = ["operation, size", "ours µs", "algbw GB/s", "busbw GB/s"]
     head += ["torch µs", "torch busbw", "torch / ours", "least … most"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel101.grade.exercise import Exercise
-from parallel101.grade.grading import Verdict
+from parallel101.grade.grading import ExerciseVerdict
 from parallel101.grade.homework import set_name
 from parallel101.grade.picture import Picture
 from parallel101.grade.remote import LearnerError
@@ -30,7 +30,7 @@ MOST_LINES = 12  # that are shown of what one rank printed
 
 
 @dataclass
-class Report:
+class ExerciseReport:
     """A verdict, with all that is shown beside it.
 
     A notebook shows it as HTML, and `print` as text.
@@ -44,7 +44,7 @@ class Report:
         saved: the file that the picture was written to.
     """
 
-    verdict: Verdict
+    verdict: ExerciseVerdict
     file: str
     note: str = ""
     predictions: Predictions | None = None
@@ -171,7 +171,7 @@ class Report:
         return html + (self.picture.scene.html() if self.picture else "")
 
 
-def _findings(verdict: Verdict) -> str:
+def _findings(verdict: ExerciseVerdict) -> str:
     rows = []
     for finding in verdict.findings:
         state, mark = ("holds", "✓") if finding.passed else ("fails", "✗")

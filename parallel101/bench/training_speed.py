@@ -17,27 +17,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel101 as p101
+from parallel101.bench.benchmark_report import BenchmarkReport
 from parallel101.bench.process import peak_memory, synchronize
-from parallel101.bench.report import Report
-from parallel101.bench.sides import TABLES, Step, batch_of_rank, whole_model
+from parallel101.bench.sides import TABLES, TrainingStep, batch_of_rank, whole_model
 
 WORLDS = [2, 4]
 ROUNDS = 9
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     compare(report, "data", backend, quick)
 
 
-def measure_tensor(report: Report, *, backend: str, quick: bool) -> None:
+def measure_tensor(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     compare(report, "tensor", backend, quick)
 
 
-def measure_pipeline(report: Report, *, backend: str, quick: bool) -> None:
+def measure_pipeline(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     compare(report, "pipeline", backend, quick)
 
 
-def compare(report: Report, table: str, backend: str, quick: bool) -> None:
+def compare(report: BenchmarkReport, table: str, backend: str, quick: bool) -> None:
     """Print a table for each number of ranks."""
     title, sides, peers, _ = TABLES[table]
     for n in WORLDS[:1] if quick else WORLDS:
@@ -103,7 +103,7 @@ def peak_bytes(table: str, name: str) -> int:
     return _peak() - before
 
 
-def _timed(step: Step, batch: tuple[Tensor, Tensor]) -> float:
+def _timed(step: TrainingStep, batch: tuple[Tensor, Tensor]) -> float:
     synchronize()
     began = time.perf_counter()
     step(*batch)

@@ -4,7 +4,7 @@ carry.
     dp  rank 0 → rank 4   gradients           tp  rank 0 → rank 1   partial sums
     pp  rank 0 → rank 2   activations         no axis               of a group that no named mesh made
 
-Each message is counted once, where it was sent. `parallel101.viz.axes` draws it.
+Each message is counted once, where it was sent. `parallel101.viz.axis_timeline` draws it.
 """
 
 from __future__ import annotations

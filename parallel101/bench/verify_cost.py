@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
+from parallel101.bench.benchmark_report import BenchmarkReport
 from parallel101.bench.process import synchronize
-from parallel101.bench.report import Report
 from parallel101.bench.sides import adamw, alone
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def measure(report: Report, *, backend: str, quick: bool) -> None:
+def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     rounds = 2 if quick else ROUNDS
     report.heading(
         f"`verify`, once, on 2 {backend} ranks and on 8 virtual ones: a GPT of 4 layers and "
