@@ -5,40 +5,26 @@ import torch.distributed as dist
 
 EXPECTED = {
     "ring_shift__sends_first": "everyone sends first",
-    "ring_shift__sends_first_2": "everyone sends first",
-    "ring_shift__sends_first_3": "everyone sends first",
     "ring_shift__receives_first": "everyone receives first",
     "ring_shift__wait_forgotten": "receive's wait forgotten",
-    "ring_shift__wait_forgotten_2": "receive's wait forgotten",
-    "ring_shift__wait_forgotten_3": "receive's wait forgotten",
     "ring_shift__thrown_away": "works thrown away",
-    "ring_shift__thrown_away_2": "works thrown away",
-    "ring_shift__thrown_away_3": "works thrown away",
     "ring_shift__send_wait_forgotten": "send's wait forgotten",
     "ring_shift__one_buffer": "changed while it is sent",
     "ring_shift__backwards": "shifted the wrong way",
     "ring_shift__into_x": "clobbers its input",
     "flat_broadcast__root_0": "root hard-coded to 0",
-    "flat_broadcast__root_0_2": "root hard-coded to 0",
-    "flat_broadcast__root_0_3": "root hard-coded to 0",
     "flat_broadcast__into_x": "clobbers its input",
     "flat_broadcast__wait_forgotten": "receive's wait forgotten",
     "tree_broadcast__root_0": "root hard-coded to 0",
-    "tree_broadcast__root_0_2": "root hard-coded to 0",
     "tree_broadcast__powers_of_two": "non-power-of-two loses ranks",
     "tree_broadcast__powers_of_two_2": "non-power-of-two loses ranks",
-    "tree_broadcast__powers_of_two_3": "non-power-of-two loses ranks",
     "tree_broadcast__flat": "flat in place of a tree",
     "tree_broadcast__chain": "chain in place of a tree",
     "scatter__whole": "whole tensor shipped",
-    "scatter__whole_2": "whole tensor shipped",
-    "scatter__whole_3": "whole tensor shipped",
     "scatter__root_0": "root hard-coded to 0",
     "scatter__next_chunk": "chunks in the wrong order",
     "scatter__thrown_away": "works thrown away",
     "gather__arrival_order": "arrival order kept in place of rank order",
-    "gather__arrival_order_2": "arrival order kept in place of rank order",
-    "gather__arrival_order_3": "arrival order kept in place of rank order",
     "gather__whole": "whole tensor shipped",
     "gather__everyone": "everyone gathers",
     "gather__wait_forgotten": "receive's wait forgotten",
@@ -69,33 +55,6 @@ def ring_shift__sends_first(x):
     return received
 
 
-def ring_shift__sends_first_2(x):
-    """isend, but waited for before the receive."""
-    after, before = neighbours()
-    if after == before == dist.get_rank():
-        return x.clone()
-    work = dist.isend(x.contiguous(), after)
-    work.wait()
-    received = like(x)
-    dist.irecv(received, before).wait()
-    return received
-
-
-def ring_shift__sends_first_3(x):
-    """Two batches in place of one."""
-    after, before = neighbours()
-    if dist.get_world_size() > 1:
-        received = like(x)
-        for op in (
-            dist.P2POp(dist.isend, x.contiguous(), after),
-            dist.P2POp(dist.irecv, received, before),
-        ):
-            for work in dist.batch_isend_irecv([op]):
-                work.wait()
-        return received
-    return x.clone()
-
-
 def ring_shift__receives_first(x):
     after, before = neighbours()
     if after == dist.get_rank():
@@ -114,64 +73,12 @@ def ring_shift__wait_forgotten(x):
     return received
 
 
-def ring_shift__wait_forgotten_2(x):
-    """Copies what has not arrived yet, and waits afterwards for the send only."""
-    after, before = neighbours()
-    received = torch.zeros(x.shape, dtype=x.dtype)
-    if after != dist.get_rank():
-        sending = dist.isend(x.contiguous(), after)
-        receiving = dist.irecv(received, before)
-        result = received.clone()
-        sending.wait()
-        del receiving
-        return result
-    return x.clone()
-
-
-def ring_shift__wait_forgotten_3(x):
-    """Of a batch, waits for the first work only."""
-    rank, n = me()
-    received = like(x)
-    if n == 1:
-        return x.clone()
-    ops = [
-        dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n),
-        dist.P2POp(dist.irecv, received, (rank + n - 1) % n),
-    ]
-    dist.batch_isend_irecv(ops)[0].wait()
-    return received
-
-
 def ring_shift__thrown_away(x):
     after, before = neighbours()
     received = like(x)
     dist.isend(x.contiguous(), after)
     dist.irecv(received, before)
     return received
-
-
-def ring_shift__thrown_away_2(x):
-    rank, n = me()
-    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if n == 1:
-        return x.clone()
-    works = [dist.irecv(y, (rank - 1) % n), dist.isend(x.contiguous(), (rank + 1) % n)]
-    assert len(works) == 2
-    return y.clone()
-
-
-def ring_shift__thrown_away_3(x):
-    rank, n = me()
-    y = like(x)
-    if n > 1:
-        dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % n),
-                dist.P2POp(dist.irecv, y, (rank - 1) % n),
-            ]
-        )
-        return y
-    return x.clone()
 
 
 def ring_shift__send_wait_forgotten(x):
@@ -232,30 +139,6 @@ def flat_broadcast__root_0(x, root):
     return result
 
 
-def flat_broadcast__root_0_2(x, root):
-    """Sends from the root, to all ranks but 0."""
-    rank, n = me()
-    result = x.clone().contiguous()
-    if rank == root:
-        for other in range(1, n):
-            dist.send(result, other)
-    else:
-        dist.recv(result, root)
-    return result
-
-
-def flat_broadcast__root_0_3(x, root=0):
-    """Receives from rank 0, whoever sends."""
-    rank, n = me()
-    result = like(x)
-    if rank == root:
-        works = [dist.isend(x.contiguous(), other) for other in range(n) if other != rank]
-        [work.wait() for work in works]
-        return x.clone()
-    dist.irecv(result, src=0).wait()
-    return result
-
-
 def flat_broadcast__into_x(x, root):
     """On the ranks that receive, x is the buffer."""
     rank, n = me()
@@ -294,20 +177,6 @@ def tree_broadcast__root_0(x, root):
     return result
 
 
-def tree_broadcast__root_0_2(x, root):
-    """Counts positions from the root, but sends to positions as if they were ranks."""
-    rank, n = me()
-    position = (rank - root) % n
-    result, distance = x.contiguous().clone(), 1
-    while distance < n:
-        if position < distance and position + distance < n:
-            dist.send(result, position + distance)
-        elif distance <= position < 2 * distance:
-            dist.recv(result, position - distance)
-        distance *= 2
-    return result
-
-
 def tree_broadcast__powers_of_two(x, root):
     """Only ⌊log₂ n⌋ steps."""
     rank, n = me()
@@ -334,21 +203,6 @@ def tree_broadcast__powers_of_two_2(x, root):
         elif position < 2 * distance:
             dist.recv(result, (position - distance + root) % n)
         distance <<= 1
-    return result
-
-
-def tree_broadcast__powers_of_two_3(x, root):
-    """Halves the distance from n // 2, which reaches all positions only for powers of two."""
-    rank, n = me()
-    position = (rank - root) % n
-    result = x.contiguous().clone() if position == 0 else like(x)
-    distance = n // 2
-    while distance >= 1:
-        if position % (2 * distance) == 0 and position + distance < n:
-            dist.send(result, (position + distance + root) % n)
-        elif position % (2 * distance) == distance:
-            dist.recv(result, (position - distance + root) % n)
-        distance //= 2
     return result
 
 
@@ -388,30 +242,6 @@ def scatter__whole(x, root):
     else:
         dist.recv(whole, root)
     return torch.tensor_split(whole, n)[rank].clone()
-
-
-def scatter__whole_2(x, root):
-    """Along a chain."""
-    rank, n = me()
-    whole = x.clone(memory_format=torch.contiguous_format)
-    if rank != root:
-        dist.recv(whole, (rank - 1) % n)
-    if (rank + 1) % n != root:
-        dist.send(whole, (rank + 1) % n)
-    return whole.tensor_split(n)[rank].contiguous()
-
-
-def scatter__whole_3(x, root):
-    """All chunks to all ranks, one by one."""
-    rank, n = me()
-    chunks = [c.contiguous().clone() for c in x.tensor_split(n)]
-    for chunk in chunks:
-        if rank == root:
-            for work in [dist.isend(chunk, other) for other in range(n) if other != root]:
-                work.wait()
-        else:
-            dist.recv(chunk, root)
-    return chunks[rank]
 
 
 def scatter__root_0(x, root):
@@ -468,35 +298,6 @@ def gather__arrival_order(x, root):
         parts.append(like(x))
         dist.recv(parts[-1])
     return torch.cat(parts)
-
-
-def gather__arrival_order_2(x, root):
-    """The root's own part comes first, then the others by rank."""
-    rank, n = me()
-    if rank == root:
-        parts = [x]
-        for other in range(n):
-            if other != root:
-                inbox = like(x)
-                dist.recv(inbox, other)
-                parts += [inbox]
-        return torch.cat(parts)
-    dist.send(x.contiguous(), root)
-
-
-def gather__arrival_order_3(x, root):
-    """The own part in its place, the others as they come."""
-    rank, n = me()
-    if rank != root:
-        dist.isend(x.contiguous(), root).wait()
-        return None
-    whole = torch.empty((n, *x.shape), dtype=x.dtype)
-    for place in range(n):
-        if place == root:
-            whole[place] = x
-        else:
-            dist.irecv(whole[place]).wait()
-    return whole.reshape(n * x.shape[0], *x.shape[1:])
 
 
 def gather__whole(x, root):

@@ -5,66 +5,43 @@ import torch.distributed as dist
 
 EXPECTED = {
     "reduce__divides_everywhere": "mean divides on every rank",
-    "reduce__divides_everywhere_2": "mean divides on every rank",
-    "reduce__divides_everywhere_3": "mean divides on every rank",
     "reduce__sum_for_mean": "sum for mean",
     "reduce__clobbers": "clobbers its input",
-    "reduce__clobbers_2": "clobbers its input",
-    "reduce__clobbers_3": "clobbers its input",
     "reduce__root_twice": "counted twice",
     "reduce__last_one_only": "ranks left out",
     "reduce__root_0": "root hard-coded to 0",
     "reduce__wait_forgotten": "receive's wait forgotten",
     "ring_all_gather__gather_broadcast": "gather then broadcast",
-    "ring_all_gather__gather_broadcast_2": "gather then broadcast",
-    "ring_all_gather__gather_broadcast_3": "gather then broadcast",
     "ring_all_gather__slot_by_step": "slot by step in place of origin",
     "ring_all_gather__slot_by_step_2": "slot by step in place of origin",
-    "ring_all_gather__slot_by_step_3": "slot by step in place of origin",
     "ring_all_gather__reversed": "joined in the wrong order",
-    "ring_all_gather__reversed_2": "joined in the wrong order",
     "ring_all_gather__own_every_time": "sends its own x every time",
     "ring_all_gather__sends_first": "everyone sends first",
     "ring_all_gather__wait_forgotten": "receive's wait forgotten",
-    "ring_all_gather__wait_forgotten_2": "receive's wait forgotten",
     "ring_all_gather__thrown_away": "works thrown away",
     "ring_reduce_scatter__all_reduce": "all-reduce then slice",
-    "ring_reduce_scatter__all_reduce_2": "all-reduce then slice",
-    "ring_reduce_scatter__all_reduce_3": "all-reduce then slice",
     "ring_reduce_scatter__one_rank": "reduce then scatter",
     "ring_reduce_scatter__next_chunk": "owner off by one",
-    "ring_reduce_scatter__next_chunk_2": "owner off by one",
-    "ring_reduce_scatter__next_chunk_3": "owner off by one",
     "ring_reduce_scatter__in_place": "clobbers its input",
     "ring_reduce_scatter__copies": "ranks left out",
     "ring_reduce_scatter__wait_forgotten": "receive's wait forgotten",
     "ring_all_reduce__divided_twice": "scaled",
-    "ring_all_reduce__divided_twice_2": "scaled",
     "ring_all_reduce__by_four": "scaled",
     "ring_all_reduce__op_ignored": "scaled",
     "ring_all_reduce__sum_for_mean": "sum for mean",
     "ring_all_reduce__whole": "whole tensor round the ring",
-    "ring_all_reduce__whole_2": "whole tensor round the ring",
     "ring_all_reduce__remainder": "remainder dropped",
-    "ring_all_reduce__remainder_2": "remainder dropped",
-    "ring_all_reduce__remainder_3": "remainder dropped",
     "ring_all_reduce__equal_chunks": "works only if n divides the size",
     "ring_all_reduce__reduce_broadcast": "reduce then broadcast",
-    "ring_all_reduce__reduce_broadcast_2": "reduce then broadcast",
-    "ring_all_reduce__reduce_broadcast_3": "reduce then broadcast",
     "ring_all_reduce__adds_sums": "counted twice",
     "ring_all_reduce__changed_while_sent": "changed while it is sent",
     "ring_all_reduce__in_place": "clobbers its input",
     "doubling_all_reduce__powers_of_two": "breaks at n = 3",
-    "doubling_all_reduce__powers_of_two_2": "breaks at n = 3",
-    "doubling_all_reduce__powers_of_two_3": "breaks at n = 3",
     "doubling_all_reduce__same_buffer": "changed while it is sent",
     "doubling_all_reduce__ring": "ring in place of doubling",
     "doubling_all_reduce__everyone": "everything to everyone",
     "doubling_all_reduce__sends_first": "everyone sends first",
     "all_to_all__not_transposed": "blocks not transposed",
-    "all_to_all__not_transposed_2": "blocks not transposed",
-    "all_to_all__not_transposed_3": "blocks not transposed",
     "all_to_all__by_step": "joined in the wrong order",
     "all_to_all__whole": "whole tensor shipped",
     "all_to_all__wait_forgotten": "receive's wait forgotten",
@@ -139,38 +116,6 @@ def reduce__divides_everywhere(x, root, op):
     return total if total is None or op == "sum" else total / n
 
 
-def reduce__divides_everywhere_2(x, root, op):
-    """Along a chain, each rank divides what it has."""
-    rank, n = me()
-    total = x.contiguous().clone()
-    if (rank + 1) % n != root:
-        inbox = like(x)
-        dist.recv(inbox, (rank + 1) % n)
-        total += inbox
-    if op == "mean":
-        total = total / n
-    if rank != root:
-        dist.send(total, (rank - 1) % n)
-        return None
-    return total
-
-
-def reduce__divides_everywhere_3(x, root, op):
-    """The root divides after each addition."""
-    rank, n = me()
-    if rank != root:
-        dist.send(x.contiguous(), root)
-        return None
-    total, inbox = x.clone(), like(x)
-    for other in range(n):
-        if other != root:
-            dist.recv(inbox, other)
-            total = total + inbox
-            if op == "mean":
-                total = total / n
-    return total
-
-
 def reduce__sum_for_mean(x, root, op):
     return flat_sum(x, root)
 
@@ -187,30 +132,6 @@ def reduce__clobbers(x, root, op):
             dist.recv(inbox, other)
             x += inbox
     return x / n if op == "mean" else x
-
-
-def reduce__clobbers_2(x, root, op):
-    """The ranks between add into x, as in a tree."""
-    rank, n = me()
-    position, distance = (rank - root) % n, 1
-    total = x if position else x.clone()
-    while distance < n:
-        if position % (2 * distance) == distance:
-            dist.send(total.contiguous(), (rank - distance) % n)
-            return None
-        if position + distance < n:
-            inbox = like(x)
-            dist.recv(inbox, (rank + distance) % n)
-            total += inbox
-        distance *= 2
-    return total / n if op == "mean" else total
-
-
-def reduce__clobbers_3(x, root, op):
-    """Divides the input in place."""
-    if op == "mean":
-        x /= dist.get_world_size()
-    return flat_sum(x, root)
 
 
 def reduce__root_twice(x, root, op):
@@ -269,43 +190,6 @@ def ring_all_gather__gather_broadcast(x):
     return flat_broadcast(whole, 0).flatten(0, 1)
 
 
-def ring_all_gather__gather_broadcast_2(x):
-    """Gathers on the last rank, and broadcasts along a tree."""
-    rank, n = me()
-    root = n - 1
-    parts = [like(x) for _ in range(n)]
-    parts[rank] = x
-    if rank == root:
-        for other in range(root):
-            dist.recv(parts[other], other)
-    else:
-        dist.send(x.contiguous(), root)
-    whole = torch.cat(parts)
-    position, distance = (rank - root) % n, 1
-    while distance < n:
-        if position < distance and position + distance < n:
-            dist.send(whole, (rank + distance) % n)
-        elif distance <= position < 2 * distance:
-            dist.recv(whole, (rank - distance) % n)
-        distance *= 2
-    return whole
-
-
-def ring_all_gather__gather_broadcast_3(x):
-    """Block by block: the root sends every block to everyone."""
-    rank, n = me()
-    parts = [like(x) for _ in range(n)]
-    parts[rank] = x.contiguous()
-    if rank:
-        dist.isend(parts[rank], 0).wait()
-    else:
-        works = [dist.irecv(parts[other], other) for other in range(1, n)]
-        [work.wait() for work in works]
-    for part in parts:
-        flat_broadcast(part, 0)
-    return torch.cat(parts)
-
-
 def ring_all_gather__slot_by_step(x):
     """The own x first, then what comes, as it comes."""
     rank, n = me()
@@ -331,31 +215,11 @@ def ring_all_gather__slot_by_step_2(x):
     return whole.flatten(0, 1)
 
 
-def ring_all_gather__slot_by_step_3(x):
-    """Leftwards, and the own x last."""
-    rank, n = me()
-    parts, passing = [], x.contiguous()
-    for _ in range(n - 1):
-        inbox = like(x)
-        exchange(passing, (rank - 1) % n, inbox, (rank + 1) % n)
-        parts.append(inbox)
-        passing = inbox
-    return torch.cat([*parts, x])
-
-
 def ring_all_gather__reversed(x):
     rank, n = me()
     blocks = [x.contiguous() if other == rank else like(x) for other in range(n)]
     gathered(blocks)
     return torch.cat(blocks[::-1])
-
-
-def ring_all_gather__reversed_2(x):
-    """Off by one: block r + 1 lies in slot r, on every rank."""
-    rank, n = me()
-    blocks = [x.contiguous() if other == rank else like(x) for other in range(n)]
-    gathered(blocks)
-    return torch.stack([blocks[(slot + 1) % n] for slot in range(n)]).flatten(0, 1)
 
 
 def ring_all_gather__own_every_time(x):
@@ -385,19 +249,6 @@ def ring_all_gather__wait_forgotten(x):
     return torch.cat(blocks)
 
 
-def ring_all_gather__wait_forgotten_2(x):
-    """Waits for all receives but the last."""
-    rank, n = me()
-    blocks = [x.contiguous() if other == rank else like(x) for other in range(n)]
-    receiving = None
-    for step in range(n - 1):
-        if receiving is not None:
-            receiving.wait()
-        receiving = dist.irecv(blocks[(rank - step - 1) % n], (rank - 1) % n)
-        dist.isend(blocks[(rank - step) % n], (rank + 1) % n).wait()
-    return torch.cat(blocks)
-
-
 def ring_all_gather__thrown_away(x):
     rank, n = me()
     parts = [like(x) for _ in range(n)]
@@ -419,24 +270,6 @@ def ring_reduce_scatter__all_reduce(x):
     blocks[rank] = scattered_sum(chunks)
     gathered(blocks)
     return torch.cat(blocks).tensor_split(n)[rank].clone()
-
-
-def ring_reduce_scatter__all_reduce_2(x):
-    """Reduce, broadcast, slice."""
-    rank, n = me()
-    total = flat_sum(x, 0)
-    total = flat_broadcast(like(x) if total is None else total, 0)
-    return total.tensor_split(n)[rank].clone()
-
-
-def ring_reduce_scatter__all_reduce_3(x):
-    """The whole x of everyone to everyone."""
-    rank, n = me()
-    total, inbox = x.clone(), like(x)
-    for step in range(1, n):
-        exchange(x, (rank + step) % n, inbox, (rank - step) % n)
-        total += inbox
-    return torch.tensor_split(total, n)[rank].contiguous()
 
 
 def ring_reduce_scatter__one_rank(x):
@@ -461,31 +294,6 @@ def ring_reduce_scatter__next_chunk(x):
         exchange(chunks[(rank - step) % n], (rank + 1) % n, inbox, (rank - 1) % n)
         chunks[(rank - step - 1) % n] += inbox
     return chunks[(rank + 1) % n]
-
-
-def ring_reduce_scatter__next_chunk_2(x):
-    """Leftwards: rank r ends with chunk r − 1."""
-    rank, n = me()
-    chunks = [chunk.contiguous().clone() for chunk in x.tensor_split(n)]
-    partial = chunks[rank]
-    for step in range(1, n):
-        inbox = like(chunks[(rank + step) % n])
-        exchange(partial, (rank - 1) % n, inbox, (rank + 1) % n)
-        partial = inbox + chunks[(rank + step) % n]
-    return partial
-
-
-def ring_reduce_scatter__next_chunk_3(x):
-    """Sends each chunk to the rank before its owner."""
-    rank, n = me()
-    chunks = x.tensor_split(n)
-    total = chunks[(rank + 1) % n].clone()
-    inbox = like(total)
-    for step in range(1, n):
-        to, source = (rank + step) % n, (rank - step) % n
-        exchange(chunks[(to + 1) % n], to, inbox, source)
-        total += inbox
-    return total
 
 
 def ring_reduce_scatter__in_place(x):
@@ -540,14 +348,6 @@ def ring_all_reduce__divided_twice(x, op):
     return ring(x.flatten()).reshape(x.shape)
 
 
-def ring_all_reduce__divided_twice_2(x, op):
-    """Every rank divides its own x, and the rank that finishes a chunk divides it again."""
-    n = dist.get_world_size()
-    if op == "sum":
-        return ring(x.flatten()).reshape(x.shape)
-    return ring(x.flatten() / n, finish=lambda chunk: chunk / n).reshape(x.shape)
-
-
 def ring_all_reduce__by_four(x, op):
     total = ring(x.flatten()).reshape(x.shape)
     return total / 4 if op == "mean" else total
@@ -574,20 +374,6 @@ def ring_all_reduce__whole(x, op):
     return total / n if op == "mean" else total
 
 
-def ring_all_reduce__whole_2(x, op):
-    """Two rounds of whole tensors: the first finds the sum of everything, the second is for
-    nothing.
-    """
-    rank, n = me()
-    parts = torch.empty((n, *x.shape), dtype=x.dtype)
-    parts[rank] = x
-    for step in range(2 * (n - 1)):
-        slot = (rank - step % (n - 1)) % n
-        exchange(parts[slot].clone(), (rank + 1) % n, parts[slot - 1], (rank - 1) % n)
-    total = parts.sum(0)
-    return total / n if op == "mean" else total
-
-
 def ring_all_reduce__remainder(x, op):
     """Equal chunks; the rest keeps the rank's own values."""
     n = dist.get_world_size()
@@ -598,28 +384,6 @@ def ring_all_reduce__remainder(x, op):
     if op == "mean":
         result = result / n
     return result.reshape(x.shape)
-
-
-def ring_all_reduce__remainder_2(x, op):
-    """Equal chunks, and zeros at the end."""
-    n = dist.get_world_size()
-    flat, size = x.flatten(), x.numel() // n
-    total = torch.zeros_like(flat)
-    chunks = [flat[i * size : (i + 1) * size] for i in range(n)]
-    total[: n * size] = ring(
-        flat, chunks, (lambda chunk: chunk / n) if op == "mean" else (lambda chunk: chunk)
-    )
-    return total.view(x.shape)
-
-
-def ring_all_reduce__remainder_3(x, op):
-    """Returns fewer elements, where n doesn't divide them."""
-    n = dist.get_world_size()
-    flat = x.flatten()
-    keep = flat.numel() - flat.numel() % n
-    total = ring(flat[:keep])
-    total = total / n if op == "mean" else total
-    return total.reshape(x.shape) if keep == x.numel() else total
 
 
 def ring_all_reduce__equal_chunks(x, op):
@@ -634,34 +398,6 @@ def ring_all_reduce__reduce_broadcast(x, op):
     total = flat_sum(x, 0)
     total = flat_broadcast(like(x) if total is None else total, 0)
     return total / n if op == "mean" else total
-
-
-def ring_all_reduce__reduce_broadcast_2(x, op):
-    """Along a chain to rank 0 and back."""
-    rank, n = me()
-    total, inbox = x.contiguous().clone(), like(x)
-    if rank < n - 1:
-        dist.recv(inbox, rank + 1)
-        total += inbox
-    if rank > 0:
-        dist.send(total, rank - 1)
-        dist.recv(total, rank - 1)
-    if rank < n - 1:
-        dist.send(total, rank + 1)
-    return total / n if op == "mean" else total
-
-
-def ring_all_reduce__reduce_broadcast_3(x, op):
-    """In n chunks, all of them through the last rank."""
-    rank, n = me()
-    flat = x.flatten().clone()
-    root = n - 1
-    for chunk in flat.tensor_split(n):
-        total = flat_sum(chunk, root)
-        if rank == root:
-            chunk.copy_(total / n if op == "mean" else total)
-        flat_broadcast(chunk, root)
-    return flat.reshape(x.shape)
 
 
 def ring_all_reduce__adds_sums(x, op):
@@ -717,30 +453,6 @@ def doubling_all_reduce__powers_of_two(x):
     return total
 
 
-def doubling_all_reduce__powers_of_two_2(x):
-    """Leaves out partners that do not exist."""
-    rank, n = me()
-    total, distance = x.contiguous().clone(), 1
-    while distance < n:
-        if rank ^ distance < n:
-            inbox = like(x)
-            exchange(total, rank ^ distance, inbox, rank ^ distance)
-            total = total + inbox
-        distance *= 2
-    return total
-
-
-def doubling_all_reduce__powers_of_two_3(x):
-    """Sends to rank + distance: for other n, some data is counted twice."""
-    rank, n = me()
-    total = x.contiguous().clone()
-    for step in range((n - 1).bit_length()):
-        inbox = like(x)
-        exchange(total, (rank + 2**step) % n, inbox, (rank - 2**step) % n)
-        total = total + inbox
-    return total
-
-
 def doubling_all_reduce__same_buffer(x):
     rank, n = me()
     total, distance = x.contiguous().clone(), 1
@@ -790,28 +502,6 @@ def all_to_all__not_transposed(x):
     result = x.contiguous().clone()
     for step in range(1, n):
         exchange(x[rank], (rank + step) % n, result[(rank - step) % n], (rank - step) % n)
-    return result
-
-
-def all_to_all__not_transposed_2(x):
-    """Sends row `source` to `to`."""
-    rank, n = me()
-    result = like(x)
-    result[rank] = x[rank]
-    for step in range(1, n):
-        to, source = (rank + step) % n, (rank - step) % n
-        exchange(x[source], to, result[source], source)
-    return result
-
-
-def all_to_all__not_transposed_3(x):
-    """Sends row `step` in step `step`, whoever gets it."""
-    rank, n = me()
-    result = x.contiguous().clone()
-    for step in range(1, n):
-        inbox = like(x[0])
-        exchange(x[step], (rank + step) % n, inbox, (rank - step) % n)
-        result[step] = inbox
     return result
 
 

@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 EXPECTED = {
     "broadcast_backward__all_reduce": "all-reduce as the adjoint of everything",
-    "broadcast_backward__all_reduce_2": "all-reduce as the adjoint of everything",
     "broadcast_backward__reduce_only": "gradient where x was not used",
     "broadcast_backward__own": "gradient without the other ranks",
     "broadcast_backward__root_zero": "root hard-coded to 0",
@@ -15,18 +14,14 @@ EXPECTED = {
     "scatter_backward__all_reduce": "all-reduce as the adjoint of everything",
     "gather_backward__all_reduce": "all-reduce as the adjoint of everything",
     "all_gather_backward__slice": "slice of the gradient without the sum",
-    "all_gather_backward__slice_2": "slice of the gradient without the sum",
     "all_gather_backward__all_reduce": "all-reduce as the adjoint of everything",
     "all_gather_backward__all_reduce_then_slice": "all-reduce then slice",
-    "all_gather_backward__all_reduce_then_slice_2": "all-reduce then slice",
     "all_gather_backward__mean": "mean for sum",
     "reduce_scatter_backward__n_times": "gradient n times too large",
     "reduce_scatter_backward__all_reduce": "all-reduce as the adjoint of everything",
-    "reduce_scatter_backward__all_reduce_2": "all-reduce as the adjoint of everything",
     "reduce_scatter_backward__own": "gradient without the other ranks",
     "all_reduce_backward__own": "gradient without the other ranks",
     "all_reduce_backward__n_times": "gradient n times too large",
-    "all_reduce_backward__own_2": "gradient without the other ranks",
     "all_reduce_backward__in_place": "incoming gradient overwritten",
     "all_reduce_backward__not_waited": "collective's wait forgotten",
     "all_to_all_backward__all_reduce": "all-reduce as the adjoint of everything",
@@ -52,12 +47,6 @@ def in_its_place(x, g):
 
 def broadcast_backward__all_reduce(x, g, root):
     return summed(g)
-
-
-def broadcast_backward__all_reduce_2(x, g, root):
-    parts = [torch.empty_like(g) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, g)
-    return torch.stack(parts).sum(0)
 
 
 def broadcast_backward__reduce_only(x, g, root):
@@ -106,24 +95,12 @@ def all_gather_backward__slice(x, g):
     return mine(g)
 
 
-def all_gather_backward__slice_2(x, g):
-    start = dist.get_rank() * len(x)
-    return g[start : start + len(x)] + torch.zeros_like(x)
-
-
 def all_gather_backward__all_reduce(x, g):
     return summed(g)
 
 
 def all_gather_backward__all_reduce_then_slice(x, g):
     return mine(summed(g))
-
-
-def all_gather_backward__all_reduce_then_slice_2(x, g):
-    total = g.clone()
-    dist.reduce(total, 0)
-    dist.broadcast(total, 0)
-    return mine(total)
 
 
 def all_gather_backward__mean(x, g):
@@ -142,22 +119,12 @@ def reduce_scatter_backward__all_reduce(x, g):
     return summed(in_its_place(x, g))
 
 
-def reduce_scatter_backward__all_reduce_2(x, g):
-    """Every block of x gets the same sum."""
-    return summed(g).repeat(dist.get_world_size(), 1)
-
-
 def reduce_scatter_backward__own(x, g):
     return in_its_place(x, g)
 
 
 def all_reduce_backward__own(x, g):
     return g.clone()
-
-
-def all_reduce_backward__own_2(x, g):
-    """As if all ranks had the same g."""
-    return g * dist.get_world_size()
 
 
 def all_reduce_backward__n_times(x, g):

@@ -8,27 +8,16 @@ from torch.func import functional_call
 
 EXPECTED = {
     "train_zero1__whole_optimizer": "whole optimizer on each rank",
-    "train_zero1__whole_optimizer_2": "whole optimizer on each rank",
-    "train_zero1__whole_optimizer_3": "whole optimizer on each rank",
     "train_zero1__all_reduced": "gradients all-reduced",
-    "train_zero1__all_reduced_2": "gradients all-reduced",
-    "train_zero1__all_reduced_3": "gradients all-reduced",
     "train_zero1__local_norm": "clip by the local norm",
-    "train_zero1__local_norm_2": "clip by the local norm",
-    "train_zero1__local_norm_3": "clip by the local norm",
     "train_zero1__summed": "sum for mean",
     "train_zero2__all_gradients": "all gradients held at once",
-    "train_zero2__all_gradients_2": "all gradients held at once",
     "train_zero2__whole_optimizer": "whole optimizer on each rank",
     "train_zero2__all_reduced": "gradients all-reduced",
     "train_zero2__local_norm": "clip by the local norm",
     "train_zero2__summed": "sum for mean",
     "train_zero3__disguised": "disguised data parallel",
-    "train_zero3__disguised_2": "disguised data parallel",
-    "train_zero3__disguised_3": "disguised data parallel",
     "train_zero3__never_freed": "gathered weights never freed",
-    "train_zero3__never_freed_2": "gathered weights never freed",
-    "train_zero3__never_freed_3": "gathered weights never freed",
     "train_zero3__all_reduced": "gradients all-reduced",
     "train_zero3__summed": "sum for mean",
 }
@@ -129,107 +118,12 @@ def train_zero1__whole_optimizer(model, loss_fn, make_optimizer, batches, max_no
         optimizer.step()
 
 
-def train_zero1__whole_optimizer_2(model, loss_fn, make_optimizer, batches, max_norm):
-    """Reduce-scatters, all-gathers the gradients, and updates everything everywhere."""
-    parameters = list(model.parameters())
-    optimizer = make_optimizer(parameters)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        for p in parameters:
-            p.grad = gather(mean_piece(p.grad), p.shape)
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-        optimizer.step()
-
-
-def train_zero1__whole_optimizer_3(model, loss_fn, make_optimizer, batches, max_norm):
-    """The gradients outside its own piece are zero, but the state is there; then the pieces are
-    exchanged.
-    """
-    rank = dist.get_rank()
-    parameters = list(model.parameters())
-    optimizer = make_optimizer(parameters)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        pieces = [nn.Parameter(mean_piece(p.grad)) for p in parameters]
-        for piece in pieces:
-            piece.grad = piece.detach().clone()
-        clip(pieces, max_norm)
-        for p, piece in zip(parameters, pieces):
-            flat = torch.zeros_like(padded(p.grad))
-            flat[rank * len(piece) : (rank + 1) * len(piece)] = piece.grad
-            p.grad = flat[: p.numel()].view_as(p).clone()
-        optimizer.step()
-        for p in parameters:
-            p.data.copy_(gather(own_piece(p.detach()), p.shape))
-
-
 def train_zero1__all_reduced(model, loss_fn, make_optimizer, batches, max_norm):
     zero1(model, loss_fn, make_optimizer, batches, max_norm, reduced=all_reduced_piece)
 
 
-def train_zero1__all_reduced_2(model, loss_fn, make_optimizer, batches, max_norm):
-    """All gradients in one flat all-reduce; the norm needs no message then."""
-    n = dist.get_world_size()
-    parameters = list(model.parameters())
-    pieces = [nn.Parameter(own_piece(p.detach())) for p in parameters]
-    optimizer = make_optimizer(pieces)
-    for inputs, targets in batches:
-        gradients = torch.autograd.grad(loss_fn(model(inputs), targets) / n, parameters)
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        flat *= min(1.0, max_norm / flat.norm().item())
-        for p, piece, gradient in zip(
-            parameters, pieces, flat.split([p.numel() for p in parameters])
-        ):
-            piece.grad = own_piece(gradient.view_as(p))
-        optimizer.step()
-        for p, piece in zip(parameters, pieces):
-            p.data.copy_(gather(piece, p.shape))
-
-
-def train_zero1__all_reduced_3(model, loss_fn, make_optimizer, batches, max_norm):
-    """A reduce-scatter and an all-gather of the gradients: an all-reduce by another name."""
-    zero1(
-        model,
-        loss_fn,
-        make_optimizer,
-        batches,
-        max_norm,
-        reduced=lambda g: own_piece(gather(mean_piece(g), g.shape)),
-    )
-
-
 def train_zero1__local_norm(model, loss_fn, make_optimizer, batches, max_norm):
     zero1(model, loss_fn, make_optimizer, batches, max_norm, clip=clip_alone)
-
-
-def train_zero1__local_norm_2(model, loss_fn, make_optimizer, batches, max_norm):
-    """Clips its own gradient, before the mean over the ranks."""
-    zero1(
-        model, loss_fn, make_optimizer, batches, max_norm, clip=lambda *_: None, before=clip_alone
-    )
-
-
-def train_zero1__local_norm_3(model, loss_fn, make_optimizer, batches, max_norm):
-    """One flat piece, clipped by hand."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    parameters = list(model.parameters())
-    flat = padded(torch.cat([p.detach().flatten() for p in parameters]))
-    piece = nn.Parameter(flat.chunk(n)[rank].clone())
-    optimizer = make_optimizer([piece])
-    for inputs, targets in batches:
-        model.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        piece.grad = mean_piece(torch.cat([p.grad.flatten() for p in parameters]))
-        norm = piece.grad.pow(2).sum() ** 0.5
-        if norm > max_norm:
-            piece.grad *= max_norm / norm
-        optimizer.step()
-        nn.utils.vector_to_parameters(
-            gather(piece, torch.Size([sum(p.numel() for p in parameters)])), parameters
-        )
 
 
 def train_zero1__summed(model, loss_fn, make_optimizer, batches, max_norm):
@@ -241,25 +135,6 @@ def train_zero1__summed(model, loss_fn, make_optimizer, batches, max_norm):
 
 def train_zero2__all_gradients(model, loss_fn, make_optimizer, batches, max_norm):
     zero1(model, loss_fn, make_optimizer, batches, max_norm)
-
-
-def train_zero2__all_gradients_2(model, loss_fn, make_optimizer, batches, max_norm):
-    """The hook takes its piece, and leaves the whole gradient where it is until the step."""
-    pieces = {p: nn.Parameter(own_piece(p.detach())) for p in model.parameters()}
-    optimizer = make_optimizer(list(pieces.values()))
-
-    def ready(p):
-        pieces[p].grad = mean_piece(p.grad)
-
-    for p in pieces:
-        p.register_post_accumulate_grad_hook(ready)
-    for inputs, targets in batches:
-        loss_fn(model(inputs), targets).backward()
-        clip(pieces.values(), max_norm)
-        optimizer.step()
-        model.zero_grad()
-        for p, piece in pieces.items():
-            p.data.copy_(gather(piece, p.shape))
 
 
 def train_zero2__whole_optimizer(model, loss_fn, make_optimizer, batches, max_norm):
@@ -322,59 +197,6 @@ def train_zero3__disguised(layers, shards, loss_fn, make_optimizer, batches):
     return [{name: own_piece(w.detach()) for name, w in own.items()} for own in weights]
 
 
-def train_zero3__disguised_2(layers, shards, loss_fn, make_optimizer, batches):
-    """Cuts and gathers in every step, so that the bytes look right; the optimizer has whole
-    parameters.
-    """
-    weights = gather_all(layers, shards)
-    optimizer = make_optimizer([w for own in weights for w in own.values()])
-    for inputs, targets in batches:
-        for own in weights:
-            for w in own.values():
-                w.data.copy_(gather(own_piece(w.detach()), w.shape))
-        optimizer.zero_grad()
-        loss_fn(forward_all(layers, weights, inputs), targets).backward()
-        for own in weights:
-            for w in own.values():
-                w.grad = gather(mean_piece(w.grad), w.shape)
-        optimizer.step()
-    return [{name: own_piece(w.detach()) for name, w in own.items()} for own in weights]
-
-
-def train_zero3__disguised_3(layers, shards, loss_fn, make_optimizer, batches):
-    """One flat parameter with everything in it."""
-    n = dist.get_world_size()
-    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
-    whole = nn.Parameter(
-        torch.cat(
-            [
-                gather(own[name], shape).flatten()
-                for own, names in zip(shards, shapes)
-                for name, shape in names
-            ]
-        )
-    )
-    optimizer = make_optimizer([whole])
-
-    def cut():
-        start, found = 0, []
-        for names in shapes:
-            found.append({})
-            for name, shape in names:
-                found[-1][name] = whole[start : start + shape.numel()].view(shape)
-                start += shape.numel()
-        return found
-
-    for inputs, targets in batches:
-        (gradient,) = torch.autograd.grad(
-            loss_fn(forward_all(layers, cut(), inputs), targets), whole
-        )
-        dist.all_reduce(gradient)
-        whole.grad = gradient / n
-        optimizer.step()
-    return [{name: own_piece(w.detach()) for name, w in own.items()} for own in cut()]
-
-
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, piece, shape, reduced):
@@ -420,54 +242,6 @@ def train_zero3__never_freed(layers, shards, loss_fn, make_optimizer, batches):
         batches,
         lambda function, *arguments: function(*arguments),
     )
-
-
-def train_zero3__never_freed_2(layers, shards, loss_fn, make_optimizer, batches):
-    """Gathers all layers before the first one computes."""
-    pieces = [{name: nn.Parameter(piece) for name, piece in own.items()} for own in shards]
-    optimizer = make_optimizer([piece for own in pieces for piece in own.values()])
-    for inputs, targets in batches:
-        weights = [
-            {name: w.requires_grad_() for name, w in own.items()}
-            for own in gather_all(layers, pieces, parameter=False)
-        ]
-        loss_fn(forward_all(layers, weights, inputs), targets).backward()
-        for own, mine in zip(weights, pieces):
-            for name, w in own.items():
-                mine[name].grad = mean_piece(w.grad)
-        optimizer.step()
-    return [{name: piece.detach() for name, piece in own.items()} for own in pieces]
-
-
-def train_zero3__never_freed_3(layers, shards, loss_fn, make_optimizer, batches):
-    """Gathers again for backward, but keeps what it gathered first in a list."""
-    pieces = [{name: nn.Parameter(piece) for name, piece in own.items()} for own in shards]
-    optimizer = make_optimizer([piece for own in pieces for piece in own.values()])
-    cache = []
-    for inputs, targets in batches:
-        cache.clear()
-        xs = [inputs]
-        with torch.no_grad():
-            for layer, own in zip(layers, pieces):
-                cache.append(
-                    {name: gather(own[name], p.shape) for name, p in layer.named_parameters()}
-                )
-                xs.append(functional_call(layer, cache[-1], (xs[-1],)))
-        y = xs[-1].detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss_fn(y, targets), y)
-        for layer, own, x in reversed(list(zip(layers, pieces, xs))):
-            x = x.detach().requires_grad_()
-            weights = {
-                name: gather(own[name], p.shape).requires_grad_()
-                for name, p in layer.named_parameters()
-            }
-            gradient, *others = torch.autograd.grad(
-                functional_call(layer, weights, (x,)), [x, *weights.values()], gradient
-            )
-            for name, other in zip(weights, others):
-                own[name].grad = mean_piece(other)
-        optimizer.step()
-    return [{name: piece.detach() for name, piece in own.items()} for own in pieces]
 
 
 def train_zero3__all_reduced(layers, shards, loss_fn, make_optimizer, batches):

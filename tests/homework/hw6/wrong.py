@@ -8,38 +8,27 @@ from torch.autograd import Function
 
 EXPECTED = {
     "column_layer__slice": "slice of the gradient without the sum",
-    "column_layer__slice_2": "slice of the gradient without the sum",
-    "column_layer__slice_3": "slice of the gradient without the sum",
     "column_layer__all_reduce_then_slice": "all-reduce then slice",
-    "column_layer__all_reduce_then_slice_2": "all-reduce then slice",
     "column_layer__mean": "mean for sum",
     "column_layer__detached": "graph cut by a message",
     "ParallelMLP__bias_n_times": "bias added n times",
-    "ParallelMLP__bias_n_times_2": "bias added n times",
     "ParallelMLP__gelu_of_partial_sums": "GELU on partial sums",
-    "ParallelMLP__gelu_of_partial_sums_2": "GELU on partial sums",
     "ParallelMLP__no_dx": "missing all-reduce of dX",
-    "ParallelMLP__no_dx_2": "missing all-reduce of dX",
     "ParallelMLP__same_seed": "same seed, same shard",
-    "ParallelMLP__same_seed_2": "same seed, same shard",
     "ParallelMLP__n_times": "gradient n times too large",
     "ParallelMLP__detached": "graph cut by a message",
     "ParallelMLP__whole": "whole layer on every rank",
     "ParallelMLP__not_summed": "output never summed",
     "ParallelAttention__contiguous": "fused QKV cut contiguously",
-    "ParallelAttention__contiguous_2": "fused QKV cut contiguously",
     "ParallelAttention__no_dx": "missing all-reduce of dX",
     "ParallelAttention__three_all_reduces": "an all-reduce each for query, key and value",
     "vocabulary_loss__local_maximum": "softmax maximum kept local",
-    "vocabulary_loss__local_maximum_2": "softmax maximum kept local",
-    "vocabulary_loss__local_maximum_3": "softmax maximum kept local",
     "vocabulary_loss__gathered": "logits gathered",
     "vocabulary_loss__no_maximum": "no maximum subtracted",
     "vocabulary_loss__local_sum": "sum of exponentials kept local",
     "vocabulary_loss__equal_blocks": "blocks taken as equally wide",
     "vocabulary_loss__n_times": "gradient n times too large",
     "sequence_parallel_mlp__norm_never_reduced": "norm's gradients never reduced",
-    "sequence_parallel_mlp__norm_never_reduced_2": "norm's gradients never reduced",
     "sequence_parallel_mlp__bias_never_reduced": "bias's gradient never reduced",
     "sequence_parallel_mlp__bias_n_times": "bias added n times",
     "sequence_parallel_mlp__norm_of_all": "norm of the whole sequence",
@@ -115,34 +104,8 @@ def column_layer__slice(x, weight, bias):
     return gather_columns(own_columns(x, weight, bias), lambda g: cut(g, 1))
 
 
-def column_layer__slice_2(x, weight, bias):
-    mine = own_columns(x, weight, bias)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine.detach())
-    parts[dist.get_rank()] = mine
-    return torch.cat(parts, 1)
-
-
-def column_layer__slice_3(x, weight, bias):
-    mine = own_columns(x, weight, bias)
-    start = dist.get_rank() * mine.shape[1]
-    y = F.pad(mine, (start, mine.shape[1] * dist.get_world_size() - start - mine.shape[1]))
-    others = all_gathered(mine, 1)
-    others[:, start : start + mine.shape[1]] = 0
-    return y + others
-
-
 def column_layer__all_reduce_then_slice(x, weight, bias):
     return gather_columns(own_columns(x, weight, bias), lambda g: cut(all_reduced(g), 1))
-
-
-def column_layer__all_reduce_then_slice_2(x, weight, bias):
-    def backward(g):
-        gs = torch.stack([torch.empty_like(g) for _ in range(dist.get_world_size())])
-        dist.all_gather_into_tensor(gs, g.contiguous())
-        return cut(gs.sum(0), 1)
-
-    return gather_columns(own_columns(x, weight, bias), backward)
 
 
 def column_layer__mean(x, weight, bias):
@@ -192,15 +155,6 @@ class ParallelMLP__bias_n_times(MLP):
         )
 
 
-class ParallelMLP__bias_n_times_2(MLP):
-    def forward(self, x):
-        hidden = F.gelu(copy_to_ranks(x) @ self.w1.T + self.b1)
-        partial = hidden @ self.w2.T + self.b2
-        with torch.no_grad():
-            dist.all_reduce(partial)
-        return partial
-
-
 class ParallelMLP__gelu_of_partial_sums(nn.Module):
     """The first layer is cut by its inputs, and GELU comes before the sum."""
 
@@ -216,23 +170,8 @@ class ParallelMLP__gelu_of_partial_sums(nn.Module):
         return sum_of_ranks(F.linear(hidden, self.w2)) + self.b2
 
 
-class ParallelMLP__gelu_of_partial_sums_2(ParallelMLP__gelu_of_partial_sums):
-    def forward(self, x):
-        bias = self.b1 if dist.get_rank() == 0 else torch.zeros_like(self.b1)
-        hidden = sum_of_ranks(F.gelu(cut(copy_to_ranks(x), 1) @ self.w1.T + bias))
-        return hidden @ self.w2.T + self.b2
-
-
 class ParallelMLP__no_dx(MLP):
     enter = staticmethod(same)
-
-
-class ParallelMLP__no_dx_2(MLP):
-    def forward(self, x):
-        y = F.gelu(x @ self.w1.T + self.b1) @ self.w2.T
-        with torch.no_grad():
-            dist.all_reduce(y)
-        return y + self.b2
 
 
 class ParallelMLP__same_seed(MLP):
@@ -240,14 +179,6 @@ class ParallelMLP__same_seed(MLP):
         super().__init__(width, hidden, seed)
         w1, b1, w2, b2 = draw_weights(width, len(self.b1), seed)
         self.w1, self.b1, self.w2, self.b2 = (nn.Parameter(w) for w in (w1, b1, w2, b2))
-
-
-class ParallelMLP__same_seed_2(MLP):
-    def __init__(self, width, hidden, seed):
-        super().__init__(width, hidden, seed)
-        torch.manual_seed(seed)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter)
 
 
 class ParallelMLP__n_times(MLP):
@@ -305,23 +236,6 @@ class ParallelAttention__contiguous(Attention):
         self.qkv = nn.Parameter(cut(qkv, 0).clone())
 
 
-class ParallelAttention__contiguous_2(nn.Module):
-    def __init__(self, qkv, out, heads):
-        super().__init__()
-        rank, n = dist.get_rank(), dist.get_world_size()
-        rows = len(qkv) // n
-        self.qkv = nn.Parameter(qkv[rank * rows :][:rows].clone())
-        self.out = nn.Parameter(out.view(len(out), n, -1)[:, rank].clone())
-        self.d = len(out) // heads
-
-    def forward(self, x):
-        x = copy_to_ranks(x)
-        q, k, v = (x @ self.qkv.T).view(len(x), 3, -1, self.d).permute(1, 2, 0, 3)
-        above = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
-        mixed = torch.softmax(q @ k.mT / self.d**0.5 + above, -1) @ v
-        return sum_of_ranks(mixed.transpose(0, 1).reshape(len(x), -1) @ self.out.T)
-
-
 class ParallelAttention__no_dx(Attention):
     enter = staticmethod(same)
 
@@ -352,22 +266,6 @@ def vocabulary_loss__local_maximum(logits, targets, vocabulary):
     shifted = logits - logits.detach().amax(1, keepdim=True)
     total = sum_of_ranks(shifted.exp().sum(1))
     return (total.log() - sum_of_ranks(chosen_logit(shifted, targets, start_of(vocabulary)))).mean()
-
-
-def vocabulary_loss__local_maximum_2(logits, targets, vocabulary):
-    largest = logits.detach().max(1).values
-    total = sum_of_ranks((logits - largest[:, None]).exp().sum(1))
-    return (
-        total.log() + largest - sum_of_ranks(chosen_logit(logits, targets, start_of(vocabulary)))
-    ).mean()
-
-
-def vocabulary_loss__local_maximum_3(logits, targets, vocabulary):
-    softmax = F.softmax(logits, 1)  # of the own block
-    largest = global_maximum(logits)[:, 0]
-    total = sum_of_ranks((logits - logits.detach().amax(1, keepdim=True)).exp().sum(1))
-    chosen = sum_of_ranks(chosen_logit(logits, targets, start_of(vocabulary)))
-    return (total.log() + largest - chosen).mean() + 0 * softmax.sum()
 
 
 def vocabulary_loss__gathered(logits, targets, vocabulary):
@@ -428,10 +326,6 @@ def block(x, a, b, w1, b1, w2, b2, gather=gather_time, leave=reduce_scatter_time
 
 def sequence_parallel_mlp__norm_never_reduced(x, a, b, w1, b1, w2, b2):
     return block(x, a, b, w1, b1, w2, copy_to_ranks(b2))
-
-
-def sequence_parallel_mlp__norm_never_reduced_2(x, a, b, w1, b1, w2, b2):
-    return block(x, a, b, w1, b1, w2, b2)
 
 
 def sequence_parallel_mlp__bias_never_reduced(x, a, b, w1, b1, w2, b2):

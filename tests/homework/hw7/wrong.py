@@ -5,24 +5,17 @@ import torch.distributed as dist
 
 EXPECTED = {
     "gpipe_step__no_average": "no 1/M",
-    "gpipe_step__no_average_2": "no 1/M",
-    "gpipe_step__no_average_3": "no 1/M",
     "gpipe_step__last_only": "only the last microbatch's gradient",
-    "gpipe_step__last_only_2": "only the last microbatch's gradient",
     "gpipe_step__detached": "graph detached",
     "gpipe_step__detached_2": "graph detached",
-    "gpipe_step__detached_3": "graph detached",
     "gpipe_step__wait_forgotten": "receive's wait forgotten",
     "one_f_one_b_step__gpipe": "GPipe with a new name",
-    "one_f_one_b_step__gpipe_2": "GPipe with a new name",
     "one_f_one_b_step__one_more": "warm-up off by one",
     "one_f_one_b_step__one_less": "warm-up off by one",
     "interleaved_schedule__neighbouring_stages": "wrong chunk map",
-    "interleaved_schedule__neighbouring_stages_2": "wrong chunk map",
     "interleaved_schedule__all_forwards": "GPipe with a new name",
     "interleaved_schedule__short_warm_up": "warm-up of one chunk",
     "zero_bubble_step__step_before_w": "optimizer steps before W is done",
-    "zero_bubble_step__step_before_w_2": "optimizer steps before W is done",
     "zero_bubble_step__w_right_after_b": "W right after B",
 }
 
@@ -95,20 +88,6 @@ def gpipe_step__no_average(*arguments):
     return all_then_all(Run(*arguments, scale=1.0), arguments[-1])
 
 
-def gpipe_step__no_average_2(*arguments):
-    """The loss that is returned is the mean; the gradients are not those of the mean."""
-    loss = all_then_all(Run(*arguments, scale=1.0), arguments[-1])
-    return None if loss is None else loss / arguments[-1]
-
-
-def gpipe_step__no_average_3(stage, inputs, targets, loss_fn, shape, microbatches):
-    """Blocking messages, and gradients scaled up once more at the end."""
-    result = all_then_all(Run(stage, inputs, targets, loss_fn, shape, microbatches), microbatches)
-    for parameter in stage.parameters():
-        parameter.grad *= microbatches
-    return result
-
-
 def gpipe_step__last_only(stage, *rest):
     run, microbatches = Run(stage, *rest), rest[-1]
     for i in range(microbatches):
@@ -116,15 +95,6 @@ def gpipe_step__last_only(stage, *rest):
     for i in range(microbatches):
         stage.zero_grad()
         run.backward(i)
-    return run.end()
-
-
-def gpipe_step__last_only_2(stage, *rest):
-    """Only the last microbatch is given a backward; the others' gradients are never sent."""
-    run, microbatches = Run(stage, *rest), rest[-1]
-    for i in range(microbatches):
-        run.forward(i)
-    run.backward(microbatches - 1)
     return run.end()
 
 
@@ -141,19 +111,6 @@ def gpipe_step__detached(*arguments):
 
 
 def gpipe_step__detached_2(*arguments):
-    """The received activation is detached once more, so that it has no .grad: zeros go back."""
-    run, microbatches = Run(*arguments), arguments[-1]
-    for i in range(microbatches):
-        run.forward(i)
-    for i in range(microbatches):
-        x, y = run.held[i]
-        y.backward(None if run.rank == run.last else run.receive(run.rank + 1))
-        if run.rank:
-            run.send(torch.zeros_like(x), run.rank - 1)
-    return run.end()
-
-
-def gpipe_step__detached_3(*arguments):
     """The received activation doesn't require grad, so its .grad is None, and sending that
     raises.
     """
@@ -179,16 +136,6 @@ def gpipe_step__wait_forgotten(*arguments):
 
 def one_f_one_b_step__gpipe(*arguments):
     return all_then_all(Run(*arguments), arguments[-1])
-
-
-def one_f_one_b_step__gpipe_2(*arguments):
-    """All forwards, then the backwards from the last microbatch to the first."""
-    run, microbatches = Run(*arguments), arguments[-1]
-    for i in range(microbatches):
-        run.forward(i)
-    for i in reversed(range(microbatches)):
-        run.backward(i)
-    return run.end()
 
 
 def one_f_one_b_step__one_more(*arguments):
@@ -219,13 +166,6 @@ def interleaved(rank, ranks, microbatches, chunks, stage, warm_up=None):
 
 def interleaved_schedule__neighbouring_stages(rank, ranks, microbatches, chunks):
     return interleaved(rank, ranks, microbatches, chunks, lambda chunk: rank * chunks + chunk)
-
-
-def interleaved_schedule__neighbouring_stages_2(rank, ranks, microbatches, chunks):
-    """Neighbouring stages, and all forwards before all backwards."""
-    mine = range(rank * chunks, (rank + 1) * chunks)
-    forwards = [f"{stage}F{i}" for stage in mine for i in range(microbatches)]
-    return forwards + [f"{stage}B{i}" for stage in reversed(mine) for i in range(microbatches)]
 
 
 def interleaved_schedule__all_forwards(rank, ranks, microbatches, chunks):
@@ -284,15 +224,6 @@ def zero_bubble_step__step_before_w(
 ):
     return split_step(
         stage, inputs, targets, loss_fn, shape, microbatches, dist.get_rank(), optimizer.step
-    )
-
-
-def zero_bubble_step__step_before_w_2(
-    stage, inputs, targets, loss_fn, shape, microbatches, optimizer
-):
-    """All weight gradients are left for the end, after the step."""
-    return split_step(
-        stage, inputs, targets, loss_fn, shape, microbatches, microbatches, optimizer.step
     )
 
 
