@@ -157,9 +157,7 @@ def test_making_a_group_waits_for_its_members_only():
     assert p101.launch(program, world_size=3).results == [2, 2, None]
 
 
-@pytest.mark.parametrize(
-    "order", [("all_reduce", "broadcast"), ("barrier", "all_reduce"), ("broadcast", "barrier")]
-)
+@pytest.mark.parametrize("order", [("all_reduce", "broadcast"), ("barrier", "all_reduce")])
 def test_ranks_that_call_collectives_in_different_orders(order, backend):
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
@@ -189,8 +187,7 @@ def test_a_send_and_a_receive_with_different_tags(world):
     assert "rank 0 sends to rank 1 with tag 1, and rank 1 receives with tag 2" in str(error)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sizes_with_which_gloo_waits_for_ever(world_size):
+def test_sizes_with_which_gloo_waits_for_ever():
     """Every rank has posted its part.
 
     Some have returned, and the others wait for bytes that nobody sends.
@@ -199,13 +196,11 @@ def test_sizes_with_which_gloo_waits_for_ever(world_size):
     def program():
         dist.all_reduce(torch.ones(2 + dist.get_rank()))
 
-    error = fails(p101.DeadlockError, program, world_size=world_size)
+    error = fails(p101.DeadlockError, program, world_size=3)
     assert error.waiting[1][0] == "all_reduce"
     assert error.returned == [0]
     assert "the sizes do not match" in str(error)
-    assert "different shapes" in str(
-        fails(p101.MisuseError, program, world_size=world_size, trace=True)
-    )
+    assert "different shapes" in str(fails(p101.MisuseError, program, world_size=3, trace=True))
 
 
 def test_a_message_that_is_posted_and_never_received_is_noted():
@@ -242,8 +237,7 @@ def test_a_slow_rank_that_only_computes_is_no_deadlock():
     assert p101.launch(program, world_size=3).results == [True] * 3
 
 
-@pytest.mark.parametrize("trace", [False, True])
-def test_a_send_whose_work_is_dropped_at_once(trace):
+def test_a_send_whose_work_is_dropped_at_once():
     def program():
         if dist.get_rank() == 0:
             dist.isend(torch.ones(4), 1)  # its work is not kept
@@ -253,7 +247,7 @@ def test_a_send_whose_work_is_dropped_at_once(trace):
                 pass
             dist.recv(torch.zeros(4), 0)
 
-    error = fails(p101.DeadlockError, program, world_size=2, trace=trace)
+    error = fails(p101.DeadlockError, program, world_size=2)
     assert error.waiting == {1: ("recv", 0, line_of(program, "dist.recv"))}
     (told,) = error.dropped
     assert told.startswith(

@@ -1,6 +1,4 @@
-"""Every failure of a rank is reported at once, with its rank and place, and the next launch
-works.
-"""
+"""Every failure of a rank is reported at once, with its rank and place."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ What has no limit of its own is a deadlock.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -48,11 +47,9 @@ def missing_peers() -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"trace": True}, {"backend": "sim"}], ids=["gloo", "recorded gloo", "sim"]
-)
-def test_a_program_may_catch_the_error_of_its_groups_time_limit(options):
-    run = p101.launch(missing_peers, world_size=3, **options)
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_program_may_catch_the_error_of_its_groups_time_limit(backend):
+    run = p101.launch(missing_peers, world_size=3, backend=backend, trace=True)
     late = [
         f"Timed out waiting 1000ms for {kind} operation to complete" for kind in ("recv", "send")
     ]
@@ -71,9 +68,7 @@ def test_on_sim_the_clock_advances_to_the_limit():
                 p101.compute(1.0)
             return text
 
-    began = time.monotonic()
     run = p101.launch(program, world_size=2, backend="sim")
-    assert time.monotonic() - began < 30
     spans = {
         event.name: (event.start, event.end) for event in run.trace.events if event.kind == "span"
     }

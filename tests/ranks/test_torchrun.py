@@ -1,5 +1,5 @@
-"""One script with two launches gives the same results under `python` and `torchrun`, where
-every rank gets all results.
+"""One script with two launches, without a main guard, gives the same results under `python` and
+`torchrun`, where every rank gets all results.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ SCRIPT = """
             p101.launch(function, **options)
         except Exception as error:
             sys.stderr.write(f"caught {type(error).__name__}: {error}\\n")
-    if "deadlock" in sys.argv:
-        p101.launch(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), world_size=2)
     if "sizes" in sys.argv:  # gloo waits for ever
-        p101.launch(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), world_size=2, trace=True)
+        uneven = lambda: dist.all_reduce(torch.ones(2 + dist.get_rank()))
+        p101.launch(uneven, world_size=2, trace=True)
     if "order" in sys.argv:
         calls = [dist.barrier, lambda: dist.all_reduce(torch.ones(1))]
         p101.launch(lambda: [call() for call in calls[:: 1 - 2 * dist.get_rank()]], world_size=2)
@@ -68,6 +67,9 @@ SCRIPT = """
     values = [value for value, _ in first.results], [t.tolist() for _, t in first.results]
     line = f"{values} {second.results} {len(first.trace.events)} {sim.results}\\n"
     sys.stdout.write(line)
+    sys.stdout.flush()
+    if "deadlock" in sys.argv:
+        p101.launch(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), world_size=2)
 """
 SAID = "([3.0, 3.0], [[0, 0], [1, 1]]) [10, 11] 2 [0, 1, 2]"
 
@@ -95,9 +97,10 @@ def test_by_python(script):
     assert done.stdout.splitlines() == [SAID], done.stderr
 
 
-def test_by_torchrun_where_errors_that_leave_the_job_alive_can_be_caught(script):
-    done = _torchrun(script, "2", "caught")
-    assert done.returncode == 0 and done.stdout.splitlines() == [SAID, SAID], done.stderr
+def test_by_torchrun_where_errors_can_be_caught_and_a_deadlock_ends_the_job(script):
+    done = _torchrun(script, "2", "caught", "deadlock")
+    assert done.returncode and done.stdout.splitlines() == [SAID, SAID], done.stderr
+    assert FAILURES["deadlock"] in done.stderr
     caught = [
         line.removeprefix("caught ")
         for line in done.stderr.splitlines()
@@ -132,8 +135,15 @@ JOBS = """
         for rank in range(2):
             pid = os.fork()
             if pid == 0:
-                store = {"MASTER_ADDR": "localhost", "MASTER_PORT": os.read(port, 5).decode(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-                os.environ.update(store, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+                os.environ.update(
+                    MASTER_ADDR="localhost",
+                    MASTER_PORT=os.read(port, 5).decode(),
+                    TORCHELASTIC_USE_AGENT_STORE="True",
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE="2",
+                    LOCAL_WORLD_SIZE="2",
+                )
                 os.dup2(os.open(f"{folder}/{job}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
                 sys.argv = [script, "2", job]
                 runpy.run_path(script, run_name="__main__")
@@ -149,14 +159,14 @@ JOBS = """
         del ranks[pid]
 """
 
+ABORT = SCRIPT[: SCRIPT.index("os.abort")].count("\n") + 1
 FAILURES = {
     "deadlock": "rank 0 waits in recv from rank 1",
     "sizes": "different shapes: (2,) and (3,)",
     "order": "all_reduce on rank 1",
     "absent": "rank 0 had not reached this launch",
-    "abort": f'script.py", line {SCRIPT[: SCRIPT.index("os.abort")].count(chr(10)) + 1} in <lambda>',
+    "abort": f'script.py", line {ABORT} in <lambda>',
 }
-
 
 ALIVE = ("absent", 0)  # this rank does not need the other one again
 
@@ -172,9 +182,3 @@ def test_failures_that_block_a_rank_end_it_with_their_reason(script, tmp_path):
     ), done.stderr
     for how, message in FAILURES.items():
         assert message in (tmp_path / how).read_text()
-
-
-def test_such_a_failure_ends_torchrun(script):
-    done = _torchrun(script, "2", "deadlock")
-    assert done.returncode
-    assert FAILURES["deadlock"] in done.stderr
