@@ -1,61 +1,29 @@
-"""What the tests of the trainers share: small models in float64, and what one process makes of
-them with nothing but torch.
+"""What the tests of the trainers share: small models in float64, what one process makes of them
+with nothing but torch, and where a trainer's numbers differ.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel101 import DataParallelTrainer, ShardedTrainer
+import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
+from parallel101.models.plans import GPT_PLAN
+from parallel101.models.seeding import initial_weight
 
 STEPS = 5
 CLOSE = 1e-10
-
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-}
-
-
-class Setting(NamedTuple):
-    optimizer: str
-    clip_norm: float | None
-    accumulate: int
-
-
-EVERY_SETTING = [Setting(*values) for values in itertools.product(OPTIMIZERS, (None, 0.05), (1, 2))]
-SETTINGS = (  # half of them: every pair of two options' values is in one
-    Setting("sgd", None, 2),
-    Setting("sgd", 0.05, 1),
-    Setting("adamw", None, 1),
-    Setting("adamw", 0.05, 2),
-)
-
-
-def setting(*numbers: int) -> Setting:
-    """One of the four. Where the numbers are those of a task, a variant and the ranks, each
-    pair of these meets all four.
-    """
-    return SETTINGS[sum(numbers) % len(SETTINGS)]
-
-
-TRAINERS: dict[str, Callable[..., Any]] = {
-    "naive": partial(DataParallelTrainer, overlap=False, bucket_bytes=0, verify=False),
-    "bucketed": partial(DataParallelTrainer, overlap=False, bucket_bytes=200, verify=False),
-    "overlapped": partial(DataParallelTrainer, overlap=True, bucket_bytes=200, verify=False),
-    "ZeRO-1": partial(ShardedTrainer, zero_stage=1, bucket_bytes=200, verify=False),
-    "ZeRO-2": partial(ShardedTrainer, zero_stage=2, bucket_bytes=200, verify=False),
-    "ZeRO-3": partial(ShardedTrainer, zero_stage=3, verify=False),
-}
+WITHOUT_HEAD = {name: style for name, style in GPT_PLAN.items() if style != "vocabulary"}
 
 
 def adamw_by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -68,12 +36,103 @@ def adamw_by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-ALL_OPTIMIZERS = {**OPTIMIZERS, "adamw by shape": adamw_by_shape}
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw by shape": adamw_by_shape,
+}
+
+
+class Setting(NamedTuple):
+    optimizer: str
+    clip_norm: float | None
+    accumulate: int
+
+
+EVERY_SETTING = [
+    Setting(*values) for values in itertools.product(("sgd", "adamw"), (None, 0.05), (1, 2))
+]
+ALL_OPTIMIZERS = OPTIMIZERS
+
+
+SETTINGS = (  # of all eight, half: every pair of two options' values is in one
+    Setting("sgd", None, 2),
+    Setting("sgd", 0.05, 1),
+    Setting("adamw", None, 1),
+    Setting("adamw", 0.05, 2),
+)
+
+
+def setting(*numbers: int) -> Setting:
+    """One of the four. Where the numbers are those of a task, a trainer and the ranks, each pair
+    of these meets all four.
+    """
+    return SETTINGS[sum(numbers) % len(SETTINGS)]
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "naive": partial(p101.DataParallelTrainer, overlap=False, bucket_bytes=0, verify=False),
+    "bucketed": partial(p101.DataParallelTrainer, overlap=False, bucket_bytes=200, verify=False),
+    "overlapped": partial(p101.DataParallelTrainer, overlap=True, bucket_bytes=200, verify=False),
+    "ZeRO-1": partial(p101.ShardedTrainer, zero_stage=1, bucket_bytes=200, verify=False),
+    "ZeRO-2": partial(p101.ShardedTrainer, zero_stage=2, bucket_bytes=200, verify=False),
+    "ZeRO-3": partial(p101.ShardedTrainer, zero_stage=3, verify=False),
+}
+
+
+def mesh_of(shape: str, device: str = "cpu") -> DeviceMesh:
+    """ "dp 2, pp 4" """
+    named = [axis.split() for axis in shape.split(", ")]
+    return init_device_mesh(
+        device,
+        tuple(int(size) for _, size in named),
+        mesh_dim_names=tuple(name for name, _ in named),
+    )
+
+
+def world_size(shape: str) -> int:
+    return math.prod(int(axis.split()[1]) for axis in shape.split(", "))
+
+
+def on_mesh(shape: str, device: str = "cpu") -> Callable[..., p101.HybridTrainer]:
+    """Builds a HybridTrainer on this mesh from everything else."""
+
+    def build(*args: Any, **options: Any) -> p101.HybridTrainer:
+        return p101.HybridTrainer(
+            *args, mesh=mesh_of(shape, device), **{"verify": False, **options}
+        )
+
+    return build
+
+
+# ── tasks ──
+
+
+class Task(NamedTuple):
+    build: Callable[[], nn.Module]
+    loss_fn: Callable[[Any, Tensor], Tensor]
+    # of a step: 11 samples or so, which only one rank can share evenly
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+
+
+def randn(salt: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(salt)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    """In float64; every number of every parameter differs from the others, biases and norms too."""
+    model.double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            weight = initial_weight(name + " matrix", (1, *p.shape))[0]
+            p.copy_(weight * (1 if p.dim() > 1 else 0.3)).add_(0 if p.dim() > 1 else 0.5)
+    return model
 
 
 class Sometimes(nn.Module):
-    """Samples that begin with a positive number take a path of their own, which a batch without
-    such never touches; `never` is on none.
+    """Samples that begin with a positive number take a path of their own. A batch without such
+    samples never touches it; `never` is on no path.
     """
 
     def __init__(self) -> None:
@@ -89,17 +148,6 @@ class Sometimes(nn.Module):
         return y
 
 
-class Task(NamedTuple):
-    build: Callable[[], nn.Module]
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    # of a step: 11 samples, which only one rank can share evenly
-    batch: Callable[[int], tuple[Tensor, Tensor]]
-
-
-def randn(step: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-
-
 def special_in_few_samples(step: int) -> tuple[Tensor, Tensor]:
     """Step 1 has no special sample, the others one or two, which only some ranks see."""
     x = randn(step, 11, 4)
@@ -109,44 +157,50 @@ def special_in_few_samples(step: int) -> tuple[Tensor, Tensor]:
     return x, randn(100 + step, 11, 1)
 
 
+def gpt(tied: bool = True, heads: int = 12) -> nn.Module:
+    config = GPTConfig(vocabulary=13, context=7, layers=2, heads=heads, width=24, tied=tied)
+    return seeded(GPT(config))
+
+
 def text(step: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(13, (11, 7), generator=torch.Generator().manual_seed(step))
+    """Shares and microbatches are uneven, and their shapes change from step to step."""
+    samples, time = [(11, 6), (11, 6), (10, 6), (12, 5), (11, 6)][step % 5]
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(13, (samples, time + 1), generator=generator, device="cpu")
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def gpt(tied: bool, dtype: torch.dtype = torch.float64) -> GPT:
-    return GPT(
-        GPTConfig(vocabulary=13, context=6, layers=2, heads=2, width=8, tied=tied), dtype=dtype
-    )
+def rows(inputs: int, outputs: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    return lambda step: (randn(step, 11, inputs), randn(100 + step, 11, outputs))
 
 
 TASKS = {
-    "mlp": Task(
-        lambda: MLP([4, 7, 7, 3], dtype=torch.float64),
-        F.mse_loss,
-        lambda step: (randn(step, 11, 4), randn(100 + step, 11, 3)),
-    ),
+    "mlp": Task(lambda: MLP([4, 7, 7, 3], dtype=torch.float64), F.mse_loss, rows(4, 3)),
     "sometimes": Task(Sometimes, F.mse_loss, special_in_few_samples),
-    "tied gpt": Task(lambda: gpt(True), next_token_loss, text),
-    "untied gpt": Task(lambda: gpt(False), next_token_loss, text),
+    "tied gpt": Task(gpt, next_token_loss, text),
+    "untied gpt": Task(partial(gpt, tied=False), next_token_loss, text),
 }
+
+
+# ── one process, and a trainer ──
 
 
 class Outcome(NamedTuple):
     losses: list[float]
-    gradients: list[dict[str, Tensor | None]]  #  of every step, as the optimizer took them
-    weights: dict[str, Tensor]
+    gradients: list[dict[str, Tensor | None]]  # of every step, as the optimizer took them
+    weights: dict[str, Tensor | None]
+    evaluated: float  # the loss of the first batch afterwards
 
 
-def copied(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if g is None else g.detach().clone() for name, g in gradients.items()}
+def copied(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if t is None else t.detach().cpu().clone() for name, t in tensors.items()}
 
 
-@cache  #  virtual ranks share it, as they share all modules
+@cache  # virtual ranks share it, as they share all modules
 def one_process(task: Task, optimizer: str, clip_norm: float | None, steps: int = STEPS) -> Outcome:
     """The whole batch at once, in plain torch."""
     model = task.build()
-    opt, losses, gradients = ALL_OPTIMIZERS[optimizer](model.parameters()), [], []
+    opt, losses, gradients = OPTIMIZERS[optimizer](model.parameters()), [], []
     for step in range(steps):
         x, y = task.batch(step)
         opt.zero_grad()
@@ -156,8 +210,13 @@ def one_process(task: Task, optimizer: str, clip_norm: float | None, steps: int 
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         opt.step()
         losses.append(loss.item())
-        gradients.append(copied({name: p.grad for name, p in model.named_parameters()}))
-    return Outcome(losses, gradients, model.state_dict())
+        gradients.append(
+            copied({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        )
+    weights, (x, y) = copied(model.state_dict()), task.batch(0)
+    model.eval()
+    with torch.no_grad():
+        return Outcome(losses, gradients, weights, task.loss_fn(model(x), y).item())
 
 
 def trained(trainer: Any, task: Task, steps: int = STEPS) -> Outcome:
@@ -166,16 +225,42 @@ def trained(trainer: Any, task: Task, steps: int = STEPS) -> Outcome:
     for step in range(steps):
         losses.append(trainer.step(*trainer.share(task.batch(step))))
         gradients.append(copied(trainer.gradients()))
-    return Outcome(losses, gradients, trainer.state_dict())
+    weights = copied(trainer.state_dict())
+    return Outcome(losses, gradients, weights, trainer.evaluate([task.batch(0)]))
+
+
+class Case(NamedTuple):
+    """A task, what trains it, and the trainer's options; `loss_fn` among them if the trainer
+    needs another one than one process.
+    """
+
+    task: Task
+    trainer: Callable[..., Any]
+    optimizer: str = "adamw"
+    clip_norm: float | None = 0.05
+    options: Mapping[str, Any] = {}
+
+
+def unlike_one_process(
+    cases: list[Case], close: float = CLOSE, steps: int = STEPS, device: str = "cpu"
+) -> list[str]:
+    """Where the trainers' numbers differ from those of one process, by the number of the case."""
+    wrong = []
+    for i, (task, trainer, optimizer, clip_norm, options) in enumerate(cases):
+        with torch.device("cpu"):
+            model = task.build().to(device)
+        arguments = {"loss_fn": task.loss_fn, "clip_norm": clip_norm, **options}
+        found = trained(trainer(model, optimizer=OPTIMIZERS[optimizer], **arguments), task, steps)
+        with torch.device("cpu"):
+            expected = one_process(task, optimizer, clip_norm, steps)
+            wrong += [f"case {i}: {what}" for what in differences(found, expected, close)]
+    return wrong
 
 
 def differences(found: Outcome, expected: Outcome, close: float = CLOSE) -> list[str]:
     """Where losses, gradients or weights differ by more than `close` of what they are."""
-    wrong = [
-        f"loss {a} and not {b}"
-        for a, b in zip(found.losses, expected.losses)
-        if abs(a - b) > close * abs(b)
-    ]
+    losses = zip([*found.losses, found.evaluated], [*expected.losses, expected.evaluated])
+    wrong = [f"loss {a} and not {b}" for a, b in losses if not abs(a - b) <= close * abs(b)]
     for step, (have, want) in enumerate(zip(found.gradients, expected.gradients)):
         wrong += [f"gradient, step {step}: {what}" for what in differing(have, want, close)]
     return wrong + [f"weight: {what}" for what in differing(found.weights, expected.weights, close)]
@@ -192,8 +277,7 @@ def differing(
         if a is None or b is None:
             if a is not b:
                 wrong.append(f"{name} is {'absent' if a is None else 'there'}")
-            continue
-        if a.shape != b.shape or largest(a - b) > close * largest(b):
+        elif a.shape != b.shape or not largest(a - b) <= close * largest(b):
             wrong.append(f"{name} by {largest(a - b) if a.shape == b.shape else a.shape}")
     return wrong
 
