@@ -1,215 +1,57 @@
-"""Which modules a plan names, what becomes of their parameters, and the plans that are refused:
-without a process group or a message.
+"""Which layers a plan names and what "auto" finds in models that people bring; and the plans that
+are refused, with the name of the layer and the reason.
 """
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import pytest
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import parallel101 as p101
 from parallel101.models.gpt import GPT, GPTConfig, next_token_loss
 from parallel101.models.mlp import MLP
 from parallel101.models.plans import GPT_PLAN
-from parallel101.trainers.layout import Shard
-from parallel101.trainers.tensor.plan import resolve
-from tests.trainers.tensor_cases import FusedAttention, gpt
+from tests.trainers.cases import OPTIMIZERS, Case, Task, gpt, rows, seeded, unlike_one_process
 
 CUT_HEAD = p101.vocabulary_cross_entropy
 
 
-def styles(plan, model, loss_fn=F.mse_loss, size=2, **options):
-    return {
-        name: str(style)
-        for name, style in resolve(plan, model, loss_fn, size, **options).styles.items()
-    }
+def plans(cases):
+    """Of every case, which is a plan, a model and options: the error, or the lines in which
+    `describe` tells the plan, and by the shapes of weights which layers are cut, into rows of the
+    weight (0) or columns (1).
+    """
+    found = {}
+    for name, (plan, build, options) in cases.items():
+        arguments = {"loss_fn": F.mse_loss, "plan": plan, "verify": False, **options}
+        model = seeded(build())
+        whole = {layer: p.shape for layer, p in model.named_parameters() if p.dim() == 2}
+        try:
+            trainer = p101.TensorParallelTrainer(model, optimizer=OPTIMIZERS["sgd"], **arguments)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        style = re.compile(r".*: (column|row|vocabulary)")
+        found[name] = (
+            list(filter(style.match, trainer.describe().notes)),
+            {
+                layer.removesuffix(".weight"): int(p.shape[0] == whole[layer][0])
+                for layer, p in trainer.model.named_parameters()
+                if layer in whole and p.shape != whole[layer]
+            },
+        )
+    return found
 
 
-# ── patterns ──
-
-PATTERNS = {
-    "blocks.*.mlp.up": ["blocks.0.mlp.up", "blocks.1.mlp.up"],
-    "*.up": ["blocks.0.mlp.up", "blocks.1.mlp.up"],
-    "blocks.*.up": ["blocks.0.mlp.up", "blocks.1.mlp.up"],
-    "blocks.1.mlp.u*": ["blocks.1.mlp.up"],
-    "blocks.*.mlp.?p": None,
-    "*.mlp": None,
-    "up": None,
-}
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_star_stands_for_one_or_more_parts_of_a_name(pattern):
-    plan = {pattern: "column", pattern.replace("u*", "up").replace("up", "down"): "row"}
-    if PATTERNS[pattern] is None:
-        with pytest.raises(ValueError, match="matches no"):
-            styles({pattern: "column"}, gpt(), next_token_loss)
-    else:
-        assert [
-            name
-            for name, style in styles(plan, gpt(), next_token_loss).items()
-            if style == "column"
-        ] == PATTERNS[pattern]
-
-
-def test_an_exact_name_counts_for_more_than_a_pattern():
-    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 2))
-    assert styles({"*": "column_gather", "0": "column", "2": "row"}, model) == {
-        "0": "column",
-        "2": "row",
-        "3": "column_gather",
-    }
-
-
-# ── what becomes of the parameters ──
-
-
-def test_placements_name_every_cut_parameter():
-    found = resolve(GPT_PLAN, gpt(tied=False), CUT_HEAD, 3).placements
-    assert found["embedding.token.weight"] == found["head.weight"] == Shard(0, (5, 4, 4))
-    assert (
-        found["blocks.0.attention.query.weight"]
-        == found["blocks.0.attention.query.bias"]
-        == Shard(0, (8, 8, 8))
-    )
-    assert found["blocks.1.attention.out.weight"] == Shard(1, (8, 8, 8))
-    assert found["blocks.1.mlp.up.bias"] == Shard(0, (32, 32, 32))
-    assert not [
-        name
-        for name in found
-        if "norm" in name or "position" in name or name.endswith(("out.bias", "down.bias"))
-    ]
-
-
-def test_a_fused_layer_is_cut_in_each_of_its_parts():
-    found = resolve(
-        {"qkv": p101.column(parts=3, heads=12), "out": "row"}, FusedAttention(), F.mse_loss, 4
-    ).placements
-    assert found["qkv.weight"] == found["qkv.bias"] == Shard(0, (18, 18, 18, 18), 3)
-    assert found["out.weight"] == Shard(1, (6, 6, 6, 6))
-
-
-def test_resolving_changes_nothing():
-    model = gpt()
-    before = (
-        [(name, type(module)) for name, module in model.named_modules()],
-        {n: p.clone() for n, p in model.named_parameters()},
-    )
-    resolve(GPT_PLAN, model, CUT_HEAD, 2, sequence_parallel=True)
-    assert before[0] == [(name, type(module)) for name, module in model.named_modules()]
-    assert all(p.equal(before[1][name]) for name, p in model.named_parameters())
-
-
-def test_applied_to_one_rank_it_is_the_same_model_and_tied_weights_stay_tied():
-    model = gpt()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    resolve(GPT_PLAN, model, CUT_HEAD, 1).apply(model, None)
-    assert model.head.weight is model.embedding.token.weight
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
-        name: tuple(p.shape) for name, p in before.items()
-    }
-    assert all(p.equal(before[name]) for name, p in model.named_parameters())
-    assert not model.head.deferred and model.blocks[0].mlp.up.deferred, (
-        "the gradient of a tied weight is completed by autograd, once"
-    )
-
-
-def test_frozen_weights_stay_frozen_and_evaluation_stays_evaluation():
-    model = MLP([4, 6, 3]).eval()
-    model.layers[0].weight.requires_grad_(False)
-    resolve("auto", model, F.mse_loss, 1).apply(model, None)
-    assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
-    assert not any(module.training for module in model.modules())
-
-
-def test_gradients_are_partial_where_time_is_cut():
-    found = resolve(GPT_PLAN, gpt(), CUT_HEAD, 2, sequence_parallel=True).partial
-    parts = (
-        "attention_norm.weight",
-        "attention_norm.bias",
-        "mlp_norm.weight",
-        "mlp_norm.bias",
-        "attention.out.bias",
-        "mlp.down.bias",
-    )
-    assert found == {f"blocks.{i}.{part}" for i in (0, 1) for part in parts} | {
-        "norm.weight",
-        "norm.bias",
-        "embedding.position.weight",
-    }
-    without_head = {name: style for name, style in GPT_PLAN.items() if style != "vocabulary"}
-    assert found - resolve(without_head, gpt(), next_token_loss, 2, True).partial == {
-        "norm.weight",
-        "norm.bias",
-        "embedding.position.weight",
-    }
-    assert resolve(GPT_PLAN, gpt(), CUT_HEAD, 2).partial == frozenset()
-
-
-# ── auto ──
-
-AUTO = {
-    "mlp of four": (lambda: MLP([2] * 5), ["column", "row", "column", "row"]),
-    "mlp of three": (lambda: MLP([2] * 4), ["column", "row", "column_gather"]),
-    "one layer": (lambda: nn.Sequential(nn.Linear(2, 2)), ["column_gather"]),
-    "softmax at the end": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)),
-        ["column_gather"],
-    ),
-    "norm between": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 2)),
-        ["column_gather", "column", "row"],
-    ),
-    "nested": (
-        lambda: nn.Sequential(
-            nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))
-        ),
-        ["column", "row"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", AUTO)
-def test_auto_pairs_the_layers_of_a_chain(case):
-    build, expected = AUTO[case]
-    assert list(styles("auto", build()).values()) == expected
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_auto_finds_the_plan_of_our_gpt(tied):
-    with_heads = {
-        name: style.replace("column", "column(heads=12)") if "attention" in name else style
-        for name, style in styles(GPT_PLAN, gpt(tied), CUT_HEAD).items()
-    }
-    assert styles("auto", gpt(tied), CUT_HEAD) == with_heads
-    assert styles("auto", gpt(tied), next_token_loss) == {
-        name: style for name, style in with_heads.items() if style != "vocabulary"
-    }
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_auto_does_not_take_positions_for_tokens(tied):
-    model = GPT(GPTConfig(vocabulary=8, context=8, layers=1, heads=2, width=8, tied=tied))
-    for sequence_parallel in (False, True):
-        cut = styles("auto", model, CUT_HEAD, sequence_parallel=sequence_parallel)
-        assert [name for name in cut if "embedding" in name] == ["embedding.token"]
-
-
-def test_describe_says_which_modules_have_which_style():
-    assert list(resolve("auto", gpt(), CUT_HEAD, 2).describe()) == [
-        "embedding.token: vocabulary",
-        "blocks.*.attention.query (2 modules): column(heads=12)",
-        "blocks.*.attention.key (2 modules): column(heads=12)",
-        "blocks.*.attention.value (2 modules): column(heads=12)",
-        "blocks.*.attention.out (2 modules): row",
-        "blocks.*.mlp.up (2 modules): column",
-        "blocks.*.mlp.down (2 modules): row",
-        "head: vocabulary",
-    ]
-
-
-# ── refused ──
+def planned(cases, world_size=2):
+    first, *others = p101.launch(plans, cases, world_size=world_size, backend="sim").results
+    assert all(other == first for other in others), "the same words on every rank"
+    return first
 
 
 def seq(*modules):
@@ -220,104 +62,465 @@ def linears(*sizes):
     return seq(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
 
 
+# ── names ──
+
+UP = ["blocks.0", "blocks.1"]
+TEXT = {"loss_fn": next_token_loss}
+PAIR = ("up", "down")
+PATTERNS = {  # a star stands for one or more parts of a name
+    "blocks.*.mlp.up": UP,
+    "*.up": UP,
+    "blocks.*.up": UP,
+    "blocks.1.mlp.u*": ["blocks.1"],
+    "blocks.*.mlp.?p": "matches no",
+    "*.mlp": "matches no",
+    "up": "matches no",
+}
+
+
+def test_a_star_stands_for_one_or_more_parts_of_a_name():
+    plans = {up: {up: "column", re.sub(r"u[p*]", "down", up): "row"} for up in PATTERNS}
+    found = planned({up: (plan, gpt, TEXT) for up, plan in plans.items()})
+    for up, expected in PATTERNS.items():
+        if isinstance(expected, str):
+            assert expected in found[up]
+        else:
+            cut = {f"{block}.mlp.{name}": i for block in expected for i, name in enumerate(PAIR)}
+            assert found[up][1] == cut
+
+
+class Squashed(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+def twice():
+    shared = nn.Linear(6, 6)
+    return seq(nn.Linear(6, 6), shared, nn.Tanh(), shared, nn.Linear(6, 6))
+
+
+def hooked():
+    model = linears(6, 8, 6, 8, 6)
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
+PLAIN, IN_TIME = {}, {"sequence_parallel": True}
+OUR_PLAN = [
+    "embedding.token: vocabulary",
+    *(f"blocks.*.attention.{name} (2 modules): column(heads=12)" for name in ("query", "key")),
+    "blocks.*.attention.value (2 modules): column(heads=12)",
+    "blocks.*.attention.out (2 modules): row",
+    "blocks.*.mlp.up (2 modules): column",
+    "blocks.*.mlp.down (2 modules): row",
+    "head: vocabulary",
+]
+FOUND = {  # a plan, a model, options, and what is cut
+    "mlp of three": ("auto", lambda: MLP([2] * 4), PLAIN, "0 column, 1 row, 2 column_gather"),
+    "one layer": ("auto", lambda: linears(2, 2), PLAIN, "0 column_gather"),
+    "softmax": ("auto", lambda: seq(nn.Linear(2, 2), nn.Softmax(-1)), PLAIN, "0 column_gather"),
+    "norm between": (
+        "auto",
+        lambda: seq(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 2)),
+        PLAIN,
+        "0 column_gather, 2 column, 3 row",
+    ),
+    "dropout between": (
+        "auto",
+        lambda: seq(nn.Linear(2, 2), nn.Tanh(), nn.Dropout(0.5), nn.Linear(2, 2)),
+        PLAIN,
+        "0 column_gather, 3 column_gather",
+    ),
+    "nested": (
+        "auto",
+        lambda: seq(seq(nn.Linear(2, 2), nn.ReLU()), seq(nn.Linear(2, 2))),
+        PLAIN,
+        "0.0 column, 1.0 row",
+    ),
+    "an exact name": (
+        {"*": "column_gather", "0": "column", "1": "row"},
+        lambda: linears(2, 4, 2, 2),
+        PLAIN,
+        "0 column, 1 row, 2 column_gather",
+    ),
+    # what the structure does not tell must not be guessed: such a layer stays whole
+    "a linear layer with a forward of its own": (
+        "auto",
+        lambda: seq(Squashed(6, 8), *linears(8, 6, 8, 6)),
+        PLAIN,
+        "1 column, 2 row, 3 column_gather",
+    ),
+    "a layer that is used twice": ("auto", twice, PLAIN, "0 column_gather, 4 column_gather"),
+    "a hook": ("auto", hooked, PLAIN, "1 column, 2 row, 3 column_gather"),
+}
+
+
+def test_what_auto_finds_in_a_chain():
+    found = planned({name: case[:3] for name, case in FOUND.items()})
+    for name, (*_, expected) in FOUND.items():
+        lines, cut = found[name]
+        layers, styles = zip(*(layer.split() for layer in expected.split(", ")))
+        assert {layer.removeprefix("layers."): i for layer, i in cut.items()} == {
+            layer: int(style == "row") for layer, style in zip(layers, styles)
+        }, name
+        assert {line.rpartition(": ")[2] for line in lines} == set(styles), name
+
+
+def test_auto_finds_the_plan_of_our_gpt():
+    found = planned(
+        {
+            "cut": ("auto", gpt, {"loss_fn": CUT_HEAD}),
+            "untied": ("auto", partial(gpt, tied=False), {"loss_fn": CUT_HEAD, **IN_TIME}),
+            "whole head": ("auto", gpt, TEXT),
+            "by hand": (GPT_PLAN, gpt, {"loss_fn": CUT_HEAD}),
+            "as many positions as tokens": (
+                "auto",
+                lambda: GPT(GPTConfig(vocabulary=8, context=8, layers=1, heads=2, width=8)),
+                {"loss_fn": CUT_HEAD},
+            ),
+        }
+    )
+    assert found["cut"][0] == found["untied"][0] == OUR_PLAN
+    assert found["whole head"][0] == OUR_PLAN[1:-1]
+    assert found["by hand"][0] == [line.replace("(heads=12)", "") for line in OUR_PLAN]
+    positions = found["as many positions as tokens"][1]
+    assert [layer for layer in positions if "embedding" in layer] == ["embedding.token"]
+
+
+# ── models that people bring: nanoGPT's and LLaMA's names, heads that the code counts ──
+
+WIDTH, HEADS = 16, 4
+
+
+class GPT2Attention(nn.Module):
+    """It takes the width from its input, as nanoGPT does, so it needs all heads.
+
+    With `by_heads`, it takes the heads that there are.
+    """
+
+    def __init__(self, by_heads: bool = False) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.n_head, self.n_embd, self.by_heads = HEADS, WIDTH, by_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (
+            self.c_attn(x).chunk(3, -1)
+            if self.by_heads
+            else self.c_attn(x).split(self.n_embd, dim=2)
+        )
+        shape = (batch, time, -1 if self.by_heads else self.n_head, width // self.n_head)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+        return self.c_proj(y.view(batch, time, -1 if self.by_heads else width))
+
+
+class GPT2FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class LlamaAttention(nn.Module):
+    """Fewer heads of keys and values than of queries.
+
+    `counted`: by the module's attributes, else by -1.
+    """
+
+    def __init__(self, key_value_heads: int = HEADS, counted: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = (
+            HEADS,
+            key_value_heads,
+            WIDTH // HEADS,
+        )
+        self.counted = counted
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj, self.v_proj = (
+            nn.Linear(WIDTH, key_value_heads * self.head_dim, bias=False) for _ in range(2)
+        )
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        of_queries, of_keys = (
+            (self.num_heads, self.num_key_value_heads) if self.counted else (-1, -1)
+        )
+        q = self.q_proj(x).view(batch, time, of_queries, self.head_dim).transpose(1, 2)
+        k, v = (
+            layer(x).view(batch, time, of_keys, self.head_dim).transpose(1, 2)
+            for layer in (self.k_proj, self.v_proj)
+        )
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        return self.o_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
+
+
+class LlamaFeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 24, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(24, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class CountedHeads(nn.Module):
+    """As einops does it with h=self.heads: the features of a head are what is left."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.heads = HEADS
+        if fused:
+            self.to_qkv, self.to_out = (
+                nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)),
+            )
+        else:
+            self.to_q, self.to_k, self.to_v, self.to_out = (
+                nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = (
+            self.to_qkv(x).chunk(3, -1)
+            if hasattr(self, "to_qkv")
+            else (self.to_q(x), self.to_k(x), self.to_v(x))
+        )
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(
+        self, attention: nn.Module, mlp: nn.Module, norm: type[nn.Module] = nn.LayerNorm
+    ) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = norm(WIDTH), attention, norm(WIDTH), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Model(nn.Module):
+    """Embedding, two blocks, head. It does not tell the order of its modules."""
+
+    def __init__(self, block) -> None:
+        super().__init__()
+        self.wte, self.h, self.lm_head = (
+            nn.Embedding(13, WIDTH),
+            nn.ModuleList(block() for _ in range(2)),
+            nn.Linear(WIDTH, 13, bias=False),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(x).flatten(0, 1)
+
+
+class OnTheModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class InOrder(Model):
+    """The same model, which tells the order of its modules."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).unflatten(0, tokens.shape)
+
+    def sequence(self) -> list[nn.Module]:
+        return [self.wte, *self.h, self.lm_head]
+
+
+def text(step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of_text(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets.flatten())
+
+
+def gpt2(**options) -> nn.Module:
+    return seeded(Model(lambda: Block(GPT2Attention(**options), GPT2FeedForward())))
+
+
+def llama(kind=Model, **options) -> nn.Module:
+    return seeded(kind(lambda: Block(LlamaAttention(**options), LlamaFeedForward(), nn.RMSNorm)))
+
+
+def counted(fused: bool) -> nn.Module:
+    return seeded(Model(lambda: Block(CountedHeads(fused), GPT2FeedForward())))
+
+
+BY_HEADS = {"*.c_attn": p101.column(parts=3, heads=HEADS), "*.c_fc": "column", "*.c_proj": "row"}
+FEED = ["mlp.c_fc: column", "mlp.c_proj: row"]
+LLAMA = [
+    "attn.q_proj: column(heads='num_heads')",
+    "attn.k_proj: column(heads='num_key_value_heads')",
+    "attn.v_proj: column(heads='num_key_value_heads')",
+    "attn.o_proj: row",
+    *(f"mlp.{name}: column" for name in ("gate_proj", "up_proj")),
+    "mlp.down_proj: row",
+]
+BROUGHT = {  # a model, the plan, and what "auto" says
+    "nanogpt": (gpt2, "auto", ["attn.c_attn: column_gather", "attn.c_proj: column_gather", *FEED]),
+    "nanogpt, by heads": (partial(gpt2, by_heads=True), BY_HEADS, None),
+    "llama, counted": (llama, "auto", LLAMA),
+    "llama": (partial(llama, counted=False), "auto", LLAMA),
+    "grouped queries": (partial(llama, key_value_heads=2), "auto", LLAMA),
+    "heads counted": (
+        partial(counted, False),
+        "auto",
+        [*(f"attn.to_{x}: column(heads='heads')" for x in "qkv"), "attn.to_out: row", *FEED],
+    ),
+    "heads counted, fused": (
+        partial(counted, True),
+        "auto",
+        ["attn.to_qkv: column(parts=3, heads='heads')", "attn.to_out.*: row", *FEED],
+    ),
+    "layers on the model": (lambda: seeded(OnTheModel()), "auto", ["up: column", "down: row"]),
+}
+
+
+def test_what_auto_cuts_in_them():
+    cases = {name: (plan, build, {}) for name, (build, plan, _) in BROUGHT.items()}
+    for name, (lines, _) in planned(cases).items():
+        if (expected := BROUGHT[name][2]) is not None:
+            lines = [line.removeprefix("h.*.").replace(" (2 modules)", "") for line in lines]
+            assert lines == expected, name
+    (said,) = planned({"": ("auto", partial(llama, key_value_heads=2), {})}, 4).values()
+    assert "'h.0.attn.k_proj' has 2 heads, which 4 ranks cannot share equally" in said
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_they_equal_one_process(world_size):
+    cases = []
+    for name, (build, plan, _) in BROUGHT.items():
+        on_text = Task(build, loss_of_text, text)
+        task = Task(build, F.mse_loss, rows(4, 3)) if name == "layers on the model" else on_text
+        options = {"plan": plan, "verify": False}
+        if (name, world_size) != ("grouped queries", 4):
+            cases.append(Case(task, p101.TensorParallelTrainer, options=options))
+    run = p101.launch(
+        partial(unlike_one_process, steps=2), cases, world_size=world_size, backend="sim"
+    )
+    assert run.results == [[]] * world_size
+
+
+def in_words(build, plan, sequence_parallel):
+    """What a step raises, and its cause."""
+    trainer = p101.TensorParallelTrainer(
+        build(),
+        loss_of_text,
+        OPTIMIZERS["sgd"],
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        verify=False,
+    )
+    with pytest.raises(ValueError) as failed:
+        trainer.step(*text(0))
+    return str(failed.value), type(failed.value.__cause__)
+
+
+QKV = {f"*.{part}_proj": "column" for part in "qkv"} | {"*.o_proj": "row"}
+
+
+@pytest.mark.parametrize(
+    ("build", "plan", "sequence_parallel", "words"),
+    [
+        (gpt2, BY_HEADS, False, r"\(GPT2Attention\) raised 'not enough values to unpack"),
+        (llama, QKV, False, r"\(LlamaAttention\) raised .shape '\[4, 5, 4, 4\]' is invalid"),
+        (partial(llama, InOrder), "auto", True, r"\(LlamaAttention\) raised .shape '\["),
+    ],
+    ids=["the whole width", "all heads", "all times"],
+)
+def test_code_that_counts_features_of_the_whole_model_is_named(
+    build, plan, sequence_parallel, words
+):
+    for message, cause in p101.launch(
+        in_words, build, plan, sequence_parallel, world_size=2, backend="sim"
+    ).results:
+        assert re.match(r"'h\.0\.attn' " + words, message)
+        assert "cut over 2 ranks" in message and "write -1" in message
+        assert ("sequence_parallel cuts the input along time" in message) == sequence_parallel
+        assert cause in (RuntimeError, ValueError)
+
+
+# ── refused ──
+
+
 def tied_chain():
     model = linears(4, 4, 4)
     model[1].weight = model[0].weight
     return model
 
 
+def between(module):
+    return {"0": "column", "2": "row"}, lambda: seq(nn.Linear(4, 4), module(), nn.Linear(4, 4))
+
+
+def in_time(module):
+    plan = {"0": "column", "1": "row", "3": "column", "4": "row"}
+    return plan, lambda: seq(*linears(2, 2, 2), module(), *linears(2, 2, 2))
+
+
 ATTENTION = {"*.query": "column", "*.key": "column", "*.value": "column", "*.out": "row"}
-REFUSED = {
+FOUR_HEADS, HEAD = partial(gpt, heads=4), {"head": "vocabulary", "embedding.token": "vocabulary"}
+TWO, THREE = lambda: linears(4, 4, 4), lambda: linears(4, 4, 4, 4)
+REFUSED = {  # on 3 ranks: a plan, a model, and the words
     "no match": ({"blocks.*.mlp.upp": "column"}, gpt, r"'blocks\.\*\.mlp\.upp' matches no module"),
-    "wrong kind": (
-        {"blocks.*.mlp_norm": "column"},
-        gpt,
-        r"'blocks\.0\.mlp_norm' the style 'column', but it is a LayerNorm: expected an nn.Linear",
-    ),
-    "a container": (
-        {"blocks.0": "column"},
-        gpt,
-        "'blocks.0' the style 'column', but it is a Block",
-    ),
+    "wrong kind": ({"*.mlp_norm": "column"}, gpt, "'column', but it is a LayerNorm: expected"),
+    "a container": ({"blocks.0": "column"}, gpt, "'column', but it is a Block"),
     "only containers": ({"blocks.*.mlp": "column"}, gpt, "matches no layer with a weight"),
-    "vocabulary of a norm": (
-        {"norm": "vocabulary"},
-        gpt,
-        "expected an nn.Embedding or the nn.Linear of the head",
-    ),
-    "unknown style": (
-        {"head": "colum"},
-        gpt,
-        "'head' has the style 'colum': expected one of 'column'",
-    ),
-    "two styles": (
-        {"*.up": "column", "*.mlp.up": "row"},
-        gpt,
-        r"'\*\.up' gives 'blocks\.0\.mlp\.up' the style 'column'",
-    ),
+    "vocabulary of a norm": ({"norm": "vocabulary"}, gpt, "expected an nn.Embedding or the"),
+    "unknown style": ({"head": "colum"}, gpt, "the style 'colum': expected one of 'column'"),
+    "two styles": ({"*.up": "column", "*.mlp.up": "row"}, gpt, r"'\*\.up' gives .*mlp\.up'"),
     "empty": ({}, gpt, "cuts nothing"),
     "not a plan": ("autos", gpt, "plan='autos'"),
-    "heads": (
-        ATTENTION,
-        lambda: gpt(heads=4),
-        r"'blocks\.0\.attention\.query' has 4 heads, which 3 ranks cannot share equally",
+    "heads": (ATTENTION, FOUR_HEADS, r"'blocks\.0\.attention\.query' has 4 heads, which 3"),
+    "heads, auto": ("auto", FOUR_HEADS, "has 4 heads, which 3 ranks"),
+    "no such attribute": (
+        {f"*.{part}_proj": p101.column(heads="training") for part in "qkv"} | {"*.o_proj": "row"},
+        llama,
+        "LlamaAttention around it has no attribute 'training' that is a whole number",
     ),
-    "heads, auto": ("auto", lambda: gpt(heads=4), "has 4 heads, which 3 ranks"),
-    "heads that don't fit": (
-        {"0": p101.column(heads=5), "1": "row"},
-        lambda: linears(4, 6, 4),
-        "6 outputs, which are no 5 equal heads",
-    ),
-    "parts that don't fit": (
-        {"0": p101.column(parts=4), "1": "row"},
-        lambda: linears(4, 6, 4),
-        "6 outputs, which are no 4 equal parts",
-    ),
-    "row first": (
-        {"0": "row"},
-        lambda: linears(4, 4, 4),
-        "row layer '0' needs inputs that are cut",
-    ),
+    "heads that don't fit": ({"0": p101.column(heads=3), "1": "row"}, TWO, "no 3 equal heads"),
+    "parts that don't fit": ({"0": p101.column(parts=3), "1": "row"}, TWO, "no 3 equal parts"),
+    "row first": ({"0": "row"}, TWO, "row layer '0' needs inputs that are cut"),
     "row after row": (
         {"0": "column", "1": "row", "2": "row"},
-        lambda: linears(4, 4, 4, 4),
+        THREE,
         "row layer '2' needs inputs that are cut",
     ),
-    "row without column": (
-        {"*.down": "row"},
-        gpt,
-        "row layer 'blocks.0.mlp.down' needs inputs that are cut",
-    ),
-    "column without row": (
-        {"*.up": "column"},
-        gpt,
-        "no row layer takes the cut outputs of column layer 'blocks.0.mlp.up'",
-    ),
-    "column at the end": (
-        {"1": "column"},
-        lambda: linears(4, 4, 4),
-        "no row layer takes the cut outputs of column layer '1'",
-    ),
-    "column after column": (
-        {"0": "column", "1": "column"},
-        lambda: linears(4, 4, 4),
-        "'1' gets the cut outputs of column layer '0'",
-    ),
-    "uncut after column": (
-        {"0": "column"},
-        lambda: linears(4, 4, 4),
-        r"'1' \(Linear\) gets the cut outputs of column layer '0'",
-    ),
-    "norm between": (
-        {"0": "column", "2": "row"},
-        lambda: seq(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)),
-        r"'1' \(LayerNorm\) gets",
-    ),
-    "softmax between": (
-        {"0": "column", "2": "row"},
-        lambda: seq(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)),
-        r"'1' \(Softmax\) gets",
-    ),
+    "row without column": ({"*.down": "row"}, gpt, "'blocks.0.mlp.down' needs inputs that are cut"),
+    "column without row": ({"*.up": "column"}, gpt, "no row layer .* 'blocks.0.mlp.up'"),
+    "column at the end": ({"1": "column"}, TWO, "no row layer takes .* column layer '1'"),
+    "column after column": ({"0": "column", "1": "column"}, TWO, "'1' gets the cut outputs of"),
+    "uncut after column": ({"0": "column"}, TWO, r"'1' \(Linear\) gets the cut outputs of"),
+    "norm between": (*between(lambda: nn.LayerNorm(4)), r"'1' \(LayerNorm\) gets"),
+    "batch norm between": (*between(lambda: nn.BatchNorm1d(4)), r"'1' \(BatchNorm1d\) gets"),
+    "softmax between": (*between(lambda: nn.Softmax(-1)), r"'1' \(Softmax\) gets"),
     "row does not fit": (
         {"0": p101.column(parts=2), "1": "row"},
         lambda: linears(4, 8, 4),
@@ -334,103 +537,45 @@ REFUSED = {
         "reads the weights of this layer itself",
     ),
     "nothing found": ("auto", lambda: nn.Conv1d(1, 1, 1), "found nothing to cut in Conv1d"),
+    "tied, embedding only": ({"embedding.token": "vocabulary"}, gpt, "'head.weight' are tied"),
+    "cut head, other loss": (HEAD, gpt, "loss_fn must be p101.vocabulary_cross_entropy"),
 }
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_plan_that_does_not_fit_is_refused_with_the_name_and_the_reason(case):
-    plan, build, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        resolve(plan, build(), F.mse_loss, 3)
-
-
-HEAD = {"head": "vocabulary", "embedding.token": "vocabulary"}
-LOSSES = {
-    "cut head, other loss": (
-        HEAD,
-        gpt,
-        next_token_loss,
-        "loss_fn must be p101.vocabulary_cross_entropy",
-    ),
-    "whole head": ({"*.up": "column", "*.down": "row"}, gpt, CUT_HEAD, "the plan cuts no head"),
-    "auto without a head": (
-        "auto",
-        lambda: seq(nn.Linear(4, 4), nn.ReLU()),
-        CUT_HEAD,
-        "the plan cuts no head",
-    ),
-    "tied, head only": (
-        {"head": "vocabulary"},
-        gpt,
-        CUT_HEAD,
-        "'embedding.token.weight' and 'head.weight' are tied",
-    ),
-    "tied, embedding only": (
-        {"embedding.token": "vocabulary"},
-        gpt,
-        next_token_loss,
-        "'embedding.token.weight' and 'head.weight' are tied",
-    ),
-    "not the last": (
-        {"0": "vocabulary"},
-        lambda: linears(4, 4, 4),
-        CUT_HEAD,
-        "is not the last module",
-    ),
-    "two heads": (
-        {"*": "vocabulary"},
-        lambda: linears(4, 4, 4),
-        CUT_HEAD,
-        "expected one, the head",
-    ),
+WITH_CUT_HEAD = {
+    "whole head": ({"*.up": "column", "*.down": "row"}, gpt, "the plan cuts no head"),
+    "auto without a head": ("auto", lambda: seq(nn.Linear(4, 4), nn.ReLU()), "cuts no head"),
+    "tied, head only": ({"head": "vocabulary"}, gpt, "'head.weight' are tied"),
+    "not the last": ({"0": "vocabulary"}, TWO, "is not the last module"),
+    "two heads": ({"*": "vocabulary"}, TWO, "expected one, the head"),
 }
-
-
-@pytest.mark.parametrize("case", LOSSES)
-def test_a_cut_head_and_its_loss_belong_together(case):
-    plan, build, loss_fn, message = LOSSES[case]
-    with pytest.raises(ValueError, match=message):
-        resolve(plan, build(), loss_fn, 2)
-
-
-MLP_ONLY = {"*.mlp.up": "column", "*.mlp.down": "row"}
-IN_TIME = {
-    "attention whole": (MLP_ONLY, gpt, r"'blocks\.0\.attention\.query' \(Linear\) has no style"),
+WITH_TIME_CUT = {
+    "attention whole": (
+        {"*.mlp.up": "column", "*.mlp.down": "row"},
+        gpt,
+        r"'blocks\.0\.attention\.query' \(Linear\) has no style",
+    ),
     "unknown order": (
         {"up": "column", "down": "row"},
-        lambda: nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)}),
-        "order of the modules of ModuleDict",
+        OnTheModel,
+        "order of the modules of OnTheModel",
     ),
-    "mixes times": (
-        {"0": "column", "1": "row", "3": "column", "4": "row"},
-        lambda: seq(
-            nn.Linear(2, 2), nn.Linear(2, 2), nn.Conv1d(2, 2, 1), nn.Linear(2, 2), nn.Linear(2, 2)
-        ),
-        r"'2' \(Conv1d\) gets activations cut along time",
-    ),
-    "norm over time": (
-        {"0": "column", "1": "row", "3": "column", "4": "row"},
-        lambda: seq(
-            nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm((5, 2)), nn.Linear(2, 2), nn.Linear(2, 2)
-        ),
-        r"'2' \(LayerNorm\)",
-    ),
+    "mixes times": (*in_time(lambda: nn.Conv1d(2, 2, 1)), r"'2' \(Conv1d\) gets activations cut"),
+    "norm over time": (*in_time(lambda: nn.LayerNorm((5, 2))), r"'2' \(LayerNorm\)"),
 }
 
 
-@pytest.mark.parametrize("case", IN_TIME)
-def test_sequence_parallel_refuses_what_may_need_every_position(case):
-    plan, build, message = IN_TIME[case]
-    with pytest.raises(ValueError, match=message):
-        resolve(plan, build(), next_token_loss, 2, sequence_parallel=True)
+def test_a_plan_that_does_not_fit_is_refused_with_the_name_and_the_reason():
+    for table, options in (
+        (REFUSED, {}),
+        (WITH_CUT_HEAD, {"loss_fn": CUT_HEAD}),
+        (WITH_TIME_CUT, IN_TIME),
+    ):
+        cases = {name: (plan, build, options) for name, (plan, build, _) in table.items()}
+        for name, said in planned(cases, world_size=3).items():
+            assert isinstance(said, str), name
+            assert re.search(table[name][2], said), said
 
 
 @pytest.mark.parametrize("options", [{"parts": 0}, {"heads": 2.0}, {"heads": True}], ids=str)
 def test_options_of_column_are_whole_numbers(options):
     with pytest.raises(ValueError, match="expected a whole number, 1 or more"):
         p101.column(**options)
-
-
-def test_a_gpt_whose_heads_are_fewer_than_the_ranks():
-    with pytest.raises(ValueError, match="has 2 heads, which 4 ranks"):
-        resolve("auto", GPT(GPTConfig(vocabulary=7, heads=2, width=8, layers=1)), CUT_HEAD, 4)
