@@ -19,4 +19,4 @@ from parallel101.sharding.reshard import Step
 from parallel101.sharding.run import ShardedRun, run
 from parallel101.sharding.sharding_plan import Multiply, ShardingPlan
 
-__all__ = ["Multiply", "ShardingPlan", "ShardedRun", "Sharding", "Step", "plan", "run"]
+__all__ = ["Multiply", "ShardedRun", "Sharding", "ShardingPlan", "Step", "plan", "run"]

@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from parallel101.grade.exercise import STEPS, Case, Draw
-from parallel101.grade.grading import EXERCISE_SECONDS, PUBLIC_SEED, ExerciseVerdict, judge, run_cases
+from parallel101.grade.grading import (
+    EXERCISE_SECONDS,
+    PUBLIC_SEED,
+    ExerciseVerdict,
+    judge,
+    run_cases,
+)
 from parallel101.grade.homework import find_sets
 from parallel101.grade.launched import run_launched
 from parallel101.grade.remote import Submission, SubmissionRanks

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import parallel101 as p101
-from parallel101 import ShardedTrainer
 from parallel101.models.mlp import MLP
 from tests.trainers.cases import (
     CLOSE,
