@@ -8,46 +8,19 @@ run = p101.launch(lambda: p101.all_reduce(torch.ones(4)), world_size=4, trace=Tr
 run.results, run.animate()
 """
 
-import builtins
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ast
+import inspect
+import sys
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel101.record.ipython import in_notebook
 
 __version__ = "0.1.0"
 
 
-@contextmanager
-def _imported_when_used() -> Iterator[dict[str, str]]:
-    """Inside, this file's `from module import name` imports nothing. It notes name → module.
-
-    So `import parallel101` takes milliseconds, `parallel101 doctor` runs where torch is missing,
-    and type checkers and editors still read ordinary imports.
-    """
-    module_of: dict[str, str] = {}
-    real_import = builtins.__import__
-
-    def note(module: str, *args: Any, **named: Any) -> Any:
-        if not args or args[0] is not globals():  # meanwhile, another thread imports something
-            return real_import(module, *args, **named)
-        names = args[2]
-        module_of.update(dict.fromkeys(names, module))
-        return SimpleNamespace(**dict.fromkeys(names))
-
-    builtins.__import__ = note  # type: ignore[assignment]
-    try:
-        yield module_of
-    finally:
-        builtins.__import__ = real_import
-    for name in module_of:
-        del globals()[name]
-
-
-with _imported_when_used() as _module_of:
+if TYPE_CHECKING:  # the public names; each is imported when it is first used
     from parallel101 import cost, keras, layers, models, sharding
     from parallel101.analysis.axis_traffic import axis_traffic
     from parallel101.autograd import (
@@ -104,6 +77,23 @@ with _imported_when_used() as _module_of:
     from parallel101.viz.plots import bandwidth, sweep
     from parallel101.viz.watch import watch
 
+
+def _public_names() -> dict[str, str]:
+    """Name → module, from the imports above, which do not run.
+
+    So `import parallel101` takes milliseconds, and `parallel101 doctor` runs where torch is
+    missing, while type checkers and editors read ordinary imports.
+    """
+    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+    return {
+        alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.col_offset > 0  # inside of that block
+        for alias in node.names
+    }
+
+
+_module_of = _public_names()
 # not the modules: keras needs Keras
 __all__ = sorted(name for name, module in _module_of.items() if module != __name__)
 

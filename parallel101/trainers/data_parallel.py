@@ -23,13 +23,7 @@ from parallel101.collectives import all_reduce
 from parallel101.collectives.asynchronous import AsyncCollective, all_reduce_async
 from parallel101.mesh import GroupLike
 from parallel101.record.spans import span, wait_span
-from parallel101.trainers.gradient_sync import (
-    GradientSync,
-    Parameters,
-    by_size,
-    completed_twice,
-    dense_gradient,
-)
+from parallel101.trainers.gradient_sync import GradientSync, Parameters, by_size, dense_gradient
 
 
 class Naive(GradientSync):
@@ -129,8 +123,7 @@ class Overlapped(GradientSync):
         if not self.listening:
             return
         bucket, name = self.place[p]
-        if name in bucket.filled:
-            raise completed_twice(name)
+        self.check_once(name, bucket.filled)
         with span("gradient ready", parameter=name):
             bucket.take(name)
         while (sent := len(self.in_flight)) < len(self.buckets) and self.buckets[sent].is_full():

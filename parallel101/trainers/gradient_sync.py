@@ -8,7 +8,7 @@ data_parallel.py and zero_1_2_3.py have the synchronisations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -64,6 +64,11 @@ class GradientSync:
 
     def without_gradient(self) -> list[str]:
         return [name for name, p in self.owned.items() if p.grad is None]
+
+    def check_once(self, name: str, complete: Container[str]) -> None:
+        """Raises RuntimeError if a gradient that was complete is so again."""
+        if name in complete:
+            raise completed_twice(name)
 
     def publish(self) -> None:
         """After the optimizer's step: send the weights that this rank has updated for others."""

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import parallel101 as p101
 from parallel101.mesh import split_sizes
 from parallel101.models.mlp import MLP
-from parallel101.trainers.gradient_sync import Naive
 from parallel101.trainers.layout import Axes, Entry, Layout, Pieces, Shard, Stages
 
 CPU = torch.device("cpu")
@@ -135,13 +134,15 @@ def test_every_part_is_found_again_and_every_element_counts_once(sizes):
 def step_on_a_mesh(sizes):
     """A whole model on every rank, samples cut over dp only: ranks along tp do the same."""
     axes, x = Axes(None, sizes), torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
-    trainer = Trainer(
+    trainer = p101.HybridTrainer(
         MLP([4, 8, 4], dtype=torch.float64),
         F.mse_loss,
         lambda p: torch.optim.SGD(p, lr=0.1),
-        axes=axes,
-        make_sync=lambda part, parameters, group, apart: Naive(parameters, group),
-        schedule=p101.schedule("1f1b", stages=1, microbatches=2),
+        mesh=axes,
+        plan=None,
+        overlap=False,
+        bucket_bytes=0,
+        accumulate=2,
         clip_norm=0.1,
     )
     losses = [trainer.step(*trainer.share((x, x.sin()))) for _ in range(3)]
