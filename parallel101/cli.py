@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the table as JSON, for programs")
 
     text = (
-        "Open the lessons in JupyterLab; `lab homework` opens the homework. Other options go "
-        "to JupyterLab (e.g. --no-browser)."
+        "Open the lessons in JupyterLab; `lab homework` opens the homework. Other options go to "
+        "JupyterLab (e.g. --no-browser)."
     )
     lab = command("lab", _lab, text, takes_extra=True)
     lessons = command(
@@ -422,8 +422,8 @@ def _run_in_job(args: argparse.Namespace, script: Script) -> int:
     if args.record is None or wrong:
         what = f"{wrong} can't be used" if wrong else "--record DIR is needed"
         raise ValueError(
-            f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 "
-            "merge DIR` makes the page of all"
+            f"{what} under torchrun: there each rank writes a file to DIR, and `parallel101 merge "
+            "DIR` makes the page of all"
         )
     args.record.mkdir(parents=True, exist_ok=True)
     rank_file(args.record, rank).unlink(missing_ok=True)  # of an earlier run
@@ -463,8 +463,8 @@ def _merge(args: argparse.Namespace, extra: list[str]) -> int:
         return args.parser.error(str(error))
     if missing:
         print(
-            f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what "
-            "was done there",
+            f"parallel101 merge: {ranks_text(missing)} wrote no file, so the record lacks what was "
+            "done there",
             file=sys.stderr,
         )
     trace.save(args.directory / "trace.json.gz")
@@ -513,8 +513,8 @@ def _grade(args: argparse.Namespace, extra: list[str]) -> int:
             return command.main(args.path)
         if args.path is None:
             raise ValueError(
-                "name the homework set, e.g. parallel101 grade homework/hw1_moving "
-                "--submission submissions"
+                "name the homework set, e.g. parallel101 grade homework/hw1_moving --submission "
+                "submissions"
             )
         return command.handed_in(args.path, args.submission, jobs=max(1, args.jobs), **files)
     except (FileNotFoundError, ValueError) as error:

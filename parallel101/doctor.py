@@ -190,8 +190,8 @@ def check_gpus() -> CheckResult:
 
     if not torch.cuda.is_available():
         advice = (
-            "If this machine has a GPU: check that nvidia-smi lists it and that its driver is "
-            "new enough for this build of torch."
+            "If this machine has a GPU: check that nvidia-smi lists it and that its driver is new "
+            "enough for this build of torch."
         )
         return CheckResult(
             "absent",
@@ -205,9 +205,9 @@ def check_gpus() -> CheckResult:
     )
     if count == 1:
         advice = (
-            "With one GPU, backend='nccl' runs one rank only, because NCCL needs a GPU for "
-            "each rank. Use it to see that a program works "
-            "on CUDA tensors. Run two or more ranks on gloo or sim: the program stays the same."
+            "With one GPU, backend='nccl' runs one rank only, because NCCL needs a GPU for each "
+            "rank. Use it to see that a program works on CUDA tensors. Run two or more ranks on "
+            "gloo or sim: the program stays the same."
         )
         return CheckResult("works", f"1: {names}", advice)
     return CheckResult("works", f"{count}: {names}; up to {count} ranks on nccl")
@@ -222,8 +222,8 @@ def check_loopback() -> CheckResult:
         if any(a.address == "127.0.0.1" for a in addresses)
     ]
     advice = (
-        "Ranks on one machine connect through 127.0.0.1. In a container, run ip link set lo "
-        "up. Or does a firewall block it?"
+        "Ranks on one machine connect through 127.0.0.1. In a container, run ip link set lo up. Or "
+        "does a firewall block it?"
     )
     try:
         with (
@@ -319,8 +319,8 @@ def check_browser() -> CheckResult:
         found = find_chromium() or webbrowser.get().name
     except webbrowser.Error:
         advice = (
-            "On a machine without a screen, run parallel101 lab --no-browser and open the "
-            "address that it prints on your own computer."
+            "On a machine without a screen, run parallel101 lab --no-browser and open the address "
+            "that it prints on your own computer."
         )
         return CheckResult("absent", "none found", advice)
     return CheckResult("works", found)

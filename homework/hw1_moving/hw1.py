@@ -38,9 +38,9 @@ def flat_broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
         root ─┼──x──▶ rank 1        n − 1 messages, all from the root
               └──x──▶ rank 3
 
-    Args: x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same
-        shape and dtype, but its values mean
-            nothing. It must stay as it is on every rank.
+    Args:
+        x: on the root, the tensor to send, of any shape and dtype. On other ranks it has the same
+            shape and dtype, but its values mean nothing. It must stay as it is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
 
     Returns:
@@ -74,14 +74,16 @@ def scatter(x: torch.Tensor, root: int) -> torch.Tensor:
 
         root  [a a | b b | c c]   ──▶   rank 0 [a a]    rank 1 [b b]    rank 2 [c c]
 
-    Args: x: on the root, the tensor to cut along dim 0, of any dtype and at least one dim. On other
-        ranks it has the same shape and dtype,
-            but its values mean nothing. It must stay as it is on every rank.
+    Args:
+        x: on the root, the tensor to cut along dim 0, of any dtype and at least one dim. On other
+            ranks it has the same shape and dtype, but its values mean nothing. It must stay as it
+            is on every rank.
         root: any rank from 0 to n − 1, the same on all ranks.
 
-    Returns: A new tensor: the rows that torch.tensor_split(x, n)[rank] has on the root. (If n
-        doesn't divide the rows, the first ranks get one row more; if there are fewer rows than
-        ranks, the last ranks get none.)
+    Returns:
+        A new tensor: the rows that torch.tensor_split(x, n)[rank] has on the root. (If n doesn't
+        divide the rows, the first ranks get one row more; if there are fewer rows than ranks, the
+        last ranks get none.)
 
     No rank sends more than about (n − 1)·S/n bytes, where x has S: no row goes to a rank that does
     not need it. At most n − 1 steps.
@@ -94,11 +96,14 @@ def gather(x: torch.Tensor, root: int) -> torch.Tensor | None:
 
         rank 0 [a a]    rank 1 [b b]    rank 2 [c c]   ──▶   root  [a a | b b | c c]
 
-    Args: x: this rank's tensor, of any dtype and at least one dim; the same shape on all ranks. It
-        must stay as it is. root: any rank from 0 to n − 1, the same on all ranks.
+    Args:
+        x: this rank's tensor, of any dtype and at least one dim; the same shape on all ranks. It
+            must stay as it is.
+        root: any rank from 0 to n − 1, the same on all ranks.
 
-    Returns: On the root a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along
-        dim 0. On the other ranks None.
+    Returns:
+        On the root a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim 0.
+        On the other ranks None.
 
     The root receives (n − 1)·S bytes, where x has S. At most n − 1 steps. Some ranks are slower
     than others: they may call it later.

@@ -88,31 +88,41 @@ RING_SHIFT = Exercise(
         *MESSAGES,
         Misconception(
             "shifted the wrong way",
-            ("Every rank returns the x of the rank after it: the data goes round the ring "
-            "backwards."),
+            (
+                "Every rank returns the x of the rank after it: the data goes round the ring "
+                "backwards."
+            ),
             shifted_backwards,
         ),
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "If every rank calls dist.send first, who receives? Start one of the two without "
-        "waiting for it.",
-        "dist.isend and dist.irecv return at once, with a work. Start both, then wait for "
-        "both. Receive into a tensor of your own: "
-        "torch.empty(x.shape, dtype=x.dtype).",
+        "If every rank calls dist.send first, who receives? Start one of the two without waiting "
+        "for it.",
+        "dist.isend and dist.irecv return at once, with a work. Start both, then wait for both. "
+        "Receive into a tensor of your own: torch.empty(x.shape, dtype=x.dtype).",
         "received = torch.empty(x.shape, dtype=x.dtype); sending = dist.isend(x.contiguous(), "
-        "(rank + 1) % n); "
-        "dist.recv(received, (rank - 1) % n); sending.wait(). With one rank there is nobody to "
-        "send to.",
+        "(rank + 1) % n); dist.recv(received, (rank - 1) % n); sending.wait(). With one rank there "
+        "is nobody to send to.",
     ),
     questions=(
-        Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
-                 lambda: ring_shift_case([torch.ones(1000)] * 4), lambda trial: max(communicated(trial)), "bytes"),
-        Question("steps", "4 ranks: how many steps does it take?",
-                 lambda: ring_shift_case([torch.ones(1000)] * 4), lambda trial: int(trial.trace.makespan), "steps"),
+        Question(
+            "bytes",
+            "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+            lambda: ring_shift_case([torch.ones(1000)] * 4),
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+        Question(
+            "steps",
+            "4 ranks: how many steps does it take?",
+            lambda: ring_shift_case([torch.ones(1000)] * 4),
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
     ),
     watch=lambda: ring_shift_case([origin_tensor(rank, 4, 6) for rank in range(4)]),
-)  # fmt: skip
+)
 
 
 # ---- 2: broadcast ----
@@ -214,26 +224,40 @@ FLAT_BROADCAST = Exercise(
     checks=(
         value("every rank returns the root's x", keeps="x"),
         bytes_sent(flat_bytes, "the root sends x to each other rank once, the others send nothing"),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1),
+        steps(
+            lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1
+        ),
     ),
     least_received=x_except_on_root,
     misconceptions=(*MESSAGES, ROOT_IS_ZERO, CHANGES_ITS_INPUT),
     hints=(
         "What does the root do, and what do the others do? The two halves of an if.",
-        ("The root loops over all ranks except itself and sends x. Every other rank receives "
-        "once, from the root."),
+        (
+            "The root loops over all ranks except itself and sends x. Every other rank receives "
+            "once, from the root."
+        ),
         "if rank == root: for other in range(n): if other != root: dist.send(x.contiguous(), "
-        "other), and return x.clone(). "
-        "Otherwise: received = torch.empty(x.shape, dtype=x.dtype); dist.recv(received, root); "
-        "return received.",
+        "other), and return x.clone(). Otherwise: received = torch.empty(x.shape, dtype=x.dtype); "
+        "dist.recv(received, root); return received.",
     ),
     questions=(
-        Question("bytes", "8 ranks, 1000 float32 numbers: how many bytes does the root send?",
-                 BROADCAST_QUESTION, lambda trial: communicated(trial)[0], "bytes"),
-        Question("steps", "8 ranks: how many steps does it take?", BROADCAST_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+        Question(
+            "bytes",
+            "8 ranks, 1000 float32 numbers: how many bytes does the root send?",
+            BROADCAST_QUESTION,
+            lambda trial: communicated(trial)[0],
+            "bytes",
+        ),
+        Question(
+            "steps",
+            "8 ranks: how many steps does it take?",
+            BROADCAST_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
     ),
     watch=lambda: broadcast_case([origin_tensor(rank, 4, 6) for rank in range(4)], 1),
-)  # fmt: skip
+)
 
 TREE_BROADCAST = Exercise(
     number="2b",
@@ -252,41 +276,57 @@ TREE_BROADCAST = Exercise(
         ROOT_IS_ZERO,
         Misconception(
             "non-power-of-two loses ranks",
-            ("The code is right if n is a power of two. For other n the tree reaches for ranks "
-            "that do not exist, or leaves some ranks out."),
+            (
+                "The code is right if n is a power of two. For other n the tree reaches for ranks "
+                "that do not exist, or leaves some ranks out."
+            ),
             only_powers_of_two,
         ),
         Misconception(
             "flat in place of a tree",
-            ("The root sends to every rank itself, in n − 1 steps, while the ranks that already "
-            "have x do nothing."),
+            (
+                "The root sends to every rank itself, in n − 1 steps, while the ranks that already "
+                "have x do nothing."
+            ),
             root_sends_to_all,
         ),
         Misconception(
             "chain in place of a tree",
-            ("Every rank passes x on once, so only one message is under way at a time, and it "
-            "takes n − 1 steps."),
+            (
+                "Every rank passes x on once, so only one message is under way at a time, and it "
+                "takes n − 1 steps."
+            ),
             one_after_the_other,
         ),
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "Count the ranks from the root: position = (rank − root) mod n. The root has position "
-        "0. You need it again only where you send.",
+        "Count the ranks from the root: position = (rank − root) mod n. The root has position 0. "
+        "You need it again only where you send.",
         "Let the distance be 1, 2, 4, … below n. In each step the positions below the distance "
-        "have x. Position p sends to p + distance, "
-        "if there is one.",
-        "for distance 1, 2, 4, … < n: if position < distance and position + distance < n: send "
-        "to (position + distance + root) % n; "
-        "elif distance <= position < 2 * distance: receive from (position - distance + root) % n.",
+        "have x. Position p sends to p + distance, if there is one.",
+        "for distance 1, 2, 4, … < n: if position < distance and position + distance < n: send to "
+        "(position + distance + root) % n; elif distance <= position < 2 * distance: receive from "
+        "(position - distance + root) % n.",
     ),
     questions=(
-        Question("steps", "8 ranks: how many steps does it take?", BROADCAST_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
-        Question("bytes", "8 ranks, 1000 float32 numbers: how many bytes does the busiest rank send?",
-                 BROADCAST_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
+        Question(
+            "steps",
+            "8 ranks: how many steps does it take?",
+            BROADCAST_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
+        Question(
+            "bytes",
+            "8 ranks, 1000 float32 numbers: how many bytes does the busiest rank send?",
+            BROADCAST_QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
     ),
     watch=lambda: broadcast_case([origin_tensor(rank, 5, 6) for rank in range(5)], 1),
-)  # fmt: skip
+)
 
 
 # ---- 3: scatter and gather ----
@@ -372,15 +412,19 @@ SCATTER = Exercise(
     checks=(
         value("every rank returns its own rows", keeps="x"),
         bytes_sent(all_but_one_chunk, "no rank sends more than (n − 1)/n of x"),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1),
+        steps(
+            lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1
+        ),
     ),
     least_received=own_chunk,
     misconceptions=(
         *MESSAGES,
         Misconception(
             "whole tensor shipped",
-            ("Every rank is sent all of x, and keeps only its own rows: that is n times as many "
-            "bytes as it needs."),
+            (
+                "Every rank is sent all of x, and keeps only its own rows: that is n times as many "
+                "bytes as it needs."
+            ),
             whole_scattered,
         ),
         Misconception(
@@ -392,21 +436,27 @@ SCATTER = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root "
-        "only their shapes count.",
-        ("The root sends chunk r to rank r, for every r except itself. Rank r receives into a "
-        "new tensor of the shape of its chunk."),
-        "chunks = torch.tensor_split(x, n). On the root: dist.send(chunks[r].contiguous(), r) "
-        "for each r != root; "
-        "return chunks[root].clone(). Elsewhere: mine = torch.empty(chunks[rank].shape, "
-        "dtype=x.dtype); dist.recv(mine, root); return it.",
+        "torch.tensor_split(x, n) gives n chunks on every rank. On ranks other than the root only "
+        "their shapes count.",
+        (
+            "The root sends chunk r to rank r, for every r except itself. Rank r receives into a "
+            "new tensor of the shape of its chunk."
+        ),
+        "chunks = torch.tensor_split(x, n). On the root: dist.send(chunks[r].contiguous(), r) for "
+        "each r != root; return chunks[root].clone(). Elsewhere: mine = "
+        "torch.empty(chunks[rank].shape, dtype=x.dtype); dist.recv(mine, root); return it.",
     ),
     questions=(
-        Question("bytes", "4 ranks, 1000 float32 numbers on the root: how many bytes does the root send?",
-                 SCATTER_QUESTION, lambda trial: communicated(trial)[0], "bytes"),
+        Question(
+            "bytes",
+            "4 ranks, 1000 float32 numbers on the root: how many bytes does the root send?",
+            SCATTER_QUESTION,
+            lambda trial: communicated(trial)[0],
+            "bytes",
+        ),
     ),
     watch=lambda: scatter_case([origin_tensor(rank, 4, 8) for rank in range(4)], 1),
-)  # fmt: skip
+)
 
 
 def gather_case(xs: Sequence[torch.Tensor], root: int, note: str = "") -> Case:
@@ -508,17 +558,24 @@ GATHER = Exercise(
     cases=gather_cases,
     program=call_late,
     checks=(
-        value("the root returns every rank's x, in the order of the ranks; the others return None", keeps="x"),
+        value(
+            "the root returns every rank's x, in the order of the ranks; the others return None",
+            keeps="x",
+        ),
         Check("bytes", "the root receives each other rank's x once", each_once_at_root),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1),
+        steps(
+            lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1
+        ),
     ),
     least_received=others_at_root,
     misconceptions=(
         *MESSAGES,
         Misconception(
             "whole tensor shipped",
-            ("Every rank sends a tensor as large as the whole result, though only its own part "
-            "of it is new to the root."),
+            (
+                "Every rank sends a tensor as large as the whole result, though only its own part "
+                "of it is new to the root."
+            ),
             whole_gathered,
         ),
         Misconception(
@@ -528,8 +585,10 @@ GATHER = Exercise(
         ),
         Misconception(
             "arrival order kept in place of rank order",
-            ("The root joins the tensors in the order in which it got them. That need not be "
-            "the order of the ranks."),
+            (
+                "The root joins the tensors in the order in which it got them. That need not be "
+                "the order of the ranks."
+            ),
             another_order,
         ),
         ROOT_IS_ZERO,
@@ -537,19 +596,31 @@ GATHER = Exercise(
     ),
     hints=(
         "It is a scatter backwards: every arrow turns round.",
-        ("Give each rank a place in a list on the root: parts[r] is for rank r, whenever it "
-        "arrives. The root's own x is parts[root]."),
-        "On the root: parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(n)]; "
-        "parts[root] = x; "
-        "dist.recv(parts[r], r) for each r != root; return torch.cat(parts). Elsewhere: "
+        (
+            "Give each rank a place in a list on the root: parts[r] is for rank r, whenever it "
+            "arrives. The root's own x is parts[root]."
+        ),
+        "On the root: parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(n)]; parts[root] "
+        "= x; dist.recv(parts[r], r) for each r != root; return torch.cat(parts). Elsewhere: "
         "dist.send(x.contiguous(), root).",
     ),
     questions=(
-        Question("bytes", "4 ranks, 250 float32 numbers each: how many bytes does the root receive?",
-                 GATHER_QUESTION, lambda trial: received(trial)[0], "bytes"),
-        Question("sent", "And how many bytes does the root send?", GATHER_QUESTION, lambda trial: communicated(trial)[0], "bytes"),
+        Question(
+            "bytes",
+            "4 ranks, 250 float32 numbers each: how many bytes does the root receive?",
+            GATHER_QUESTION,
+            lambda trial: received(trial)[0],
+            "bytes",
+        ),
+        Question(
+            "sent",
+            "And how many bytes does the root send?",
+            GATHER_QUESTION,
+            lambda trial: communicated(trial)[0],
+            "bytes",
+        ),
     ),
     watch=lambda: gather_case([origin_tensor(rank, 4, 2) for rank in range(4)], 1),
-)  # fmt: skip
+)
 
 EXERCISES = [RING_SHIFT, FLAT_BROADCAST, TREE_BROADCAST, SCATTER, GATHER]

@@ -20,9 +20,11 @@ def reduce(x: torch.Tensor, root: int, op: str) -> torch.Tensor | None:
 
         rank 0 [a]    rank 1 [b]    rank 2 [c]   ──▶   root  [a + b + c]
 
-    Args: x: this rank's tensor, of any shape and dtype. It must stay as it is. root: any rank from
-        0 to n − 1, the same on all ranks. op: "sum", or "mean": the sum divided by n. The mean is
-        asked for floating-point numbers only.
+    Args:
+        x: this rank's tensor, of any shape and dtype. It must stay as it is.
+        root: any rank from 0 to n − 1, the same on all ranks.
+        op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point numbers
+            only.
 
     Returns:
         On the root a new tensor of x's shape and dtype. On the other ranks None.
@@ -36,13 +38,14 @@ def ring_all_gather(x: torch.Tensor) -> torch.Tensor:
     """Collect the x of all ranks, on every rank. Each rank talks to its two neighbours only.
 
         step 1    rank 0 ──a──▶ rank 1 ──b──▶ rank 2 ──c──▶ rank 0
-        step 2    rank 0 ──c──▶ rank 1 ──a──▶ rank 2 ──b──▶ rank 0        what came last is passed on
+        step 2    rank 0 ──c──▶ rank 1 ──a──▶ rank 2 ──b──▶ rank 0    pass on what came last
 
     Args:
         x: this rank's tensor, of any dtype and at least one dim. It must stay as it is.
 
-    Returns: On every rank a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along
-        dim 0.
+    Returns:
+        On every rank a new tensor: the x of ranks 0, 1, …, n − 1, in this order, joined along dim
+        0.
 
     Every rank sends (n − 1)·S bytes, where x has S: that is (n − 1)/n of the result. It takes n − 1
     steps.
@@ -62,12 +65,13 @@ def ring_reduce_scatter(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: this rank's tensor, of any dtype and at least one dim. It must stay as it is.
 
-    Returns: A new tensor: torch.tensor_split(total, n)[rank], where total is the sum of all x. (If
-        n doesn't divide the rows, the first ranks get one row more; if there are fewer rows than
+    Returns:
+        A new tensor: torch.tensor_split(total, n)[rank], where total is the sum of all x. (If n
+        doesn't divide the rows, the first ranks get one row more; if there are fewer rows than
         ranks, the last ranks get none.)
 
-    Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes n −
-    1 steps.
+    Every rank sends about (n − 1)·S/n bytes, where x has S: every chunk but one, once. It takes
+    n − 1 steps.
     """
     raise NotImplementedError("ring_reduce_scatter is not written yet")
 
@@ -79,28 +83,32 @@ def ring_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
         rank 1  [b0 b1 b2]   ──▶  [.  Σ1 . ]   ──▶  [Σ0 Σ1 Σ2]
         rank 2  [c0 c1 c2]        [.  .  Σ2]        [Σ0 Σ1 Σ2]
 
-    Args: x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay
-        as it is. op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point
-        numbers only.
+    Args:
+        x: this rank's tensor, of any shape and dtype, with any number of elements. It must stay as
+            it is.
+        op: "sum", or "mean": the sum divided by n. The mean is asked for floating-point numbers
+            only.
 
     Returns:
         On every rank a new tensor of x's shape and dtype.
 
-    Every rank sends about 2·(n − 1)·S/n bytes, where x has S, and no rank sends more. It takes 2·(n
-    − 1) steps. The chunks are made of elements, not of rows: torch.tensor_split(x.flatten(), n).
+    Every rank sends about 2·(n − 1)·S/n bytes, where x has S, and no rank sends more. It takes
+    2·(n − 1) steps. The chunks are made of elements, not of rows:
+    torch.tensor_split(x.flatten(), n).
     """
     raise NotImplementedError("ring_all_reduce is not written yet")
 
 
 def doubling_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Add up the x of all ranks, on every rank, in few steps: exchange what you have with a
-    partner, at distance 1, 2, 4, …
+    """Add up the x of all ranks, on every rank, in few steps.
+
+    In each step, exchange what you have with a partner, at distance 1, 2, 4, …
 
         step 1    0 ◀─▶ 1    2 ◀─▶ 3        each has the sum of 2
         step 2    0 ◀─▶ 2    1 ◀─▶ 3        each has the sum of 4
 
-    If n is no power of two, let m be the largest power of two below n. Each of the n − m ranks from
-    m on first sends its x to a rank below m, which adds it to its own. At the end it gets the
+    If n isn't a power of two, let m be the largest power of two below n. Each of the n − m ranks
+    from m on first sends its x to a rank below m, which adds it to its own. At the end it gets the
     result back.
 
     Args:
@@ -122,8 +130,9 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
         rank 1  [b0 b1 b2]   ──▶  [a1 b1 c1]
         rank 2  [c0 c1 c2]        [a2 b2 c2]
 
-    Args: x: this rank's tensor of shape (n, …), of any dtype. Row j, x[j], is for rank j. It must
-        stay as it is.
+    Args:
+        x: this rank's tensor of shape (n, …), of any dtype. Row j, x[j], is for rank j. It must
+            stay as it is.
 
     Returns:
         A new tensor of the same shape. Row i came from rank i: it is row `rank` of that rank's x.

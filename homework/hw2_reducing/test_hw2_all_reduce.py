@@ -184,7 +184,11 @@ RING_ALL_REDUCE = Exercise(
     checks=(
         value("every rank returns the sum, or the mean", keeps="x"),
         bytes_sent(ring_bytes, "no rank sends more than 2·(n − 1)/n of x"),
-        steps(lambda case: 2 * (case.world_size - 1), "2·(n − 1) steps", slack=lambda case: 4 * (case.world_size - 1)),
+        steps(
+            lambda case: 2 * (case.world_size - 1),
+            "2·(n − 1) steps",
+            slack=lambda case: 4 * (case.world_size - 1),
+        ),
     ),
     least_received=x_each,
     misconceptions=(
@@ -192,40 +196,55 @@ RING_ALL_REDUCE = Exercise(
         SUM_FOR_MEAN,
         Misconception(
             "scaled",
-            ("The mean is divided by n more than once, so it is too small: by every rank, or "
-            "before and after the all-gather."),
+            (
+                "The mean is divided by n more than once, so it is too small: by every rank, or "
+                "before and after the all-gather."
+            ),
             divided_too_often(flat_pieces),
         ),
         Misconception(
             "scaled",
-            ("The sum is divided by the same number for every n. That is right for one number "
-            "of ranks only."),
+            (
+                "The sum is divided by the same number for every n. That is right for one number "
+                "of ranks only."
+            ),
             one_n_only,
         ),
-        Misconception("scaled", ("Every element is wrong by the same factor: something is divided that should not "
-            "be."), scaled),
+        Misconception(
+            "scaled",
+            ("Every element is wrong by the same factor: something is divided that should not be."),
+            scaled,
+        ),
         Misconception(
             "remainder dropped",
-            ("The code cuts n equal chunks. If n doesn't divide the number of elements, the "
-            "last few are never added up."),
+            (
+                "The code cuts n equal chunks. If n doesn't divide the number of elements, the "
+                "last few are never added up."
+            ),
             remainder_dropped,
         ),
         Misconception(
             "works only if n divides the size",
-            ("The code is right if n divides the number of elements, and only then: it takes "
-            "all chunks to be equally large."),
+            (
+                "The code is right if n divides the number of elements, and only then: it takes "
+                "all chunks to be equally large."
+            ),
             lambda trials: bool(failed(trials)) and all(map(not_divided, failed(trials))),
         ),
         Misconception(
             "whole tensor round the ring",
-            ("Every rank's whole x goes round the ring, so each rank sends (n − 1)·S bytes. In "
-            "chunks it stays below 2·S."),
+            (
+                "Every rank's whole x goes round the ring, so each rank sends (n − 1)·S bytes. In "
+                "chunks it stays below 2·S."
+            ),
             whole_round_ring,
         ),
         Misconception(
             "reduce then broadcast",
-            ("The total number of bytes is right, but they are uneven: one rank sends much more "
-            "than the others, which wait for it."),
+            (
+                "The total number of bytes is right, but they are uneven: one rank sends much more "
+                "than the others, which wait for it."
+            ),
             reduce_broadcast,
         ),
         counted_twice(flat_pieces),
@@ -233,23 +252,32 @@ RING_ALL_REDUCE = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "You have both halves already: what does rank r have after the reduce-scatter, and "
-        "what does the all-gather need?",
-        "The chunks differ in size by one: cut the elements with "
-        "torch.tensor_split(x.flatten(), n), and let both loops send and receive "
-        "these chunks. Divide once, between the halves.",
+        "You have both halves already: what does rank r have after the reduce-scatter, and what "
+        "does the all-gather need?",
+        "The chunks differ in size by one: cut the elements with torch.tensor_split(x.flatten(), "
+        "n), and let both loops send and receive these chunks. Divide once, between the halves.",
         "mine = ring_reduce_scatter(x.flatten()); divide mine by n for the mean; total = "
-        "torch.empty(x.numel(), dtype=x.dtype); "
-        "blocks = torch.tensor_split(total, n); blocks[rank].copy_(mine); then "
-        "ring_all_gather's loop; return total.view(x.shape).",
+        "torch.empty(x.numel(), dtype=x.dtype); blocks = torch.tensor_split(total, n); "
+        "blocks[rank].copy_(mine); then ring_all_gather's loop; return total.view(x.shape).",
     ),
     questions=(
-        Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
-                 ALL_REDUCE_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
-        Question("steps", "How many steps does it take?", ALL_REDUCE_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+        Question(
+            "bytes",
+            "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+            ALL_REDUCE_QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+        Question(
+            "steps",
+            "How many steps does it take?",
+            ALL_REDUCE_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
     ),
     watch=lambda: all_reduce_case([origin_tensor(rank, 4, 8) for rank in range(4)]),
-)  # fmt: skip
+)
 
 
 def doubling_cases(draw: Draw) -> list[Case]:
@@ -308,7 +336,10 @@ DOUBLING_ALL_REDUCE = Exercise(
     cases=doubling_cases,
     checks=(
         value("every rank returns the sum", keeps="x"),
-        bytes_sent(doubling_bytes, "no rank sends more than log₂ n times x (once more if n is no power of two)"),
+        bytes_sent(
+            doubling_bytes,
+            "no rank sends more than log₂ n times x (once more if n is no power of two)",
+        ),
         steps(
             lambda case: log2_down(case.world_size) + (0 if power_of_two(case.world_size) else 2),
             "log₂ n steps (⌊log₂ n⌋ + 2 if n is no power of two)",
@@ -320,21 +351,24 @@ DOUBLING_ALL_REDUCE = Exercise(
         *MESSAGES,
         Misconception(
             "breaks at n = 3",
-            "The code is right if n is a power of two, and only then. For other n, a partner "
-            "is missing, or some ranks are left out or "
-            "counted twice.",
+            "The code is right if n is a power of two, and only then. For other n, a partner is "
+            "missing, or some ranks are left out or counted twice.",
             only_powers_of_two,
         ),
         Misconception(
             "ring in place of doubling",
-            ("The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few "
-            "bytes then takes n times as long as it must."),
+            (
+                "The bytes are those of a ring, and so are the steps: 2·(n − 1). A sum of few "
+                "bytes then takes n times as long as it must."
+            ),
             ring_in_place,
         ),
         Misconception(
             "everything to everyone",
-            ("Every rank sends its x to every other rank: n − 1 messages a rank, where log₂ n "
-            "are enough."),
+            (
+                "Every rank sends its x to every other rank: n − 1 messages a rank, where log₂ n "
+                "are enough."
+            ),
             everything_to_everyone,
         ),
         counted_twice(flat_pieces),
@@ -342,23 +376,33 @@ DOUBLING_ALL_REDUCE = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "Take n = 4 first. Your partner at distance 1, 2, 4 is the rank whose number differs "
-        "from yours in that bit: rank ^ distance.",
-        "Both partners send their sum and add what they receive, which needs a second tensor. "
-        "For n = 3, rank 2 gives "
-        "its x to rank 0 and waits; ranks 0 and 1 do the rest; rank 0 sends the result back.",
-        "m = 1 << (n.bit_length() - 1). Rank ≥ m: send total to rank − m, then receive it. "
-        "rank + m < n: first receive from it and add. "
-        "Then for distance 1, 2, … < m exchange with rank ^ distance and add. At the end send "
-        "total to rank + m, if there is such a rank.",
+        "Take n = 4 first. Your partner at distance 1, 2, 4 is the rank whose number differs from "
+        "yours in that bit: rank ^ distance.",
+        "Both partners send their sum and add what they receive, which needs a second tensor. For "
+        "n = 3, rank 2 gives its x to rank 0 and waits; ranks 0 and 1 do the rest; rank 0 sends "
+        "the result back.",
+        "m = 1 << (n.bit_length() - 1). Rank ≥ m: send total to rank − m, then receive it. rank + "
+        "m < n: first receive from it and add. Then for distance 1, 2, … < m exchange with rank ^ "
+        "distance and add. At the end send total to rank + m, if there is such a rank.",
     ),
     questions=(
-        Question("steps", "8 ranks: how many steps does it take?", DOUBLING_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
-        Question("bytes", "8 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
-                 DOUBLING_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
+        Question(
+            "steps",
+            "8 ranks: how many steps does it take?",
+            DOUBLING_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
+        Question(
+            "bytes",
+            "8 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+            DOUBLING_QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
     ),
     watch=lambda: all_reduce_case([origin_tensor(rank, 5, 6) for rank in range(5)], None),
-)  # fmt: skip
+)
 
 
 EXERCISES = [RING_ALL_REDUCE, DOUBLING_ALL_REDUCE]

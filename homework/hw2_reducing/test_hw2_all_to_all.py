@@ -104,7 +104,11 @@ ALL_TO_ALL = Exercise(
     checks=(
         value("row i of the result is what rank i had for this rank", keeps="x"),
         bytes_sent(rows_for_others, "every rank sends (n − 1)/n of x"),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: 2 * (case.world_size - 1)),
+        steps(
+            lambda case: case.world_size - 1,
+            "n − 1 steps",
+            slack=lambda case: 2 * (case.world_size - 1),
+        ),
     ),
     least_received=rows_for_others,
     misconceptions=(
@@ -116,35 +120,51 @@ ALL_TO_ALL = Exercise(
         ),
         Misconception(
             "blocks not transposed",
-            ("Ranks return rows that were meant for other ranks: the row that is sent to rank j "
-            "must be row j."),
+            (
+                "Ranks return rows that were meant for other ranks: the row that is sent to rank j "
+                "must be row j."
+            ),
             not_transposed,
         ),
         Misconception(
             "joined in the wrong order",
-            ("Every rank has the rows that were meant for it, but not in the order of the ranks "
-            "from which they came."),
+            (
+                "Every rank has the rows that were meant for it, but not in the order of the ranks "
+                "from which they came."
+            ),
             rows_in_other_order,
         ),
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "Which row do you send to rank j? And into which row do you receive what comes from "
-        "rank i?",
-        ("In step s, send to rank + s and receive from rank − s, mod n: then in each step every "
-        "rank sends one row and receives one."),
-        "result = torch.empty(x.shape, dtype=x.dtype); result[rank] = x[rank]. For step 1 … n "
-        "− 1: to, source = (rank + step) % n, "
-        "(rank - step) % n; sending = dist.isend(x[to].contiguous(), to); "
-        "dist.recv(result[source], source); sending.wait().",
+        "Which row do you send to rank j? And into which row do you receive what comes from rank "
+        "i?",
+        (
+            "In step s, send to rank + s and receive from rank − s, mod n: then in each step every "
+            "rank sends one row and receives one."
+        ),
+        "result = torch.empty(x.shape, dtype=x.dtype); result[rank] = x[rank]. For step 1 … n − 1: "
+        "to, source = (rank + step) % n, (rank - step) % n; sending = "
+        "dist.isend(x[to].contiguous(), to); dist.recv(result[source], source); sending.wait().",
     ),
     questions=(
-        Question("bytes", "4 ranks, 250 float32 numbers for each rank: how many bytes does each rank send?",
-                 ALL_TO_ALL_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
-        Question("steps", "How many steps does it take?", ALL_TO_ALL_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+        Question(
+            "bytes",
+            "4 ranks, 250 float32 numbers for each rank: how many bytes does each rank send?",
+            ALL_TO_ALL_QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+        Question(
+            "steps",
+            "How many steps does it take?",
+            ALL_TO_ALL_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
     ),
     watch=lambda: all_to_all_case([origin_tensor(rank, 4, 8).reshape(4, 2) for rank in range(4)]),
-)  # fmt: skip
+)
 
 
 EXERCISES = [ALL_TO_ALL]

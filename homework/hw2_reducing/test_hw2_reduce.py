@@ -95,17 +95,24 @@ REDUCE = Exercise(
     points=10,
     cases=reduce_cases,
     checks=(
-        value("the root returns the sum or the mean, the others None; every x stays as it is", keeps="x"),
+        value(
+            "the root returns the sum or the mean, the others None; every x stays as it is",
+            keeps="x",
+        ),
         bytes_sent(x_from_others, "every rank but the root sends x once"),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1),
+        steps(
+            lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: case.world_size - 1
+        ),
     ),
     least_received=x_at_root,
     misconceptions=(
         *MESSAGES,
         Misconception(
             "mean divides on every rank",
-            ("More than one rank divides by n, so some of the data is divided by n twice or "
-            "more: the result is too small."),
+            (
+                "More than one rank divides by n, so some of the data is divided by n twice or "
+                "more: the result is too small."
+            ),
             divided_too_often(root_pieces),
         ),
         SUM_FOR_MEAN,
@@ -114,27 +121,36 @@ REDUCE = Exercise(
         left_out(root_pieces),
         Misconception(
             "root hard-coded to 0",
-            ("The code is right if the root is rank 0, and only then: somewhere it takes rank 0 "
-            "for the root."),
+            (
+                "The code is right if the root is rank 0, and only then: somewhere it takes rank 0 "
+                "for the root."
+            ),
             only_root_zero,
         ),
     ),
     hints=(
-        "It is a gather with an addition in place of each copy. Where is the one place at "
-        "which the mean can be divided?",
-        ("The root adds what it receives to a clone of its own x: x itself must stay as it is. "
-        "It divides once, at the end."),
+        "It is a gather with an addition in place of each copy. Where is the one place at which "
+        "the mean can be divided?",
+        (
+            "The root adds what it receives to a clone of its own x: x itself must stay as it is. "
+            "It divides once, at the end."
+        ),
         "On the root: total, arriving = x.clone(), torch.empty(x.shape, dtype=x.dtype); for "
         "each other rank: dist.recv(arriving, other); "
-        "total += arriving. Return total / n if op == \"mean\" else total. Elsewhere: "
+        'total += arriving. Return total / n if op == "mean" else total. Elsewhere: '
         "dist.send(x.contiguous(), root).",
     ),
     questions=(
-        Question("received", "4 ranks, 1000 float32 numbers each: how many bytes does the root receive?",
-                 REDUCE_QUESTION, lambda trial: received(trial)[0], "bytes"),
+        Question(
+            "received",
+            "4 ranks, 1000 float32 numbers each: how many bytes does the root receive?",
+            REDUCE_QUESTION,
+            lambda trial: received(trial)[0],
+            "bytes",
+        ),
     ),
     watch=lambda: reduce_case([origin_tensor(rank, 4, 6) for rank in range(4)], 1),
-)  # fmt: skip
+)
 
 
 EXERCISES = [REDUCE]

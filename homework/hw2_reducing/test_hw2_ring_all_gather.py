@@ -113,28 +113,36 @@ RING_ALL_GATHER = Exercise(
     checks=(
         value("every rank returns all x, in the order of the ranks", keeps="x"),
         bytes_sent(all_but_own, "every rank sends (n − 1)/n of the result"),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: 2 * (case.world_size - 1)),
+        steps(
+            lambda case: case.world_size - 1,
+            "n − 1 steps",
+            slack=lambda case: 2 * (case.world_size - 1),
+        ),
     ),
     least_received=all_but_own,
     misconceptions=(
         *MESSAGES,
         Misconception(
             "gather then broadcast",
-            ("All data goes through one rank, which sends far more than the others: its link is "
-            "busy while theirs are idle."),
+            (
+                "All data goes through one rank, which sends far more than the others: its link is "
+                "busy while theirs are idle."
+            ),
             through_one_rank,
         ),
         Misconception(
             "sends its own x every time",
-            ("A rank sends its own x in each step, so its neighbour gets the same data again "
-            "and again: nothing is passed on."),
+            (
+                "A rank sends its own x in each step, so its neighbour gets the same data again "
+                "and again: nothing is passed on."
+            ),
             own_every_time,
         ),
         Misconception(
             "slot by step in place of origin",
-            "What arrives is put into the slot of the step in which it arrived. In one step "
-            "each rank gets another rank's x, so the ranks' "
-            "results differ: the slot must be that of the rank from which the data came.",
+            "What arrives is put into the slot of the step in which it arrived. In one step each "
+            "rank gets another rank's x, so the ranks' results differ: the slot must be that of "
+            "the rank from which the data came.",
             by_step,
         ),
         Misconception(
@@ -145,22 +153,34 @@ RING_ALL_GATHER = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "In step 0 you send your own x. What do you send in step 1? Whose x arrives in step 0, "
-        "and whose in step 1?",
-        ("In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, "
-        "all mod n. Keep a list of n blocks."),
-        "blocks[rank] = x. In each step: sending = dist.isend(blocks[(rank - step) % n], (rank "
-        "+ 1) % n); "
-        "dist.recv(blocks[(rank - step - 1) % n], (rank - 1) % n); sending.wait(). At the end "
-        "torch.cat(blocks).",
+        "In step 0 you send your own x. What do you send in step 1? Whose x arrives in step 0, and "
+        "whose in step 1?",
+        (
+            "In step s, rank r sends the block of rank r − s and receives that of rank r − s − 1, "
+            "all mod n. Keep a list of n blocks."
+        ),
+        "blocks[rank] = x. In each step: sending = dist.isend(blocks[(rank - step) % n], (rank + "
+        "1) % n); dist.recv(blocks[(rank - step - 1) % n], (rank - 1) % n); sending.wait(). At the "
+        "end torch.cat(blocks).",
     ),
     questions=(
-        Question("bytes", "4 ranks, 250 float32 numbers each: how many bytes does each rank send?",
-                 GATHER_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
-        Question("steps", "How many steps does it take?", GATHER_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+        Question(
+            "bytes",
+            "4 ranks, 250 float32 numbers each: how many bytes does each rank send?",
+            GATHER_QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+        Question(
+            "steps",
+            "How many steps does it take?",
+            GATHER_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
     ),
     watch=lambda: all_gather_case([origin_tensor(rank, 4, 2) for rank in range(4)]),
-)  # fmt: skip
+)
 
 
 EXERCISES = [RING_ALL_GATHER]

@@ -106,28 +106,40 @@ RING_REDUCE_SCATTER = Exercise(
     cases=reduce_scatter_cases,
     checks=(
         value("rank r returns its rows of the sum", keeps="x"),
-        bytes_sent(lambda case: [int(share(case))] * case.world_size, "every rank sends (n − 1)/n of x"),
-        steps(lambda case: case.world_size - 1, "n − 1 steps", slack=lambda case: 2 * (case.world_size - 1)),
+        bytes_sent(
+            lambda case: [int(share(case))] * case.world_size, "every rank sends (n − 1)/n of x"
+        ),
+        steps(
+            lambda case: case.world_size - 1,
+            "n − 1 steps",
+            slack=lambda case: 2 * (case.world_size - 1),
+        ),
     ),
     least_received=own_chunk,
     misconceptions=(
         *MESSAGES,
         Misconception(
             "all-reduce then slice",
-            ("Every rank gets the whole sum, and keeps only its own rows: that moves at least "
-            "twice as many bytes as a reduce-scatter."),
+            (
+                "Every rank gets the whole sum, and keeps only its own rows: that moves at least "
+                "twice as many bytes as a reduce-scatter."
+            ),
             all_then_slice,
         ),
         Misconception(
             "reduce then scatter",
-            ("One rank receives everybody's data, adds it up and sends the rows out: its link "
-            "is busy while the others are idle."),
+            (
+                "One rank receives everybody's data, adds it up and sends the rows out: its link "
+                "is busy while the others are idle."
+            ),
             sum_on_one_rank,
         ),
         Misconception(
             "owner off by one",
-            ("The sums are right, but they end at the wrong ranks: every rank returns its "
-            "neighbour's rows."),
+            (
+                "The sums are right, but they end at the wrong ranks: every rank returns its "
+                "neighbour's rows."
+            ),
             off_by_one,
         ),
         counted_twice(chunk_pieces),
@@ -135,24 +147,33 @@ RING_REDUCE_SCATTER = Exercise(
         CHANGES_ITS_INPUT,
     ),
     hints=(
-        "The all-gather backwards. Follow one chunk: it must arrive at its owner last, so at "
-        "which rank does it start?",
-        "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step "
-        "1 rank r sends its part of chunk r − 1. "
-        "In each step it adds its own part to what has arrived, and sends that on in the next "
-        "step.",
-        "partial = chunks[rank - 1].clone(). For step 1 … n − 1: send partial to rank + 1; "
-        "receive `arriving`, as large as "
-        "mine = chunks[(rank - step - 1) % n], from rank − 1; then partial = arriving + mine. "
-        "At the end partial is chunk `rank`.",
+        "The all-gather backwards. Follow one chunk: it must arrive at its owner last, so at which "
+        "rank does it start?",
+        "The sum of chunk c starts at rank c + 1 and goes round the ring to rank c. So in step 1 "
+        "rank r sends its part of chunk r − 1. In each step it adds its own part to what has "
+        "arrived, and sends that on in the next step.",
+        "partial = chunks[rank - 1].clone(). For step 1 … n − 1: send partial to rank + 1; receive "
+        "`arriving`, as large as mine = chunks[(rank - step - 1) % n], from rank − 1; then partial "
+        "= arriving + mine. At the end partial is chunk `rank`.",
     ),
     questions=(
-        Question("bytes", "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
-                 SCATTER_QUESTION, lambda trial: max(communicated(trial)), "bytes"),
-        Question("steps", "How many steps does it take?", SCATTER_QUESTION, lambda trial: int(trial.trace.makespan), "steps"),
+        Question(
+            "bytes",
+            "4 ranks, 1000 float32 numbers each: how many bytes does each rank send?",
+            SCATTER_QUESTION,
+            lambda trial: max(communicated(trial)),
+            "bytes",
+        ),
+        Question(
+            "steps",
+            "How many steps does it take?",
+            SCATTER_QUESTION,
+            lambda trial: int(trial.trace.makespan),
+            "steps",
+        ),
     ),
     watch=lambda: reduce_scatter_case([origin_tensor(rank, 4, 8) for rank in range(4)]),
-)  # fmt: skip
+)
 
 
 EXERCISES = [RING_REDUCE_SCATTER]

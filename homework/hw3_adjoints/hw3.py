@@ -4,7 +4,9 @@ A collective F takes the x of all ranks and gives each rank a y. It is linear. T
 of the losses of all ranks. In backward, each rank has g, the gradient of its own y. F*, the adjoint
 of F, turns the g of all ranks into the gradient of each rank's x:
 
-    ⟨Fx, g⟩ = ⟨x, F*g⟩        for every x and g; ⟨a, b⟩ is the sum of a·b over all elements of all ranks
+    ⟨Fx, g⟩ = ⟨x, F*g⟩        for every x and g
+
+⟨a, b⟩ is the sum of a·b over all elements of all ranks.
 
 Write F* for each F below. You may use everything in torch.distributed: dist.send and dist.recv, and
 the collectives (dist.all_reduce, dist.reduce, dist.broadcast, dist.all_gather, dist.gather,
@@ -23,8 +25,11 @@ def broadcast_backward(x: torch.Tensor, g: torch.Tensor, root: int) -> torch.Ten
         rank 1  x  ├─▶ y = x        g₁        its own x is not used
         rank 2  x  └─▶ y = x        g₂
 
-    Args: x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
-        here. g: the gradient of this rank's y, of the same shape. root: whose x was broadcast.
+    Args:
+        x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
+            here.
+        g: the gradient of this rank's y, of the same shape.
+        root: whose x was broadcast.
 
     Returns:
         The gradient of this rank's x, on every rank, also where x was not used.
@@ -41,9 +46,11 @@ def reduce_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
         rank 1  x₁ ─┤
         rank 2  x₂ ─┘
 
-    Args: x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
-        here. g: on the root, the gradient of y; None on the other ranks. root: which rank has the
-        sum.
+    Args:
+        x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
+            here.
+        g: on the root, the gradient of y; None on the other ranks.
+        root: which rank has the sum.
 
     Returns:
         The gradient of this rank's x.
@@ -96,8 +103,7 @@ def gather_backward(x: torch.Tensor, g: torch.Tensor | None, root: int) -> torch
 
 
 def all_gather_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The backward of an all-gather: every rank's y has the x of all ranks, in the order of the
-    ranks.
+    """The backward of an all-gather: every rank's y has the x of all ranks, in their order.
 
         rank 0  a ──▶ y = [ a b c ]        g₀        the ranks go on with y in different ways,
         rank 1  b ──▶ y = [ a b c ]        g₁        so each has another g
@@ -141,8 +147,10 @@ def all_reduce_backward(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         rank 1  x₁ ──▶ y = x₀ + x₁ + x₂        g₁        so each has another g
         rank 2  x₂ ──▶ y = x₀ + x₁ + x₂        g₂
 
-    Args: x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
-        here. g: the gradient of this rank's y, of the same shape.
+    Args:
+        x: this rank's x. Every rank has one of the same shape; only its shape and dtype matter
+            here.
+        g: the gradient of this rank's y, of the same shape.
 
     Returns:
         The gradient of this rank's x.

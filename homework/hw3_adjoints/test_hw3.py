@@ -74,22 +74,37 @@ def reduce_or_zeros(g: Tensors, root: int) -> Tensors:
 
 
 ADJOINT = {
-    broadcast: reduce_or_zeros, reduce: broadcast, scatter: gather, gather: scatter,
-    all_gather: reduce_scatter, reduce_scatter: all_gather, all_reduce: all_reduce, all_to_all: all_to_all,
-}  # fmt: skip
+    broadcast: reduce_or_zeros,
+    reduce: broadcast,
+    scatter: gather,
+    gather: scatter,
+    all_gather: reduce_scatter,
+    reduce_scatter: all_gather,
+    all_reduce: all_reduce,
+    all_to_all: all_to_all,
+}
 ROOTED = (broadcast, reduce, scatter, gather)
 # bytes that suffice in total, from n and the bytes of the largest tensor
 ENOUGH: dict[Callable, Callable[[int, int], float]] = {
-    broadcast: lambda n, S: (n - 1) * S, reduce: lambda n, S: (n - 1) * S,
-    scatter: lambda n, S: (n - 1) / n * S, gather: lambda n, S: (n - 1) / n * S,
-    all_gather: lambda n, S: (n - 1) * S, reduce_scatter: lambda n, S: (n - 1) * S,
-    all_reduce: lambda n, S: 2 * n * S, all_to_all: lambda n, S: (n - 1) * S,
-}  # fmt: skip
+    broadcast: lambda n, S: (n - 1) * S,
+    reduce: lambda n, S: (n - 1) * S,
+    scatter: lambda n, S: (n - 1) / n * S,
+    gather: lambda n, S: (n - 1) / n * S,
+    all_gather: lambda n, S: (n - 1) * S,
+    reduce_scatter: lambda n, S: (n - 1) * S,
+    all_reduce: lambda n, S: 2 * n * S,
+    all_to_all: lambda n, S: (n - 1) * S,
+}
 SAYS = {
-    broadcast: "(n − 1)·S bytes in total", reduce: "(n − 1)·S bytes in total", scatter: "(n − 1)/n·S bytes in total",
-    gather: "(n − 1)/n·S bytes in total", all_gather: "(n − 1)·S bytes in total", reduce_scatter: "(n − 1)·S bytes in total",
-    all_reduce: "2·n·S bytes in total", all_to_all: "(n − 1)·S bytes in total",
-}  # fmt: skip
+    broadcast: "(n − 1)·S bytes in total",
+    reduce: "(n − 1)·S bytes in total",
+    scatter: "(n − 1)/n·S bytes in total",
+    gather: "(n − 1)/n·S bytes in total",
+    all_gather: "(n − 1)·S bytes in total",
+    reduce_scatter: "(n − 1)·S bytes in total",
+    all_reduce: "2·n·S bytes in total",
+    all_to_all: "(n − 1)·S bytes in total",
+}
 
 
 # ---- the cases ----
@@ -129,9 +144,13 @@ def least_received(case: Case) -> list[int]:
     """
     F, n, root, S = case.facts["F"], case.world_size, case.facts["root"], case.facts["S"]
     at_root, elsewhere = {
-        broadcast: (S * (n - 1) // n, 0), reduce: (0, S * (n - 1) // n), scatter: (S * (n - 1) // n, 0),
-        gather: (0, S // n), all_reduce: (S, S), all_gather: (S // n, S // n),
-    }.get(F, (S * (n - 1) // n,) * 2)  # fmt: skip
+        broadcast: (S * (n - 1) // n, 0),
+        reduce: (0, S * (n - 1) // n),
+        scatter: (S * (n - 1) // n, 0),
+        gather: (0, S // n),
+        all_reduce: (S, S),
+        all_gather: (S // n, S // n),
+    }.get(F, (S * (n - 1) // n,) * 2)
     return [0 if n == 1 else at_root if rank == root else elsewhere for rank in range(n)]
 
 
@@ -295,9 +314,8 @@ ALL_REDUCE_EVERYWHERE = Misconception(
 )
 ALL_REDUCE_THEN_SLICE = Misconception(
     "all-reduce then slice",
-    "The gradients are summed whole on every rank, and then each rank keeps one block. The "
-    "values are right, but each rank receives n − 1 "
-    "blocks that it throws away: twice the bytes.",
+    "The gradients are summed whole on every rank, and then each rank keeps one block. The values "
+    "are right, but each rank receives n − 1 blocks that it throws away: twice the bytes.",
     costs_an_all_reduce,
 )
 SLICE_WITHOUT_SUM = Misconception(
@@ -318,9 +336,8 @@ OWN_ONLY = Misconception(
 )
 N_TIMES = Misconception(
     "gradient n times too large",
-    "The gradient is n times the right one: it is summed over the ranks where every rank has "
-    "the same already, or multiplied by n. "
-    "⟨x, F*g⟩ is n times ⟨Fx, g⟩.",
+    "The gradient is n times the right one: it is summed over the ranks where every rank has the "
+    "same already, or multiplied by n. ⟨x, F*g⟩ is n times ⟨Fx, g⟩.",
     off_by(lambda n: n),
 )
 MEAN_FOR_SUM = Misconception(
@@ -420,8 +437,8 @@ EXERCISES = [
         "9a",
         broadcast,
         (
-            "Write y₀ = x, y₁ = x, y₂ = x for the root's x. What does a small change of x do "
-            "to each y, and so to each loss?",
+            "Write y₀ = x, y₁ = x, y₂ = x for the root's x. What does a small change of x do to "
+            "each y, and so to each loss?",
             (
                 "The root's x is used n times. Its gradient is the sum of the gradients of its "
                 "uses. The x of the others is used nowhere."

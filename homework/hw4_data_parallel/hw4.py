@@ -17,21 +17,21 @@ def train_naive(
     optimizer: torch.optim.Optimizer,
     batches: list[tuple[Tensor, Tensor]],
 ) -> None:
-    """Train the model on this rank's shares of the batches, so that every step equals the step of
-    one process with the whole batch.
+    """Train the model on this rank's shares of the batches.
+
+    Every step equals the step of one process with the whole batch.
 
         rank 0   share 0 ──▶ backward ──▶ gradients ─┐
         rank 1   share 1 ──▶ backward ──▶ gradients ─┼─ all-reduce ──▶ the same step on all ranks
         rank 2   share 2 ──▶ backward ──▶ gradients ─┘
 
-    Args: model: this rank's replica. Its weights differ from rank to rank when you get it. Training
-        starts from rank 0's.
-            Two of its layers may have the same parameter (tied weights).
+    Args:
+        model: this rank's replica. Its weights differ from rank to rank when you get it. Training
+            starts from rank 0's. Two of its layers may have the same parameter (tied weights).
         loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
         optimizer: of this model's parameters. Call optimizer.step() once for each batch.
         batches: for each step, this rank's share (inputs, targets). A share has one or more
-            samples. The ranks' shares may differ in
-            length, and a rank knows only its own.
+            samples. The ranks' shares may differ in length, and a rank knows only its own.
 
     Returns:
         Nothing. Afterwards the model has the same weights on all ranks.
@@ -44,18 +44,20 @@ def train_naive(
 
 
 def average_in_buckets(gradients: dict[str, Tensor], cap: int) -> dict[str, Tensor]:
-    """Average the gradients over the ranks, with few all-reduces: each takes a bucket, a flat
-    tensor in which gradients lie side by side.
+    """Average the gradients over the ranks, with few all-reduces.
+
+    Each all-reduce takes a bucket: a flat tensor that holds several gradients, one after another.
 
         a ▇▇   b ▇▇▇▇▇   c ▇   d ▇▇▇   ──▶   [ a b ] [ c d ]   ──▶   two all-reduces, not four
 
-    Args: gradients: this rank's gradients by name, all of one dtype, in the order in which its
-        backward made them. All ranks have the same
-            names and shapes. Their orders may differ.
+    Args:
+        gradients: this rank's gradients by name, all of one dtype, in the order in which its
+            backward made them. All ranks have the same names and shapes. Their orders may differ.
         cap: the bytes of a bucket, at most. A gradient that is larger has a bucket to itself.
 
-    Returns: The mean of the ranks' gradients, by name. Whether you overwrite the given tensors is
-        up to you.
+    Returns:
+        The mean of the ranks' gradients, by name. Whether you overwrite the given tensors is up to
+        you.
 
     Put gradients into a bucket as long as they fit: no two neighbouring buckets would fit into one.
     With G bytes of gradients and n ranks, each rank sends 2(n−1)/n · G bytes.
@@ -72,14 +74,17 @@ def train_overlapped(
     """Train as train_naive does, and send gradients while backward still computes others.
 
         backward     ▇▇ layer 3 ▇▇ layer 2 ▇▇ layer 1 ▇▇ layer 0
-        messages               ▬▬ 3      ▬▬ 2       ▬▬ 1       ▬▬ 0     only the last ones are not hidden
+        messages               ▬▬ 3      ▬▬ 2       ▬▬ 1       ▬▬ 0
 
-    Args: model: this rank's replica. The ranks have the same weights already. loss_fn:
-        loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar. optimizer: of
-        this model's parameters. Call optimizer.step() once for each step. batches: for each step,
-        this rank's share, cut into microbatches (inputs, targets): gradients are accumulated over
-        all of them. All
-            microbatches of all ranks have the same number of samples.
+    Only the last messages, of layer 0, are not hidden behind backward.
+
+    Args:
+        model: this rank's replica. The ranks have the same weights already.
+        loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
+        optimizer: of this model's parameters. Call optimizer.step() once for each step.
+        batches: for each step, this rank's share, cut into microbatches (inputs, targets):
+            gradients are accumulated over all of them. All microbatches of all ranks have the same
+            number of samples.
 
     Returns:
         Nothing. Afterwards the model has the same weights on all ranks.

@@ -72,17 +72,26 @@ def bucket_case(
     item = dtype.itemsize
     sizes = {name: math.prod(shape) * item for name, shape in zip(names, shapes)}
     return Case(
-        [(order, [shapes[names.index(name)] for name in order], flat_, cap) for order, flat_ in zip(orders, flats)],
+        [
+            (order, [shapes[names.index(name)] for name in order], flat_, cap)
+            for order, flat_ in zip(orders, flats)
+        ],
         [mean] * n,
         note=note,
         facts={
-            "bytes": sum(sizes.values()), "largest": max(sizes.values()), "cap": cap, "shuffled": shuffled, "count": len(names),
+            "bytes": sum(sizes.values()),
+            "largest": max(sizes.values()),
+            "cap": cap,
+            "shuffled": shuffled,
+            "count": len(names),
             # two neighbours are larger than the cap together
             "buckets": math.floor(2 * sum(sizes.values()) / cap) + 1,
-            "local": gradients, "orders": orders, "in own order": torch.stack(flats).double().mean(0),
+            "local": gradients,
+            "orders": orders,
+            "in own order": torch.stack(flats).double().mean(0),
         },
         network=Network(latency=1.0, bandwidth=math.inf),
-    )  # fmt: skip
+    )
 
 
 def bucket_cases(draw: Draw) -> list[Case]:
@@ -239,16 +248,14 @@ def dict_times_n(trials: Sequence[Trial]) -> bool:
 
 OWN_ORDER = Misconception(
     "order that differs between ranks",
-    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same "
-    "place, so different gradients are added to "
-    "each other, or buckets of different sizes meet.",
+    "Each rank fills its buckets in its own order. An all-reduce adds what lies at the same place, "
+    "so different gradients are added to each other, or buckets of different sizes meet.",
     own_order,
 )
 NEVER_FLUSHED = Misconception(
     "last bucket never flushed",
     "A bucket is all-reduced when the next gradient no longer fits. After the last gradient "
-    "nothing follows, so the last bucket is "
-    "never all-reduced.",
+    "nothing follows, so the last bucket is never all-reduced.",
     never_flushed,
 )
 BUCKETS_SUMMED = replace(SUM_FOR_MEAN, seen=dict_times_n)
@@ -287,34 +294,53 @@ EXERCISES = [
         checks=(
             value("every gradient is the mean over the ranks"),
             bytes_sent(
-                lambda case: [all_reduce_bytes(case.facts["bytes"], case.world_size)] * case.world_size,
+                lambda case: (
+                    [all_reduce_bytes(case.facts["bytes"], case.world_size)] * case.world_size
+                ),
                 "2(n−1)/n of the gradients' bytes",
                 lambda case: 256 + case.facts["buckets"] * 16 * case.world_size,
             ),
             few_calls(),
             under_the_cap(),
         ),
-        least_received=lambda case: [case.facts["bytes"] - 64 if case.world_size > 1 else 0] * case.world_size,
-        misconceptions=(*MESSAGES, NEVER_FLUSHED, BUCKETS_SUMMED, OWN_ORDER, ONE_BY_ONE, ABOVE_THE_CAP),
+        least_received=lambda case: (
+            [case.facts["bytes"] - 64 if case.world_size > 1 else 0] * case.world_size
+        ),
+        misconceptions=(
+            *MESSAGES,
+            NEVER_FLUSHED,
+            BUCKETS_SUMMED,
+            OWN_ORDER,
+            ONE_BY_ONE,
+            ABOVE_THE_CAP,
+        ),
         hints=(
             "Which order do all ranks know without asking each other?",
             "Go through the sorted names. Keep a list of the names in the open bucket, and its "
-            "bytes. If the next gradient doesn't fit, "
-            "all-reduce the bucket and open a new one. What is still open at the end?",
+            "bytes. If the next gradient doesn't fit, all-reduce the bucket and open a new one. "
+            "What is still open at the end?",
             "flat = torch.cat([gradients[name].flatten() for name in names]); "
-            "dist.all_reduce(flat); flat /= n; flat.split(sizes) "
-            "gives the pieces, piece.view_as(gradients[name]) their shapes. Do it for each "
-            "bucket, and once more after the loop.",
+            "dist.all_reduce(flat); flat /= n; flat.split(sizes) gives the pieces, "
+            "piece.view_as(gradients[name]) their shapes. Do it for each bucket, and once more "
+            "after the loop.",
         ),
         questions=(
             Question(
                 "calls",
                 "Ten gradients of 48 bytes each, and a cap of 150 bytes: how many all-reduces?",
-                lambda: bucket_case(Draw("question"), 2, [[2, 3]] * 10, 150, torch.float64, True, "ten gradients of 48 bytes, cap 150"),
+                lambda: bucket_case(
+                    Draw("question"),
+                    2,
+                    [[2, 3]] * 10,
+                    150,
+                    torch.float64,
+                    True,
+                    "ten gradients of 48 bytes, cap 150",
+                ),
                 calls,
                 "all-reduces",
             ),
         ),
         picture="lanes",
     ),
-]  # fmt: skip
+]

@@ -52,14 +52,19 @@ def naive_case(draw: Draw, shares: Sequence[int], tied: bool = False, steps: int
     return Case(
         [(sizes, tied, first[rank], inputs[rank], targets[rank]) for rank in range(n)],
         [expected] * n,
-        note=f"shares of {', '.join(map(str, shares))} samples" + (", tied weights" if tied else ""),
+        note=f"shares of {', '.join(map(str, shares))} samples"
+        + (", tied weights" if tied else ""),
         facts={
-            "bytes": count * ITEM, "steps": steps, "tied": {"0.weight": weight} if tied else {},
-            "first": [dict(make_model(sizes, weights, tied).named_parameters()) for weights in first],
+            "bytes": count * ITEM,
+            "steps": steps,
+            "tied": {"0.weight": weight} if tied else {},
+            "first": [
+                dict(make_model(sizes, weights, tied).named_parameters()) for weights in first
+            ],
             "local": local,
         },
         network=Network(latency=0.0, bandwidth=count * ITEM / 3),  # all weights in three seconds
-    )  # fmt: skip
+    )
 
 
 def naive_cases(draw: Draw) -> list[Case]:
@@ -127,9 +132,8 @@ def tied_twice(trials: Sequence[Trial]) -> bool:
 
 TIED_TWICE = Misconception(
     "tied weights reduced twice",
-    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It "
-    "is one tensor: the second all-reduce adds up "
-    "sums, or at least sends the same bytes again.",
+    "Two layers share one parameter, and its gradient is all-reduced once for each layer. It is "
+    "one tensor: the second all-reduce adds up sums, or at least sends the same bytes again.",
     tied_twice,
 )
 
@@ -151,23 +155,31 @@ EXERCISES = [
         checks=(equals_one_process(), bytes_check),
         least_received=naive_least,
         misconceptions=(
-            *MESSAGES, NO_FIRST_SYNCHRONISATION, NEVER_REDUCED, SUM_FOR_MEAN, MEAN_TWICE, TIED_TWICE, MEAN_OF_MEANS, NO_ZERO_GRAD,
+            *MESSAGES,
+            NO_FIRST_SYNCHRONISATION,
+            NEVER_REDUCED,
+            SUM_FOR_MEAN,
+            MEAN_TWICE,
+            TIED_TWICE,
+            MEAN_OF_MEANS,
+            NO_ZERO_GRAD,
         ),
         hints=(
-            "Run the loop of one process on each rank. What must be equal on all ranks before "
-            "the first step, and what before each step?",
-            "Broadcast rank 0's parameters. After backward(), all-reduce each p.grad: that "
-            "adds. The mean over all samples is "
-            "Σ (sum of a rank's losses) / (samples of all ranks).",
+            "Run the loop of one process on each rank. What must be equal on all ranks before the "
+            "first step, and what before each step?",
+            "Broadcast rank 0's parameters. After backward(), all-reduce each p.grad: that adds. "
+            "The mean over all samples is Σ (sum of a rank's losses) / (samples of all ranks).",
             "All-reduce len(inputs) into total. loss = loss_fn(…) * len(inputs) / total; "
-            "loss.backward(); dist.all_reduce(p.grad) for each "
-            "p in model.parameters(), which yields a tied parameter once; optimizer.step().",
+            "loss.backward(); dist.all_reduce(p.grad) for each p in model.parameters(), which "
+            "yields a tied parameter once; optimizer.step().",
         ),
         questions=(
             Question(
                 "sent",
-                ("Four ranks train a model of 116 numbers of float64 for three steps. How many "
-                "bytes does each rank send, weights included?"),
+                (
+                    "Four ranks train a model of 116 numbers of float64 for three steps. How many "
+                    "bytes does each rank send, weights included?"
+                ),
                 bytes_question,
                 lambda trial: max(communicated(trial)),
                 "bytes",
@@ -175,4 +187,4 @@ EXERCISES = [
         ),
         picture="lanes",
     ),
-]  # fmt: skip
+]

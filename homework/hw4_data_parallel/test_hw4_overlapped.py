@@ -84,12 +84,16 @@ def overlap_case(draw: Draw, n: int, microbatches: int, steps: int = 2) -> Case:
         [expected] * n,
         note=f"{microbatches} microbatch{'es' * (microbatches > 1)}",
         facts={
-            "bytes": count * ITEM, "steps": steps, "microbatches": microbatches, "local": local,
-            "compute": microbatches * LAYERS * (FORWARD + BACKWARD), "communication": 2 * (n - 1) / n * LAYERS,
+            "bytes": count * ITEM,
+            "steps": steps,
+            "microbatches": microbatches,
+            "local": local,
+            "compute": microbatches * LAYERS * (FORWARD + BACKWARD),
+            "communication": 2 * (n - 1) / n * LAYERS,
         },
         # each layer's weights take a second
         network=Network(latency=0.0, bandwidth=count * ITEM / LAYERS),
-    )  # fmt: skip
+    )
 
 
 def overlap_cases(draw: Draw) -> list[Case]:
@@ -180,8 +184,8 @@ def hidden() -> Check:
             None
             if part <= 0.6
             else (
-                f"{part:.0%} of the messages' time is added to the step; with one message for "
-                "each layer it is 25%"
+                f"{part:.0%} of the messages' time is added to the step; with one message for each "
+                "layer it is 25%"
             )
         )
 
@@ -250,9 +254,8 @@ EVERY_MICROBATCH = Misconception(
 )
 WAITS_AT_ONCE = Misconception(
     "async, then wait at once",
-    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at "
-    "once. Backward stands still meanwhile, so no "
-    "message is hidden.",
+    "Each all-reduce starts as soon as its gradient is ready, and then its end is awaited at once. "
+    "Backward stands still meanwhile, so no message is hidden.",
     waits_at_once,
 )
 AFTER_BACKWARD = Misconception(
@@ -273,16 +276,14 @@ HOOKS_PILE_UP = Misconception(
 )
 MICROBATCHES_SUMMED = Misconception(
     "microbatches summed",
-    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, "
-    "so their sum is too large by the number of "
-    "microbatches.",
+    "backward() adds the microbatches' gradients. Each belongs to a mean over one microbatch, so "
+    "their sum is too large by the number of microbatches.",
     not_averaged,
 )
 SUMMED_TWICE = Misconception(
     "sum for mean",
     "The gradients are summed over the microbatches and over the ranks. Each belongs to a mean "
-    "over one microbatch, so the sum is too "
-    "large by the number of microbatches on all ranks.",
+    "over one microbatch, so the sum is too large by the number of microbatches on all ranks.",
     summed_twice,
 )
 
@@ -299,34 +300,48 @@ EXERCISES = [
         imports=OPTIM,
         checks=(
             equals_one_process(),
-            bytes_sent(gradient_bytes, "2(n−1)/n of the gradients' bytes per step", lambda case: ring_slack(case) + 512),
+            bytes_sent(
+                gradient_bytes,
+                "2(n−1)/n of the gradients' bytes per step",
+                lambda case: ring_slack(case) + 512,
+            ),
             starts_early(),
             hidden(),
         ),
         least_received=lambda case: [
-            case.facts["steps"] * case.facts["bytes"] - 64 if case.world_size > 1 else 0 for _ in range(case.world_size)
+            case.facts["steps"] * case.facts["bytes"] - 64 if case.world_size > 1 else 0
+            for _ in range(case.world_size)
         ],
         misconceptions=(
-            HOOKS_PILE_UP, *MESSAGES, EVERY_MICROBATCH, NEVER_REDUCED, SUMMED_TWICE, SUM_FOR_MEAN, MICROBATCHES_SUMMED,
-            MEAN_TWICE, NO_ZERO_GRAD, WAITS_AT_ONCE, AFTER_BACKWARD,
+            HOOKS_PILE_UP,
+            *MESSAGES,
+            EVERY_MICROBATCH,
+            NEVER_REDUCED,
+            SUMMED_TWICE,
+            SUM_FOR_MEAN,
+            MICROBATCHES_SUMMED,
+            MEAN_TWICE,
+            NO_ZERO_GRAD,
+            WAITS_AT_ONCE,
+            AFTER_BACKWARD,
         ),
         hints=(
-            "backward() makes the last layer's gradients first. Who tells you that one is "
-            "ready, and in which microbatch is it complete?",
-            "Register one hook for each parameter, once. In the last microbatch the hook "
-            "starts dist.all_reduce(p.grad, async_op=True) and "
-            "keeps the work that this returns. All works are waited for just before "
-            "optimizer.step().",
-            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For "
-            "each step: zero_grad; for each microbatch "
-            "set last, and (loss / (microbatches · n)).backward(); for work in works: "
-            "work.wait(); works.clear(); optimizer.step().",
+            "backward() makes the last layer's gradients first. Who tells you that one is ready, "
+            "and in which microbatch is it complete?",
+            "Register one hook for each parameter, once. In the last microbatch the hook starts "
+            "dist.all_reduce(p.grad, async_op=True) and keeps the work that this returns. All "
+            "works are waited for just before optimizer.step().",
+            "def ready(p): if last: works.append(dist.all_reduce(p.grad, async_op=True)). For each "
+            "step: zero_grad; for each microbatch set last, and (loss / (microbatches · "
+            "n)).backward(); for work in works: work.wait(); works.clear(); optimizer.step().",
         ),
         questions=(
             Question(
                 "seconds",
-                ("Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on "
-                "two ranks 1 s. How long does a step take?"),
+                (
+                    "Each of four layers takes 1 s forward and 2 s backward, and its all-reduce on "
+                    "two ranks 1 s. How long does a step take?"
+                ),
                 lambda: overlap_case(Draw("question"), 2, 1, steps=1),
                 lambda trial: trial.trace.makespan,
                 "seconds",
@@ -334,4 +349,4 @@ EXERCISES = [
         ),
         picture="lanes",
     ),
-]  # fmt: skip
+]

@@ -7,7 +7,9 @@ dist.reduce_scatter_single and dist.all_gather_single are made for this (older p
 reduce_scatter_tensor and all_gather_into_tensor). torch.distributed.fsdp and
 torch.distributed.optim are what you are about to write, so don't use them.
 
-    a parameter of 7 numbers on 3 ranks     [ 1 2 3 | 4 5 6 | 7 · · ]     flat, padded with zeros to a multiple of n, and cut into n pieces
+    a parameter of 7 numbers on 3 ranks     [ 1 2 3 | 4 5 6 | 7 · · ]
+
+A parameter is flattened, padded with zeros to a multiple of n, and cut into n pieces.
 """
 
 from collections.abc import Callable
@@ -23,21 +25,27 @@ def train_zero1(
     batches: list[tuple[Tensor, Tensor]],
     max_norm: float,
 ) -> None:
-    """Train the model with ZeRO-1: every rank has all weights and gradients, and the optimizer's
-    state of 1/n of the weights.
+    """Train the model with ZeRO-1: each rank keeps 1/n of the optimizer's state.
 
-        gradients ── reduce-scatter ──▶ a piece ──▶ clip ──▶ optimizer.step() on the piece ── all-gather ──▶ weights
+    Every rank has all weights and gradients.
 
-    Args: model: this rank's replica. The ranks have the same weights already. loss_fn:
-        loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar. make_optimizer:
-        makes an optimizer for the parameters that you give it: pieces, not whole ones. Use no other
-        optimizer. batches: for each step, this rank's share (inputs, targets). All shares have the
-        same number of samples. max_norm: before each step, the gradient of the whole model is
-        multiplied by min(1, max_norm / norm), where norm is the 2-norm of
-            that whole gradient: the mean over all ranks. It may be infinite.
+        gradients ── reduce-scatter ──▶ a piece ──▶ clip ──▶ optimizer.step() on the piece
+                  ── all-gather ──▶ weights
 
-    Returns: Nothing. Afterwards the model has the same weights on all ranks: those of one process
-        with the whole batch.
+    Args:
+        model: this rank's replica. The ranks have the same weights already.
+        loss_fn: loss_fn(model(inputs), targets) is the mean loss of these samples, a scalar.
+        make_optimizer: makes an optimizer for the parameters that you give it: pieces, not whole
+            ones. Use no other optimizer.
+        batches: for each step, this rank's share (inputs, targets). All shares have the same number
+            of samples.
+        max_norm: before each step, the gradient of the whole model is multiplied by min(1, max_norm
+            / norm), where norm is the 2-norm of that whole gradient: the mean over all ranks. It
+            may be infinite.
+
+    Returns:
+        Nothing. Afterwards the model has the same weights on all ranks: those of one process with
+        the whole batch.
 
     A rank's optimizer holds 1/n of the state, and at most one parameter more. Which rank has which
     piece is up to you. With S bytes of weights and n ranks, each rank sends 2(n−1)/n · S bytes per
@@ -75,16 +83,17 @@ def train_zero3(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     batches: list[tuple[Tensor, Tensor]],
 ) -> list[dict[str, Tensor]]:
-    """Train a model with ZeRO-3: each rank keeps 1/n of the weights, and gathers a layer's weights
-    when that layer computes.
+    """Train a model with ZeRO-3: each rank keeps 1/n of the weights.
+
+    It gathers a layer's weights when that layer computes.
 
         forward      gather 0, compute, free    gather 1, compute, free    gather 2, …
         backward     gather 2, compute, reduce-scatter its gradients, free    gather 1, …
 
-    Args: layers: the model's layers, applied one after the other. Their parameters have shapes but
-        no values (device "meta"): call a layer
-            with torch.func.functional_call(layer, weights, (x,)), where weights has the whole
-            parameters by name.
+    Args:
+        layers: the model's layers, applied one after the other. Their parameters have shapes but no
+            values (device "meta"): call a layer with torch.func.functional_call(layer, weights,
+            (x,)), where weights has the whole parameters by name.
         shards: for each layer, this rank's piece of each parameter by name. Rank r has the r-th
             piece of the flat, padded parameter.
         loss_fn: loss_fn(outputs, targets) is the mean loss of these samples, a scalar.
@@ -93,8 +102,9 @@ def train_zero3(
         batches: for each step, this rank's share (inputs, targets). All shares have the same number
             of samples.
 
-    Returns: This rank's pieces after training, like `shards`: those of one process with the whole
-        batch. Padding stays zero.
+    Returns:
+        This rank's pieces after training, like `shards`: those of one process with the whole batch.
+        Padding stays zero.
 
     Whole weights of at most two layers are in memory at once: autograd must not keep them from
     forward to backward, either (torch.utils.checkpoint computes a forward again when backward needs

@@ -142,12 +142,14 @@ def sharded_case(draw: Draw, n: int, clip: bool, in_pieces: bool = False) -> Cas
         [{"weights": mine, **others} for mine in after],
         note="gradients clipped" if clip else "",
         facts={
-            "state": torch.cat([values.flatten() for values in momentum.values()]), "norm": min(norm, max_norm), "max_norm": max_norm,
+            "state": torch.cat([values.flatten() for values in momentum.values()]),
+            "norm": min(norm, max_norm),
+            "max_norm": max_norm,
             "clipped locally": norm_of(_mean([clipped(own, max_norm) for own in local])),
         },
         network=NETWORK,
         seconds=20.0,
-    )  # fmt: skip
+    )
 
 
 def _mean(local: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -226,8 +228,8 @@ def optimizer_is_sharded() -> Check:
         expected = trial.case.facts["state"].sort().values
         if not close(found[found != 0].sort().values, expected, 1e-5):
             return (
-                "the ranks' optimizers together don't hold the momentum of the whole model, "
-                "each number once"
+                "the ranks' optimizers together don't hold the momentum of the whole model, each "
+                "number once"
             )
         return None
 
@@ -242,8 +244,8 @@ def gradients_are_freed() -> Check:
         ):
             if not isinstance(peak, int) or peak > 2 * LAYER:
                 return (
-                    f"rank {rank} had {peak} bytes of whole gradients at once; those of two "
-                    f"layers are {2 * LAYER}"
+                    f"rank {rank} had {peak} bytes of whole gradients at once; those of two layers "
+                    f"are {2 * LAYER}"
                 )
             if not isinstance(kept, int) or kept > WHOLE / n + (PARAMETER if n > 1 else 0):
                 return (
@@ -262,8 +264,8 @@ def two_layers() -> Check:
         for rank, peak in enumerate(measured(trial, "peak")):
             if not isinstance(peak, int) or peak > 2 * (LAYER + 2 * ITEM * trial.world_size):
                 return (
-                    f"rank {rank} had {peak} bytes of whole weights at once; those of two "
-                    f"layers are {2 * LAYER}"
+                    f"rank {rank} had {peak} bytes of whole weights at once; those of two layers "
+                    f"are {2 * LAYER}"
                 )
         return None
 
@@ -372,9 +374,8 @@ LOCAL_NORM = Misconception(
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
-    "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one share, so the "
-    "sum is n times the gradient of the "
-    "mean loss.",
+    "A reduce-scatter adds the ranks' gradients. Each belongs to a mean over one share, so the sum "
+    "is n times the gradient of the mean loss.",
     summed,
 )
 ALL_REDUCED = Misconception(
@@ -395,16 +396,14 @@ ALL_GRADIENTS = Misconception(
 )
 DISGUISED = Misconception(
     "disguised data parallel",
-    "Every rank gathers all weights and then trains the whole model, with an optimizer for all "
-    "of it. Its memory is that of data "
-    "parallel training.",
+    "Every rank gathers all weights and then trains the whole model, with an optimizer for all of "
+    "it. Its memory is that of data parallel training.",
     whole_optimizer,
 )
 NEVER_FREED = Misconception(
     "gathered weights never freed",
-    "The whole weights of many layers are in memory at once. Something still holds those that "
-    "have been used: a list, an attribute, or "
-    "autograd's graph, which keeps what backward needs.",
+    "The whole weights of many layers are in memory at once. Something still holds those that have "
+    "been used: a list, an attribute, or autograd's graph, which keeps what backward needs.",
     lambda trials: peak_of(trials, 0.6),
 )
 ALL_REDUCED_3 = Misconception(ALL_REDUCED.name, ALL_REDUCED.says, all_reduced(3))
@@ -423,10 +422,21 @@ def sharded(
     )
     misconceptions = (*MESSAGES, WHOLE_OPTIMIZER, LOCAL_NORM, SUM_FOR_MEAN, ALL_REDUCED)
     return Exercise(
-        number=number, function=function, title=title, points=5, cases=sharded_cases, program=train_sharded, allowed=P2P | COLLECTIVES,
-        imports=OPTIM, checks=(*checks, *more.pop("checks", ())), least_received=least,
-        misconceptions=(*misconceptions, *more.pop("misconceptions", ())), hints=hints, picture="lanes", **more,
-    )  # fmt: skip
+        number=number,
+        function=function,
+        title=title,
+        points=5,
+        cases=sharded_cases,
+        program=train_sharded,
+        allowed=P2P | COLLECTIVES,
+        imports=OPTIM,
+        checks=(*checks, *more.pop("checks", ())),
+        least_received=least,
+        misconceptions=(*misconceptions, *more.pop("misconceptions", ())),
+        hints=hints,
+        picture="lanes",
+        **more,
+    )
 
 
 EXERCISES = [
@@ -435,22 +445,22 @@ EXERCISES = [
         "13a",
         "ZeRO-1",
         (
-            "A rank's optimizer updates only its piece of each parameter. Which part of the "
-            "summed gradients does it need for that?",
-            "Give make_optimizer an nn.Parameter for each piece. After backward: "
-            "reduce-scatter each padded gradient into the piece's "
-            "grad, divided by n; clip; step; all-gather the pieces into the parameters.",
+            "A rank's optimizer updates only its piece of each parameter. Which part of the summed "
+            "gradients does it need for that?",
+            "Give make_optimizer an nn.Parameter for each piece. After backward: reduce-scatter "
+            "each padded gradient into the piece's grad, divided by n; clip; step; all-gather the "
+            "pieces into the parameters.",
             "whole = F.pad(p.grad.flatten(), (0, -p.numel() % n)); "
-            "dist.reduce_scatter_single(piece.grad, whole). For the norm, "
-            "all-reduce the sum of the pieces' squares, and take its root. At the end "
-            "dist.all_gather_single(whole, piece.detach()).",
+            "dist.reduce_scatter_single(piece.grad, whole). For the norm, all-reduce the sum of "
+            "the pieces' squares, and take its root. At the end dist.all_gather_single(whole, "
+            "piece.detach()).",
         ),
         questions=(
             Question(
                 "state",
-                f"The weights have {WHOLE} bytes, and SGD with momentum keeps one number for "
-                "each weight. How many bytes of state does "
-                "each of four ranks hold? (Padding makes it a few more.)",
+                f"The weights have {WHOLE} bytes, and SGD with momentum keeps one number for each "
+                "weight. How many bytes of state does each of four ranks hold? (Padding makes it "
+                "a few more.)",
                 lambda: sharded_case(Draw("question"), 4, True),
                 lambda trial: max(state_bytes(trial)),
                 "bytes",
@@ -463,21 +473,22 @@ EXERCISES = [
         "ZeRO-2",
         (
             "When can a whole gradient be freed? Not at the end of backward, but much earlier.",
-            ("Register one hook for each parameter. It reduce-scatters p.grad into its piece's "
-            "grad, and sets p.grad to None."),
+            (
+                "Register one hook for each parameter. It reduce-scatters p.grad into its piece's "
+                "grad, and sets p.grad to None."
+            ),
             "def ready(p): pieces[p].grad = (the reduce-scattered p.grad) / n; p.grad = None. "
-            "Register it once, before the first step. "
-            "All the rest is train_zero1 without the loop of reduce-scatters.",
+            "Register it once, before the first step. All the rest is train_zero1 without the loop "
+            "of reduce-scatters.",
         ),
         checks=(gradients_are_freed(),),
         misconceptions=(ALL_GRADIENTS,),
         questions=(
             Question(
                 "peak",
-                f"The gradients have {WHOLE} bytes, in {LAYERS} layers of a weight "
-                f"({PARAMETER} bytes) and a bias ({LAYER - PARAMETER}). "
-                "If each is freed at once, what is the largest number of bytes of whole "
-                "gradients at any time?",
+                f"The gradients have {WHOLE} bytes, in {LAYERS} layers of a weight ({PARAMETER} "
+                f"bytes) and a bias ({LAYER - PARAMETER}). If each is freed at once, what is the "
+                "largest number of bytes of whole gradients at any time?",
                 lambda: sharded_case(Draw("question"), 4, True),
                 lambda trial: max(measured(trial, "peak")),
                 "bytes",
@@ -505,19 +516,19 @@ EXERCISES = [
             "What is the adjoint of an all-gather? You wrote it in homework 3. And what does "
             "autograd keep of y = x Wᵀ + b?",
             "An autograd.Function that all-gathers a piece forward, and reduce-scatters the "
-            "gradient backward. Run each layer under "
-            "torch.utils.checkpoint, with the gathers inside: then only x is kept, and "
-            "backward gathers again.",
-            "def run(layer, own, x): return functional_call(layer, {name: "
-            "Gather.apply(own[name], p.shape) for name, p in "
-            "layer.named_parameters()}, (x,)); for each layer x = checkpoint(run, layer, own, "
-            "x, use_reentrant=False).",
+            "gradient backward. Run each layer under torch.utils.checkpoint, with the gathers "
+            "inside: then only x is kept, and backward gathers again.",
+            "def run(layer, own, x): return functional_call(layer, "
+            "{name: Gather.apply(own[name], p.shape) for name, p in layer.named_parameters()}, "
+            "(x,)); for each layer x = checkpoint(run, layer, own, x, use_reentrant=False).",
         ),
         questions=(
             Question(
                 "sent",
-                (f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send "
-                f"in {STEPS} steps?"),
+                (
+                    f"The weights have {WHOLE} bytes. How many bytes does each of two ranks send "
+                    f"in {STEPS} steps?"
+                ),
                 lambda: sharded_case(Draw("question"), 2, False, in_pieces=True),
                 lambda trial: max(communicated(trial)),
                 "bytes",
@@ -525,4 +536,4 @@ EXERCISES = [
         ),
         picture="lanes",
     ),
-]  # fmt: skip
+]

@@ -20,8 +20,7 @@ from torch import nn
 
 
 def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The lecture's layer: each rank computes some of the outputs, applies GELU, and all ranks
-    gather all outputs.
+    """The lecture's layer: each rank computes some of the outputs, and all ranks gather them.
 
         rank 0  gelu(x·W₀ᵀ + b₀) ─┐                ┌─▶ y
                                   ├─ all-gather ───┤              y = [ y₀ y₁ ], side by side
@@ -48,8 +47,9 @@ def column_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def draw_weights(width: int, hidden: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """The weights of an MLP for one process (this is given): w1 (hidden, width), b1 (hidden),
-    w2 (width, hidden), b2 (width).
+    """The weights of an MLP for one process (this is given).
+
+    Returns w1 (hidden, width), b1 (hidden), w2 (width, hidden) and b2 (width).
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = (hidden, width), (hidden,), (width, hidden), (width,)
@@ -60,8 +60,9 @@ def draw_weights(width: int, hidden: int, seed: int) -> tuple[torch.Tensor, ...]
 
 
 class ParallelMLP(nn.Module):
-    """An MLP, y = gelu(x·W1ᵀ + b1)·W2ᵀ + b2: the first layer is cut by its outputs (column), the
-    second by its inputs (row).
+    """An MLP, y = gelu(x·W1ᵀ + b1)·W2ᵀ + b2, cut along its hidden features.
+
+    The first layer is cut by its outputs (column), the second by its inputs (row).
 
                 ┌─ W1₀ ─ gelu ─ W2₀ ─┐
           x ──▶─┤                    ├─ + ──▶ + b2 ──▶ y         the hidden features never travel
@@ -71,9 +72,12 @@ class ParallelMLP(nn.Module):
         width, hidden: features of x and y, and between the two layers.
         seed: the joined matrices are those that draw_weights(width, hidden, seed) gives.
 
-    Attributes: w1: (hidden / n, width), an nn.Parameter: this rank's rows, as torch.tensor_split
-        cuts them (n need not divide hidden). b1: (hidden / n), the same. w2: (width, hidden / n):
-        this rank's columns, cut the same way. b2: (width), the same on every rank.
+    Attributes:
+        w1: (hidden / n, width), an nn.Parameter: this rank's rows, as torch.tensor_split cuts them
+            (n need not divide hidden).
+        b1: (hidden / n), the same.
+        w2: (width, hidden / n): this rank's columns, cut the same way.
+        b2: (width), the same on every rank.
     """
 
     def __init__(self, width: int, hidden: int, seed: int):
@@ -98,8 +102,12 @@ class ParallelMLP(nn.Module):
 def attention(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, heads: int) -> torch.Tensor:
     """Causal attention in one process (this is given).
 
-    Args: x: (time, width). qkv: (3·heads·d, width): the rows of all queries, then of all keys, then
-        of all values. In each of the three, d rows a head. out: (width, heads·d). heads: how many.
+    Args:
+        x: (time, width).
+        qkv: (3·heads·d, width): the rows of all queries, then of all keys, then of all values. In
+            each of the three, d rows a head.
+        out: (width, heads·d).
+        heads: how many.
 
     Returns (time, width).
     """
@@ -116,12 +124,14 @@ class ParallelAttention(nn.Module):
           x ──▶──────────┤                     ├─ + ──▶ y
                          └─ heads 2, 3 ─ out₁ ─┘
 
-    Args: qkv, out, heads: of the whole layer, the same on every rank; see `attention`. n divides
-        heads.
+    Args:
+        qkv, out, heads: of the whole layer, the same on every rank; see `attention`. n divides
+            heads.
 
-    Attributes: qkv: (3·width / n, width), an nn.Parameter: the queries' rows of this rank's heads,
-        then their keys', then their values'. out: (width, width / n), an nn.Parameter: the columns
-        of this rank's heads.
+    Attributes:
+        qkv: (3·width / n, width), an nn.Parameter: the queries' rows of this rank's heads, then
+            their keys', then their values'.
+        out: (width, width / n), an nn.Parameter: the columns of this rank's heads.
     """
 
     def __init__(self, qkv: torch.Tensor, out: torch.Tensor, heads: int):
@@ -142,15 +152,18 @@ def vocabulary_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int
     """The mean cross-entropy of logits that are cut along the vocabulary. They are never gathered.
 
         rank 0  [ logits of tokens 0 … 39 ]   ─┐
-                                               ├─ a few numbers for each position ──▶ the same loss on every rank
+                                               ├─ a few numbers a position ──▶ the loss
         rank 1  [ logits of tokens 40 … 79 ]  ─┘
 
-    Args: logits: (positions, vocabulary / n), this rank's tokens, as torch.tensor_split cuts them
-        (n need not divide vocabulary). targets: (positions), numbers from 0 to vocabulary − 1, the
-        same on every rank. vocabulary: the number of tokens.
+    Args:
+        logits: (positions, vocabulary / n), this rank's tokens, as torch.tensor_split cuts them (n
+            need not divide vocabulary).
+        targets: (positions), numbers from 0 to vocabulary − 1, the same on every rank.
+        vocabulary: the number of tokens.
 
-    Returns: A scalar: what F.cross_entropy gives for the joined logits. Logits may be large:
-        exp(1000) is infinite.
+    Returns:
+        A scalar: what F.cross_entropy gives for the joined logits. Logits may be large: exp(1000)
+        is infinite.
 
     Backward: the loss is the same on every rank and counts once. logits gets this rank's block of
     the gradient. Forward and backward together send at most the bytes of four all-reduces of one
@@ -171,8 +184,9 @@ def sequence_parallel_mlp(
     w2: torch.Tensor,
     b2: torch.Tensor,
 ) -> torch.Tensor:
-    """A block of a transformer, y = x + mlp(norm(x)), where x and y are cut along time and the MLP
-    along its hidden features.
+    """A block of a transformer, y = x + mlp(norm(x)), with sequence parallelism.
+
+    x and y are cut along time, and the MLP along its hidden features.
 
         x₀ ─ norm ─┐              ┌─ W1₀ ─ gelu ─ W2₀ ─┐                  ┌─ + b2 + x₀ ──▶ y₀
                    ├─ all-gather ─┤                    ├─ reduce-scatter ─┤

@@ -114,9 +114,9 @@ PARALLEL_ATTENTION = Exercise(
         WHOLE_ON_EVERY_RANK,
         Misconception(
             "fused QKV cut contiguously",
-            "The fused matrix is cut into n equal pieces from top to bottom. So the first "
-            "ranks get queries only, and the last ones "
-            "values only. Each rank needs the rows of its own heads in all three parts.",
+            "The fused matrix is cut into n equal pieces from top to bottom. So the first ranks "
+            "get queries only, and the last ones values only. Each rank needs the rows of its own "
+            "heads in all three parts.",
             gives_one_of(0, "contiguous"),
         ),
         output_not_summed(0),
@@ -124,21 +124,19 @@ PARALLEL_ATTENTION = Exercise(
         n_times(1),
         Misconception(
             "an all-reduce each for query, key and value",
-            "The gradient of x is all-reduced three times, once for each of query, key and "
-            "value. On each rank their sum needs no "
-            "message, so one all-reduce of this sum is enough.",
+            "The gradient of x is all-reduced three times, once for each of query, key and value. "
+            "On each rank their sum needs no message, so one all-reduce of this sum is enough.",
             costs("backward", 3),
         ),
     ),
     hints=(
-        "No head looks at another head. So a rank that has all rows of a head, in queries, "
-        "keys and values, needs no message to attend.",
-        "It is the same pair as the MLP: qkv is cut by its outputs, at the borders of heads, "
-        "and out by its inputs. Cut each third of "
-        "qkv alike.",
+        "No head looks at another head. So a rank that has all rows of a head, in queries, keys "
+        "and values, needs no message to attend.",
+        "It is the same pair as the MLP: qkv is cut by its outputs, at the borders of heads, and "
+        "out by its inputs. Cut each third of qkv alike.",
         "qkv: torch.cat([part.chunk(n)[rank] for part in qkv.chunk(3)]); out: out.chunk(n, "
-        "1)[rank]. In forward: "
-        "SumOfRanks.apply(attention(CopyToRanks.apply(x), self.qkv, self.out, heads // n)).",
+        "1)[rank]. In forward: SumOfRanks.apply(attention(CopyToRanks.apply(x), self.qkv, "
+        "self.out, heads // n)).",
     ),
     questions=(
         Question(

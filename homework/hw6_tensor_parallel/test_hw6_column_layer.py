@@ -130,8 +130,7 @@ COLUMN_LAYER = Exercise(
         Misconception(
             "slice of the gradient without the sum",
             "Each rank keeps its columns of its own gradient of y. But all ranks went on with "
-            "these columns, each to its own loss, and "
-            "the parts of the others are missing.",
+            "these columns, each to its own loss, and the parts of the others are missing.",
             gives(1, "own"),
         ),
         Misconception(
@@ -144,21 +143,19 @@ COLUMN_LAYER = Exercise(
         ),
         Misconception(
             "all-reduce then slice",
-            "The gradients are summed whole on every rank, and each rank then keeps its "
-            "columns. The values are right, for twice the "
-            "bytes: each rank receives sums that it throws away.",
+            "The gradients are summed whole on every rank, and each rank then keeps its columns. "
+            "The values are right, for twice the bytes: each rank receives sums that it throws "
+            "away.",
             costs("backward", 2),
         ),
     ),
     hints=(
-        "GELU acts on each number alone, so each rank may apply it before the all-gather. "
-        "Autograd can do all of it but the all-gather.",
-        "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is "
-        "the adjoint of an all-gather; see homework "
-        "3.",
+        "GELU acts on each number alone, so each rank may apply it before the all-gather. Autograd "
+        "can do all of it but the all-gather.",
+        "Write a torch.autograd.Function: forward gathers all ranks' columns. Its backward is the "
+        "adjoint of an all-gather; see homework 3.",
         "backward(ctx, g): cut g into n blocks of columns, make them contiguous, and "
-        "reduce-scatter them. Rank r returns the sum of "
-        "block r.",
+        "reduce-scatter them. Rank r returns the sum of block r.",
     ),
     questions=(
         Question(

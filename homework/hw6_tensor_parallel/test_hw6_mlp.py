@@ -62,8 +62,9 @@ def gelu_of_partial_sums(
         F.linear(mine, block) for mine, block in zip(x.tensor_split(n, 1), w1.tensor_split(n, 1))
     ]
     shares = [[b1] * n, [b1, *[torch.zeros_like(b1)] * (n - 1)], [b1 / n] * n]
-    sums = [F.linear(sum(F.gelu(z + b) for z, b in zip(partial, bias)), w2) for bias in shares]  # type: ignore[arg-type]
-    after = F.linear(F.gelu(sum(partial)), w2)  # type: ignore[arg-type]
+    hidden = [[F.gelu(z + b) for z, b in zip(partial, bias)] for bias in shares]
+    sums = [F.linear(torch.stack(parts).sum(0), w2) for parts in hidden]
+    after = F.linear(F.gelu(torch.stack(partial).sum(0)), w2)
     return [total + k * b2 for total in (*sums, after) for k in (1, n)]
 
 
@@ -158,11 +159,10 @@ PARALLEL_MLP = Exercise(
         "After the first layer, a rank has some of the hidden features. Which columns of W2 do "
         "they need? What is missing from y then?",
         "Two autograd functions: one copies x into the ranks' work (its backward is an "
-        "all-reduce), the other sums the partial outputs "
-        "(its backward passes the gradient on). Add b2 after the sum.",
-        "Draw the whole matrices and keep one block: w1.tensor_split(n)[rank], "
-        "w2.tensor_split(n, 1)[rank]. "
-        "y = SumOfRanks.apply(F.linear(F.gelu(F.linear(CopyToRanks.apply(x), self.w1, "
+        "all-reduce), the other sums the partial outputs (its backward passes the gradient on). "
+        "Add b2 after the sum.",
+        "Draw the whole matrices and keep one block: w1.tensor_split(n)[rank], w2.tensor_split(n, "
+        "1)[rank]. y = SumOfRanks.apply(F.linear(F.gelu(F.linear(CopyToRanks.apply(x), self.w1, "
         "self.b1)), self.w2)) + self.b2.",
     ),
     questions=(

@@ -154,16 +154,15 @@ SEQUENCE_PARALLEL = Exercise(
         bias_n_times(0),
         Misconception(
             "slice of the gradient without the sum",
-            "The backward of the all-gather keeps this rank's positions of its own gradient. "
-            "Every rank used these positions with its "
-            "own block of the MLP, and the parts of the others are missing.",
+            "The backward of the all-gather keeps this rank's positions of its own gradient. Every "
+            "rank used these positions with its own block of the MLP, and the parts of the others "
+            "are missing.",
             lambda trials: gives(1, "dx without sum")(trials) and y_is_right(trials),
         ),
         Misconception(
             "norm's gradients never reduced",
-            "Each rank has the gradient of the norm's weights from its own positions alone. "
-            "Their gradient is the sum over all "
-            "positions. Without it the ranks' norms drift apart.",
+            "Each rank has the gradient of the norm's weights from its own positions alone. Their "
+            "gradient is the sum over all positions. Without it the ranks' norms drift apart.",
             gives(2, "parts of norm"),
         ),
         Misconception(
@@ -195,8 +194,7 @@ SEQUENCE_PARALLEL = Exercise(
         Misconception(
             "norm of the whole sequence",
             "The positions of all ranks are gathered before the norm, so every rank keeps and "
-            "normalizes all of them. The norm acts on "
-            "each position alone: gather after it.",
+            "normalizes all of them. The norm acts on each position alone: gather after it.",
             lambda trials: (
                 bool(trials)
                 and not failed(trials)
@@ -205,21 +203,20 @@ SEQUENCE_PARALLEL = Exercise(
         ),
         Misconception(
             "all-reduce then slice",
-            "The output is summed whole on every rank, and then each rank keeps its positions. "
-            "The values are right, for more bytes than a "
-            "reduce-scatter sends.",
+            "The output is summed whole on every rank, and then each rank keeps its positions. The "
+            "values are right, for more bytes than a reduce-scatter sends.",
             costs("forward", 1.5),
         ),
     ),
     hints=(
-        "An all-reduce is a reduce-scatter and then an all-gather. The norm acts on each "
-        "position alone, so it fits between the two.",
+        "An all-reduce is a reduce-scatter and then an all-gather. The norm acts on each position "
+        "alone, so it fits between the two.",
         "Two autograd functions: all-gather along time (backward: reduce-scatter), and "
-        "reduce-scatter along time (backward: all-gather). "
-        "Then ask for each weight: on how many positions does this rank use it?",
+        "reduce-scatter along time (backward: all-gather). Then ask for each weight: on how many "
+        "positions does this rank use it?",
         "norm_weight, norm_bias and b2 see this rank's positions only: pass each through a "
-        "function that returns it in forward and all-"
-        "reduces its gradient in backward (CopyToRanks of 15b).",
+        "function that returns it in forward and all-reduces its gradient in backward (CopyToRanks "
+        "of 15b).",
     ),
     questions=(
         Question(

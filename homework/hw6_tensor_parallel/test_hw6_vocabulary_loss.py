@@ -161,9 +161,8 @@ VOCABULARY_LOSS = Exercise(
         GRAPH_CUT,
         Misconception(
             "logits gathered",
-            "All logits travel to every rank. The values are right, but a rank receives a "
-            "number for every position and every token, "
-            "where a few numbers for each position are enough.",
+            "All logits travel to every rank. The values are right, but a rank receives a number "
+            "for every position and every token, where a few numbers for each position are enough.",
             logits_gathered,
         ),
         Misconception(
@@ -173,16 +172,14 @@ VOCABULARY_LOSS = Exercise(
         ),
         Misconception(
             "blocks taken as equally wide",
-            "A rank takes its own width times its rank as its first token. Where n does not "
-            "divide the vocabulary, the blocks before "
-            "differ in width.",
+            "A rank takes its own width times its rank as its first token. Where n does not divide "
+            "the vocabulary, the blocks before differ in width.",
             gives_one_of(0, "equal blocks"),
         ),
         Misconception(
             "softmax maximum kept local",
-            "Each rank subtracts the maximum of its own block, and the sums of exponentials "
-            "are then added. They have different factors, "
-            "so their sum means nothing.",
+            "Each rank subtracts the maximum of its own block, and the sums of exponentials are "
+            "then added. They have different factors, so their sum means nothing.",
             gives_one_of(0, "local maximum"),
         ),
         Misconception(
@@ -196,16 +193,14 @@ VOCABULARY_LOSS = Exercise(
         n_times(1),
     ),
     hints=(
-        "The loss of a position is log Σ exp(logit) − (logit of the target). Both terms can be "
-        "put together from a number that each rank "
-        "knows.",
-        "First all-reduce the largest logit of each position (it needs no gradient). Then sum "
-        "two numbers over the ranks: Σ exp(logit − "
-        "max), and the target's logit − max, which is 0 on ranks that don't have the target.",
+        "The loss of a position is log Σ exp(logit) − (logit of the target). Both terms can be put "
+        "together from a number that each rank knows.",
+        "First all-reduce the largest logit of each position (it needs no gradient). Then sum two "
+        "numbers over the ranks: Σ exp(logit − max), and the target's logit − max, which is 0 on "
+        "ranks that don't have the target.",
         "The first token of this rank is the sum of the widths before: sum(len(t) for t in "
-        "torch.arange(vocabulary).tensor_split(n)[:rank]). The sum over ranks passes its "
-        "gradient on unchanged (SumOfRanks). loss = "
-        "(total.log() − chosen).mean().",
+        "torch.arange(vocabulary).tensor_split(n)[:rank]). The sum over ranks passes its gradient "
+        "on unchanged (SumOfRanks). loss = (total.log() − chosen).mean().",
     ),
     questions=(
         Question(

@@ -35,7 +35,8 @@ def gpipe_step(
         shape: of what each stage but the last returns for one microbatch. Its dtype is float64.
         microbatches: M.
 
-    Returns: On the last rank the loss of the whole batch, a tensor of shape (): the mean over the
+    Returns:
+        On the last rank the loss of the whole batch, a tensor of shape (): the mean over the
         microbatches. None on every other rank. Afterwards the parameters of `stage` have in .grad
         the gradients of that loss.
 
@@ -65,11 +66,10 @@ def one_f_one_b_step(
 
 
 def interleaved_schedule(rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
-    """The order of work of one rank, if each rank has several stages: chunks = v of them, v·P
-    stages in all.
+    """The order of work of one rank, if each rank has several stages.
 
-    A microbatch passes rank 0, 1, …, P − 1, then rank 0 again, and so on, v times round. So stage s
-    is on rank s mod P.
+    Each rank has chunks = v of them, so there are v·P stages in all. A microbatch passes rank 0, 1,
+    …, P − 1, then rank 0 again, and so on, v times round. So stage s is on rank s mod P.
 
     Args:
         rank: whose order.
@@ -77,14 +77,15 @@ def interleaved_schedule(rank: int, ranks: int, microbatches: int, chunks: int) 
         microbatches: M, a multiple of P.
         chunks: v, at least 1.
 
-    Returns: v·M forwards and v·M backwards, in order, as text: "4F1" is the forward of microbatch 1
+    Returns:
+        v·M forwards and v·M backwards, in order, as text: "4F1" is the forward of microbatch 1
         through stage 4, "4B1" its backward.
 
     A forward through one chunk takes 1/v of a slot, as does a backward. Your order is then run on P
     ranks, each action as soon as what it needs has arrived. The step takes 2M + 2(P − 1)/v slots:
-    the bubble is v times shorter than that of 1F1B. For v > 1, rank r never holds more than (v −
-    1)P + 2(P − r − 1) + 1 activations, one for each stage and microbatch whose forward it has begun
-    and whose backward it has not finished; for v = 1, P − r.
+    the bubble is v times shorter than that of 1F1B. For v > 1, rank r never holds more than
+    (v − 1)P + 2(P − r − 1) + 1 activations, one for each stage and microbatch whose forward it has
+    begun and whose backward it has not finished; for v = 1, P − r.
 
     P microbatches pass the first chunk of a rank, then the same P the second, and so on; then the
     next P. Backwards go through the chunks from the last to the first. (Narayanan et al., arXiv
@@ -102,22 +103,24 @@ def zero_bubble_step(
     microbatches: int,
     optimizer: torch.optim.Optimizer,
 ) -> Tensor | None:
-    """One training step of zero-bubble ZB-H1: the backward is split, and weight gradients fill the
-    bubble.
+    """One training step of zero-bubble ZB-H1: weight gradients fill the bubble.
+
+    For this, the backward is split in two.
 
     Args:
         stage: this rank's part of the model, with three methods, each of which takes one slot:
             stage.forward(i, x) -> y: the forward of microbatch i.
             stage.input_gradient(i, dy) -> dx: the first half of its backward, for which the stage
-            before waits (on rank 0, dx is None).
+                before waits (on rank 0, dx is None).
             stage.weight_gradient(i): the second half. It adds to .grad, and may come any time after
-            input_gradient(i).
+                input_gradient(i).
         inputs, targets, loss_fn, shape, microbatches: as for gpipe_step.
         optimizer: optimizer.step() updates the parameters of `stage`. Call it once, when all
             gradients are complete.
 
-    Returns: The loss, as gpipe_step returns it. On the last rank, the gradient of the loss with
-        respect to y comes from torch.autograd.grad.
+    Returns:
+        The loss, as gpipe_step returns it. On the last rank, the gradient of the loss with respect
+        to y comes from torch.autograd.grad.
 
     The step takes 3M + (P − 1) slots if M ≥ P, where 1F1B takes 3M + 3(P − 1). No rank holds more
     than P microbatches: those whose forward it has begun and whose weight gradient is not finished.

@@ -40,18 +40,14 @@ EXERCISES = [
         questions=(SLOTS, HELD),
         hints=(
             "Write down what rank 1 of 3 does for one microbatch: what it receives, from whom, "
-            "what it computes, what it sends. "
-            "Then put a loop around it.",
+            "what it computes, what it sends. Then put a loop around it.",
             "A received activation is a leaf: x.requires_grad_() before stage(x). After "
-            "y.backward(dy), x.grad is "
-            "what the rank before waits for. "
-            "Keep (x, y) of each microbatch until its backward.",
-            "for i in range(M): x = inputs[i] or a received leaf; y = stage(x); send "
-            "y.detach() on, or loss_fn(y, "
-            "targets[i]) / M on the last rank. "
-            "Then for i in range(M): dy = received, or None on the last rank; y.backward(dy); "
-            "send x.grad back. Wait "
-            "for the sends at the end.",
+            "y.backward(dy), x.grad is what the rank before waits for. Keep (x, y) of each "
+            "microbatch until its backward.",
+            "for i in range(M): x = inputs[i] or a received leaf; y = stage(x); send y.detach() "
+            "on, or loss_fn(y, targets[i]) / M on the last rank. Then for i in range(M): dy = "
+            "received, or None on the last rank; y.backward(dy); send x.grad back. Wait for the "
+            "sends at the end.",
         ),
         picture="pipeline",
     ),

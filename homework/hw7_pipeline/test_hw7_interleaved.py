@@ -69,8 +69,8 @@ def run_order(
         number, kind, i = _parsed(text)
         if number not in stages:
             raise ValueError(
-                f"rank {rank} is told {text}, but stage {number} is on rank {number % n} "
-                f"(stage s is on rank s mod {n})"
+                f"rank {rank} is told {text}, but stage {number} is on rank {number % n} (stage s "
+                f"is on rank s mod {n})"
             )
         if kind == "B" and (number, i) not in held:
             raise ValueError(
@@ -156,9 +156,8 @@ def _chunk_map(trials: Sequence[Trial]) -> bool:
 
 CHUNK_MAP = Misconception(
     "wrong chunk map",
-    "A rank's order has stages of other ranks, such as the neighbours of its first. Stage s is "
-    "on rank s mod P: the stages of a rank "
-    "are P apart.",
+    "A rank's order has stages of other ranks, such as the neighbours of its first. Stage s is on "
+    "rank s mod P: the stages of a rank are P apart.",
     _chunk_map,
 )
 ALL_FORWARDS = Misconception(
@@ -187,8 +186,7 @@ def _warm_up_of_one_chunk(trials: Sequence[Trial]) -> bool:
 SHORT_WARM_UP = Misconception(
     "warm-up of one chunk",
     "The warm-up is that of plain 1F1B. With several chunks a backward is then due before the "
-    "forward through the "
-    "later chunks: the ranks wait.",
+    "forward through the later chunks: the ranks wait.",
     _warm_up_of_one_chunk,
 )
 
@@ -222,15 +220,13 @@ EXERCISES = [
             ),
         ),
         hints=(
-            "Number the forwards of a rank k = 0, 1, 2, … and find, for each k, which chunk "
-            "and which microbatch it is.",
-            "k // (P·v) counts groups of P microbatches; the rest, divided by P, is the chunk. "
-            "For backwards, count "
-            "the chunks from the last.",
-            "Warm-up for v > 1: (v − 1)·P + 2·(P − rank − 1) + 1 forwards, for v = 1 P − rank; "
-            "at most v·M. Then one "
-            "backward and one forward in turn. "
-            "Chunk c of a rank is stage c·P + rank.",
+            "Number the forwards of a rank k = 0, 1, 2, … and find, for each k, which chunk and "
+            "which microbatch it is.",
+            "k // (P·v) counts groups of P microbatches; the rest, divided by P, is the chunk. For "
+            "backwards, count the chunks from the last.",
+            "Warm-up for v > 1: (v − 1)·P + 2·(P − rank − 1) + 1 forwards, for v = 1 P − rank; at "
+            "most v·M. Then one backward and one forward in turn. Chunk c of a rank is stage c·P + "
+            "rank.",
         ),
         picture="pipeline",
     ),

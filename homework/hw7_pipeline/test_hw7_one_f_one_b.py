@@ -96,11 +96,9 @@ EXERCISES = [
             "Draw the last rank first: it can do the backward of a microbatch right after its "
             "forward. When can the rank before it?",
             "Rank r can do P − r forwards before the first gradient comes back to it. Each "
-            "backward then frees the "
-            "activations of one microbatch.",
+            "backward then frees the activations of one microbatch.",
             "warm_up = min(M, P − rank). Do that many forwards. Then for i in range(M): "
-            "backward(i), and forward(i + "
-            "warm_up) if there is one.",
+            "backward(i), and forward(i + warm_up) if there is one.",
         ),
         picture="pipeline",
     ),

@@ -190,11 +190,10 @@ EXERCISES = [
             "The stage before waits for dx only. Nobody waits for a weight gradient, until the "
             "optimizer steps.",
             "Begin as in 1F1B. On rank r, let weight_gradient run r microbatches behind "
-            "input_gradient; the r that "
-            "are left come at the end.",
-            "for i in range(M): input_gradient(i); if i ≥ rank: weight_gradient(i − rank); if "
-            "i + warm_up < M: forward(i + warm_up). "
-            "Then the last weight gradients, then optimizer.step().",
+            "input_gradient; the r that are left come at the end.",
+            "for i in range(M): input_gradient(i); if i ≥ rank: weight_gradient(i − rank); if i + "
+            "warm_up < M: forward(i + warm_up). Then the last weight gradients, then "
+            "optimizer.step().",
         ),
         picture="pipeline",
     ),

@@ -1,8 +1,9 @@
-"""Which mesh axis a message belongs to: the traffic of each axis, from the groups that events
-carry.
+"""Counts the traffic of each mesh axis, from the groups that events carry.
 
-    dp  rank 0 → rank 4   gradients           tp  rank 0 → rank 1   partial sums
-    pp  rank 0 → rank 2   activations         no axis               of a group that no named mesh made
+    dp       rank 0 → rank 4   gradients
+    tp       rank 0 → rank 1   partial sums
+    pp       rank 0 → rank 2   activations
+    no axis                    messages of a group that no named mesh made
 
 Each message is counted once, where it was sent. `parallel101.viz.axis_timeline` draws it.
 """
@@ -43,8 +44,10 @@ class AxisTraffic(NamedTuple):
 def axis_traffic(trace: Trace, within: str | None = None) -> tuple[TimeWindow, list[AxisTraffic]]:
     """The traffic of each axis in a part of the record.
 
-    Args: trace: the record of a run. within: the last span of this name on each rank; what a rank
-        posts in it belongs to it. None: the whole record.
+    Args:
+        trace: the record of a run.
+        within: the last span of this name on each rank; what a rank posts in it belongs to it.
+            None: the whole record.
 
     Raises:
         ValueError: no span has that name.

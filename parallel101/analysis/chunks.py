@@ -51,9 +51,12 @@ def chunks_of(
 ) -> Chunks:
     """Group the terms of messages and results into chunks.
 
-    Args: messages: the decoded payload of each message. results: the decoded result of each rank,
-        None if it is not known. ranks: those that took part. meant_for: of memory that was never
-        written: the element that belongs there, if that is known.
+    Args:
+        messages: the decoded payload of each message.
+        results: the decoded result of each rank, None if it is not known.
+        ranks: those that took part.
+        meant_for: of memory that was never written: the element that belongs there, if that is
+            known.
     """
     tensors = [
         _placed(tensor, meant_for or {})
@@ -61,9 +64,10 @@ def chunks_of(
     ]
     terms = {(element, counts) for tensor in tensors for element, counts in tensor}
     sums = any(sum(counts) > 1 for _, counts in terms)
-    origins = sorted({origin for (origin, _), counts in terms if sum(counts) <= 1 and origin is not None} | {
-        rank for _, counts in terms for rank, count in enumerate(counts) if count
-    })  # fmt: skip
+    origins = sorted(
+        {origin for (origin, _), counts in terms if sum(counts) <= 1 and origin is not None}
+        | {rank for _, counts in terms for rank, count in enumerate(counts) if count}
+    )
     by_position = _group(tensors, by_origin=False)
     if sums or len(origins) <= 1 or len(set(by_position.values())) >= len(origins):
         chunk_of, by_origin = by_position, False

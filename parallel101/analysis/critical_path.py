@@ -1,11 +1,12 @@
-"""The critical path of a run: the chain of messages and compute that ends last.
+"""Finds the critical path of a run: the chain of messages and compute that ends last.
 
-Everything else could be slower at no cost.
+Everything outside this chain could be slower without making the run longer.
 
-    rank 0  ▇▇▇ ╲          ╱ ▇▇      walk back from the last end: a rank waited for what it had finished last,
-    rank 1        ╲ ▇▇▇▇ ╱           a message for the side that was posted last, or for a link
+    rank 0  ▇▇▇ ╲          ╱ ▇▇      walk back from the last end: a rank waited for what
+    rank 1        ╲ ▇▇▇▇ ╱           it had finished last, a message for the side that
+                                     was posted last, or for a link
 
-On sim the path is exact. On gloo and NCCL it comes from measured times. Compute is what lies in
+On sim the path is exact. On gloo and NCCL it comes from measured times. Compute is the time inside
 spans; time between two calls that is in no span is named "between calls". A span in which a rank
 posts messages and waits for them counts only between those.
 """

@@ -1,11 +1,10 @@
-"""Which blocks of each array the ranks of a sharded product held, found from their values.
+"""Finds which blocks of each array the ranks of a sharded product held, from the arrays' values.
 
-`parallel101.viz.sharded_product` draws it.
+    rank 0 holds of C[I, K] {U_X}, where C = a₀b₀ + a₁b₁
+        [ a₀b₀ ]  →  the block "a", with the terms (1, 0) of its sum
 
-    rank 0 holds of C[I, K] {U_X}, where C = a₀b₀ + a₁b₁        [ a₀b₀ ]  →  the block "a", with the terms (1, 0) of its sum
-
-A sum that was forgotten or a wrong dim is found as it happened. How a block's terms are counted is
-in terms.py.
+So a forgotten sum or a wrong dim shows up as it happened. How a block's terms are counted is in
+terms.py. `parallel101.viz.sharded_product` draws the blocks.
 """
 
 from __future__ import annotations

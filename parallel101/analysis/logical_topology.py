@@ -1,11 +1,15 @@
-"""The topology of an algorithm, read from its messages: who sent to whom.
+"""Finds the topology of an algorithm from its messages: who sent to whom.
 
-    pair: one rank or two        chain: 0 → 1 → 2 → 3           tree: each rank but the root has one parent
-    ring: a closed chain         star: one hub and the others   grid: links only along rows and columns, or groups of a mesh
-    circle: anything else
+    pair    one rank or two
+    ring    a closed chain
+    chain   0 → 1 → 2 → 3
+    star    one hub and the others
+    tree    each rank but the root has one parent
+    grid    links only along rows and columns, or groups of a mesh
+    circle  anything else
 
-So a "ring" whose code skips a rank is not called one. `parallel101.viz.diagram` places the ranks in
-a picture.
+A "ring" whose code skips a rank is therefore not called a ring. `parallel101.viz.diagram` places
+the ranks in a picture. The topology of the simulated hardware is in sim/network.py.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ GroupOnAxis = tuple[tuple[int, ...], str | None]
 class LogicalTopology:
     """Which ranks sent to each other.
 
-    Attributes: kind: "pair", "ring", "chain", "star", "tree", "grid" or "circle". order: the ranks,
-        along the ring or chain; otherwise, and in a ring from each rank to the one before it,
-        ascending. links: the (src, dst) that sent at least once, in the order of their first
-        message. root: of a star or a tree, else None. columns: of a grid whose ranks are numbered
-        row by row, else 0. axes: of a mesh: the names of the axes that lie in its rows, and of
-        those in its columns, if they have names.
+    Attributes:
+        kind: "pair", "ring", "chain", "star", "tree", "grid" or "circle".
+        order: the ranks, along the ring or chain; otherwise, and in a ring from each rank to the
+            one before it, ascending.
+        links: the (src, dst) that sent at least once, in the order of their first message.
+        root: of a star or a tree, else None.
+        columns: of a grid whose ranks are numbered row by row, else 0.
+        axes: of a mesh: the names of the axes along its rows and along its columns, if they have
+            names.
     """
 
     kind: str

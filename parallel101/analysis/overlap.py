@@ -1,11 +1,10 @@
-"""How much communication overlaps with compute: unions and intersections of a rank's intervals in
-the record.
+"""Measures how much of each rank's communication overlaps with compute.
 
-    compute        ▇▇▇▇▇▇▇▇▇▇        ▇▇▇▇▇        spans, without those in which the rank waits (wait_span)
-    communication        ▬▬▬▬▬▬▬▬▬▬▬▬             messages and collectives in flight
-    overlap              ====                     time in which both happen: this communication costs nothing
+    compute        ▇▇▇▇▇▇▇▇▇▇        ▇▇▇▇▇    spans in which the rank doesn't wait (wait_span)
+    communication        ▬▬▬▬▬▬▬▬▬▬▬▬         messages and collectives in flight
+    overlap              ====                 both at once: this communication costs no time
 
-`parallel101.viz.lanes` draws it.
+These are unions and intersections of intervals in the record. `parallel101.viz.lanes` draws them.
 """
 
 from __future__ import annotations

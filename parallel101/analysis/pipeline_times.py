@@ -1,10 +1,14 @@
-"""What a pipeline's ranks compute, and when: from a schedule's times or from the record of a run,
-in the same form.
+"""Computes bubbles and activations of a pipeline, from a schedule's times or from a run's record.
 
-    rank 0   F0 F1 ////// B0 F2 B1 ...        slots: forward (F), backward (B), or its input (I) and weight gradients (W)
-    rank 1      F0 B0 F1  B1 ...              bubbles: the rank waits between its first start and its last end
+    rank 0   F0 F1 ////// B0 F2 B1 ...
+    rank 1      F0 B0 F1  B1 ...
 
-    bubble rate = 1 − (mean work of the ranks) / cost       cost: the most, over ranks, of (last end − the rank's own first start)
+    actions: forward (F), and backward (B) or its two parts: the gradients of the input (I) and of
+             the weights (W)
+    bubbles: the time in which a rank waits, between its first start and its last end
+
+    bubble rate = 1 − (mean work of the ranks) / cost
+    cost: the most, over ranks, of (last end − the rank's own first start)
     activations held: (stage, microbatch) pairs from the start of F to the end of B or W
 
 Definitions: Qi et al. (arXiv 2401.10241), section 4. `parallel101.viz.pipeline_timeline` draws it.
@@ -160,9 +164,10 @@ def planned_times(time: Planned) -> PipelineTimes:
 def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
     """The times of a recorded step.
 
-    Args: trace: of a run with spans called "forward", "backward", "input gradient" and "weight
-        gradient". Their labels are `microbatch` and
-            `stage`; without `stage`, each rank is the stage of its number.
+    Args:
+        trace: of a run with spans called "forward", "backward", "input gradient" and "weight
+            gradient". Their labels are `microbatch` and `stage`; without `stage`, each rank is the
+            stage of its number.
         within: the last span of this name on each rank. None: the whole record.
 
     Of several steps, the last one with a backward is taken, so that an evaluation after it does not
@@ -190,9 +195,9 @@ def recorded_times(trace: Trace, within: str | None = None) -> PipelineTimes:
     if not found:
         names = ", ".join(sorted({e.name or "" for e in trace.spans()})) or "none"
         raise ValueError(
-            f"the record has no pipeline: expected spans named {', '.join(KINDS)}, with a "
-            f"label microbatch=…; its spans are: {names}. "
-            "Launch with trace=True and train with a pipeline, or use run.timeline()"
+            f"the record has no pipeline: expected spans named {', '.join(KINDS)}, with a label "
+            f"microbatch=…; its spans are: {names}. Launch with trace=True and train with a "
+            "pipeline, or use run.timeline()"
         )
     begin, end = min(e.start for e in found), max(e.end for e in found)
     slots = [

@@ -58,15 +58,19 @@ def origin_tensor(
 
     Exact for every sum in which no rank is counted more than 7 times.
 
-    Args: rank: 0 … world_size − 1. world_size: the number of ranks n; each takes three bits. numel:
-        the number of elements. The other bits of the dtype must be enough for their positions.
+    Args:
+        rank: 0 … world_size − 1.
+        world_size: the number of ranks n; each takes three bits.
+        numel: the number of elements. The other bits of the dtype must be enough for their
+            positions.
         dtype: torch.int64 or torch.float64.
 
     Returns:
         A tensor of shape (numel,).
 
-    Raises: ValueError: a rank outside the world, another dtype, or more elements than fit (the
-        message says how many do).
+    Raises:
+        ValueError: a rank outside the world, another dtype, or more elements than fit (the message
+            says how many do).
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: expected a whole number of ranks, at least 1")
@@ -87,8 +91,8 @@ def origin_tensor(
             else "take fewer ranks" + (", or torch.int64" if dtype != torch.int64 else "")
         )
         raise ValueError(
-            f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can "
-            f"hold {most}: {advice}"
+            f"numel={numel} elements of {world_size} ranks do not fit into {dtype}, which can hold "
+            f"{most}: {advice}"
         )
     factor = common_factor(world_size)
     return torch.tensor(
@@ -122,8 +126,9 @@ def decode(values: Sequence[float], world_size: int) -> list[ElementOrigin] | No
         values: of a payload or a result, flat.
         world_size: the number of ranks of the run.
 
-    Returns: An ElementOrigin for each value. A zero holds nothing, nor does memory that was never written:
-        position None, all counts 0.
+    Returns:
+        An ElementOrigin for each value. A zero holds nothing, nor does memory that was never
+        written: position None, all counts 0.
     """
     found: dict[float, ElementOrigin] = {}
     for value in values:

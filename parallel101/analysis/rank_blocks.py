@@ -32,16 +32,15 @@ def given_blocks(replay: Replay) -> list[list[ChunkPart]]:
     """
     if replay.numel is None:
         raise ValueError(
-            "the blocks of a run are known if its data can be followed: run it with "
-            "p101.watch(fn, …)"
+            "the blocks of a run are known if its data can be followed: run it with p101.watch(fn, "
+            "…)"
         )
     if not replay.known:
         raise ValueError(
-            "the data of this run can't be followed: its messages and results hold nothing "
-            "that can be read as copies, sums or means of x. "
-            "The messages inside torch's own collectives are not recorded: use the package's, "
-            "such as p101.all_reduce, or your own, "
-            "and return a tensor"
+            "the data of this run can't be followed: its messages and results hold nothing that "
+            "can be read as copies, sums or means of x. The messages inside torch's own "
+            "collectives are not recorded: use the package's, such as p101.all_reduce, or your "
+            "own, and return a tensor"
         )
     n = replay.trace.world_size
     own = {rank: tuple(int(r == rank) for r in range(n)) for rank in replay.ranks}

@@ -119,8 +119,8 @@ def replay_of(
     for name, values in (("results", results), ("inputs", inputs)):
         if values is not None and len(values) != trace.world_size:
             raise ValueError(
-                f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one "
-                "entry for each rank, in order"
+                f"{name} has {len(values)} entries for {trace.world_size} ranks: pass one entry "
+                "for each rank, in order"
             )
     messages = [m for m in trace.messages() if m.src != m.dst]
     busy = {rank for m in messages for rank in (m.src, m.dst)}

@@ -1,11 +1,11 @@
-"""What a block of numbers is: which part of a matrix, and which terms of a sum are in it.
+"""Finds which part of a matrix a block is, and which terms of a sum it holds, from its values.
 
-Decided from the values alone.
+    C = C₀ + C₁ + C₂, each term as large as the whole
 
-    C = C₀ + C₁ + C₂                           a block equal to C₁'s upper half:  counts (0, 1, 0): the sum is unfinished
-    each term as large as the whole            one equal to C₀ + 2·C₁ + C₂:       counts (1, 2, 1): a term was added twice
+    a block equal to C₁'s upper half:      counts (0, 1, 0)   the sum is unfinished
+    a block equal to C₀ + 2·C₁ + C₂:       counts (1, 2, 1)   a term was added twice
 
-held_blocks.py asks it for each block. The origin of values in messages is in provenance.py, which
+held_blocks.py uses it for each block. The origin of values in messages is in provenance.py, which
 chooses the values itself.
 """
 
@@ -38,9 +38,11 @@ def term_counts(
 ) -> tuple[int, ...] | None:
     """How often each term is in the block; None if it is no sum of them.
 
-    Args: block: on one rank. terms: the same part of each term of the sum. expected: the counts to
-        try first. For values that don't tell the terms apart, such as ones, they are the answer if
-        they fit.
+    Args:
+        block: on one rank.
+        terms: the same part of each term of the sum.
+        expected: the counts to try first. For values that don't tell the terms apart, such as ones,
+            they are the answer if they fit.
     """
     if any(block.shape != term.shape for term in terms):
         return None

@@ -1,8 +1,9 @@
-"""Memory that was never written: in a watched run it holds marks, so that a picture can tell it
-from data.
+"""Marks memory that was never written, so that a picture of a watched run can tell it from data.
 
-    torch.empty(8) on rank 2, its first  ──▶  marks (2, 0, 0) … (2, 0, 7)      in a message: rank 2 sends what it does not have
-    torch.cat(buffers) returns them      ──▶  where each buffer lies in the result, and so which chunk it was meant for
+    torch.empty(8) on rank 2, its first   ──▶  marks (2, 0, 0) … (2, 0, 7)
+        marks in a message: rank 2 sends what it does not have
+    torch.cat(buffers) returns marks      ──▶  where each buffer is in the result, and so which
+                                               chunk it was meant for
 
 What a mark is, and how it is recognised, is in provenance.py. Memory that is made in another way
 (resize_, C++) is filled by torch itself, with NaN or the largest integer.

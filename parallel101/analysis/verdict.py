@@ -141,11 +141,12 @@ class Verdict:
         )
         holder = next((r for r in replay.ranks if len(replay.final(r)) == k), None)
         root = next(iter(self._origins), None)
+        every = "all" if k == 1 else whole
         endings = {
             "all-reduce": f"Every rank ends with {whole}, {once}.",
             "reduce": f"Rank {holder} ends with {whole}, {once}.",
             "reduce-scatter": f"Each rank ends with its own part, {once}.",
-            "broadcast": f"Every rank ends with {'all' if k == 1 else whole} of rank {root}'s data.",
+            "broadcast": f"Every rank ends with {every} of rank {root}'s data.",
             "all-gather": f"Every rank ends with {whole}{self._joined()}.",
             "gather": f"Rank {holder} ends with {whole}{self._joined()}.",
             "scatter": f"Each rank ends with its own part of rank {root}'s data.",
@@ -222,8 +223,8 @@ class Verdict:
                 parts[2:] = [f"{len(parts) - 2} more ranks with another's"]
             rest = f"; {listed(parts)}" if parts else ""
             return (
-                f"Rank {first.holders[0]} ends with {chunk_name(self.replay, first.chunk)}, "
-                f"which is rank {first.origins[0]}'s part{rest}."
+                f"Rank {first.holders[0]} ends with {chunk_name(self.replay, first.chunk)}, which "
+                f"is rank {first.origins[0]}'s part{rest}."
             )
         shown = faults if len(faults) <= 2 else faults[:1]
         more = f" And {len(faults) - 1} more." if len(faults) > 2 else ""

@@ -1,8 +1,7 @@
-"""Who waits for whom: how long each rank computed and waited, on which rank it waited, and in which
-lines of the program.
+"""Measures how long each rank computed and waited, for which rank, and in which lines.
 
-    rank 0  ▇▇▇▇▇░░░░░░░▇▇▇     waits in all_reduce ─┬─ until rank 1, the last one, calls it: rank 0 waits for rank 1
-    rank 1  ▇▇▇▇▇▇▇▇▇▇▇░▇▇▇     calls it last        └─ from then on, for the data
+    rank 0  ▇▇▇▇▇░░░░░░░▇▇▇     waits in all_reduce ─┬─ for rank 1, until rank 1 calls it
+    rank 1  ▇▇▇▇▇▇▇▇▇▇▇░▇▇▇     calls it last        └─ then for the data
 
 It needs a record in which each wait is a span, as `parallel101 run` makes it.
 """

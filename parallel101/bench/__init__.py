@@ -1,17 +1,17 @@
 """`parallel101 bench`: measures this machine.
 
-Each figure stands beside that of a peer, which is measured in the same run.
+Each figure is shown with that of a peer, measured in the same run.
 
 section       what is measured                        compared with
 launch        four ranks up to their first result     torch.multiprocessing.spawn
 collectives   time and bandwidth for several sizes    torch's own collectives
-record        the cost of recording a small message   the same message on torch's backend, without the record
+record        the cost of recording a small message   torch's backend without the record
 training      time and memory of a training step      DDP and FSDP2
 tensor        the same with tensor parallelism        DTensor
 pipeline      the same in a pipeline                  torch.distributed.pipelining
 verify        the comparison before the first step    a step of one process
 sim           messages per second, ranks, memory      nothing
-pictures      pictures, pages and a first notebook     matplotlib, a page without scripts, spawn; and limits
+pictures      pictures, pages and a first notebook    matplotlib, a page without scripts, spawn
 """
 
 from __future__ import annotations

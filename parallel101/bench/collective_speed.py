@@ -1,13 +1,13 @@
-"""Measures each of our collectives against torch's, in the style of nccl-tests: size, time,
-algorithm bandwidth, bus bandwidth, ratio.
+"""Measures each of our collectives against torch's, in the style of nccl-tests.
 
     ours            our function, on the ranks of a launch
     torch           torch's function, in processes that torch.multiprocessing.spawn starts
-    in our ranks    torch's function on the ranks of the launch: same settings, so that only the algorithms differ
+    in our ranks    torch's function on the ranks of the launch, so that only the algorithms differ
 
 The three are measured in turn. Each measurement is many calls between two barriers, and each call
-allocates its result. S is the size of the whole array: the result of an all-gather, the input of a
-reduce-scatter. algbw = S / time, and busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
+allocates its result. The columns are size, time, algorithm bandwidth, bus bandwidth and ratio. S is
+the size of the whole array: the result of an all-gather, the input of a reduce-scatter. algbw = S /
+time, and busbw = algbw × factor (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -116,11 +116,10 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
         with spawned_ranks(time_torchs, n, backend) as port:
             report.table(head, _rows(n, backend, port, sizes, rounds))
     report.sentence(
-        "torch: torch's own call, in processes that torch.multiprocessing.spawn started. In "
-        "our ranks: the same call on ranks of `launch`, "
-        "which keep freed memory and are scheduled as batch work. Times are medians of the "
-        "rounds, and ratios are taken round by round. "
-        "If a ratio is above 1, ours is faster."
+        "torch: torch's own call, in processes that torch.multiprocessing.spawn started. In our "
+        "ranks: the same call on ranks of `launch`, which keep freed memory and are scheduled as "
+        "batch work. Times are medians of the rounds, and ratios are taken round by round. If a "
+        "ratio is above 1, ours is faster."
     )
 
 

@@ -1,11 +1,15 @@
-"""Measures pictures and pages as their reader meets them.
+"""Measures how long pictures and pages take, in a browser and in a notebook.
 
-Beside each figure stands its limit, and a peer from the same run.
+Each figure is shown with its limit, and with a peer from the same run.
 
-a picture    time and size of the animation of a ring all-reduce on 8 ranks, in 14 steps    matplotlib's player, a frame for each step
-             frames per second while it plays                                               a page that counts frames and draws nothing
-a page       time until its players are there and one has answered a click                  the same page without scripts
-a notebook   time until the first and the next picture of `watch`, and of an explorer       torch.multiprocessing.spawn, and launch
+a picture   time and size of the animation of a ring all-reduce on 8 ranks, in 14 steps
+                compared with matplotlib's player, a frame for each step
+            frames per second while it plays
+                compared with a page that counts frames and draws nothing
+a page      time until its players are there and one has answered a click
+                compared with the same page without scripts
+a notebook  time until the first and the next picture of `watch`, and of an explorer
+                compared with torch.multiprocessing.spawn, and launch
 """
 
 from __future__ import annotations
@@ -49,16 +53,22 @@ READING = 5.0  # seconds that a learner reads between two cells
 BLANK = "<!doctype html><title>blank</title>"
 PLAYER = "document.querySelector('figure > div').shadowRoot"
 FRAMES = """new Promise(done => {
-  const times = [], tick = now => { times.push(now); now - times[0] < %d ? requestAnimationFrame(tick) : done(times); };
+  const times = [], tick = now => {
+    times.push(now);
+    now - times[0] < %d ? requestAnimationFrame(tick) : done(times);
+  };
   requestAnimationFrame(tick); })"""
 USABLE = """new Promise(done => {  // milliseconds since the page was asked for
   const figures = [...document.querySelectorAll("figure.p101")], scripts = document.scripts.length;
-  const ready = () => document.readyState === "complete" && (!scripts || figures.every(figure => "step" in figure.dataset));
+  const mounted = () => !scripts || figures.every(figure => "step" in figure.dataset);
+  const ready = () => document.readyState === "complete" && mounted();
+  const root = figure => figure.querySelector("div").shadowRoot;
   const shown = () => requestAnimationFrame(() => done(performance.now()));
   const answer = () => {
-    const figure = scripts && figures.find(each => each.querySelector("div").shadowRoot.querySelector(".player:not(.still)"));
+    const moving = each => root(each).querySelector(".player:not(.still)");
+    const figure = scripts && figures.find(moving);
     if (!figure) return shown();
-    figure.querySelector("div").shadowRoot.querySelector("[data-do=next]").click();
+    root(figure).querySelector("[data-do=next]").click();
     const moved = () => +figure.dataset.time > 0 ? shown() : requestAnimationFrame(moved);
     moved(); };
   const look = () => ready() ? answer() : setTimeout(look, 2);
@@ -69,17 +79,16 @@ def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     report.heading("Pictures and pages")
     report.table(HEAD, _rows(report, quick))
     report.sentence(
-        "Measured: the median. The peer is measured in turn, and the ratio is the median over "
-        "the pairs. matplotlib's player has a frame "
-        "for each step, which shows the chunks of each rank and nothing else. The ranks of "
-        "spawn and launch run one all_reduce, without a "
-        "record or a picture. In a notebook, the time runs from the start of a cell until its "
-        "output has arrived from the kernel."
+        "Measured: the median. The peer is measured in turn, and the ratio is the median over the "
+        "pairs. matplotlib's player has a frame for each step, which shows the chunks of each rank "
+        "and nothing else. The ranks of spawn and launch run one all_reduce, without a record or a "
+        "picture. In a notebook, the time runs from the start of a cell until its output has "
+        "arrived from the kernel."
     )
     if find_chromium() is None:
         report.sentence(
-            "What needs a browser was left out: no Chromium was found. Install chromium or "
-            "Google Chrome."
+            "What needs a browser was left out: no Chromium was found. Install chromium or Google "
+            "Chrome."
         )
 
 

@@ -1,11 +1,12 @@
-"""The training steps that `bench training`, `tensor` and `pipeline` compare: torch's and ours, of
-the same model.
+"""The training steps that `bench training`, `tensor` and `pipeline` compare: torch's and ours.
 
 The model is 8 × Linear(1024) + GELU with AdamW, and the whole batch has 256 samples:
 
-data         each rank has its share of the samples       DistributedDataParallel, fully_shard (FSDP2)
-tensor       each rank has a part of each layer           DTensor's parallelize_module: Linear layers in pairs, by column and by row
-pipeline     each rank has a part of the layers           torch.distributed.pipelining: GPipe, 1F1B, interleaved, zero bubble
+data      each rank has its share of the samples   DistributedDataParallel, fully_shard (FSDP2)
+tensor    each rank has a part of each layer       DTensor's parallelize_module: Linear layers in
+                                                   pairs, by column and by row
+pipeline  each rank has a part of the layers       torch.distributed.pipelining: GPipe, 1F1B,
+                                                   interleaved, zero bubble
 
 Each side is a function of the whole model that returns its step. In a table all sides train the
 same thing; tests/project/test_bench.py compares their losses with one process.

@@ -50,8 +50,8 @@ def compare(report: BenchmarkReport, table: str, backend: str, quick: bool) -> N
             _rows(table, list(sides), rounds, n, backend),
         )
     report.sentence(
-        "Times are medians, and ratios are taken round by round. "
-        "Peak: the most memory of a rank's process, minus what it had before the model."
+        "Times are medians, and ratios are taken round by round. Peak: the most memory of a rank's "
+        "process, minus what it had before the model."
     )
 
 

@@ -35,8 +35,8 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 def measure(report: BenchmarkReport, *, backend: str, quick: bool) -> None:
     rounds = 2 if quick else ROUNDS
     report.heading(
-        f"`verify`, once, on 2 {backend} ranks and on 8 virtual ones: a GPT of 4 layers and "
-        f"width 128, {BATCH} texts"
+        f"`verify`, once, on 2 {backend} ranks and on 8 virtual ones: a GPT of 4 layers and width "
+        f"128, {BATCH} texts"
     )
     report.table(
         [

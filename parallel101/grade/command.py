@@ -1,10 +1,11 @@
 """`parallel101 grade PATH`: grades what the learner has written, or what learners handed in.
 
-`release`: what a teacher needs.
+homework/hw1_moving                    every verdict, as check() shows it
+homework                               one line for each exercise, and what to look at next
+homework/hw1_moving --submission DIR   one submission, or a class: a table, JSON, CSV, and
+                                       Gradescope's results
 
-homework/hw1_moving                      every verdict, as check() shows it
-homework                                 one line for each exercise, and what to look at next
-homework/hw1_moving --submission DIR     one submission, or a class: a table, JSON, CSV, Gradescope's results
+`parallel101 release` makes the archives that a teacher needs.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ def handed_in(
 ) -> int:
     """Grade what was handed in for the set in `path`. Returns 0, whatever the points are.
 
-    Args: submission: a file, a folder with one, or a folder with a file or folder for each learner;
-        None: the set's own file. gradescope: the file for Gradescope's results. `submission` is
-        then what one learner handed in, whatever is in it. json: of one submission the file, of a
-        class the folder for its results (default: results/ and the set's name). csv: the file for
-        the table. jobs: how many submissions are graded at a time. seed_file: the file with the
-        secret seed; None: the public cases.
+    Args:
+        submission: a file, a folder with one, or a folder with a file or folder for each learner;
+            None: the set's own file.
+        gradescope: the file for Gradescope's results. `submission` is then what one learner handed
+            in, whatever is in it.
+        json: of one submission the file, of a class the folder for its results (default: results/
+            and the set's name).
+        csv: the file for the table.
+        jobs: how many submissions are graded at a time.
+        seed_file: the file with the secret seed; None: the public cases.
 
     Raises ValueError for what can't be graded.
     """
@@ -103,8 +108,8 @@ def handed_in(
         results = [grade_submission(one, homework, seed, write)]
         for entry in results[0]["exercises"]:
             print(
-                f"{entry['number']} {entry['title']}: {entry['points']:g} of "
-                f"{entry['out_of']:g} points"
+                f"{entry['number']} {entry['title']}: {entry['points']:g} of {entry['out_of']:g} "
+                "points"
             )
             print("".join(f"  {line}\n" for line in exercise_text(entry).split("\n")))
         print(f"{results[0]['points']:g} of {results[0]['out_of']:g} points")

@@ -1,9 +1,13 @@
-"""What an exercise is: a function that the learner writes, cases to try it on, and checks that
-judge each run. All of it is data.
+"""Declares what an exercise is: a function to write, cases to try it on, and checks on each run.
 
 Exercise("ring_shift", cases=…, checks=(value(), bytes_sent(…), steps(…)), misconceptions=(…),
-hints=(…, …, …))
-    cases(draw) ──▶ Case: arguments and expected result by rank ──▶ run ──▶ Trial: results and record ──▶ each check: None, or what is wrong
+         hints=(…, …, …))
+
+    cases(draw)  ──▶  Case: arguments and expected result by rank
+    a run of it  ──▶  Trial: results and record
+    each check   ──▶  None, or what is wrong
+
+All of it is data. grading.py runs the cases.
 """
 
 from __future__ import annotations
@@ -60,9 +64,10 @@ KINDS = ("value", "bytes", "steps", "memory", "overlap")
 class Case:
     """One run of the learner's function.
 
-    Attributes: arguments: what each rank's function is called with, by rank: tuples of tensors,
-        numbers, text, lists, tuples, dicts. A tensor
-            keeps its strides, so a transposed one arrives transposed.
+    Attributes:
+        arguments: what each rank's function is called with, by rank: tuples of tensors, numbers,
+            text, lists, tuples, dicts. A tensor keeps its strides, so a transposed one arrives
+            transposed.
         expected: what each rank must return, by rank, or ANYTHING.
         note: what is special about this case, for the report, e.g. "7 elements of int64, root 2".
         facts: what the checks need to know of the case.
@@ -104,14 +109,18 @@ class Unwaited:
 class Trial:
     """What happened in one case.
 
-    Attributes: results: what each rank returned; None for a rank that did not return. trace: the
-        record. On `case.network`, `trace.makespan` is the number of steps, or whatever time the
-        network gives. error: what ended the run early: a DeadlockError, a MisuseError, or one of
-        remote.py's errors. None if all ranks returned. unwaited: the calls of ranks that returned,
-        which they never waited for. changed: by rank, the places of the arguments that its function
-        changed, which must be tensors. printed: what each rank printed, by rank. world: on which
-        ranks it ran: "relay" (the processes whose messages pass through the grader), "gloo", "sim"
-        or "nccl".
+    Attributes:
+        results: what each rank returned; None for a rank that did not return.
+        trace: the record. On `case.network`, `trace.makespan` is the number of steps, or whatever
+            time the network gives.
+        error: what ended the run early: a DeadlockError, a MisuseError, or one of remote.py's
+            errors. None if all ranks returned.
+        unwaited: the calls of ranks that returned, which they never waited for.
+        changed: by rank, the places of the arguments that its function changed, which must be
+            tensors.
+        printed: what each rank printed, by rank.
+        world: on which ranks it ran: "relay" (the processes whose messages pass through the
+            grader), "gloo", "sim" or "nccl".
     """
 
     case: Case
@@ -132,10 +141,12 @@ class Trial:
 class Check:
     """One property of a run.
 
-    Attributes: kind: "value", "bytes", "steps", "memory" or "overlap". It decides the points, and
-        "value" comes first. says: what must be true, as the report shows it, e.g. "every rank sends
-        x once". wrong: None for a run that has the property; otherwise a sentence with what was
-        found and what was expected.
+    Attributes:
+        kind: "value", "bytes", "steps", "memory" or "overlap". It decides the points, and "value"
+            comes first.
+        says: what must be true, as the report shows it, e.g. "every rank sends x once".
+        wrong: None for a run that has the property; otherwise a sentence with what was found and
+            what was expected.
     """
 
     kind: str
@@ -147,9 +158,12 @@ class Check:
 class Misconception:
     """A mistake that learners make, and how a run shows it.
 
-    Attributes: name: short, the same in all exercises: "mean taken n times". says: the sentence for
-        the learner: what the code does, and why that is wrong. Not what to write instead. seen:
-        whether these trials show it. It looks at values and at the record, never at the source.
+    Attributes:
+        name: short, the same in all exercises: "mean taken n times".
+        says: the sentence for the learner: what the code does, and why that is wrong. Not what to
+            write instead.
+        seen: whether these trials show it. It looks at values and at the record, never at the
+            source.
     """
 
     name: str
@@ -185,20 +199,28 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 class Exercise:
     """An exercise, as declared in homework/hwN_topic/test_hwN*.py.
 
-    Attributes: number: as in the list of all exercises; text, for there is a "15a". function: the
-        name of the function that the learner writes. title: a few words. points: for the whole
-        exercise. cases: makes the cases from a `Draw`, which gives other numbers for each seed.
+    Attributes:
+        number: as in the list of all exercises; text, for there is a "15a".
+        function: the name of the function that the learner writes.
+        title: a few words.
+        points: for the whole exercise.
+        cases: makes the cases from a `Draw`, which gives other numbers for each seed.
         checks: the properties. Half of the points are for "value"; the others share the rest (see
-        `shares`). least_received: for a case, the bytes by rank that every correct solution
-        receives. A right value with fewer earns nothing. misconceptions: in the order in which they
-        are tried; the first that is seen is named. hints: three rungs, the last nearly the answer.
-        questions: the predictions that the notebook asks for. program: what each rank runs:
-        program(function, *arguments). Spans and compute() in it reach the record. allowed: the
-        operations that the learner may call: P2P, or more. imports: modules that take long to
-        import and that the ranks need: AUTOGRAD for backward(gradient), OPTIM for optimizers.
+            `shares`).
+        least_received: for a case, the bytes by rank that every correct solution receives. A right
+            value with fewer earns nothing.
+        misconceptions: in the order in which they are tried; the first that is seen is named.
+        hints: three rungs, the last nearly the answer.
+        questions: the predictions that the notebook asks for.
+        program: what each rank runs: program(function, *arguments). Spans and compute() in it reach
+            the record.
+        allowed: the operations that the learner may call: P2P, or more.
+        imports: modules that take long to import and that the ranks need: AUTOGRAD for
+            backward(gradient), OPTIM for optimizers.
         watch: a case whose inputs carry their origin (see analysis/provenance.py), for the
-        animation; None: the failing case is shown. picture: "collective", "lanes" or "pipeline":
-        how a run is drawn. path, source: the file that declares it; set when it is loaded.
+            animation; None: the failing case is shown.
+        picture: "collective", "lanes" or "pipeline": how a run is drawn.
+        path, source: the file that declares it; set when it is loaded.
     """
 
     number: str

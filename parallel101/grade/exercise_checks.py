@@ -164,8 +164,8 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
         return f"{k:.4g} times the right values"
     if found.dtype.is_floating_point and bool(found.isnan().any()):
         return (
-            f"values that were never written ({int(found.isnan().sum())} of {found.numel()} "
-            "are NaN)"
+            f"values that were never written ({int(found.isnan().sum())} of {found.numel()} are "
+            "NaN)"
         )
     limit = TOLERANCE.get(expected.dtype, 0.0) * max(expected.double().abs().max().item(), 1e-30)
     wrong = (
@@ -174,8 +174,7 @@ def _values(found: torch.Tensor, expected: torch.Tensor) -> str:
     first = wrong[0]
     return (
         f"{len(wrong)} wrong of {expected.numel()} values; the first is element {first}: "
-        f"{found.flatten()[first].item():.6g}, "
-        f"expected {expected.flatten()[first].item():.6g}"
+        f"{found.flatten()[first].item():.6g}, expected {expected.flatten()[first].item():.6g}"
     )
 
 
@@ -187,9 +186,10 @@ def value(
 ) -> Check:
     """Every rank's result is the expected one.
 
-    Args: keeps: the name of the function's first argument, if it must not change that tensor.
+    Args:
+        keeps: the name of the function's first argument, if it must not change that tensor.
         parts: names for the parts of a result that the exercise's program puts together, e.g. ("the
-        loss", "the gradients").
+            loss", "the gradients").
     """
 
     def wrong(trial: Trial) -> str | None:
@@ -355,9 +355,8 @@ def too_few_bytes(exercise: Exercise, trials: Sequence[Trial]) -> tuple[str, Tri
         ):
             if got < least:
                 return (
-                    f"{trial.case.label}: rank {rank} received {got} bytes in messages; the "
-                    f"result takes at least {least}. "
-                    "Only data that comes in messages counts",
+                    f"{trial.case.label}: rank {rank} received {got} bytes in messages; the result "
+                    f"takes at least {least}. Only data that comes in messages counts",
                     trial,
                 )
     return "", None

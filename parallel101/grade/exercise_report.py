@@ -61,8 +61,8 @@ class ExerciseReport:
         verdict = self.verdict
         if verdict.not_written:
             return (
-                f"{verdict.exercise.function} is not written yet. Write it in {self.file}, "
-                "then check it again."
+                f"{verdict.exercise.function} is not written yet. Write it in {self.file}, then "
+                "check it again."
             )
         sizes = sorted({trial.world_size for trial in verdict.trials})
         runs, ranks = len(verdict.trials), f"{listed(sizes)} rank{'s' * (sizes != [1])}"
@@ -120,8 +120,8 @@ class ExerciseReport:
             blocks.append(textwrap.indent(str(self.predictions), "  "))
         if self.printed and verdict.shown:
             blocks.append(
-                "  Printed with "
-                f"{verdict.shown.case.label}:\n{textwrap.indent(self.printed, '    ')}"
+                f"  Printed with {verdict.shown.case.label}:\n"
+                f"{textwrap.indent(self.printed, '    ')}"
             )
         if self.picture and self.saved:
             blocks.append(f"  {self.picture.caption}\n  {self.saved}")
@@ -335,7 +335,8 @@ def _unseen(text: str) -> str:
 
 
 def _fold(title: str, text: str, opened: bool = True) -> str:
-    return f"<details{' open' * opened}><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+    summary = f"<summary>{escape(title)}</summary>"
+    return f"<details{' open' * opened}>{summary}<pre>{escape(text)}</pre></details>"
 
 
 def card(label: str, body: str) -> str:
@@ -347,28 +348,36 @@ def card(label: str, body: str) -> str:
 # aligns the cells of tables to the right. The marks have a contrast of at least 3 against white and
 # against black.
 STYLE = """<style>
-.p101g { box-sizing: border-box; max-width: 960px; margin: 4px 0 12px; padding: 14px 20px; border: 1px solid #8899aa66; border-radius: 10px;
-  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums }
+.p101g { box-sizing: border-box; max-width: 960px; margin: 4px 0 12px; padding: 14px 20px;
+  border: 1px solid #8899aa66; border-radius: 10px;
+  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+  font-variant-numeric: tabular-nums }
 .p101g-head { display: flex; justify-content: space-between; align-items: baseline; gap: 16px }
 .p101g-title { font-size: 19px; font-weight: 650 }
 .p101g-points { font-size: 17px; font-weight: 600; white-space: nowrap }
 .p101g p { margin: 4px 0 8px }
-section.p101g.p101g table { width: 100%; margin: 8px 0; border: 0; border-collapse: collapse; font-size: 14px; table-layout: auto }
+section.p101g.p101g table { width: 100%; margin: 8px 0; border: 0; border-collapse: collapse;
+  font-size: 14px; table-layout: auto }
 section.p101g.p101g tr, section.p101g.p101g tr:hover { background: none !important }
-section.p101g.p101g td, section.p101g.p101g th { padding: 5px 14px 5px 0; border: 0; text-align: left; vertical-align: top;
-  white-space: normal; max-width: none }
+section.p101g.p101g td, section.p101g.p101g th { padding: 5px 14px 5px 0; border: 0;
+  text-align: left; vertical-align: top; white-space: normal; max-width: none }
 section.p101g.p101g td { border-top: 1px solid #8899aa44 }
 section.p101g.p101g th { font-weight: 600; padding: 2px 14px 2px 0; white-space: nowrap }
 section.p101g.p101g code { padding: 0; font-size: 12.5px; background: none; color: inherit }
 section.p101g.p101g td.p101g-wide { width: 70% }
 section.p101g.p101g td.p101g-number { padding-right: 0; text-align: right; white-space: nowrap }
-section.p101g.p101g td.p101g-holds, section.p101g.p101g td.p101g-fails { width: 18px; font-size: 16px; font-weight: 700 }
-section.p101g.p101g td.p101g-holds { color: #2a9150 } section.p101g.p101g td.p101g-fails { color: #d9570f }
+section.p101g.p101g td.p101g-holds, section.p101g.p101g td.p101g-fails { width: 18px;
+  font-size: 16px; font-weight: 700 }
+section.p101g.p101g td.p101g-holds { color: #2a9150 }
+section.p101g.p101g td.p101g-fails { color: #d9570f }
 .p101g-soft { opacity: .78 }
-.p101g-mistake { margin: 10px 0; padding: 8px 14px; border-left: 4px solid #d9570f; background: #d9570f1a; border-radius: 0 6px 6px 0 }
+.p101g-mistake { margin: 10px 0; padding: 8px 14px; border-left: 4px solid #d9570f;
+  background: #d9570f1a; border-radius: 0 6px 6px 0 }
 .p101g details { margin: 8px 0 }
 .p101g summary { cursor: pointer; font-weight: 600 }
-.p101g pre { margin: 6px 0; padding: 8px 12px; overflow-x: auto; white-space: pre; background: #8899aa1a; border-radius: 6px;
-  color: inherit; font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }
-.p101g-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap }
+.p101g pre { margin: 6px 0; padding: 8px 12px; overflow-x: auto; white-space: pre;
+  background: #8899aa1a; border-radius: 6px; color: inherit;
+  font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace }
+.p101g-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
+  clip-path: inset(50%); white-space: nowrap }
 </style>"""

@@ -28,9 +28,9 @@ def explain_error(exercise: Exercise, trial: Trial) -> str:
         )
     if isinstance(error, ForbiddenCall):
         return (
-            f"rank {error.rank} called {error.args[0]}, at {shown(error.where)}. "
-            f"This exercise allows {', '.join(sorted(exercise.allowed))} only (and isend, "
-            "irecv, batch_isend_irecv)"
+            f"rank {error.rank} called {error.args[0]}, at {shown(error.where)}. This exercise "
+            f"allows {', '.join(sorted(exercise.allowed))} only (and isend, irecv, "
+            "batch_isend_irecv)"
         )
     if isinstance(error, TimeOver):
         return (
@@ -39,13 +39,13 @@ def explain_error(exercise: Exercise, trial: Trial) -> str:
         )
     if isinstance(error, PrintedTooMuch):
         return (
-            f"rank {error.rank} printed more than {MOST_PRINTED >> 20} MiB, {where}. Remove "
-            "the print, or print less"
+            f"rank {error.rank} printed more than {MOST_PRINTED >> 20} MiB, {where}. Remove the "
+            "print, or print less"
         )
     if isinstance(error, RankDied):
         reason = f": {error.args[0]}" if error.args[0] else ""
         return (
-            f"rank {error.rank} ended without a result, {where}{reason}. Did the code call "
-            "exit, or ask for too much memory?"
+            f"rank {error.rank} ended without a result, {where}{reason}. Did the code call exit, "
+            "or ask for too much memory?"
         )
     return f"{where}: {error}"

@@ -1,7 +1,8 @@
-"""What the grader and a rank that runs a learner's code send each other: frames that hold JSON and
-the bytes of tensors.
+"""The frames that the grader and a rank that runs a learner's code send each other.
 
-    kind (1 byte) · length of the JSON · length of the bytes │ JSON: what it is, where in the code │ bytes of the tensors
+    kind (1 byte) · length of the JSON · length of the bytes
+    JSON: what it is, where in the code
+    bytes of the tensors
 
 Nothing is pickled on the way from a rank: unpickling would run code that the learner chose. A
 tensor travels as its dtype, its shape and its bytes, and everything has a limit.
@@ -182,8 +183,8 @@ def encode(value: Any) -> tuple[Any, bytes]:
         if isinstance(value, dict):
             return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
         raise TypeError(
-            f"returned an object of type {type(value).__name__}; return tensors, numbers, "
-            "text, or lists, tuples and dicts of them"
+            f"returned an object of type {type(value).__name__}; return tensors, numbers, text, or "
+            "lists, tuples and dicts of them"
         )
 
     return plain(value), b"".join(parts)

@@ -53,12 +53,15 @@ class Finding:
 class ExerciseVerdict:
     """The verdict on one exercise.
 
-    Attributes: findings: one for each check, "value" first. misconception: the mistake that the
-        trials show, if it is a known one. problem: what ended a run early, as a text for the
-        learner: a deadlock, an exception, a time limit. "" if nothing did. not_written: the
-        function is still the stub. trials: every run, in the order of the cases. shown: the trial
-        that the picture shows: the first that failed, or the last one. seconds: how long the
-        grading took.
+    Attributes:
+        findings: one for each check, "value" first.
+        misconception: the mistake that the trials show, if it is a known one.
+        problem: what ended a run early, as a text for the learner: a deadlock, an exception, a
+            time limit. "" if nothing did.
+        not_written: whether the function is still the stub.
+        trials: every run, in the order of the cases.
+        shown: the trial that the picture shows: the first that failed, or the last one.
+        seconds: how long the grading took.
     """
 
     exercise: Exercise

@@ -1,12 +1,11 @@
-"""What the programs of several exercises share: a model whose layers take time on the virtual
-clock, and what an optimizer's steps saw.
+"""What programs of several exercises share: a model whose layers take virtual time, and counters.
 
-    layer 0   ▇ forward, 1 s                          ▇▇ backward, 2 s     its gradients are ready at the end
-    layer 1     ▇                                  ▇▇
-    layer 2       ▇                             ▇▇
+    layer 0   ▇ forward, 1 s                      ▇▇ backward, 2 s: its gradients are ready
+    layer 1     ▇                              ▇▇                    at the end
+    layer 2       ▇                         ▇▇
 
 The models are built inside the ranks' processes, and in the grader's, which computes the expected
-results from the same weights.
+results from the same weights. `OptimizerSteps` keeps what the optimizer's steps saw.
 """
 
 from __future__ import annotations
@@ -160,9 +159,10 @@ class Optimizers:
     """The optimizers that the learner's code makes, all of them SGD with momentum: what they hold,
     and the gradients of their steps.
 
-    Attributes: squares: for each step, the sum of the squared gradients that the optimizers on this
-        rank saw. gradient_bytes: the most bytes of gradients that the optimizers' parameters had at
-        a step.
+    Attributes:
+        squares: for each step, the sum of the squared gradients that the optimizers on this rank
+            saw.
+        gradient_bytes: the most bytes of gradients that the optimizers' parameters had at a step.
     """
 
     def __init__(self) -> None:

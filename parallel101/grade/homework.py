@@ -1,7 +1,8 @@
 """Finds homework on disk, and keeps a learner's progress beside it.
 
 homework/hw1_moving/    hw1.py           what the learner writes
-                        test_hw1.py      the exercises; in a larger set one file for each, such as test_hw2_reduce.py
+                        test_hw1.py      the exercises; a larger set has one file for each, such as
+                                         test_hw2_reduce.py
                         hw1.ipynb        the notebook that asks
                         .progress.json   hints taken, predictions, points       ┐ written here
                         pictures/        the latest picture of each exercise    ┘
@@ -90,8 +91,8 @@ def find_homework() -> Path:
         if any((place / "homework").glob("hw*/test_hw*.py")):
             return place / "homework"
     raise FileNotFoundError(
-        f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or "
-        "give the folder's path"
+        f"there is no homework/ in {here} or above it; run this in a clone of parallel101, or give "
+        "the folder's path"
     )
 
 

@@ -25,9 +25,19 @@ def run_launched(
     sim = backend == "sim"
     try:
         run = launch(
-            run_case, exercise, submission.source, str(submission.path), list(case.arguments), case.seed,
-            world_size=case.world_size, backend=backend, trace=True, network=case.network if sim else None, rules=rules, timeout=60.0,
-        )  # fmt: skip
+            run_case,
+            exercise,
+            submission.source,
+            str(submission.path),
+            list(case.arguments),
+            case.seed,
+            world_size=case.world_size,
+            backend=backend,
+            trace=True,
+            network=case.network if sim else None,
+            rules=rules,
+            timeout=60.0,
+        )
     except (DeadlockError, RankFailed, LaunchTimeout) as error:
         trace = error.trace  # type: ignore[union-attr]
         return Trial(case, [None] * case.world_size, trace, error, world=backend)

@@ -1,9 +1,8 @@
-"""What a homework notebook calls: `check`, `hint` and `predict`, each with one of the learner's
-functions.
+"""`check`, `hint` and `predict`: a homework notebook calls them with the learner's functions.
 
-    predict(hw1.ring_shift, bytes=24, steps=1)     records your numbers, to be shown next to those of the run
-    check(hw1.ring_shift)                          grades it: verdict, misconception, picture, points
-    hint(hw1.ring_shift)                           one more hint at each call, up to three; costs nothing
+    predict(hw1.ring_shift, bytes=24)   records your numbers, to be shown next to those of the run
+    check(hw1.ring_shift)               grades it: verdict, misconception, picture, points
+    hint(hw1.ring_shift)                one more hint at each call, up to three; costs nothing
 
 They grade the file on disk, in processes of their own. The function that the notebook's kernel
 holds is not called.
@@ -61,8 +60,10 @@ def predict(function: Callable[..., Any], **answers: Any) -> None:
 
     What the run of your own code shows is shown beside it, once the code runs.
 
-    Args: function: such as hw1.ring_shift. answers: by the names of the questions, e.g. bytes=24,
-        steps=1. "?" is no answer: then the question is shown, and no number.
+    Args:
+        function: such as hw1.ring_shift.
+        answers: by the names of the questions, e.g. bytes=24, steps=1. "?" is no answer: then the
+            question is shown, and no number.
 
     Raises:
         TypeError: the exercise has no question of that name.
@@ -88,8 +89,7 @@ def exercise_of(function: Callable[..., Any]) -> tuple[Exercise, HomeworkSet]:
     if file is None or module is None or module.__name__ == "__main__":
         raise ValueError(
             f"{name} is defined here, not in a file of the homework. Write it in the .py file, "
-            "which is what is graded; "
-            f"then import that file, and check its {name}"
+            f"which is what is graded; then import that file, and check its {name}"
         )
     path = Path(file)
     # a decorated function may have another name
@@ -108,10 +108,9 @@ def _note(path: Path) -> str:
     if not _changed(path):
         return ""
     return (
-        f"This is the verdict on {path.name} as it is on disk. The kernel still holds the "
-        "version that it imported before. That matters "
-        "only if you call the functions here yourself: then restart the kernel, or run "
-        "%load_ext autoreload and %autoreload 2 once."
+        f"This is the verdict on {path.name} as it is on disk. The kernel still holds the version "
+        "that it imported before. That matters only if you call the functions here yourself: then "
+        "restart the kernel, or run %load_ext autoreload and %autoreload 2 once."
     )
 
 

@@ -59,5 +59,6 @@ def draw(exercise: Exercise, shown: Trial | None, watched: Trial | None) -> Pict
         return Picture(
             collective_scene(trial.trace, trial.results if watched else None, idle=True), trial
         )
-    except ValueError:  # more ranks or messages than the picture can show, or a wrong program of which there is nothing to draw
+    except ValueError:
+        # more ranks or messages than the picture can show, or a wrong program with nothing to draw
         return None

@@ -188,8 +188,8 @@ def holds_at_most(limit: Callable[[Case, int], int], says: str) -> Check:
         for rank, held in enumerate(in_flight(trial)):
             if held > limit(trial.case, rank):
                 return (
-                    f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} "
-                    "are enough"
+                    f"rank {rank} held {held} microbatches at once; {limit(trial.case, rank)} are "
+                    "enough"
                 )
         return None
 
@@ -298,10 +298,16 @@ DETACHED = Misconception(
     lambda trials: every(trials, lambda trial: trial.world_size > 1, detached),
 )
 HELD = Question(
-    "held", "P = 4 stages, M = 6 microbatches: how many microbatches does rank 0 hold at once?",
-    example(make_case, 4, 6), lambda trial: in_flight(trial)[0], "microbatches",
-)  # fmt: skip
+    "held",
+    "P = 4 stages, M = 6 microbatches: how many microbatches does rank 0 hold at once?",
+    example(make_case, 4, 6),
+    lambda trial: in_flight(trial)[0],
+    "microbatches",
+)
 SLOTS = Question(
-    "slots", "P = 4 stages, M = 6 microbatches: how many slots does the step take?", example(make_case, 4, 6),
-    lambda trial: trial.trace.makespan, "slots",
-)  # fmt: skip
+    "slots",
+    "P = 4 stages, M = 6 microbatches: how many slots does the step take?",
+    example(make_case, 4, 6),
+    lambda trial: trial.trace.makespan,
+    "slots",
+)

@@ -2,9 +2,10 @@
 
 Every call of torch.distributed becomes a frame to the grader.
 
-    dist.isend(x, 1)      ──▶ SEND: peer, tag, where in the code, the bytes of x
-    dist.irecv(y, 3)      ──▶ RECV          y is written when wait() returns, not before
-    work.wait()           ──▶ WAIT ──▶ the grader answers when the message has arrived: ◀── REPLY, the bytes
+    dist.isend(x, 1)   ──▶ SEND: peer, tag, where in the code, the bytes of x
+    dist.irecv(y, 3)   ──▶ RECV     y is written when wait() returns, not before
+    work.wait()        ──▶ WAIT     the grader answers when the message has arrived
+                       ◀── REPLY: the bytes
 
 The grader's side is remote.py. This process knows the inputs of its own rank, the exercise's
 program and the learner's code, and nothing else: it is forked from a process that has only imported
@@ -267,8 +268,8 @@ class RelayWork(dist.Work):
             self._take(self.connection.ask(frames.WAIT, self.call))
         if self.sent is not None and frames.tensor_bytes(self.sent[0]) != self.sent[1]:
             raise ChangedWhileSent(
-                "the tensor was changed after isend, before the send's wait(): the receiver "
-                "may get old or new values"
+                "the tensor was changed after isend, before the send's wait(): the receiver may "
+                "get old or new values"
             )
         self.sent = None
         return True
@@ -374,10 +375,9 @@ class RelayGroup(torch_private.PythonGroup):
             rank_at(self.connection.rank, "send" if sends else "recv", peer, self.ranks)
         if not tensor.is_contiguous():
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't "
-                f"be {'sent' if sends else 'received into'}: "
-                "a message's tensor must be contiguous. Call x.contiguous(), or make a new "
-                "tensor with torch.empty"
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} can't be "
+                f"{'sent' if sends else 'received into'}: a message's tensor must be contiguous. "
+                "Call x.contiguous(), or make a new tensor with torch.empty"
             )
         text = {"group": self.label, "peer": peer, "tag": tag, **frames.tensor_text(tensor)}
         data = frames.tensor_bytes(tensor) if sends else b""

@@ -1,11 +1,13 @@
-"""`parallel101 release homework/hw1_moving --out DIR`: what a teacher hands out, and what grades
-it.
+"""`parallel101 release homework/hw1_moving --out DIR`: makes what a teacher needs for a set.
 
-    DIR/hw1_moving.zip            for learners: the notebook, the file to fill in, the exercises; no solutions
-    DIR/hw1_moving_gradescope.zip for Gradescope: setup.sh, run_autograder, the exercises, this
-    library, the secret seed
-    DIR/github/                   for GitHub Classroom: the same folder as in the learners' zip, with a workflow that grades each push
-    DIR/seed.txt                  the secret seed: it belongs to the teacher, and is in the Gradescope zip only
+    DIR/hw1_moving.zip             for learners: the notebook, the file to fill in, the exercises;
+                                   no solutions
+    DIR/hw1_moving_gradescope.zip  for Gradescope: setup.sh, run_autograder, the exercises, this
+                                   library, the secret seed
+    DIR/github/                    for GitHub Classroom: the same folder as in the learners' zip,
+                                   with a workflow that grades each push
+    DIR/seed.txt                   the secret seed: it belongs to the teacher, and is in the
+                                   Gradescope zip only
 
 The cases are drawn from the seed. Learners see those of a public seed, and are graded on those of
 the secret one.
@@ -30,19 +32,22 @@ HANDED_OUT = (".py", ".ipynb", ".md", ".png", ".svg")
 LIBRARY = ("pyproject.toml", "README.md", "LICENSE")
 
 SETUP = """#!/usr/bin/env bash
-# Gradescope runs this once, as root, when it builds the image. Everything is in /opt/grader, where any user can read Python and torch:
-# when a submission is graded, each rank becomes a user of its own.
+# Gradescope runs this once, as root, when it builds the image. Everything is in /opt/grader, where
+# any user can read Python and torch: when a submission is graded, each rank becomes a user of its
+# own.
 set -eu
 apt-get update -qq
 apt-get install -y -qq python3 python3-venv python3-pip
 python3 -m venv /opt/grader
-/opt/grader/bin/pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu "torch=={torch}"
+CPU=https://download.pytorch.org/whl/cpu
+/opt/grader/bin/pip install --quiet --extra-index-url $CPU "torch=={torch}"
 /opt/grader/bin/pip install --quiet {library}
 chmod 700 /autograder/source
 """
 
 RUN = """#!/usr/bin/env bash
-# Gradescope runs this for each submission, as root. Results are written after each exercise. A time limit costs the rest only.
+# Gradescope runs this for each submission, as root. Results are written after each exercise, so a
+# time limit costs only the exercises that are left.
 set -u
 base=${{AUTOGRADER:-/autograder}}
 source=$base/source results=$base/results submission=$base/submission
@@ -52,7 +57,8 @@ exec "${{GRADER:-/opt/grader/bin/parallel101}}" grade "$source/{name}" --submiss
   --gradescope "$results/results.json" --seed-file "$source/seed.txt"
 """
 
-WORKFLOW = """# GitHub Classroom: grades each push, on the public cases. Points and verdicts are in the log and in results.json.
+WORKFLOW = """# GitHub Classroom: grades each push, on the public cases.
+# Points and verdicts are in the log and in results.json.
 name: grade
 on: [push, workflow_dispatch]
 jobs:
@@ -64,7 +70,9 @@ jobs:
       - uses: actions/setup-python@v5
         with:
           python-version: "3.12"
-      - run: pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch=={torch}" "parallel101=={version}"
+      - run: >-
+          pip install --extra-index-url https://download.pytorch.org/whl/cpu
+          "torch=={torch}" "parallel101=={version}"
       - run: parallel101 grade {name} --submission {name} --json results.json
       - uses: actions/upload-artifact@v4
         if: always()

@@ -1,7 +1,6 @@
-"""The grader's side of a run: the learner's ranks are processes, and their messages are sent here,
-on the simulator.
+"""The grader's side of a run: the learner's ranks are processes whose messages the simulator sends.
 
-    rank 2's process ──SEND, RECV, WAIT──▶ virtual rank 2: isend, irecv, wait on the virtual clock ──▶ the record of the run
+    rank 2's process ──SEND, RECV, WAIT──▶ virtual rank 2: isend, irecv, wait on the virtual clock
                      ◀──the bytes, when the message has arrived
 
 Each virtual rank does what the frames of its process say, and nothing else. So what the simulator
@@ -269,12 +268,20 @@ class SubmissionRanks:
     def _job(self, rank: int, user: int | None, scratch: str) -> dict[str, Any]:
         exercise, submission = self.exercise, self.submission
         return {
-            "rank": rank, "user": user, "scratch": scratch, "memory": MEMORY,
-            "allowed": sorted(exercise.allowed), "function": exercise.function,
-            "exercise_path": exercise.path, "exercise_source": exercise.source,
-            "path": str(submission.path), "source": submission.source, "module": submission.module,
-            "files": submission.files, "library": library_copy(),
-        }  # fmt: skip
+            "rank": rank,
+            "user": user,
+            "scratch": scratch,
+            "memory": MEMORY,
+            "allowed": sorted(exercise.allowed),
+            "function": exercise.function,
+            "exercise_path": exercise.path,
+            "exercise_source": exercise.source,
+            "path": str(submission.path),
+            "source": submission.source,
+            "module": submission.module,
+            "files": submission.files,
+            "library": library_copy(),
+        }
 
     def stop(self) -> None:
         for rank in self.ranks:
@@ -298,8 +305,8 @@ class SubmissionRanks:
             return not_run(
                 case,
                 NotStarted(
-                    f"rank {error.rank}'s process did not start, on a machine that is too "
-                    "busy. Run it again"
+                    f"rank {error.rank}'s process did not start, on a machine that is too busy. "
+                    "Run it again"
                 ),
             )
         ranks = self.ranks[: case.world_size]
@@ -549,7 +556,12 @@ def at_place(place: str, act: Callable[[], None]) -> None:
 where.stands_for_a_place(at_place)
 
 ACTIONS: dict[bytes, Callable[[VirtualEnd, Frame, str], None]] = {
-    frames.SEND: VirtualEnd._send, frames.RECV: VirtualEnd._recv, frames.COLLECTIVE: VirtualEnd._collective,
-    frames.WAIT: VirtualEnd._wait, frames.TEST: VirtualEnd._test, frames.NEW_GROUP: VirtualEnd._new_group,
-    frames.FORBIDDEN: VirtualEnd._forbidden, frames.FAILED: VirtualEnd._failed,
-}  # fmt: skip
+    frames.SEND: VirtualEnd._send,
+    frames.RECV: VirtualEnd._recv,
+    frames.COLLECTIVE: VirtualEnd._collective,
+    frames.WAIT: VirtualEnd._wait,
+    frames.TEST: VirtualEnd._test,
+    frames.NEW_GROUP: VirtualEnd._new_group,
+    frames.FORBIDDEN: VirtualEnd._forbidden,
+    frames.FAILED: VirtualEnd._failed,
+}

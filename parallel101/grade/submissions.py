@@ -1,11 +1,11 @@
-"""Grades what learners have handed in: one submission, or a folder of them, each in turn or several
-at a time.
+"""Grades what learners have handed in: one submission, or a folder of them, several at a time.
 
-    submissions/alice/hw1.py ──▶ a result for each exercise ──▶ results/alice.json      written after each exercise
-    submissions/bob/hw1.ipynb                                   results.csv, the table: points, and which misconceptions the class has
+    submissions/alice/hw1.py   ──▶  results/alice.json   a result for each exercise, written as
+    submissions/bob/hw1.ipynb  ──▶  results/bob.json     soon as the exercise is graded
+                                    results.csv          the table of points
 
-A run that was interrupted goes on where it was: a submission whose result is on disk is not graded
-again, unless its file has changed.
+It also tells which misconceptions the class has. An interrupted run continues where it was: a
+submission whose result is on disk is not graded again, unless its file has changed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def read(path: Path, homework: HomeworkSet) -> Submission:
         text = file.read_text(encoding="utf-8-sig")  # line endings of Windows become \n
     except UnicodeDecodeError as error:
         raise NoSubmission(
-            f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it "
-            "as UTF-8"
+            f"{file.name} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as "
+            "UTF-8"
         ) from None
     if file.suffix == ".ipynb":
         text = _functions_in_notebook(
@@ -153,8 +153,8 @@ def _functions_in_notebook(name: str, text: str, wanted: Sequence[str]) -> str:
                 found |= {node.name} if isinstance(node, ast.FunctionDef) else set()
     if not found & set(wanted):
         raise NoSubmission(
-            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file "
-            "beside the notebook: hand in that file"
+            f"{name} defines none of {', '.join(wanted)}. The functions are in the .py file beside "
+            "the notebook: hand in that file"
         )
     return "\n\n".join(parts) + "\n"
 
@@ -191,16 +191,30 @@ def empty_result(path: Path, homework: HomeworkSet, seed: str = "") -> Result:
     exercises = [_entry(exercise) for exercise in homework.exercises]
     out_of = sum(exercise.points for exercise in homework.exercises)
     return {
-        "student": path.stem if path.is_file() else path.name, "set": homework.folder.name, "hash": content_hash(path, homework, seed),
-        "points": 0.0, "out_of": out_of, "complete": False, "exercises": exercises,
-    }  # fmt: skip
+        "student": path.stem if path.is_file() else path.name,
+        "set": homework.folder.name,
+        "hash": content_hash(path, homework, seed),
+        "points": 0.0,
+        "out_of": out_of,
+        "complete": False,
+        "exercises": exercises,
+    }
 
 
 def _entry(exercise: Exercise) -> dict[str, Any]:
     return {
-        "number": exercise.number, "function": exercise.function, "title": exercise.title, "points": 0.0, "out_of": exercise.points,
-        "graded": False, "not_written": False, "misconception": None, "problem": "", "findings": [], "seconds": 0.0,
-    }  # fmt: skip
+        "number": exercise.number,
+        "function": exercise.function,
+        "title": exercise.title,
+        "points": 0.0,
+        "out_of": exercise.points,
+        "graded": False,
+        "not_written": False,
+        "misconception": None,
+        "problem": "",
+        "findings": [],
+        "seconds": 0.0,
+    }
 
 
 def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
@@ -218,10 +232,14 @@ def exercise_result(verdict: ExerciseVerdict) -> dict[str, Any]:
         for f in verdict.findings
     ]
     return _entry(verdict.exercise) | {
-        "points": verdict.points, "graded": True, "not_written": verdict.not_written, "problem": verdict.problem,
+        "points": verdict.points,
+        "graded": True,
+        "not_written": verdict.not_written,
+        "problem": verdict.problem,
         "misconception": {"name": mistake.name, "says": mistake.says} if mistake else None,
-        "findings": findings, "seconds": round(verdict.seconds, 2),
-    }  # fmt: skip
+        "findings": findings,
+        "seconds": round(verdict.seconds, 2),
+    }
 
 
 def content_hash(path: Path, homework: HomeworkSet, seed: str) -> str:

@@ -94,8 +94,8 @@ def keeps_at_most(says: str) -> Check:
         for rank, result in enumerate(trial.results):
             if not isinstance(result[-1], int) or result[-1] > most:
                 return (
-                    f"rank {rank} keeps {result[-1]} bytes of activations for backward; {most} "
-                    "are enough"
+                    f"rank {rank} keeps {result[-1]} bytes of activations for backward; {most} are "
+                    "enough"
                 )
         return None
 
@@ -207,9 +207,8 @@ def costs(name: str, times: float) -> Seen:
 def n_times(part: int) -> Misconception:
     return Misconception(
         "gradient n times too large",
-        "The gradient is n times the right one. Every rank has the same loss, which counts "
-        "once, and a sum over the ranks counts it n "
-        "times.",
+        "The gradient is n times the right one. Every rank has the same loss, which counts once, "
+        "and a sum over the ranks counts it n times.",
         gradients_times(part, lambda n: n),
     )
 
@@ -217,9 +216,8 @@ def n_times(part: int) -> Misconception:
 def missing_dx(part: int) -> Misconception:
     return Misconception(
         "missing all-reduce of dX",
-        "Each rank's gradient of x holds only what comes through its own block. x went into "
-        "every rank's block, so these parts must be "
-        "added.",
+        "Each rank's gradient of x holds only what comes through its own block. x went into every "
+        "rank's block, so these parts must be added.",
         gives(part, "parts of dx"),
     )
 

@@ -1,11 +1,11 @@
-"""Runs and judges exercises that train a model: every step of every rank against one process that
-has the whole batch.
+"""Runs and judges exercises that train a model, against one process that has the whole batch.
 
-    found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …], "weights": by name}        from harness.OptimizerSteps
+    found:     {"start": weights by name, "gradients": [step 1: by name, step 2, …],
+                "weights": by name}, from harness.OptimizerSteps
     expected:  the same, from one process
 
-What a wrong program does shows best in the gradients of its first step: facts["local"] has, by
-rank, those that the rank computes alone.
+Every step of every rank is compared. What a wrong program does shows best in the gradients of its
+first step: facts["local"] has, by rank, those that the rank computes alone.
 """
 
 from __future__ import annotations
@@ -241,9 +241,8 @@ NO_FIRST_SYNCHRONISATION = Misconception(
 )
 SUM_FOR_MEAN = Misconception(
     "sum for mean",
-    "An all-reduce adds the ranks' gradients. Each of them belongs to a mean over one share, "
-    "so their sum is n times the gradient of the "
-    "mean loss, and each step is n times too long.",
+    "An all-reduce adds the ranks' gradients. Each of them belongs to a mean over one share, so "
+    "their sum is n times the gradient of the mean loss, and each step is n times too long.",
     lambda trials: scaled(trials, lambda trial: trial.world_size),
 )
 MEAN_TWICE = Misconception(
@@ -256,9 +255,8 @@ MEAN_TWICE = Misconception(
 )
 MEAN_OF_MEANS = Misconception(
     "mean of means",
-    "Each rank takes the mean over its share, and then all ranks' means count the same. If "
-    "shares differ in length, the samples of a short "
-    "share count more than those of a long one.",
+    "Each rank takes the mean over its share, and then all ranks' means count the same. If shares "
+    "differ in length, the samples of a short share count more than those of a long one.",
     mean_of_means,
 )
 NEVER_REDUCED = Misconception(

@@ -1,21 +1,26 @@
-"""As root, each graded rank becomes a user of its own, who can read neither the grader's files nor
-another rank's.
+"""As root, makes each graded rank a user of its own.
 
-    grader (root): cases, seed, results        rank 0: user 20064   rank 1: user 20065   …        each with a scratch folder of its own
+Such a user can read neither the grader's files nor another rank's.
 
-Such a user must be able to read Python and torch. If Python's standard library lies where only root
-can read it (as with pyenv in /root), the ranks use a copy of it. What is and is not defended
-against is said here, and nowhere else:
+    grader (root): cases, seed, results
+    rank 0: user 20064, rank 1: user 20065, …     each with a scratch folder of its own
 
-    as root       what a rank can read, and signals to other processes: the system's rules for users hold
-    otherwise     accidents only: a rank is this user's process, could read this user's files, or leave a process in a session of its own
-    never         a rank that lies about its own memory or its own spans, which are measured inside it; code that digs out torch's own
-                  DistributedDataParallel and the like, which are hidden inside the rank; data that
-                  goes around
-                  torch.distributed earns nothing without the bytes that the result takes, but bytes
-                  without meaning could be sent along;
-                  two learners who hand in the same code; a clone with the solutions
-                  (tests/homework) that every user can read: grade from
+Such a user must be able to read Python and torch. If only root can read Python's standard library
+(as with pyenv in /root), the ranks use a copy of it. What is and is not defended against is said
+here, and nowhere else:
+
+    as root     what a rank can read, and signals to other processes: the system's rules for users
+                hold
+    otherwise   accidents only: a rank is this user's process, could read this user's files, or
+                leave a process in a session of its own
+    never       - a rank that lies about its own memory or its own spans, which are measured inside
+                  it
+                - code that digs out torch's own DistributedDataParallel and the like, which are
+                  hidden inside the rank
+                - bytes without meaning: data that goes around torch.distributed earns nothing
+                  without the bytes that the result takes, but meaningless bytes could be sent along
+                - two learners who hand in the same code
+                - a clone with the solutions (tests/homework) that every user can read: grade from
                   one without them, or in a folder that only root can read
 """
 

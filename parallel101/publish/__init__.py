@@ -1,6 +1,7 @@
 """Runs the lessons and writes them as web pages that work offline.
 
-    lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs ── page.py ──▶ site/*.html, site/index.html
+    lessons/*.ipynb ── execute.py: run in a fresh kernel ──▶ outputs
+                    ── page.py ──▶ site/*.html, site/index.html
 
 `parallel101 lessons` and `make lessons` call `publish`.
 """
@@ -67,8 +68,8 @@ def find_lessons(folder: Path | str | None = None) -> Path:
         if (place / "lessons").is_dir() and (place / "parallel101").is_dir():
             return place / "lessons"
     raise FileNotFoundError(
-        f"there is no lessons/ in {here} or above it; run this in a clone of parallel101, or "
-        "give --lessons FOLDER"
+        f"there is no lessons/ in {here} or above it; run this in a clone of parallel101, or give "
+        "--lessons FOLDER"
     )
 
 
@@ -110,8 +111,8 @@ def make_output_folder(out: Path) -> None:
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise ValueError(
-            f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. "
-            "--out site"
+            f"cannot write pages to {out} ({error.strerror}); give a writable folder, e.g. --out "
+            "site"
         ) from error
 
 
@@ -127,16 +128,20 @@ def publish(
 
     If a lesson fails, the others still run.
 
-    Args: notebooks: the lessons to run, all from one folder. out: the folder for the pages and
-        index.html; it is created if it is missing. The old page of a lesson that fails is deleted.
+    Args:
+        notebooks: the lessons to run, all from one folder.
+        out: the folder for the pages and index.html; it is created if it is missing. The old page
+            of a lesson that fails is deleted.
         only: whether these lessons are the whole course. If not, the index also lists the folder's
-        lessons that have a page in `out`. timeout: time limit for each cell, in seconds. report:
-        called with one line of progress per lesson. Progress bars go to standard error if that is a
-        terminal.
+            lessons that have a page in `out`.
+        timeout: time limit for each cell, in seconds.
+        report: called with one line of progress per lesson. Progress bars go to standard error if
+            that is a terminal.
 
-    Raises: ValueError: `out` cannot be created or is not writable. OSError: a page could not be
-        written, for example because the disk is full. `.filename` is that page; its old content is
-        kept.
+    Raises:
+        ValueError: `out` cannot be created or is not writable.
+        OSError: a page could not be written, for example because the disk is full. `.filename` is
+            that page; its old content is kept.
     """
     make_output_folder(out)
     folder = notebooks[0].parent

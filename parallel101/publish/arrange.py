@@ -1,10 +1,10 @@
-"""Arranges the cells of a lesson's page for readers and lecturers: sections, folded code, folded
-answers, shortened output.
+"""Arranges the cells of a lesson's page: sections, folded code, folded answers, shortened output.
 
-    ## Waiting           <section>                                  the presenter's view shows one section at a time
+    ## Waiting             <section>; the presenter's view shows one section at a time
     > Predict. …           the question stays visible
     code                   …so does the code
-    output, text, …        <details> Show what happened             folded until the reader opens it; always open on paper
+    output, text, …        <details> Show what happened, folded until the reader opens it;
+                           always open on paper
     80,000 lines           20 lines, <details> the rest, 20 lines
 
 This file moves elements of the page. How they look is in page.css, and the presenter's view is in

@@ -121,12 +121,15 @@ def run_notebook(path: Path, *, timeout: float = 600.0) -> NotebookNode:
 
     The file itself does not change.
 
-    Args: path: an .ipynb file. A cell with the tag `raises-exception` may fail; its error is shown
-        as part of the lesson. timeout: time limit for each cell, in seconds.
+    Args:
+        path: an .ipynb file. A cell with the tag `raises-exception` may fail; its error is shown as
+            part of the lesson.
+        timeout: time limit for each cell, in seconds.
 
-    Raises: LessonFailed: the file is not a notebook, or a cell raised an exception, took too long
-        or ended the kernel. KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM. The kernel
-        has ended.
+    Raises:
+        LessonFailed: the file is not a notebook, or a cell raised an exception, took too long or
+            ended the kernel.
+        KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM. The kernel has ended.
     """
     notebook = read_notebook(path)
     code_cells = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
@@ -169,8 +172,8 @@ def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:
     """The cell's own traceback, or what happened to the kernel."""
     if isinstance(error, CellTimeoutError):
         return (
-            f"The cell did not finish within {timeout:g} s. Does a rank wait for a message "
-            "that no rank sends?"
+            f"The cell did not finish within {timeout:g} s. Does a rank wait for a message that no "
+            "rank sends?"
         )
     if isinstance(error, CellExecutionError):
         raised = [output for output in cell.outputs if output.output_type == "error"]
@@ -180,6 +183,6 @@ def _explain(error: Exception, cell: NotebookNode, timeout: float) -> str:
             else f"{error.ename}: {error.evalue}"
         )
     return (
-        f"The kernel died ({error}). The machine may have run out of memory, or compiled code "
-        "may have crashed."
+        f"The kernel died ({error}). The machine may have run out of memory, or compiled code may "
+        "have crashed."
     )

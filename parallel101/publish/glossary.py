@@ -1,8 +1,11 @@
-"""The glossary: the terms of lessons/glossary.md as a page, and a link to it from the first use of
-each term in a lesson.
+"""The glossary: a page of the terms in lessons/glossary.md, and links to it from the lessons.
 
-## all-reduce, all-reduced           a term, and other forms in which it is used (a plural needs none)
-The sum of all ranks' arrays, …     its definition, as Markdown; the first sentence is also shown when the reader points at the link
+## all-reduce, all-reduced            a term, and other forms in which lessons use it; plurals are
+                                      found without being listed
+The sum of all ranks' arrays, …       its definition, as Markdown; the first sentence is also shown
+                                      when the reader points at the link
+
+The first use of each term in a lesson becomes a link.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Converts a notebook that has run into one HTML file that needs no network, no kernel and no other
-file.
+"""Converts a notebook that has run into one HTML file that needs no network, kernel or other file.
+
+    cells ── nbconvert ──▶ HTML ── arrange.py: sections, folded answers
+                                ── glossary.py: links to terms ──▶ the page's body
 
 nbconvert's own pages load MathJax, RequireJS and a widget manager from the network. Here formulas
 become MathML, which browsers draw themselves. An explorer, which needs a kernel, says how to get
 one. A page that would still load something is refused.
-
-    cells ── nbconvert ──▶ HTML ── arrange.py: sections, folded answers ── glossary.py: links to terms ──▶ the page's body
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _formula(tex: str, display: str) -> str:
     mathml = to_mathml(tex, display=display)
     if unknown := re.search(r"\\[A-Za-z]+", mathml):
         raise ValueError(
-            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to "
-            "MathML; write it with simpler commands"
+            f"the formula {tex.strip()!r} uses {unknown[0]}, which cannot be converted to MathML; "
+            "write it with simpler commands"
         )
     return mathml
 
@@ -138,12 +138,14 @@ def _formula(tex: str, display: str) -> str:
 def lesson_body(notebook: NotebookNode, folder: Path, homework: Mapping[int, Lesson] = NONE) -> str:
     """Return the cells and outputs of a notebook that has run, as HTML that loads nothing.
 
-    Args: folder: the notebook's folder. Images from this folder are embedded in the page, and terms
-        of its glossary.md become links. homework: those that have a page, by number. Where the text
-        names one, it becomes a link.
+    Args:
+        folder: the notebook's folder. Images from this folder are embedded in the page, and terms
+            of its glossary.md become links.
+        homework: those that have a page, by number. Where the text names one, it becomes a link.
 
-    Raises: ValueError: the page would load something, such as an image from the web, or a formula
-        cannot be converted.
+    Raises:
+        ValueError: the page would load something, such as an image from the web, or a formula
+            cannot be converted.
     """
     exporter = _OfflineExporter(
         template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
@@ -270,8 +272,8 @@ def index_page(
             f"<p>{escape(lesson.sentence)}</p><small>{' · '.join(facts)}</small></li>"
         )
     intro = (
-        "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn "
-        "from programs that ran in the lessons.</p>"
+        "<p>How neural networks are trained on many GPUs and machines. All pictures are drawn from "
+        "programs that ran in the lessons.</p>"
     )
     listing = (
         f'<ol class="lessons">{"".join(rows)}</ol>' if lessons else "<p>No lesson has finished.</p>"
@@ -354,6 +356,6 @@ def _page(lesson: Lesson) -> str:
 
 def _machine() -> str:
     return (
-        f"Python {platform.python_version()} and torch {version('torch')} on "
-        f"{platform.system()} with {os.cpu_count()} cores"
+        f"Python {platform.python_version()} and torch {version('torch')} on {platform.system()} "
+        f"with {os.cpu_count()} cores"
     )

@@ -104,4 +104,5 @@ def _html(table: TextTable) -> str:
 
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
     body = "".join(row(cells, "td") for cells in table.rows)
-    return f"<h2>{escape(table.title)}</h2><table><thead>{row(table.head, 'th')}</thead><tbody>{body}</tbody></table>{note}"
+    head = row(table.head, "th")
+    return f"<h2>{escape(table.title)}</h2><table><thead>{head}</thead><tbody>{body}</tbody></table>{note}"

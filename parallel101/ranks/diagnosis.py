@@ -1,10 +1,9 @@
-"""The errors for ranks that raised, died or ran out of time, and the detection of ranks that all
-wait and do nothing.
+"""Makes the errors for ranks that raised, died or ran out of time, and detects idle ranks.
 
     exception ────────────▶ rank_raised     "rank 2 raised ValueError: …", with the traceback
     exit code, stderr ────▶ rank_died       "rank 1 was killed by SIGABRT (exit code -6), at a.py:7"
     time limit ───────────▶ timed_out       where each rank was
-    CPU time of the ranks ▶ IdleDetector    all wait for what has been posted, and none of them works
+    CPU time of the ranks ▶ IdleDetector    all wait for what has been posted, and none computes
 
 Deadlocks and misuse are found elsewhere: see record/wait_for.py and record/calls.py.
 """
@@ -105,8 +104,8 @@ def timed_out(seconds: float, ranks: Sequence[str], dropped: Sequence[str] = ())
     """
     how = "launch(..., timeout=seconds), or parallel101 run --timeout seconds"
     summary = (
-        f"the ranks were still running after {seconds:g} s. If they need longer, raise the "
-        f"limit: {how}."
+        f"the ranks were still running after {seconds:g} s. If they need longer, raise the limit: "
+        f"{how}."
     )
     return LaunchTimeout("\n  ".join([summary, *ranks, *dropped_lines(dropped)]))
 

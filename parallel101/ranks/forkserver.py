@@ -1,10 +1,9 @@
-"""The fork server: a process that has imported torch, has run nothing, and forks a rank for each
-request.
+"""The fork server: a process that has imported torch and forks a rank for each request.
 
-    request (the rank's ends of its channels) ──▶ fork ──▶ worker.main      its exit code ──▶ the rank's status pipe
-                                                           grade.rank.main
+    request (the rank's ends of its channels) ──▶ fork ──▶ worker.main or grade.rank.main
+    the rank's exit code                      ──▶ its status pipe
 
-processes.py starts it and sends it the requests.
+It runs no program itself. processes.py starts it and sends it the requests.
 """
 
 from __future__ import annotations

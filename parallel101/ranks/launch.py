@@ -101,8 +101,8 @@ class Run:
     def _recorded(self, method: str) -> Trace:
         if self.trace is None:
             raise ValueError(
-                f"run.{method}() needs a recorded run, and this run was not recorded: launch "
-                "it with trace=True"
+                f"run.{method}() needs a recorded run, and this run was not recorded: launch it "
+                "with trace=True"
             )
         return self.trace
 
@@ -121,31 +121,30 @@ def launch(
     """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until
     all have returned.
 
-    Args: fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
-        gets its own copy. It imports modules
-            anew, so it does not see what this process has assigned to a module's variables.
+    Args:
+        fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
+            gets its own copy. It imports modules anew, so it does not see what this process has
+            assigned to a module's variables.
         world_size: the number of ranks; 4 by default. Under torchrun it is the job's: leave it out,
             or pass the same number.
         backend: "gloo" (processes, CPU), "nccl" (processes, one GPU each) or "sim" (virtual ranks
             on a virtual clock).
         trace: record every message, and check the calls against each other. "payload" also records
-            the values of messages up to 4 KiB.
-            A sim run is always recorded and checked.
+            the values of messages up to 4 KiB. A sim run is always recorded and checked.
         timeout: seconds after which the run is stopped.
         network: on sim, the links between the ranks.
         rules: on sim, what the program may rely on. "nccl": only what NCCL guarantees, as one would
-            need a GPU per rank to find out. Each
-            communicator has one queue per rank, messages in a batch start together, there are no
-            tags (sim/queues.py has the list).
+            need a GPU per rank to find out. Each communicator has one queue per rank, messages in a
+            batch start together, there are no tags (sim/queues.py has the list).
 
     Returns:
         The Run: `.results` by rank, `.trace`, `.animate()`, `.timeline()`.
 
-    Raises: RankFailed: a rank raised an exception, which is the cause, or its process died.
+    Raises:
+        RankFailed: a rank raised an exception, which is the cause, or its process died.
         DeadlockError: ranks wait for each other, or for a rank that has returned. (While another
-        thread of the program runs on one of
-            them, it may still post what the others wait for. Then only the time limit stops the
-            run.)
+            thread of the program runs on one of them, it may still post what the others wait for.
+            Then only the time limit stops the run.)
         MisuseError: a checked run found calls that do not match.
         LaunchTimeout: the ranks were still running after `timeout` seconds.
         TypeError, ValueError, RuntimeError: the arguments do not work here; no rank was started.
@@ -178,9 +177,8 @@ def launch(
         return run
     if "PARALLEL101_RANK" in os.environ:
         raise RuntimeError(
-            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another "
-            "launch. A rank can't launch ranks: "
-            "call launch() outside the function that runs on the ranks"
+            f"launch() was called inside rank {os.environ['PARALLEL101_RANK']} of another launch. "
+            "A rank can't launch ranks: call launch() outside the function that runs on the ranks"
         )
     size = _world_size(DEFAULT_WORLD_SIZE if world_size is None else world_size)
     if backend == "nccl":
@@ -285,9 +283,9 @@ def _pack_program(fn: Callable, args: tuple, kwargs: dict) -> tuple[bytes, list]
                 pack(part)
             except Exception as reason:
                 raise TypeError(
-                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't be sent "
-                    f"to the ranks: {reason}. "
-                    "Create it inside the function, or pass what it is made from."
+                    f"{name} (a {type(part).__name__}) can't be pickled, so it can't be sent to "
+                    f"the ranks: {reason}. Create it inside the function, or pass what it is made "
+                    "from."
                 ) from error
         raise
 
@@ -312,8 +310,8 @@ def _check_arguments(
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above zero")
     if network is not None and not isinstance(network, Network):
         raise TypeError(
-            f"network is a {type(network).__name__}; it must be a "
-            "parallel101.Network(latency=…, bandwidth=…)"
+            f"network is a {type(network).__name__}; it must be a parallel101.Network(latency=…, "
+            "bandwidth=…)"
         )
     if network is not None and backend != "sim":
         raise ValueError(
@@ -325,8 +323,7 @@ def _check_arguments(
     if rules != "gloo" and backend != "sim":
         raise ValueError(
             f"rules={rules!r} works with backend='sim' only, and backend is {backend!r}: real "
-            "ranks follow their own backend's rules. "
-            "Leave rules out, or use backend='sim'"
+            "ranks follow their own backend's rules. Leave rules out, or use backend='sim'"
         )
 
 
@@ -351,10 +348,9 @@ def _check_gpus(size: int) -> None:
     found = torch.cuda.device_count()
     if found < size:
         raise RuntimeError(
-            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this "
-            f"machine has {found} GPU{'s' * (found != 1)}. "
-            "Use fewer ranks, or backend='gloo' or 'sim'. `parallel101 doctor` shows what one "
-            "GPU can do"
+            f"backend 'nccl' needs one GPU per rank: {size} ranks were asked for, and this machine "
+            f"has {found} GPU{'s' * (found != 1)}. Use fewer ranks, or backend='gloo' or 'sim'. "
+            "`parallel101 doctor` shows what one GPU can do"
         )
 
 

@@ -1,7 +1,8 @@
-"""What ranks print, shown line by line as it arrives, each line with its rank before it.
+"""Shows what ranks print, line by line as it arrives, with the rank before each line.
 
-rank's stdout, stderr ──▶ RankOutput: whole lines, "[rank 2] …" ──▶ Screen: this process's stdout, stderr (a notebook's cell)
-                                                                        └▶ LongOutput: what is too long for a cell, folded
+rank's stdout, stderr ──▶ RankOutput: whole lines, "[rank 2] …"
+                              ├▶ Screen: this process's stdout, stderr (a notebook's cell)
+                              └▶ LongOutput: what is too long for a cell, folded
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Starts the processes that become ranks: forked by a fork server that has imported torch, or each
-a fresh interpreter.
+"""Starts the processes that become ranks: forked by a fork server, or each a fresh interpreter.
 
-    this process ──▶ fork server ──▶ rank 0, rank 1, …      2 to 6 ms a rank (Linux, macOS)
-    this process ──▶ python …    ×  world size               1 s a rank (elsewhere, or PARALLEL101_START=spawn)
+    this process ──▶ fork server ──▶ rank 0, rank 1, …   2 to 6 ms a rank (Linux, macOS)
+    this process ──▶ python …    ×  world size           1 s a rank (elsewhere, or
+                                                         PARALLEL101_START=spawn)
 
-A process that has only imported torch can be forked safely: no operation has run, so no OpenMP or
-autograd threads would be lost, and CUDA is not initialised. (multiprocessing's own fork server
-would import the caller's script again in every rank, and it can't capture output.) No process
-outlives the launching one: the fork server exits when its socket closes, and kills its ranks. Its
-side is in forkserver.py.
+The fork server has only imported torch. Such a process can be forked safely: no operation has run,
+so no OpenMP or autograd threads would be lost, and CUDA is not initialised. (multiprocessing's own
+fork server would import the caller's script again in every rank, and it can't capture output.) No
+process outlives the launching one: the fork server exits when its socket closes, and kills its
+ranks. Its side is in forkserver.py.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _python_code(statements: str) -> str:
     (Python ignores entries that are no strings.)
     """
     return (
-        "import sys; sys.path[:] = "
-        f"{[entry for entry in sys.path if isinstance(entry, str)]!r}; {statements}"
+        f"import sys; sys.path[:] = {[entry for entry in sys.path if isinstance(entry, str)]!r}; "
+        f"{statements}"
     )
 
 
@@ -178,8 +178,8 @@ class _Server:
                     raise OSError(-answer, os.strerror(-answer))
                 return answer
         raise RuntimeError(
-            "the fork server ended twice before it could start a rank. Run `parallel101 "
-            "doctor` to see what works on this machine"
+            "the fork server ended twice before it could start a rank. Run `parallel101 doctor` to "
+            "see what works on this machine"
         )
 
     def preload(self, modules: Iterable[str]) -> None:

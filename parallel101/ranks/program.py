@@ -1,7 +1,8 @@
-"""The caller's program on a rank of any backend: unpickle it, run it, pickle its result or its
-exception.
+"""Runs the caller's program on a rank of any backend, and pickles its result or its error.
 
-unpack_program ──▶ the program, inside own_init_accepted and forked_children_exit ──▶ pack_result | failure_of, send_failure
+unpack_program
+    ──▶ the program, inside own_init_accepted and forked_children_exit
+    ──▶ pack_result | failure_of, send_failure
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def unpack_program(body: bytes, buffers: list) -> tuple[Callable, tuple, dict]:
         return unpack(body, buffers)
     except ImportError as error:
         advice = (
-            "The ranks import it by name, as a script would: add its directory to sys.path "
-            "before the launch."
+            "The ranks import it by name, as a script would: add its directory to sys.path before "
+            "the launch."
         )
         raise ImportError(
             "the function or an argument comes from a module that the ranks can't import: "
@@ -69,12 +70,24 @@ def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
     """
     given, me, size = os.environ.get, str(rank), str(world_size)
     return {
-        "RANK": me, "LOCAL_RANK": me, "GROUP_RANK": "0", "ROLE_RANK": me, "ROLE_NAME": "default", "PARALLEL101_RANK": me,
-        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": given("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": given("MASTER_PORT", "29500"),
-        "OMP_NUM_THREADS": given("OMP_NUM_THREADS", "1"), "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-    }  # fmt: skip
+        "RANK": me,
+        "LOCAL_RANK": me,
+        "GROUP_RANK": "0",
+        "ROLE_RANK": me,
+        "ROLE_NAME": "default",
+        "PARALLEL101_RANK": me,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": given("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": given("MASTER_PORT", "29500"),
+        "OMP_NUM_THREADS": given("OMP_NUM_THREADS", "1"),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
 
 
 @contextlib.contextmanager
@@ -98,8 +111,8 @@ def own_init_accepted() -> Iterator[None]:
                 if given not in (-1, actual):
                     raise ValueError(
                         f"init_process_group({name}={given}) on rank {dist.get_rank()} of a "
-                        f"launch, where {name} is {actual}. "
-                        "Pass dist.get_rank() and dist.get_world_size(), or neither."
+                        f"launch, where {name} is {actual}. Pass dist.get_rank() and "
+                        "dist.get_world_size(), or neither."
                     )
             if (timeout := call.get("timeout")) is not None:
                 dist.group.WORLD.set_timeout(timeout)  # type: ignore[union-attr]
@@ -184,9 +197,8 @@ def pack_result(value: Any, rank: int) -> tuple[bytes, list]:
         return pack(value)
     except Exception as error:
         raise TypeError(
-            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't "
-            f"be sent back: {error}. "
-            "Return tensors, numbers, strings, or containers of them."
+            f"rank {rank} returned a {type(value).__name__} that can't be pickled, so it can't be "
+            f"sent back: {error}. Return tensors, numbers, strings, or containers of them."
         ) from None
 
 

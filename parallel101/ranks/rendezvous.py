@@ -1,6 +1,7 @@
 """Rendezvous: the store through which the ranks of a launch find each other's addresses.
 
-    launching process: Rendezvous(size).address ──▶ each rank: connect(address, size) ──▶ a store for init_process_group
+    launching process: Rendezvous(size).address
+        ──▶ each rank: connect(address, size) ──▶ a store for init_process_group
 
 On Linux it is a file in memory that has no name and disappears with the launching process.
 Elsewhere it is a port on loopback. (A client of torch's TCPStore asks the name server for the name

@@ -1,8 +1,11 @@
-"""One rank of `parallel101 run`: an unmodified script, started as torchrun starts it: as
-`__main__`, with torchrun's environment.
+"""One rank of `parallel101 run`: an unmodified script, run as torchrun would run it.
 
-    parallel101 run train.py --lr 0.1 ──▶ launch(run_script, script) ──▶ each rank: sys.argv, sys.path, __main__, then train.py's code
-    torchrun … -m parallel101 run --record DIR train.py ──▶ record_script: the same in a rank of torchrun's job
+It is `__main__`, with torchrun's environment.
+
+    parallel101 run train.py --lr 0.1 ──▶ launch(run_script, script)
+        ──▶ each rank: sys.argv, sys.path, __main__, then train.py's code
+    torchrun … -m parallel101 run --record DIR train.py ──▶ record_script
+        ──▶ the same in a rank of torchrun's job
 
 The process group exists before the script starts. Its own init_process_group only says so if it
 names another backend (program.py). On sim, functions that the script registers with `atexit` are

@@ -1,10 +1,11 @@
-"""launch() under torchrun: this process is a rank of a job already, so `launch` joins that job, and
-every rank gets all results.
+"""launch() under torchrun: this process is already a rank of a job, so `launch` joins that job.
 
-    torchrun --nproc-per-node 4 script.py      four processes run script.py; each launch() in it is one program on all of them
+    torchrun --nproc-per-node 4 script.py
+        four processes run script.py; each launch() in it is one program on all of them
 
-No process stands above the ranks to see what goes wrong. So each rank has a JobWatcher, and these
-report to each other in the job's store. torchrun itself shows what the ranks print.
+Every rank gets all results. No process is above the ranks to see what goes wrong. So each rank has
+a JobWatcher, and these report to each other in the job's store. torchrun itself shows what the
+ranks print.
 """
 
 from __future__ import annotations
@@ -77,14 +78,13 @@ def join_job(
     rank, size = _rank_and_size()
     if world_size is not None and world_size != size:
         raise ValueError(
-            f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE). "
-            f"Leave world_size out, or start {world_size} processes"
+            f"world_size is {world_size!r}, but this job has {size} ranks (WORLD_SIZE). Leave "
+            f"world_size out, or start {world_size} processes"
         )
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is already initialised, and launch() initialises it itself. "
-            "Call launch() first, "
-            "or use your own process group without launch()"
+            "torch.distributed is already initialised, and launch() initialises it itself. Call "
+            "launch() first, or use your own process group without launch()"
         )
     global _launches
     _launches += 1
@@ -170,8 +170,8 @@ def _rank_and_size() -> tuple[int, int]:
         return rank, size
     job = " and ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
     raise ValueError(
-        f"{job} are set, as torchrun sets them, but {wrong}. Start this script with torchrun, "
-        "or unset RANK and WORLD_SIZE"
+        f"{job} are set, as torchrun sets them, but {wrong}. Start this script with torchrun, or "
+        "unset RANK and WORLD_SIZE"
     )
 
 
@@ -208,10 +208,14 @@ class JobWatcher(threading.Thread):
 
     On rank 0, reads the status of all ranks. Stops a rank that can't go on.
 
-    Args: recorder: of the rank that it watches. store: a connection of its own to the store of this
-        launch. size: ranks of the job. timeout: seconds the launch may take. calls: the list to
-        which a checked run appends what this rank posts. on_record: takes this rank's record, once,
-        when its program has ended or is about to be stopped.
+    Args:
+        recorder: of the rank that it watches.
+        store: a connection of its own to the store of this launch.
+        size: ranks of the job.
+        timeout: seconds the launch may take.
+        calls: the list to which a checked run appends what this rank posts.
+        on_record: takes this rank's record, once, when its program has ended or is about to be
+            stopped.
     """
 
     def __init__(
@@ -358,8 +362,8 @@ class JobWatcher(threading.Thread):
                 lines.append(waited(rank, status.blocked))
             elif not self.store.check([f"status/{rank}"]):
                 lines.append(
-                    f"rank {rank} had not reached this launch: every process of the job must "
-                    "make the same launches"
+                    f"rank {rank} had not reached this launch: every process of the job must make "
+                    "the same launches"
                 )
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 

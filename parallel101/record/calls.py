@@ -1,10 +1,12 @@
-"""What a rank called: one side of a message, or its part in a collective; and whether calls that
-belong together agree.
+"""One rank's call: its side of a message, or its part in a collective.
 
-    rank 0: send(shape (4,), float32)  ──┐  `disagreement`: operation, size, dtype, shape, root, reduction
-    rank 1: recv(shape (3,), float32)  ──┘  `CallChecker`: does this for every call of a checked run
+`disagreement` compares two calls that belong together: operation, size, dtype, shape, root,
+reduction. A `CallChecker` does this for every call of a checked run.
 
-Who waits for whom is not decided here, but in wait_for.py.
+    rank 0: send(shape (4,), float32)  ──┐
+    rank 1: recv(shape (3,), float32)  ──┘  the shapes differ
+
+wait_for.py finds out who waits for whom.
 """
 
 from __future__ import annotations
@@ -120,10 +122,22 @@ class Call(NamedTuple):
             seq: its sequence number, if that is not the call's.
         """
         return Event(
-            rank=self.rank, kind=self.kind, peer=peer, tag=self.tag, nbytes=self.nbytes, start=start, end=end, where=self.where,
-            posted=posted, group=group, seq=self.seq if seq is None else seq, shape=self.shape, dtype=self.dtype, payload=payload,
+            rank=self.rank,
+            kind=self.kind,
+            peer=peer,
+            tag=self.tag,
+            nbytes=self.nbytes,
+            start=start,
+            end=end,
+            where=self.where,
+            posted=posted,
+            group=group,
+            seq=self.seq if seq is None else seq,
+            shape=self.shape,
+            dtype=self.dtype,
+            payload=payload,
             name=self.op,
-        )  # fmt: skip
+        )
 
 
 def operation_name(kind: str, members: Sequence[int]) -> str:
@@ -195,9 +209,20 @@ def call_to_compare(
     seq = counts[label] = counts.get(label, 0) + 1
     terms = tuple((name, repr(value)) for name, value in {**alike, "group": list(ranks)}.items())
     return Call(
-        rank=rank, kind=kind, peers=others, tag=0, group=label, seq=seq, nbytes=0, shape=(), dtype="", op=None, root=None,
-        where=caller(), alike=terms,
-    )  # fmt: skip
+        rank=rank,
+        kind=kind,
+        peers=others,
+        tag=0,
+        group=label,
+        seq=seq,
+        nbytes=0,
+        shape=(),
+        dtype="",
+        op=None,
+        root=None,
+        where=caller(),
+        alike=terms,
+    )
 
 
 def disagreement(ours: Call, theirs: Call) -> str | None:
@@ -205,8 +230,9 @@ def disagreement(ours: Call, theirs: Call) -> str | None:
 
     None if they agree.
 
-    Args: ours, theirs: the two sides of a message, in either order; or the calls of any two ranks
-        with the same group and seq.
+    Args:
+        ours, theirs: the two sides of a message, in either order; or the calls of any two ranks
+            with the same group and seq.
     """
     sentence = _difference(ours, theirs)
     return (
@@ -220,7 +246,9 @@ UNEVEN = {  # what to do about a size that a rank took from its own shard
         ". If the shards are uneven, pass the sizes of all of them as sizes=, or the whole "
         "tensor's shape as shape= to a layer"
     ),
-    "whole_shape": ". If the blocks are uneven, pass the whole tensor's shape as shape= to the layer",
+    "whole_shape": (
+        ". If the blocks are uneven, pass the whole tensor's shape as shape= to the layer"
+    ),
 }
 
 
@@ -234,8 +262,8 @@ def _difference(ours: Call, theirs: Call) -> str | None:
         if send.nbytes != recv.nbytes:
             word = "shorter" if send.nbytes < recv.nbytes else "longer"
             return (
-                f"the message is {word} than the receive: {send.nbytes} bytes sent, "
-                f"{recv.nbytes} expected"
+                f"the message is {word} than the receive: {send.nbytes} bytes sent, {recv.nbytes} "
+                "expected"
             )
         if send.dtype != recv.dtype:
             return (
@@ -269,8 +297,8 @@ def _difference(ours: Call, theirs: Call) -> str | None:
     if ours.layout != theirs.layout:
         layouts = f"{ours.layout or 'contiguous'} and {theirs.layout or 'contiguous'}"
         return (
-            f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same "
-            "way on all ranks"
+            f"the ranks' tensors lie differently in memory: {layouts}. Pass them in the same way "
+            "on all ranks"
         )
     for (name, our_value), (_, their_value) in zip(ours.alike, theirs.alike):
         if our_value != their_value:
@@ -302,9 +330,8 @@ def tensor_changed(call: Call) -> MisuseError:
 def waited_twice(rank: int, kind: str) -> MisuseError:
     """The error for a second wait() for one message."""
     return MisuseError(
-        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the "
-        "second wait() would wait forever, for another "
-        "message. Call wait() once on each message.",
+        f"rank {rank} waits a second time for one {kind}, at {shown(caller())}. On gloo the second "
+        "wait() would wait forever, for another message. Call wait() once on each message.",
         rank,
     )
 
@@ -312,8 +339,8 @@ def waited_twice(rank: int, kind: str) -> MisuseError:
 def never_waited(calls: Sequence[Call]) -> MisuseError:
     """The error for receives for which the program never waited."""
     advice = (
-        "Before wait() returns, the data may not have arrived. Keep the work that irecv "
-        "returns, and wait() for it."
+        "Before wait() returns, the data may not have arrived. Keep the work that irecv returns, "
+        "and wait() for it."
     )
     return MisuseError(
         "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice]), calls[0].rank
@@ -323,9 +350,8 @@ def never_waited(calls: Sequence[Call]) -> MisuseError:
 def sends_never_waited(calls: Sequence[Call]) -> str:
     """The warning for sends for which the program never waited."""
     advice = (
-        "A tensor must not change before wait() returns, and gloo may cancel a send whose work "
-        "is dropped. Keep the work that isend "
-        "returns, and wait() for it."
+        "A tensor must not change before wait() returns, and gloo may cancel a send whose work is "
+        "dropped. Keep the work that isend returns, and wait() for it."
     )
     return "\n  ".join([f"{_who_does_not_wait(calls)}:", *places_of(calls), advice])
 

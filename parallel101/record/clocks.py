@@ -3,8 +3,8 @@
 On a CPU a moment is a number. On a GPU it is a CUDA event, because the program runs ahead of the
 GPU.
 
-    CPU   post  wait  post  wait                    what perf_counter measures: calls that only queue work
-    GPU         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░▓▓▓▓▓▓        what a CUDA event in the same stream measures: the work itself
+    CPU   post  wait  post  wait              perf_counter measures calls that only queue work
+    GPU         ░░░░░░░░▓▓▓▓▓▓▓▓░░░░░░▓▓▓▓▓▓  a CUDA event in the same stream measures the work
 
 A CUDA event has a time once the GPU has reached it. Virtual ranks have no such clock: see
 parallel101/sim/clock.py.

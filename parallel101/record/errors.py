@@ -40,17 +40,16 @@ class _ShownInNotebook(BaseException):
 class DeadlockError(RuntimeError, _ShownInNotebook):
     """Ranks wait for one another, and none of them can go on.
 
-    Attributes: waiting: for each rank that waits, `(kind, peer, "file:line")`: the call ("send",
-        "recv", "all_reduce", …), the rank it waits
-            for (a tuple of ranks if it waits for several; None for a receive from any rank), and
-            where in the program the call is.
+    Attributes:
+        waiting: for each rank that waits, `(kind, peer, "file:line")`: the call ("send", "recv",
+            "all_reduce", …), the rank it waits for (a tuple of ranks if it waits for several; None
+            for a receive from any rank), and where in the program the call is.
         cycle: the ranks that wait for each other in a cycle, in that order, the smallest first.
             Empty if they wait for a rank that has already returned.
         returned: ranks that have returned while others wait for them.
         dropped: descriptions of messages whose work object was dropped, if that may be the cause.
         notes: other possible causes, as (description, "file:line" or ""): tags or groups that
-            differ, different collectives, messages
-            that the other side never posts.
+            differ, different collectives, messages that the other side never posts.
     """
 
     def __init__(
@@ -110,9 +109,11 @@ class DeadlockError(RuntimeError, _ShownInNotebook):
 class RankFailed(RuntimeError, _ShownInNotebook):
     """A rank raised an exception or died.
 
-    Attributes: rank: which one. exitcode: the exit status of a rank that died (negative: the signal
-        that killed it), else None. If the rank raised an exception,
-            that is this error's `__cause__`, and its traceback is in the message.
+    Attributes:
+        rank: which one.
+        exitcode: the exit status of a rank that died (negative: the signal that killed it), else
+            None. If the rank raised an exception, that is this error's `__cause__`, and its
+            traceback is in the message.
     """
 
     def __init__(self, message: str, rank: int, exitcode: int | None = None):
@@ -146,8 +147,8 @@ def dropped_lines(dropped: Sequence[str]) -> list[str]:
     None if there are no such messages.
     """
     advice = (
-        "gloo cancels a message when its work object is dropped. Keep what isend and irecv "
-        "return, and wait() for it."
+        "gloo cancels a message when its work object is dropped. Keep what isend and irecv return, "
+        "and wait() for it."
     )
     return [*dropped[:8], advice] if dropped else []
 
@@ -213,8 +214,7 @@ def _advice(waiting: Waiting) -> list[str]:
     if kinds == {"send"}:
         return [
             "  All of them send first. On gloo a send ends when its receive is posted: post a "
-            "receive first (irecv), "
-            "or let one rank receive before it sends."
+            "receive first (irecv), or let one rank receive before it sends."
         ]
     if kinds == {"recv"}:
         return [

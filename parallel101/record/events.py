@@ -53,8 +53,10 @@ class EventGroups:
     ) -> EventGroup:
         """The group of a call in a process group.
 
-        Args: name, ranks, axis: of the process group. collective: the collective of parallel101 to
-            which a message belongs; None for every other call.
+        Args:
+            name, ranks, axis: of the process group.
+            collective: the collective of parallel101 to which a message belongs; None for every
+                other call.
         """
         if collective is None:
             group = EventGroup(name, tuple(ranks), axis)
@@ -146,9 +148,23 @@ def span_event(
 ) -> Event:
     """The event of a named span. On NCCL its times are moments of the GPU's clock."""
     return Event(
-        rank=rank, kind="span", peer=None, tag=0, nbytes=0, start=start, end=end, where=where, posted=start, group=NO_GROUP,
-        seq=seq, shape=(), dtype="", name=name, args=labels, waiting=waiting,
-    )  # fmt: skip
+        rank=rank,
+        kind="span",
+        peer=None,
+        tag=0,
+        nbytes=0,
+        start=start,
+        end=end,
+        where=where,
+        posted=start,
+        group=NO_GROUP,
+        seq=seq,
+        shape=(),
+        dtype="",
+        name=name,
+        args=labels,
+        waiting=waiting,
+    )
 
 
 def events_of(rows: Iterable[EventRow]) -> list[Event]:

@@ -1,9 +1,7 @@
-"""A process group's own methods may be called in several ways.
+"""Brings each way to call a process group's own methods to the one that torch.distributed uses.
 
-This file brings each to the one that torch.distributed itself uses.
-
-    g.allreduce(x)               ──▶  g.allreduce([x], AllreduceOptions())      torch's default: the sum
-    g.broadcast(x, 2)            ──▶  g.broadcast([x], opts)                    opts.rootRank is 2
+    g.allreduce(x)               ──▶  g.allreduce([x], AllreduceOptions())   torch's default: sum
+    g.broadcast(x, 2)            ──▶  g.broadcast([x], opts)                 opts.rootRank is 2
     g.gather([a, b], x, root=1)  ──▶  g.gather([[a, b]], [x], opts)
 
 The ways are those of torch/csrc/distributed/c10d/init.cpp. What each argument means is in
@@ -118,9 +116,14 @@ def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any
     ):
         raise TypeError(
             f"{method}() of a process group takes {', '.join([*names, 'opts'])}"
-            + (f", or {' and '.join(signature.instead)} instead of opts" if signature.instead else "")
-            + f"; got {len(args)} arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
-        )  # fmt: skip
+            + (
+                f", or {' and '.join(signature.instead)} instead of opts"
+                if signature.instead
+                else ""
+            )
+            + f"; got {len(args)} arguments"
+            + (f" and {', '.join(kwargs)}" if kwargs else "")
+        )
     given |= named
     options = given.get("opts") or signature.options()
     for name in signature.instead:

@@ -47,8 +47,8 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
     paths = sorted(directory.glob("rank-*.json.gz"))
     if not paths:
         raise ValueError(
-            f"{directory} has no files of ranks: record them with torchrun … -m parallel101 "
-            f"run --record {directory} train.py"
+            f"{directory} has no files of ranks: record them with torchrun … -m parallel101 run "
+            f"--record {directory} train.py"
         )
     parts = {path: Trace.load(path) for path in paths}
     kinds = sorted({(part.world_size, part.backend) for part in parts.values()})

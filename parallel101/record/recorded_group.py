@@ -40,9 +40,13 @@ from parallel101.record.where import caller
 class RecordedGroup(torch_private.PythonGroup):
     """A process group that passes every call on to torch's own backend, and tells the recorder.
 
-    Args: inner: torch's backend. whole: a process group of torch's own around `inner`, for calls
-        that the backend does not offer to Python. label: the group's name in the record. ranks: of
-        the world, in order. backend: "gloo" or "nccl".
+    Args:
+        inner: torch's backend.
+        whole: a process group of torch's own around `inner`, for calls that the backend does not
+            offer to Python.
+        label: the group's name in the record.
+        ranks: of the world, in order.
+        backend: "gloo" or "nccl".
     """
 
     def __init__(
@@ -135,9 +139,20 @@ class RecordedGroup(torch_private.PythonGroup):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         collective = current_collective()
         call = Call(
-            rank=self.recorder.rank, kind=kind, peers=peers, tag=tag, group=self.label, seq=posted.seq, nbytes=size(tensor), shape=shape,
-            dtype=dtype, op=None, root=None, where=where, within=collective_terms(collective),
-        )  # fmt: skip
+            rank=self.recorder.rank,
+            kind=kind,
+            peers=peers,
+            tag=tag,
+            group=self.label,
+            seq=posted.seq,
+            nbytes=size(tensor),
+            shape=shape,
+            dtype=dtype,
+            op=None,
+            root=None,
+            where=where,
+            within=collective_terms(collective),
+        )
         self._check(call, unfit(tensor, call.brief))
         small = tensor.nbytes <= self.recorder.payload_bytes
         inputs = (
@@ -186,9 +201,20 @@ class RecordedGroup(torch_private.PythonGroup):
             else rank_at(self.recorder.rank, spec.kind, arguments.root, self.ranks)
         )
         call = Call(
-            rank=self.recorder.rank, kind=spec.kind, peers=self.others, tag=0, group=self.label, seq=seq, nbytes=arguments.nbytes,
-            shape=arguments.shape, dtype=arguments.dtype, op=arguments.op, root=root, where=caller(), layout=arguments.layout,
-        )  # fmt: skip
+            rank=self.recorder.rank,
+            kind=spec.kind,
+            peers=self.others,
+            tag=0,
+            group=self.label,
+            seq=seq,
+            nbytes=arguments.nbytes,
+            shape=arguments.shape,
+            dtype=arguments.dtype,
+            op=arguments.op,
+            root=root,
+            where=caller(),
+            layout=arguments.layout,
+        )
         if spec.kind == "all_to_all":
             gives, takes = bytes_by_rank(args, self.ranks)
             call = call._replace(

@@ -1,9 +1,10 @@
-"""What is known of one real rank (gloo, NCCL): what it has posted, the call in which its program is
-blocked, and its events.
+"""Keeps what one real rank (gloo, NCCL) has posted, where its program is blocked, and its events.
 
-    RankRecorder     counts what was posted, and knows the call in which the program waits; in a recorded run it keeps the events
+    RankRecorder     counts what was posted, and knows the call in which the program waits; in a
+                     recorded run it keeps the events
     PostedCall       a call that may block, and the ranks that it needs
-    WatchedWork      torch's own work of such a call: notes when the program waits in it, and whether it is dropped
+    WatchedWork      torch's own work of such a call: notes when the program waits in it, and
+                     whether it is dropped
     RecordedWork     the same in a recorded run: writes an event when the call ends
 
 The process group that posts the calls is in recorded_group.py. Virtual ranks use neither: the
@@ -50,8 +51,11 @@ class RankRecorder:
 
     Its watcher, in a thread of its own, reads `waiting` and `report()` while the program runs.
 
-    Args: rank: of the world. recording: whether to write events and check calls. Counts of what was
-        posted are kept in any case. payload_bytes: events of up to so many bytes keep their values.
+    Args:
+        rank: of the world.
+        recording: whether to write events and check calls. Counts of what was posted are kept in
+            any case.
+        payload_bytes: events of up to so many bytes keep their values.
         on_call: in a checked run, called with every call when it is posted, before torch gets it.
     """
 
@@ -280,9 +284,19 @@ class PostedCall:
         kind, peer, tag, label = self.key
         peers = self.others if peer is None else (peer,)
         return Call(
-            rank=self.group.recorder.rank, kind=kind, peers=peers, tag=tag, group=label, seq=self.seq, nbytes=0, shape=(), dtype="",
-            op=None, root=None, where=where,
-        )  # fmt: skip
+            rank=self.group.recorder.rank,
+            kind=kind,
+            peers=peers,
+            tag=tag,
+            group=label,
+            seq=self.seq,
+            nbytes=0,
+            shape=(),
+            dtype="",
+            op=None,
+            root=None,
+            where=where,
+        )
 
 
 class WatchedWork(dist.Work):

@@ -1,6 +1,7 @@
 """How c10d calls its collectives: the arguments of each method, on gloo, NCCL and sim alike.
 
-    allreduce([x], options)  ──▶  kind all_reduce, payload x, shape (4,), dtype float32, reduction sum
+    allreduce([x], options)
+        ──▶  kind all_reduce, payload x, shape (4,), dtype float32, reduction sum
 
 `COLLECTIVES` is the only place that knows these signatures. torch 2.13 renamed some methods
 (all_gather_single was _allgather_base), and ProcessGroup has both names, the gloo of 2.13 the old
@@ -105,9 +106,9 @@ class CollectiveSpec(NamedTuple):
                 sorted({f"{t.stride()} for shape {tuple(t.shape)}" for t in tensors})
             )
             return (
-                f"tensors whose dims lie in different orders in memory to {what}: their "
-                f"strides are {strides}, and values are copied in "
-                "the order of the memory. Pass x.contiguous(), and receive into contiguous tensors"
+                f"tensors whose dims lie in different orders in memory to {what}: their strides "
+                f"are {strides}, and values are copied in the order of the memory. Pass "
+                "x.contiguous(), and receive into contiguous tensors"
             )
         return problem
 
@@ -231,30 +232,29 @@ def unfit(
 
     None if it may be passed.
 
-    Args: permuted: whether it may be dense with its dims in another order (if it lies so on all
-        ranks). sparse: whether it may be sparse.
+    Args:
+        permuted: whether it may be dense with its dims in another order (if it lies so on all
+            ranks).
+        sparse: whether it may be sparse.
     """
     if tensor.layout is not torch.strided:
         if tensor.is_sparse and sparse:
             return None
         return (
-            f"a sparse tensor to {what}: gloo has only all_reduce with a sum for sparse "
-            "tensors, and only for torch.sparse_coo. "
-            "Pass x.to_dense()"
+            f"a sparse tensor to {what}: gloo has only all_reduce with a sum for sparse tensors, "
+            "and only for torch.sparse_coo. Pass x.to_dense()"
         )
     if not tensor.is_contiguous() and not (permuted and layout(tensor)):
         return (
             f"a strided tensor to {what}: its shape is {tuple(tensor.shape)}, its strides are "
-            f"{tensor.stride()}, and gloo reads and writes "
-            "its memory as if it were contiguous. Send x.contiguous(), and receive into a "
-            "contiguous tensor"
+            f"{tensor.stride()}, and gloo reads and writes its memory as if it were contiguous. "
+            "Send x.contiguous(), and receive into a contiguous tensor"
         )
     if tensor.is_neg() or tensor.is_conj():
         return (
-            f"a lazily conjugated or negated tensor to {what}: gloo reads and writes its "
-            "memory, which holds the conjugate or the negative "
-            "of its values. Send x.resolve_conj().resolve_neg(), and receive into a tensor "
-            "that is neither"
+            f"a lazily conjugated or negated tensor to {what}: gloo reads and writes its memory, "
+            "which holds the conjugate or the negative of its values. Send "
+            "x.resolve_conj().resolve_neg(), and receive into a tensor that is neither"
         )
     return None
 

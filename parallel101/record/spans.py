@@ -3,10 +3,10 @@
     with span("forward", microbatch=3): …        named compute
     with wait_span("wait for gradients"): …      a named wait: the rank computes nothing
     compute(0.5)                                 half a second on the clock of a virtual rank
-    with unrecorded(): …                         leaves nothing of all this, and no message, in the record
+    with unrecorded(): …                         nothing in it is recorded, messages included
 
 Outside a recorded run all of these do nothing, so library code can keep them. This file imports
-nothing of parallel101: copy it along with the collectives. It records nothing itself: whoever
+nothing of parallel101: copy it along with the collectives. It records nothing itself: the code that
 records a run sets a `Recorder`.
 """
 

@@ -35,10 +35,13 @@ BY_TIME = operator.attrgetter("start", "rank", "seq")
 class Trace:
     """All events of a run, in order of time.
 
-    Args: events: what was recorded, in any order. world_size: how many ranks the run had. backend:
-        "gloo", "nccl" or "sim". unfinished: calls that were posted and not seen to end, because the
-        run failed or nobody waited for them. Their `end` is the end
-            of the run. They are not in `events`, the counts and the pictures.
+    Args:
+        events: what was recorded, in any order.
+        world_size: how many ranks the run had.
+        backend: "gloo", "nccl" or "sim".
+        unfinished: calls that were posted and not seen to end, because the run failed or nobody
+            waited for them. Their `end` is the end of the run. They are not in `events`, the counts
+            and the pictures.
     """
 
     def __init__(
@@ -246,8 +249,8 @@ class Trace:
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {error!r}") from error
         if found != FORMAT:
             raise ValueError(
-                f"{path} is not a trace that this version can read: its format is {found!r}, "
-                f"and {FORMAT!r} was expected"
+                f"{path} is not a trace that this version can read: its format is {found!r}, and "
+                f"{FORMAT!r} was expected"
             )
         try:
             return trace_in(content)
@@ -269,15 +272,30 @@ class Trace:
         return totals
 
 
-# ── Reading a file: everything in it is checked here, so that no other code meets a trace that Trace.save did not write.
+# ── Reading a file: everything in it is checked here, so the rest of the code only sees traces that
+# Trace.save could have written.
 
 NUMBER, NONE = (int, float), type(None)
 # the JSON type of each field of an Event; a group is an index into the file's list of groups
 FIELDS: dict[str, Any] = {
-    "rank": int, "kind": str, "peer": (int, NONE), "tag": int, "nbytes": int, "start": NUMBER, "end": NUMBER, "where": str,
-    "posted": NUMBER, "group": int, "seq": int, "shape": list, "dtype": str, "payload": (list, NONE), "name": (str, NONE),
-    "args": (dict, NONE), "waiting": bool,
-}  # fmt: skip
+    "rank": int,
+    "kind": str,
+    "peer": (int, NONE),
+    "tag": int,
+    "nbytes": int,
+    "start": NUMBER,
+    "end": NUMBER,
+    "where": str,
+    "posted": NUMBER,
+    "group": int,
+    "seq": int,
+    "shape": list,
+    "dtype": str,
+    "payload": (list, NONE),
+    "name": (str, NONE),
+    "args": (dict, NONE),
+    "waiting": bool,
+}
 TYPES = tuple(FIELDS.values())
 GROUP, SHAPE = Event._fields.index("group"), Event._fields.index("shape")
 

@@ -1,9 +1,10 @@
-"""Who waits for whom, and whether that is a deadlock: the wait-for graph of the ranks.
+"""The wait-for graph of the ranks: who waits for whom, and whether that is a deadlock.
 
-    rank 0 ──waits for──▶ rank 1 ──▶ rank 2 ──▶ rank 0        a cycle: a deadlock
-    rank 3 ──waits for──▶ rank 0                              waits for ranks that are stuck: stuck too
-    rank 4 ──waits for──▶ rank 5, which has returned          stuck
-    rank 6 ──waits for──▶ rank 7, which still runs            not stuck: rank 7 may post what rank 6 needs
+    rank 0 ──waits for──▶ rank 1 ──▶ rank 2 ──▶ rank 0      a cycle: a deadlock
+    rank 3 ──waits for──▶ rank 0                            stuck: rank 0 is in a cycle
+    rank 4 ──waits for──▶ rank 5, which has returned        stuck
+    rank 6 ──waits for──▶ rank 7, which still runs          not stuck: rank 7 may still post its
+                                                            side of the message
 
 `find_deadlock` decides this for calls whose state is known exactly, as on sim. On real ranks,
 `WaitForGraph` knows only what each rank last reported. That is enough to be certain: the counts of
@@ -36,10 +37,12 @@ def find_deadlock(
 ) -> DeadlockError | None:
     """The deadlock among the ranks, if there is one.
 
-    Args: waits: for each rank that is blocked, the call in which it is blocked. missing: the ranks
-        that a call needs and that have not posted their part of it. Empty: it is in flight, and
-        will end. returned: ranks that have finished and will post nothing more. notes: other causes
-        that are known already, for the error's notes.
+    Args:
+        waits: for each rank that is blocked, the call in which it is blocked.
+        missing: the ranks that a call needs and that have not posted their part of it. Empty: it is
+            in flight, and will end.
+        returned: ranks that have finished and will post nothing more.
+        notes: other causes that are known already, for the error's notes.
 
     A rank can go on if its call is in flight, or if a rank that it misses is neither blocked nor
     finished. A receive from any rank needs one of its peers; every other call needs all of them.
@@ -108,8 +111,8 @@ def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
             if send.group != receive.group:
                 notes.append(
                     (
-                        f"{pair} in one group, and rank {receive.rank} receives in another. "
-                        "Use the same group on both sides",
+                        f"{pair} in one group, and rank {receive.rank} receives in another. Use "
+                        "the same group on both sides",
                         "",
                     )
                 )
@@ -117,8 +120,8 @@ def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
                 theirs = f"rank {receive.rank} receives with {tag_text(receive.tag)}"
                 notes.append(
                     (
-                        f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on "
-                        "both sides",
+                        f"{pair} with {tag_text(send.tag)}, and {theirs}. Use the same tag on both "
+                        "sides",
                         "",
                     )
                 )
@@ -228,8 +231,8 @@ class WaitForGraph:
             ""
             if checked
             else (
-                " Run it again with trace=True: this compares all calls and names those that "
-                "do not match."
+                " Run it again with trace=True: this compares all calls and names those that do "
+                "not match."
             )
         )
         sizes = "" if self.receive_dropped else f". Most likely the sizes do not match.{advice}"
@@ -300,8 +303,8 @@ class WaitForGraph:
                 )
                 notes.append(
                     (
-                        f"the ranks call different collectives: {called}. All must call the "
-                        "same ones in the same order",
+                        f"the ranks call different collectives: {called}. All must call the same "
+                        "ones in the same order",
                         "",
                     )
                 )
@@ -337,8 +340,8 @@ class WaitForGraph:
                     posted = f"{count} {what}s" if count > 1 else f"a {what}"
                     with_tag = f" with {tag_text(tag)}" if tag else ""
                     note = (
-                        f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank "
-                        f"{peer} posted no matching {lacking}"
+                        f"rank {rank} posted {posted} {to} rank {peer}{with_tag}, and rank {peer} "
+                        f"posted no matching {lacking}"
                     )
                     notes.append((note, status.places.get((kind, peer, tag, group), "")))
         return notes
@@ -352,8 +355,8 @@ class WaitForGraph:
         """Descriptions of the messages whose work was dropped without a wait()."""
         return [
             f"rank {rank} posted a {kind} {'to' if kind == 'send' else 'from'} "
-            f"{'any rank' if peer is None else f'rank {peer}'} "
-            f"and dropped its work object without a wait(), at {shown(where)}"
+            f"{'any rank' if peer is None else f'rank {peer}'} and dropped its work object without "
+            f"a wait(), at {shown(where)}"
             for rank, status in enumerate(self.ranks)
             for ((kind, peer, _, _), _), where in status.dropped.items()
         ]

@@ -1,9 +1,11 @@
-"""The sim's scheduler and virtual clock: one thread per virtual rank, of which exactly one runs at
-a time, and one time for all ranks.
+"""The sim's scheduler and virtual clock.
 
-    1. all ranks that can run at time T run, the lowest first, until each blocks          (running takes no virtual time)
-    2. messages that are ready get the free links of the network                          (network.py)
-    3. T moves to the next scheduled event, and the ranks that it frees can run again
+Each virtual rank is a thread, exactly one of them runs at a time, and all share one time.
+
+    1. All ranks that can run at time T run, the lowest first, until each blocks. Running takes no
+       virtual time.
+    2. Messages that are ready get the free links of the network (network.py).
+    3. T moves to the next scheduled event, and the ranks that it frees can run again.
 
 So a run is the same every time, to the last bit. If no rank can run and nothing is scheduled, the
 run is stopped as a deadlock, at once. What ranks do while it is their turn is not in this file:
@@ -294,8 +296,7 @@ class World:
         if get_ident() != rank.thread:
             raise RuntimeError(
                 f"rank {rank.number} waits for a message or a collective on a thread that it "
-                "started itself. "
-                "On the sim backend, a rank can wait only on its own thread"
+                "started itself. On the sim backend, a rank can wait only on its own thread"
             )
         following = self._next()
         if following is not rank:
@@ -428,7 +429,8 @@ class World:
             try:
                 if not self._advance():
                     return None
-            except Exception as error:  # ours or torch's, while moving data: not this rank's, which must still pass the turn on
+            except Exception as error:
+                # ours or torch's, while moving data: this rank must still pass the turn on
                 self.fail(error)
 
     def _advance(self) -> bool:

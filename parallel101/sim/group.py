@@ -1,7 +1,8 @@
 """The process group that torch.distributed uses on the sim: one object per rank and group.
 
-    dist.isend(x, 1) ──▶ SimGroup.send ──▶ PointToPointGroup             (message_matching.py)
-    dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ CollectiveWork joins the group's RunningCollective, which starts with the last rank
+    dist.isend(x, 1) ──▶ SimGroup.send ──▶ PointToPointGroup (message_matching.py)
+    dist.all_reduce(x) ──▶ SimGroup.allreduce ──▶ CollectiveWork joins the group's
+        RunningCollective, which starts with the last rank
     dist.new_group([0, 2]) ──▶ SimGroup.new_group ──▶ NewGroupCall waits for the other members
 
 Which bytes a collective moves, and how long it takes, is in torch_collectives.py. What NCCL's rules
@@ -336,9 +337,20 @@ class CollectiveWork(SimWork, dist.Work):
         group, arguments, me = self.group, self.arguments, self.rank.number
         others = tuple(r for r in group.ranks if r != me)
         return Call(
-            rank=me, kind=self.kind, peers=others, tag=0, group=group.label, seq=self.seq, nbytes=arguments.nbytes, shape=arguments.shape,
-            dtype=arguments.dtype, op=arguments.op, root=self.root, where=self.where, layout=arguments.layout,
-        )  # fmt: skip
+            rank=me,
+            kind=self.kind,
+            peers=others,
+            tag=0,
+            group=group.label,
+            seq=self.seq,
+            nbytes=arguments.nbytes,
+            shape=arguments.shape,
+            dtype=arguments.dtype,
+            op=arguments.op,
+            root=self.root,
+            where=self.where,
+            layout=arguments.layout,
+        )
 
     def missing(self) -> set[int]:
         return set(self.group.ranks) - set(self.collective.works)
@@ -450,10 +462,9 @@ class RunningCollective:
                     work = works[position]
                     world.fail(
                         MisuseError(
-                            f"rank {work.rank.number} expects {output.nbytes} bytes from a "
-                            f"rank that gives it {wrong.nbytes}: "
-                            f"{work.call().brief}. Tensor sizes and split sizes must match on "
-                            "all ranks.",
+                            f"rank {work.rank.number} expects {output.nbytes} bytes from a rank "
+                            f"that gives it {wrong.nbytes}: {work.call().brief}. Tensor sizes and "
+                            "split sizes must match on all ranks.",
                             work.rank.number,
                         )
                     )

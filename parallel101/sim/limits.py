@@ -1,8 +1,9 @@
-"""Time limits on the sim: a call of a group with a timeout of its own ends with torch's error when
-the virtual clock reaches the limit.
+"""Time limits on the sim: a call that reaches its limit in virtual time ends with torch's error.
 
     g = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    dist.recv(x, 1, group=g)  ──▶ rank 1 never sends ──▶ at 2 s: RuntimeError("Timed out waiting 2000ms for recv …"), which rank 0 may catch
+    dist.recv(x, 1, group=g)
+        rank 1 never sends: at 2 s, RuntimeError("Timed out waiting 2000ms for recv …"), which rank
+        0 may catch
 
 A limit is the program's own if it gave one: to new_group, init_process_group, a group's own method
 or work.wait(). A call without one that can never end is a deadlock. A rank that has timed out has

@@ -1,8 +1,8 @@
-"""Python's logging: each virtual rank has its own root logger, and its own loggers of the names
-that it asks for.
+"""Python's logging: each virtual rank has its own root logger, and its own loggers.
 
-    rank 0: logging.basicConfig(level=INFO) ──▶ rank 0's handlers ─┐   logging.root has the attributes of the rank that runs; a switch
-    rank 1: logging.basicConfig(level=WARN) ──▶ rank 1's handlers ─┘   exchanges them
+    rank 0: logging.basicConfig(level=INFO) ──▶ rank 0's handlers ─┐
+    rank 1: logging.basicConfig(level=WARN) ──▶ rank 1's handlers ─┘
+        logging.root has the attributes of the rank that runs; a switch exchanges them
 
 There is one root logger object, since the loggers of libraries hold it as their parent. Loggers
 that were made before the run are shared: those of torch, for example.

@@ -1,9 +1,8 @@
-"""Sends and receives on the sim: a send and a receive are matched, the links carry the bytes, and
-both works are done.
+"""Sends and receives on the sim: matches each send with its receive, and moves the bytes.
 
     send posted ─┐
-                 ├─▶ matched ─▶ asks for its links ─▶ starts ─▶ ends: the bytes are in the receiver's tensor, the event is recorded
-    recv posted ─┘
+                 ├─▶ matched ─▶ asks for its links ─▶ starts ─▶ ends: the bytes are in the
+    recv posted ─┘              receiver's tensor, both works are done, the event is recorded
 
 The bytes are copied from the sender's tensor when the send is posted or starts, and into the
 receiver's tensor when the message has ended and the receiver waits for it, not before. A sender
@@ -159,9 +158,20 @@ class MessageWork(SimWork):
         peers = tuple(r for r in group.ranks if r != me) if self.peer is None else (self.peer,)
         shape, dtype = plain_shape(self.shape), dtype_name(self.dtype)
         return Call(
-            rank=me, kind=self.kind, peers=peers, tag=self.tag, group=group.label, seq=0, nbytes=self.nbytes, shape=shape, dtype=dtype,
-            op=None, root=None, where=self.where, within=self.within,
-        )  # fmt: skip
+            rank=me,
+            kind=self.kind,
+            peers=peers,
+            tag=self.tag,
+            group=group.label,
+            seq=0,
+            nbytes=self.nbytes,
+            shape=shape,
+            dtype=dtype,
+            op=None,
+            root=None,
+            where=self.where,
+            within=self.within,
+        )
 
     def missing(self) -> set[int]:
         return set(self.call().peers)
@@ -286,10 +296,25 @@ class SendWork(MessageWork):
             _shapes.get(self.shape) or plain_shape(self.shape),
             _dtypes.get(self.dtype) or dtype_name(self.dtype),
         )
-        world.events.append((  # the fields of a MessageRow
-            self.rank.number, self.peer, self.tag, self.nbytes, self.started, world.now, self.event_group, self.seq, shape, dtype,
-            self.payload, self.where, self.posted, receive.where, receive.posted,
-        ))  # fmt: skip
+        world.events.append(
+            (  # the fields of a MessageRow
+                self.rank.number,
+                self.peer,
+                self.tag,
+                self.nbytes,
+                self.started,
+                world.now,
+                self.event_group,
+                self.seq,
+                shape,
+                dtype,
+                self.payload,
+                self.where,
+                self.posted,
+                receive.where,
+                receive.posted,
+            )
+        )
         receive.done = True
         if receive.future is not None:
             receive.settle()
@@ -548,8 +573,8 @@ def not_on_cpu(tensor: torch.Tensor, kind: str) -> str | None:
     if tensor.is_cpu:
         return None
     return (
-        f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave "
-        "out the device, or use backend='nccl'"
+        f"a tensor on {tensor.device} to {kind}, but virtual ranks have only the CPU: leave out "
+        "the device, or use backend='nccl'"
     )
 
 

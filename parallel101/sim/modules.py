@@ -1,8 +1,10 @@
-"""The modules that a program imports from its own files: each virtual rank has its own copies, and
-so its own globals in them.
+"""Gives each virtual rank its own copies of the modules among the program's own files.
 
-    rank 0: import parallel_state ──▶ a module of rank 0 ─┐   sys.modules holds those of the rank that runs; a switch
-    rank 1: import parallel_state ──▶ a module of rank 1 ─┘   exchanges them
+So each rank has its own globals in them.
+
+    rank 0: import parallel_state ──▶ a module of rank 0 ─┐
+    rank 1: import parallel_state ──▶ a module of rank 1 ─┘
+        sys.modules holds those of the rank that runs; a switch exchanges them
 
 Shared are modules that were loaded before the run, the standard library, everything in
 site-packages, and modules in machine code.

@@ -1,13 +1,13 @@
-"""The network between virtual ranks: how long a message takes, which links it occupies, and in
-which order messages get those links.
+"""The network between virtual ranks: how long messages take, and in which order they get its links.
 
-    switch     rank ──link out──▶ ( switch ) ──link in──▶ rank          each link carries one message at a time
-    ring       rank ──link──▶ rank ──link──▶ rank                       a torus has such a ring along every axis
+    switch     rank ──link out──▶ ( switch ) ──link in──▶ rank
+    ring       rank ──link──▶ rank ──link──▶ rank; a torus has such a ring along every axis
     two level  rank ──▶ ( node ) ──slow link──▶ ( switch ) ──slow link──▶ ( node ) ──▶ rank
 
-Once a message has its links, it takes latency + bytes / bandwidth. Messages that need the same link
-take turns, first come first served. This file has only the times; message_matching.py moves the bytes.
-torch's own collectives do not use the links: their times are in torch_collectives.py.
+Each link carries one message at a time. Once a message has its links, it takes latency + bytes /
+bandwidth. Messages that need the same link take turns, first come first served. This file has only
+the times; message_matching.py moves the bytes. torch's own collectives do not use the links: their
+times are in torch_collectives.py.
 """
 
 from __future__ import annotations
@@ -130,10 +130,13 @@ class TwoLevelTopology:
 class Network:
     """The network of a run on the sim backend.
 
-    Args: latency: seconds that a message takes in addition to bytes / bandwidth. bandwidth: bytes
-        per second of a link; with `math.inf`, bytes take no time. eager: messages of at most this
-        many bytes start before their receive is posted; with 0 none does, as on gloo. topology:
-        `SwitchTopology()`, or what `Network.ring`, `Network.torus` and `Network.two_level` put here.
+    Args:
+        latency: seconds that a message takes in addition to bytes / bandwidth.
+        bandwidth: bytes per second of a link; with `math.inf`, bytes take no time.
+        eager: messages of at most this many bytes start before their receive is posted; with 0
+            none does, as on gloo.
+        topology: `SwitchTopology()`, or what `Network.ring`, `Network.torus` and
+            `Network.two_level` put here.
 
     The defaults, 5 µs and 50 GB/s, are about those of a 400 Gbit/s network card. With
     `Network(latency=1.0, bandwidth=math.inf)` a run's makespan is its number of steps. With
@@ -156,9 +159,8 @@ class Network:
         topology: object = self.topology
         if isinstance(topology, Network) or not hasattr(topology, "router"):
             raise ValueError(
-                "topology must be a topology; got "
-                f"{self.topology!r}. For other networks call Network.ring(…), Network.torus(…) "
-                "or Network.two_level(…)"
+                f"topology must be a topology; got {self.topology!r}. For other networks call "
+                "Network.ring(…), Network.torus(…) or Network.two_level(…)"
             )
 
     @classmethod
@@ -195,8 +197,8 @@ class Network:
             or not all(type(n) is int and n >= 1 for n in shape)
         ):
             raise ValueError(
-                "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, "
-                f"4); got {shape!r}"
+                "shape must be a tuple of axis lengths, each an int of 1 or more, such as (4, 4); "
+                f"got {shape!r}"
             )
         return cls(
             latency, bandwidth, eager, TorusTopology(tuple(shape), _checked_flag(bidirectional))
@@ -261,8 +263,8 @@ def _check_latency(name: str, value: float) -> None:
 def _check_bandwidth(name: str, value: float) -> None:
     if not _is_number(value) or not value > 0:
         raise ValueError(
-            f"{name} must be in bytes per second, more than 0 (with math.inf, bytes take no "
-            f"time); got {value!r}"
+            f"{name} must be in bytes per second, more than 0 (with math.inf, bytes take no time); "
+            f"got {value!r}"
         )
 
 

@@ -79,8 +79,8 @@ def _shape(kind: str, value: str, text: str) -> dict[str, Any]:
         return {"shape": lengths}
     if len(lengths) != 1:
         raise ValueError(
-            f"the network {text!r} has {kind}={value}; expected the number of ranks on a node, "
-            f"as in {kind}=8"
+            f"the network {text!r} has {kind}={value}; expected the number of ranks on a node, as "
+            f"in {kind}=8"
         )
     return {"ranks_per_node": lengths[0]}
 

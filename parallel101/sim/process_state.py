@@ -1,17 +1,20 @@
-"""What a process has to itself: each virtual rank has its own, although all of them live in one
-process.
+"""Gives each virtual rank what a process has to itself, although all ranks share one process.
 
-Only one rank runs at a time. So whenever the turn passes from one rank to another, what belongs to
-the first is put away, and what belongs to the second is put in its place:
+Only one rank runs at a time. Whenever the turn passes from one rank to another, the state of the
+first is put away, and the state of the second is put in its place:
 
     rank 0 blocks ──▶ ProcessStates.switch(0, 1) ──▶ rank 1 runs
 
-    torch.distributed        the default group and all others, as `dist.get_rank()` and DDP find them (record/torch_private.RankWorld)
-    modules                  those that the program imports from its own files, with their globals, and `__main__` (modules.py)
-    os.environ               with RANK, WORLD_SIZE, … (ranks/program.py sets them)
-    logging                  the root logger and the loggers that the program makes, with handlers and levels (logging_states.py)
-    print, sys.stdout, sys.stderr      if a rank replaces them, as programs do to silence all ranks but one
-    random numbers           torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
+    torch.distributed   the default group and all others, as `dist.get_rank()` and DDP find them
+                        (record/torch_private.RankWorld)
+    modules             those that the program imports from its own files, with their globals, and
+                        `__main__` (modules.py)
+    os.environ          with RANK, WORLD_SIZE, … (ranks/program.py sets them)
+    logging             the root logger and the loggers that the program makes, with handlers and
+                        levels (logging_states.py)
+    print, sys.stdout, sys.stderr
+                        if a rank replaces them, as programs do to silence all ranks but one
+    random numbers      torch's, Python's and NumPy's, and torch's default dtype (random_states.py)
 
 A thread has its own no_grad, autocast and default device anyway, and ranks are threads.
 
@@ -106,10 +109,9 @@ class ProcessStates:
         rank = self.random.running
         if self.profiled not in (None, rank):
             raise RuntimeError(
-                f"rank {rank} uses torch's profiler while rank {self.profiled} does. torch has "
-                "one profiler per process, and all ranks of "
-                "the sim backend are one process. Profile one rank (if dist.get_rank() == 0), "
-                "or use backend='gloo'"
+                f"rank {rank} uses torch's profiler while rank {self.profiled} does. torch has one "
+                "profiler per process, and all ranks of the sim backend are one process. Profile "
+                "one rank (if dist.get_rank() == 0), or use backend='gloo'"
             )
         self.profiled = rank
 

@@ -14,9 +14,8 @@ from parallel101.sim.queues import Operation, Queue, QueuedCollective, Queues
 Note = tuple[str, str]  # a sentence, and "file:line" or ""
 
 ADVICE = (
-    "On NCCL, an operation starts only when everything before it in its queue has ended. "
-    "Messages that must be in flight together belong "
-    "in one batch_isend_irecv"
+    "On NCCL, an operation starts only when everything before it in its queue has ended. Messages "
+    "that must be in flight together belong in one batch_isend_irecv"
 )
 MOST_BEHIND, MOST_APART = 5, 2  # notes of each sort: the error shows eight
 
@@ -109,10 +108,9 @@ def _apart(message: MessageWork, batched: bool, other: MessageWork) -> Note:
     this, that = ("in a batch", "outside a batch") if batched else ("outside a batch", "in a batch")
     ranks = ranks_text(sorted((message.rank.number, other.rank.number)))
     sentence = (
-        f"rank {message.rank.number}'s {_text(message)} is {this}, and rank "
-        f"{other.rank.number}'s {_text(other)} is {that}. On NCCL they "
-        "use different communicators and never meet. Use batch_isend_irecv on both of "
-        f"{ranks}, or on neither"
+        f"rank {message.rank.number}'s {_text(message)} is {this}, and rank {other.rank.number}'s "
+        f"{_text(other)} is {that}. On NCCL they use different communicators and never meet. Use "
+        f"batch_isend_irecv on both of {ranks}, or on neither"
     )
     return sentence, other.where
 

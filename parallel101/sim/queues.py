@@ -3,8 +3,11 @@
 Each rank has one queue per communicator, and operations leave it in order.
 
     rank 0's queue to rank 1       rank 1's queue to rank 0
-    send to 1 ── starts            send to 0 ── starts            both wait for a receive that stands behind a send: a deadlock
-    recv from 1  behind it         recv from 0  behind it         in one batch, all four start together: it runs
+    send to 1 ── starts            send to 0 ── starts
+    recv from 1  behind it         recv from 0  behind it
+
+    Both wait for a receive that is queued behind the other's send: a deadlock. In one batch, all
+    four start together, and the program runs.
 
 The rules, and where they come from (`NCCL.cpp` is torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp,
 `guide` is the NCCL User Guide):
@@ -217,8 +220,9 @@ class Queues:
             collective.collective.join(collective)
 
     def channel(self, queue: Queue, message: MessageWork) -> list:
-        """The started messages of a communicator from one rank to another, as in message_matching.py,
-        and without tags.
+        """The started messages of a communicator from one rank to another, without tags.
+
+        message_matching.py has the same for gloo's rules.
         """
         src, dst = message.rank.number, cast(int, message.peer)
         if message.kind == "recv":
@@ -393,8 +397,7 @@ class QueuedGroup(SimGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         raise RuntimeError(
             f"rank {self.member.number} receives from any rank, and NCCL does not support that "
-            "(recvAnysource): name the sender, as in "
-            "recv(tensor, src=…)"
+            "(recvAnysource): name the sender, as in recv(tensor, src=…)"
         )
 
     def _put(self, message: MessageWork) -> Operation:
@@ -421,9 +424,9 @@ class QueuedGroup(SimGroup):
     def _begin(self, kind: str, arguments: CollectiveArguments, *call: Any) -> CollectiveWork:
         if arguments.layout == "sparse":
             raise RuntimeError(
-                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does "
-                "not support that (NCCL.cpp, allreduce_sparse: "
-                "only in its experimental branch): pass x.to_dense()"
+                f"rank {self.member.number} passes a sparse tensor to {kind}, and NCCL does not "
+                "support that (NCCL.cpp, allreduce_sparse: only in its experimental branch): pass "
+                "x.to_dense()"
             )
         self.called[kind] += 1
         work = QueuedCollective(

@@ -1,9 +1,8 @@
-"""Runs a torch.distributed program on virtual ranks and a virtual clock, in one process: the backend
-"sim".
+"""The "sim" backend: runs a torch.distributed program on virtual ranks, in one process.
 
     clock.py              which rank runs, and what time it is
     network.py            how long a message takes, which links it occupies, and which message
-                          gets them first (network_text.py: the same in words)
+                          gets them first (network_text.py reads a network from text)
     message_matching.py   sends and receives
     work.py               what isend, irecv and async collectives return
     group.py              the process group that torch.distributed uses, and how ranks wait for
@@ -83,10 +82,10 @@ def simulate(
 ) -> SimResult:
     """Run `rank_main(rank)` on virtual ranks, each with torch.distributed initialised.
 
-    Args: rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors.
-        All ranks are threads of this process
-            (one runs at a time). process_state.py says what each has to itself, and what they
-            share.
+    Args:
+        rank_main: one rank's program. It may use torch.distributed as on gloo, with CPU tensors.
+            All ranks are threads of this process (one runs at a time). process_state.py says what
+            each has to itself, and what they share.
         world_size: how many virtual ranks.
         network: what lies between them; None: `Network()`.
         rules: what the program may rely on: "gloo" or "nccl" (see queues.py).

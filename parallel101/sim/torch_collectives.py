@@ -1,15 +1,15 @@
-"""What torch's own collectives do on the sim, apart from waiting: which bytes move where, and how
-long it takes.
+"""What torch's own collectives do on the sim: which bytes move where, and how long it takes.
 
-A collective starts when the last rank has called it, and takes what a ring algorithm would take. p
-is the number of ranks and V the total number of bytes (the largest that any rank puts in or gets
-out). α and β are the latency and the seconds per byte of the slowest hop between neighbours in the
+A collective starts when the last rank has called it, and takes as long as a ring algorithm. p is
+the number of ranks and V the total number of bytes (the largest that any rank puts in or gets out).
+α and β are the latency and the seconds per byte of the slowest hop between neighbours in the
 group's order:
 
-    all_reduce               2(p−1)α + 2(p−1)/p·V·β       (Thakur, Rabenseifner, Gropp 2005)
-    all_gather, reduce_scatter, gather, scatter, all_to_all       (p−1)α + (p−1)/p·V·β
-    broadcast, reduce        (p−1)α + V·β                 (a chain, pipelined in arbitrarily small pieces)
-    barrier                  2(p−1)α                      (an all_reduce of zero bytes)
+    all_reduce               2(p−1)α + 2(p−1)/p·V·β    (Thakur, Rabenseifner, Gropp 2005)
+    all_gather, reduce_scatter, gather, scatter, all_to_all
+                             (p−1)α + (p−1)/p·V·β
+    broadcast, reduce        (p−1)α + V·β              (a chain, pipelined in very small pieces)
+    barrier                  2(p−1)α                   (an all_reduce of zero bytes)
 
 This closed form ignores other traffic on the links. To see a collective contend for links, write it
 with isend and irecv, or use parallel101's own collectives, which are written that way. How ranks
@@ -118,8 +118,8 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffe
     if not rows:
         if tensor.numel() % p:
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal "
-                "pieces, one for each rank"
+                f"a tensor of shape {tuple(tensor.shape)} cannot be split into {p} equal pieces, "
+                "one for each rank"
             )
         sizes = [tensor.nbytes // p] * p
     else:
@@ -178,8 +178,8 @@ def moves_of(kind: str, ranks: Sequence[Buffers], root: int | None) -> list[Move
 def _piece(buffers: Sequence[Buffer], which: int) -> Buffer:
     if which >= len(buffers):
         raise ValueError(
-            f"a list of {len(buffers)} tensors has none for position {which} of the group: "
-            "pass one tensor for each rank"
+            f"a list of {len(buffers)} tensors has none for position {which} of the group: pass "
+            "one tensor for each rank"
         )
     return buffers[which]
 
@@ -234,8 +234,8 @@ def check_reduction(op: str, tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
-                f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use "
-                "a sum, and divide it"
+                f"the average of {tensor.dtype} values is not defined on sim, nor on gloo: use a "
+                "sum, and divide it"
             )
 
 

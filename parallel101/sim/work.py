@@ -1,7 +1,7 @@
-"""What isend, irecv and async collectives return on the sim: a dist.Work whose wait() lets virtual
-time pass, and its torch future.
+"""What isend, irecv and async collectives return on the sim, with its torch future.
 
-A message's work is in message_matching.py, a collective's in group.py. This file has what they share.
+It is a dist.Work whose wait() lets virtual time pass. A message's work is in message_matching.py, a
+collective's in group.py. This file has what they share.
 """
 
 from __future__ import annotations
@@ -156,10 +156,9 @@ def wait_for_future(done: Callable[[], bool]) -> None:
             rank.waiting = outer
         elif rank.world.only_rank_threads() and not done():
             raise RuntimeError(
-                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: "
-                "the rank has no unfinished call whose "
-                "get_future() was taken. Call set_result() on it, or wait for the future that "
-                "then() returns"
+                f"rank {rank.number} waits for a torch.futures.Future that nothing will set: the "
+                "rank has no unfinished call whose get_future() was taken. Call set_result() on "
+                "it, or wait for the future that then() returns"
             )
         else:
             return  # another thread of the program may set it

@@ -1,12 +1,12 @@
-"""Which axis of the mesh communicates when, and how much: one panel for each axis, below what the
-ranks compute.
+"""Draws which axis of the mesh communicates when, and how much: one panel for each axis.
 
-    compute  rank 0  ▇▇forward▇▇  ▇▇backward▇▇              sent   messages
-    dp       rank 0                          ▬▬▬▬          1 MiB          2      upper half of a row: what the rank sends
-    tp       rank 0  ▬  ▬  ▬  ▬   ▬  ▬  ▬  ▬             128 KiB         16      lower half: what it receives
+    compute  rank 0  ▇▇forward▇▇  ▇▇backward▇▇          sent   messages
+    dp       rank 0                          ▬▬▬▬      1 MiB          2
+    tp       rank 0  ▬  ▬  ▬  ▬   ▬  ▬  ▬  ▬         128 KiB         16
 
-The axis of a message is in the record: of the mesh whose group it was sent in. Counting is done in
-`parallel101.analysis.axis_traffic`.
+The first panel shows what the ranks compute. In the others, the upper half of a row shows what the
+rank sends, and the lower half what it receives. The axis of a message is in the record: it is the
+axis of the mesh in whose group the message was sent. `parallel101.analysis.axis_traffic` counts.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ def axes_scene(
 ) -> Scene:
     """Draw the messages of each axis of the mesh over time, and what each rank sent along it.
 
-    Args: trace: the record of a run in which groups come from a mesh with named axes, as the
-        trainers' do. within: show the last span of this name on each rank, such as one step. None:
-        the whole record. title: of the picture.
+    Args:
+        trace: the record of a run in which groups come from a mesh with named axes, as the
+            trainers' do.
+        within: show the last span of this name on each rank, such as one step. None: the whole
+            record.
+        title: of the picture.
 
-    Returns: A still Scene. A collective of torch's own counts as one message with its payload,
-        since the record does not see its messages.
+    Returns:
+        A still Scene. A collective of torch's own counts as one message with its payload, since the
+        record does not see its messages.
 
     Raises:
         ValueError: more than 16 ranks, or no span has that name.

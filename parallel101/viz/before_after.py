@@ -1,7 +1,6 @@
-"""Before and after a collective, as two matrices: a row for each rank, with its blocks in the order
-in which they lie in its tensor.
+"""Draws a collective as two matrices, before and after: each rank's blocks, in order.
 
-    before   a0 b0 c0        after   a0 a1 a2       the blocks fly from where they were to where they are;
+    before   a0 b0 c0        after   a0 a1 a2       the blocks fly to their new places;
              a1 b1 c1    ──▶         b0 b1 b2       an all-to-all is a transposition
              a2 b2 c2                c0 c1 c2
 
@@ -40,8 +39,9 @@ def before_after_scene(
         trace, results, watched: of a run of `parallel101.watch`, with up to 16 ranks.
         title: above the picture; None: the collective, if the values prove which it was.
 
-    Returns: A Scene with one stop for each rank, in which the blocks that it was given move to
-        where they were returned.
+    Returns:
+        A Scene with one stop for each rank, in which the blocks that it was given move to where
+        they were returned.
 
     Raises:
         ValueError: the run was not watched, or has too many ranks or blocks.
@@ -51,9 +51,8 @@ def before_after_scene(
     n, most = len(replay.ranks), max(map(len, [*given, *returned]))
     if n > MOST_RANKS or most > MOST_BLOCKS:
         raise ValueError(
-            f"the run has {n} ranks with up to {most} blocks each, and this picture can show "
-            f"up to {MOST_RANKS} ranks "
-            f"and {MOST_BLOCKS} blocks: use fewer ranks, or run.animate()"
+            f"the run has {n} ranks with up to {most} blocks each, and this picture can show up to "
+            f"{MOST_RANKS} ranks and {MOST_BLOCKS} blocks: use fewer ranks, or run.animate()"
         )
     captions = Captions(replay)
     text, wrong = result_text(replay, captions, given, returned), bool(captions.verdict.faults)

@@ -58,8 +58,13 @@ class Captions:
         if self._barrier:
             return "Barrier" if n > 2 else "Barrier on two ranks"
         if self.operation is None:
-            shapes = {"ring": f"a ring of {n} ranks", "chain": f"a chain of {n} ranks", "star": f"rank {topology.root} and {n - 1} others",
-                      "tree": f"a tree of {n} ranks", "grid": f"a grid of {n} ranks"}  # fmt: skip
+            shapes = {
+                "ring": f"a ring of {n} ranks",
+                "chain": f"a chain of {n} ranks",
+                "star": f"rank {topology.root} and {n - 1} others",
+                "tree": f"a tree of {n} ranks",
+                "grid": f"a grid of {n} ranks",
+            }
             if not self.replay.messages and self.replay.trace.unfinished:
                 return f"Unfinished calls on {n} ranks"
             place = (
@@ -101,13 +106,13 @@ class Captions:
             if not collectives:
                 return "This record has no messages between ranks."
             return (
-                f"torch's own {listed(collectives)} moved the data. The record has the calls, "
-                "but not the messages inside them."
+                f"torch's own {listed(collectives)} moved the data. The record has the calls, but "
+                "not the messages inside them."
             )
         if self._barrier:
             return (
-                "No rank can go on before it has heard from every other rank, directly or "
-                "through others."
+                "No rank can go on before it has heard from every other rank, directly or through "
+                "others."
             )
         if not replay.known:
             return f"{_count(len(replay.messages), 'message')} between {len(replay.ranks)} ranks."
@@ -240,8 +245,7 @@ class Captions:
         if modes == {True}:
             then = (
                 ", which "
-                f"{f'add {them} to their' if route.many_receivers else f'adds {them} to its'} "
-                "own"
+                f"{f'add {them} to their' if route.many_receivers else f'adds {them} to its'} own"
             )
         elif len(modes) > 1:
             then = ", where some of it is added and the rest is stored"
@@ -289,8 +293,8 @@ class Captions:
             if names:
                 it = "them" if len(names) > 1 else "it"
                 named.append(
-                    f"rank {src} sends chunk{'s' * (len(names) > 1)} {chunk_letters(names)} "
-                    f"before it has {it}"
+                    f"rank {src} sends chunk{'s' * (len(names) > 1)} {chunk_letters(names)} before "
+                    f"it has {it}"
                 )
             elif self.replay.unwritten[i]:
                 others.append(src)
@@ -298,8 +302,8 @@ class Captions:
             named[3:] = [f"{len(named) - 3} more ranks do the same"]
         if others:
             named.append(
-                f"{ranks_text(others)} send{'s' * (len(set(others)) == 1)} memory that was "
-                "never written"
+                f"{ranks_text(others)} send{'s' * (len(set(others)) == 1)} memory that was never "
+                "written"
             )
         return sentence(", ".join(named))
 

@@ -141,7 +141,8 @@ class Browser:
             const begin = performance.now();
             const holds = () => {{ try {{ return {condition} }} catch {{ return false }} }};
             const late = () => performance.now() - begin > {1000 * seconds};
-            const look = () => holds() ? yes(true) : late() ? no("timed out") : setTimeout(look, 16);
+            const look = () =>
+                holds() ? yes(true) : late() ? no("timed out") : setTimeout(look, 16);
             look(); }})"""
         while True:
             try:
@@ -205,8 +206,12 @@ class Browser:
         What covers it gets the click.
         """
         x, y = self.js(f"""new Promise(done => {{
-            const place = () => (r => [r.x + r.width / 2, r.y + r.height / 2])(({element}).getBoundingClientRect());
-            const rest = was => requestAnimationFrame(() => place().join() === was.join() ? done(was) : rest(place()));
+            const place = () => {{
+                const box = ({element}).getBoundingClientRect();
+                return [box.x + box.width / 2, box.y + box.height / 2];
+            }};
+            const rest = was => requestAnimationFrame(() =>
+                place().join() === was.join() ? done(was) : rest(place()));
             ({element}).scrollIntoView({{ block: "center" }});
             rest([]); }})""")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):

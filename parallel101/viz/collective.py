@@ -1,12 +1,12 @@
 """The collective view: who sends which chunk to whom in each step, and what every rank then holds.
 
-    left   ranks as their messages connect them, tiles that move      right  ranks × chunks, a stripe for each
-           (graph.py)                                                        rank whose data is in a cell (matrix.py)
-    below  every send as recorded, with a cursor           more than 16 ranks: many_ranks.py
+    left    the ranks, connected by their messages, and tiles that move (graph.py)
+    right   ranks × chunks, a stripe for each rank whose data is in a cell (matrix.py)
+    below   every send as recorded, with a cursor
 
-Everything is drawn from the record, and nothing is specific to an algorithm. `parallel101.analysis`
-reads what is in a chunk from the values, the steps from what waited for what, and the topology from
-who sent to whom.
+A run of more than 16 ranks is drawn by many_ranks.py. Everything is drawn from the record, and
+nothing is specific to an algorithm. `parallel101.analysis` reads what is in a chunk from the
+values, the steps from what waited for what, and the topology from who sent to whom.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ MOST_RANKS, MOST_MESSAGES = 128, 20_000
 # one by one; more ranks are summed up (many_ranks.py)
 MOST_DRAWN_RANKS, MOST_DRAWN_MESSAGES, MOST_CHUNKS = 16, 2000, 16
 LEFT, WIDTH, TOP = 28.0, 904.0, 440.0  # of the bars of the sends
-STYLE = (
-    ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
-    ".now{stroke:var(--ink);stroke-width:2;vector-effect:non-scaling-stroke}"
-)
+STYLE = ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}.now{stroke:var(--ink);stroke-width:2;vector-effect:non-scaling-stroke}"
 
 
 def collective_scene(
@@ -53,11 +50,15 @@ def collective_scene(
     data that a sum contains twice or lacks. Otherwise it shows the bytes that moved. More than 16
     ranks are summed up: how far the messages of each step go, and between which ranks.
 
-    Args: trace: the record of a run of up to 16 ranks and 2,000 messages, or up to 128 ranks and
-        20,000 messages. results: what each rank returned, by rank, if known. title: above the
-        picture; None: a title derived from the record. inputs: what each rank was given, by rank;
-        None: each rank starts with the part that carries its own origin. watched: what `watch`
-        knows beyond the record. idle: also draw ranks that sent and received nothing.
+    Args:
+        trace: the record of a run of up to 16 ranks and 2,000 messages, or up to 128 ranks and
+            20,000 messages.
+        results: what each rank returned, by rank, if known.
+        title: above the picture; None: a title derived from the record.
+        inputs: what each rank was given, by rank; None: each rank starts with the part that carries
+            its own origin.
+        watched: what `watch` knows beyond the record.
+        idle: also draw ranks that sent and received nothing.
 
     Returns:
         A Scene with one stop for each step of the algorithm.
@@ -69,15 +70,14 @@ def collective_scene(
     if len(replay.ranks) > MOST_RANKS:
         raise ValueError(
             f"{len(replay.ranks)} ranks took part, and the collective view can show up to "
-            f"{MOST_RANKS}: "
-            "use fewer, or write run.trace.to_chrome(path) and open it at ui.perfetto.dev"
+            f"{MOST_RANKS}: use fewer, or write run.trace.to_chrome(path) and open it at "
+            "ui.perfetto.dev"
         )
     many = len(replay.ranks) > MOST_DRAWN_RANKS
     if len(replay.messages) > (most := MOST_MESSAGES if many else MOST_DRAWN_MESSAGES):
         raise ValueError(
-            f"the run has {len(replay.messages)} messages, and the collective view can show up "
-            f"to {most}: "
-            "animate a shorter run (one collective, fewer ranks), or use run.timeline()"
+            f"the run has {len(replay.messages)} messages, and the collective view can show up to "
+            f"{most}: animate a shorter run (one collective, fewer ranks), or use run.timeline()"
         )
     too_many = len(replay.chunks) > MOST_CHUNKS
     verdict = Verdict(replay)

@@ -18,12 +18,7 @@ from parallel101.record.units import ranks_text
 from parallel101.viz.scene import Node, Point, Scene
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
-STYLE = (
-    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.stuck{stroke:var(--warn);stroke-width:2.5}"
-    ".gone{stroke-dasharray:3 4;stroke:var(--mute)}"
-    ".wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}.head{fill:var(--mute)}.head.stuck{fill:var(--warn)}"
-    ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-)
+STYLE = ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.stuck{stroke:var(--warn);stroke-width:2.5}.gone{stroke-dasharray:3 4;stroke:var(--mute)}.wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}.head{fill:var(--mute)}.head.stuck{fill:var(--warn)}.code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
 
 WaitsByRank = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 Notes = Sequence[tuple[str, str]]
@@ -55,8 +50,8 @@ def deadlock_scene(
     everyone = sorted({*waiting, *returned, *(peer for _, peer in arrows)})
     if len(everyone) > MOST_RANKS:
         raise ValueError(
-            f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: "
-            "print the error instead"
+            f"{len(everyone)} ranks take part, and this picture can show up to {MOST_RANKS}: print "
+            "the error instead"
         )
     centre = (200.0, 232.0 if len(everyone) > 2 else 150.0)
     end = centre[1] + 22.0 * min(len(waiting), MOST_ROWS) + 18 * len(_note_lines(notes)) + 24
@@ -73,9 +68,8 @@ def deadlock_scene(
     for colour in ("", " stuck"):
         scene.definitions.append(
             f'<marker id="head{colour.strip()}" viewBox="0 0 8 8" refX="7.5" refY="4" '
-            f'markerWidth="{tip}" markerHeight="{tip}"'
-            ' orient="auto">'
-            f'<path d="M0 .5 8 4 0 7.5z" class="head{colour}"/></marker>'
+            f'markerWidth="{tip}" markerHeight="{tip}" orient="auto"><path d="M0 .5 8 4 0 7.5z" '
+            f'class="head{colour}"/></marker>'
         )
     head = scene.panel(narrow="translate(0,0)")
     head.add("text", scene.title, x=28, y=40, class_="h")

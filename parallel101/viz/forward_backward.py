@@ -1,12 +1,11 @@
-"""A forward run beside its backward run: the same ranks at the same places, and the arrows the
-other way.
+"""Draws a forward run beside its backward run: the same ranks, with the arrows reversed.
 
     Forward: …                Backward: …
-     0 ──▶ 1                   0 ◀── 1        the messages of the forward run, then those of the backward run
+     0 ──▶ 1                   0 ◀── 1
     ranks × chunks            ranks × chunks
 
-Each half is the collective view of its run (graph.py and matrix.py), placed, and the second half
-started when the first has ended.
+The messages of the forward run play first, then those of the backward run. Each half is the
+collective view of its run (graph.py and matrix.py), moved to its place.
 """
 
 from __future__ import annotations

@@ -17,13 +17,7 @@ from parallel101.viz.timing import Timing
 
 MOST_TILES = 4  # chunks of one message that are drawn one by one
 LEGIBLE = 16.0  # a tile that is less high shows no bytes, and of many chunks only their number
-STYLE = (
-    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}"
-    ".zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}"
-    ".badge{fill:var(--ink)}.plus{stroke:var(--bg);stroke-width:2}.arc{fill:none;stroke-width:5}"
-    ".k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}.plain{fill:var(--accent)}"
-    ".pack{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}text.on{fill:var(--bg)}"
-)
+STYLE = ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}.zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}.badge{fill:var(--ink)}.plus{stroke:var(--bg);stroke-width:2}.arc{fill:none;stroke-width:5}.k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}.plain{fill:var(--accent)}.pack{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}text.on{fill:var(--bg)}"
 
 
 def draw_graph(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:
@@ -42,8 +36,8 @@ def _links(scene: Scene, panel: Node, diagram: Diagram) -> None:
     size = 6 if diagram.node > 15 else 5
     scene.definitions.append(
         f'<marker id="tip" viewBox="0 0 8 8" refX="6.5" refY="4" markerWidth="{size}" '
-        f'markerHeight="{size}" orient="auto-start-reverse">'
-        '<path d="M0 .5 8 4 0 7.5z" class="tip"/></marker>'
+        f'markerHeight="{size}" orient="auto-start-reverse"><path d="M0 .5 8 4 0 7.5z" '
+        'class="tip"/></marker>'
     )
     many = len(links) > 60 or diagram.node < 11
     for a, b in links:
@@ -150,8 +144,8 @@ def draw_step_ring(
             a, b = 0.05, 2 * math.pi - 0.05
         large = int(b - a > math.pi)
         d = (
-            f"M{x + radius * math.sin(a):.1f} {y - radius * math.cos(a):.1f}"
-            f"A{radius:.1f} {radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} "
+            f"M{x + radius * math.sin(a):.1f} {y - radius * math.cos(a):.1f}A{radius:.1f} "
+            f"{radius:.1f} 0 {large} 1 {x + radius * math.sin(b):.1f} "
             f"{y - radius * math.cos(b):.1f}"
         )
         panel.add("path", d=d, class_="arc", style="stroke:var(--faint)")

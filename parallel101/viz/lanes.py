@@ -42,13 +42,14 @@ MOST_RANKS, MOST_SPAN_LANES, MOST_MESSAGE_LANES = 16, 2, 4
 def lanes_scene(trace: Trace, *within: str, title: str = "Compute and communication") -> Scene:
     """Draw what the ranks computed and what they had in flight, so that the overlap can be seen.
 
-    Args: trace: the record of a run whose compute is in spans, as the trainers' is. within: names
-        of spans. Each gives a panel that shows the last span of that name on each rank; all panels
-        have the same scale.
-            None: the whole record.
+    Args:
+        trace: the record of a run whose compute is in spans, as the trainers' is.
+        within: names of spans. Each gives a panel that shows the last span of that name on each
+            rank; all panels have the same scale. None: the whole record.
 
-    Returns: A still Scene. At the right of each rank: which part of its communication overlapped
-        with compute.
+    Returns:
+        A still Scene. At the right of each rank: which part of its communication overlapped with
+        compute.
 
     Raises:
         ValueError: more than 16 ranks, or a name that no span has.
@@ -119,8 +120,8 @@ def window_text(window: TimeWindow, ranks: int) -> str:
     compute = ", ".join(human_seconds(b.compute) for b in of)
     name, took = window.name or "Whole record", human_seconds(window.end - window.begin)
     return (
-        f"{name}: {took}. Compute by rank: {compute}. Communication that overlaps with "
-        f"compute: {overlap}."
+        f"{name}: {took}. Compute by rank: {compute}. Communication that overlaps with compute: "
+        f"{overlap}."
     )
 
 
@@ -150,8 +151,8 @@ def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
         class_="m e",
     )
     sentence = (
-        "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes "
-        "nothing and waits."
+        "Top: what a rank computes. Bottom: its messages in flight. Hatched: it computes nothing "
+        "and waits."
     )
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     scene.intro = sentence

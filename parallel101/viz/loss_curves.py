@@ -1,9 +1,10 @@
-"""Loss curves: drawn once from a finished run (`loss_scene`), or live in a notebook while the ranks
-train (`LiveLoss`).
+"""Draws loss curves: of a finished run (`loss_scene`), or live while the ranks train (`LiveLoss`).
 
-with LiveLoss() as live:                                     the notebook reads the file and redraws the picture
+with LiveLoss() as live:
     p101.launch(train, live, world_size=2)
-        …  trainer.fit(batches, on_step=live.curve("2 ranks"))  …        each rank appends its losses to a file
+        …  trainer.fit(batches, on_step=live.curve("2 ranks"))  …
+
+Each rank appends its losses to a file. The notebook reads the file and redraws the picture.
 """
 
 from __future__ import annotations
@@ -249,6 +250,6 @@ class LiveLoss:
 
         source = data_uri(self.scene().svg())
         return HTML(
-            f'<img alt="{escape(self.title)}" decoding="sync" '
-            f'style="width:100%;max-width:960px" src="{source}">'
+            f'<img alt="{escape(self.title)}" decoding="sync" style="width:100%;max-width:960px" '
+            f'src="{source}">'
         )

@@ -1,11 +1,13 @@
-"""The collective view of more ranks than can be drawn one by one: how far each step's messages go,
-and the matrix of who sends to whom.
+"""The collective view of more ranks than can be drawn one by one.
+
+It shows how far each step's messages go, and the matrix of who sends to whom.
 
     step 3            64 messages of 256 B          from \\ to   0  8  16
     (ring of steps)   between ranks 4 apart         rank 0     ▪ ·
-                                                    rank 8       ▪ ·        dark: in this step, light: before
+                                                    rank 8       ▪ ·
 
-The lines that connect so many ranks would be a grey disc.
+In the matrix, messages of this step are dark, and those before it are light. Lines between so many
+ranks would fill the whole circle.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""How the matrices of a model are cut along an axis of the mesh, and which collectives that needs.
+"""Draws how the matrices of a model are cut along a mesh axis, and which collectives that needs.
 
-    layers.0.weight                layers.1.weight           a matrix stands as x @ Wᵀ uses it: inputs down, outputs across
-          256                            64                  a block has the colour and the number of the rank that holds it
+    layers.0.weight                layers.1.weight
+          256                            64
     64  [ 0 | 1 ]                 256  [   0   ]
-    column                             [   1   ]             row: forward sums the outputs over the ranks
-                                        row                  column: backward sums the gradients of the inputs
+    column                             [   1   ]
+                                        row
 
-Drawn from a trainer's layout: names, shapes and sizes are those of its parameters.
+A matrix is drawn as x @ Wᵀ uses it: inputs down, outputs across. A block has the colour and the
+number of the rank that holds it. "Row" means that forward sums the outputs over the ranks, and
+"column" that backward sums the gradients of the inputs.
+
+Names, shapes and sizes come from a trainer's layout.
 """
 
 from __future__ import annotations
@@ -76,10 +80,10 @@ def matrices_scene(
     """Draw the matrices of a model, each cut into the blocks that the ranks hold, with the
     collectives that its style needs.
 
-    Args: entries: name of a parameter → its shape and its placements by axis:
-        `trainer.layout.entries`. A parameter of two dims with
-            "embed" in its name is taken for an embedding, any other for the weight of a linear
-            layer.
+    Args:
+        entries: name of a parameter → its shape and its placements by axis:
+            `trainer.layout.entries`. A parameter of two dims with "embed" in its name is taken for
+            an embedding, any other for the weight of a linear layer.
         styles: name of a module, in which `*` may stand for any part → its style. Without it, a
             linear layer cut along dim 0 counts as "column", and one cut along dim 1 as "row".
         sequence_parallel: whether the trainer was built so: then there are reduce-scatters and
@@ -87,8 +91,9 @@ def matrices_scene(
         axis: of the mesh.
         title: of the picture.
 
-    Returns: A still Scene. Matrices that differ only in the number of their layer are drawn once. A
-        side is as long as the square root of its size, so that small ones can be seen.
+    Returns:
+        A still Scene. Matrices that differ only in the number of their layer are drawn once. A side
+        is as long as the square root of its size, so that small ones can be seen.
 
     Raises:
         ValueError: there is no matrix, or there are more than 24.
@@ -128,8 +133,8 @@ def matrices_scene(
         class_="m e",
     )
     sentence = (
-        "As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position "
-        f"of its rank along {axis}."
+        "As x @ Wᵀ uses them: inputs down, outputs across. A block's number is the position of "
+        f"its rank along {axis}."
     )
     grey = "Grey: every rank holds all of it. " if any(not m.cut for m in found) else ""
     share = (

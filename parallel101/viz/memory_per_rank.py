@@ -44,11 +44,14 @@ def memory_scene(
 ) -> Scene:
     """Draw the bytes that each rank holds.
 
-    Args: holdings: what `trainer.describe()` returned; or several of them by name, drawn one below
-        the other on one scale. title, note: the title of the picture, and a note at its right.
+    Args:
+        holdings: what `trainer.describe()` returned; or several of them by name, drawn one below
+            the other on one scale.
+        title, note: the title of the picture, and a note at its right.
 
-    Returns: A still Scene. A kind's bar is as long as the most that any rank in the picture holds
-        of it. If a rank holds less, the rest of its bar is hatched. So draw a trainer that holds
+    Returns:
+        A still Scene. A kind's bar is as long as the most that any rank in the picture holds of it.
+        If a rank holds less, the rest of its bar is hatched. So draw a trainer that holds
         everything next to those that shard it.
 
     Raises:
@@ -58,8 +61,8 @@ def memory_scene(
     rows = sum(len(of.ranks) for of in panels.values())
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(
-            f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} "
-            "rows to draw"
+            f"{len(panels)} trainers have {rows} ranks together: expected 1 to {MOST_ROWS} rows to "
+            "draw"
         )
     most: dict[str, int] = {}
     for of in panels.values():

@@ -1,14 +1,12 @@
-"""A pipeline over time: one row for each rank, the microbatch in each box, and bubbles hatched.
-
-Several on one time axis can be compared.
+"""Draws a pipeline over time: one row for each rank, the microbatch in each box, bubbles hatched.
 
     1F1B     makespan 33 · bubble rate 27.3 %
     rank 0  [0][1][2][3]//////////[0  ][4][1  ]...      ■■■■ 4      activations held at most
     rank 1     [0][1][2]///////[0  ][3][1  ]...         ■■■  3
 
-A schedule is drawn from `schedule(…).time(…)`, where nothing has run; a run from its record. What
-the times mean is computed in `parallel101.analysis.pipeline_times`. Every rank's messages and other spans
-are in timeline.py.
+Several pipelines on one time axis can be compared. A schedule is drawn from `schedule(…).time(…)`,
+where nothing has run; a run from its record. What the times mean is computed in
+`parallel101.analysis.pipeline_times`. Every rank's messages and other spans are in timeline.py.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ NAMES = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-STYLE = (
-    ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}"
-    ".later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.most{fill:none;stroke:var(--line)}"
-    ".veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}.now{stroke:var(--ink);stroke-width:2}"
-)
+STYLE = ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}.later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}.now{stroke:var(--ink);stroke-width:2}"
 Source = Planned | Trace
 
 
@@ -55,16 +49,17 @@ def pipeline_scene(
 ) -> Scene:
     """Draw what each rank of a pipeline computes, and when.
 
-    Args: source: what `schedule(…).time(…)` returned; or the record of a run that trained with a
-        pipeline; or several of these by name,
-            drawn one below the other on one time axis. Times of schedules have the unit of the
-            costs, and times of runs are seconds.
+    Args:
+        source: what `schedule(…).time(…)` returned; or the record of a run that trained with a
+            pipeline; or several of these by name, drawn one below the other on one time axis. Times
+            of schedules have the unit of the costs, and times of runs are seconds.
         within: with one record: names of spans. Each gives a panel with the last span of that name.
         title: of the picture.
 
-    Returns: A Scene: at first and at the end the whole picture; as it plays, a cursor moves through
-        it. At the right of each rank are the activations that it holds at most; as it plays, those
-        that it holds.
+    Returns:
+        A Scene: at first and at the end the whole picture; as it plays, a cursor moves through it.
+        At the right of each rank are the activations that it holds at most; as it plays, those that
+        it holds.
 
     Raises:
         ValueError: a record has no pipeline, or there are more than 96 rows.
@@ -75,8 +70,8 @@ def pipeline_scene(
     rows = sum(len(times.ranks) for times in panels.values())
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(
-            f"{len(panels)} pipelines have {rows} ranks together: expected 1 to {MOST_ROWS} "
-            "rows to draw"
+            f"{len(panels)} pipelines have {rows} ranks together: expected 1 to {MOST_ROWS} rows "
+            "to draw"
         )
     row = 26.0 if rows <= 24 else 20.0 if rows <= 48 else 13.0
     longest = max(times.makespan for times in panels.values())
@@ -116,8 +111,8 @@ def _panels(
         }
     if within:
         raise ValueError(
-            f"within={', '.join(map(repr, within))}: names of spans choose parts of one "
-            "record; pass run.trace with them"
+            f"within={', '.join(map(repr, within))}: names of spans choose parts of one record; "
+            "pass run.trace with them"
         )
     panels = source if isinstance(source, Mapping) else {"": source}
     return {
@@ -138,8 +133,8 @@ def panel_text(name: str, times: PipelineTimes) -> str:
     """The numbers of a panel, for the picture's alternative text."""
     held = ", ".join(str(times.peak(rank)) for rank in times.ranks)
     return (
-        f"{name or 'Pipeline'}: {facts(times)}, {panel_facts(times)}. Activations held at "
-        f"most, by rank: {held}."
+        f"{name or 'Pipeline'}: {facts(times)}, {panel_facts(times)}. Activations held at most, by "
+        f"rank: {held}."
     )
 
 

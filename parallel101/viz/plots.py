@@ -1,9 +1,12 @@
-"""Plots of measurements: hollow points for what was measured, with bars for their spread; lines for
-a model, labels at the lines, log axes.
+"""Plots measurements as hollow points, with bars for their spread, and models as lines.
 
-time │      ╱ ring          `sweep(measured, model)` draws times, and `bandwidth(measured, model)` bytes per second.
-     │  ○─○╱  tree          matplotlib draws them as an SVG whose colours follow the page's theme, as in every other picture here.
+time │      ╱ ring
+     │  ○─○╱  tree
      └─────────── bytes
+
+`sweep(measured, model)` draws times, and `bandwidth(measured, model)` bytes per second. The axes
+are logarithmic, and each line has its label. matplotlib draws an SVG whose colours follow the
+page's theme, as in every other picture here.
 """
 
 from __future__ import annotations
@@ -118,11 +121,15 @@ def sweep(
 ) -> Plot:
     """Plot measurements and a model's predictions over a swept size.
 
-    Args: measured: {label: {x: y}}, drawn as hollow points. model: {label: {x: y}}, or {label: a
-        function of x}, drawn as lines. A label in both has one colour. spread: {label: {x: (lowest,
-        highest)}}, drawn as error bars at the points of `measured`. Points of one x then stand side
-        by side. title, subtitle: above the plot. x, y: the units: "bytes", "seconds", "bytes/s", or
-        "" for plain numbers. x_label: the name of the x axis, if the ticks do not say it.
+    Args:
+        measured: {label: {x: y}}, drawn as hollow points.
+        model: {label: {x: y}}, or {label: a function of x}, drawn as lines. A label in both has one
+            colour.
+        spread: {label: {x: (lowest, highest)}}, drawn as error bars at the points of `measured`.
+            Points of one x then stand side by side.
+        title, subtitle: above the plot.
+        x, y: the units: "bytes", "seconds", "bytes/s", or "" for plain numbers.
+        x_label: the name of the x axis, if the ticks do not say it.
 
     Returns:
         A Plot, which displays itself in a notebook.
@@ -222,11 +229,12 @@ def bandwidth(
 
     Where latency decides, the line rises; where bandwidth decides, it is flat.
 
-    Args: measured, model, spread: seconds by bytes, as for `sweep`. title, subtitle: above the
-        plot. factor: by which bytes per second are multiplied. For bus bandwidth (nccl-tests,
-        PERFORMANCE.md) it is 2(p−1)/p for an all-reduce,
-            (p−1)/p for an all-gather, reduce-scatter or all-to-all, and 1 for a broadcast or
-            reduce.
+    Args:
+        measured, model, spread: seconds by bytes, as for `sweep`.
+        title, subtitle: above the plot.
+        factor: by which bytes per second are multiplied. For bus bandwidth (nccl-tests,
+            PERFORMANCE.md) it is 2(p−1)/p for an all-reduce, (p−1)/p for an all-gather,
+            reduce-scatter or all-to-all, and 1 for a broadcast or reduce.
 
     Returns, raises: as `sweep`.
     """

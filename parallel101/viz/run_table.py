@@ -1,8 +1,7 @@
-"""The tables at the end of `parallel101 run`, as rows of text: the time of each rank, the slowest
-links, the slowest calls by line.
+"""The tables at the end of `parallel101 run`: the time of each rank, the slowest links and calls.
 
-    rank  messages      sent  collectives  their data  computing      waiting  of that, for late ranks
-       0         6     24 B            3       96 B      1.2 s       0.3 s 20%  rank 1 0.2 s
+    rank  messages   sent  collectives  their data  computing   waiting  of that, for late ranks
+       0         6   24 B            3        96 B      1.2 s  0.3 s 20%  rank 1 0.2 s
 
 `tables` gives the rows, which the page (run_page.py) shows as HTML; `as_text` lines them up for a
 terminal.

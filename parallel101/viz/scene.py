@@ -1,12 +1,12 @@
-"""A scene: SVG elements with keyframes, written once in Python and exported as a still, a loop or a
-figure with controls.
+"""A scene: SVG elements with keyframes, for a still, a loop or a figure with controls.
 
-    circle = scene.add("circle", r=5).key("translate", (0.0, (10, 10)), (1.0, (90, 10)),
-    mode="ease")
+    circle = scene.add("circle", r=5)
+    circle.key("translate", (0.0, (10, 10)), (1.0, (90, 10)), mode="ease")
 
     Scene.svg(t)           one moment
     Scene.svg(smil=True)   an SVG that plays in a loop (SMIL animation, no script)
-    Scene.html()           that loop in an <img>, and a script (player.js) that replaces it with play, step and scrub controls
+    Scene.html()           that loop in an <img>, and a script (player.js) that replaces it with
+                           controls: play, step and scrub
 
 Nothing is fetched: the SVG is a data URI and the script is part of the HTML. If a page removes
 scripts, the loop still plays. What the pictures show is in the other files of this folder, one file
@@ -29,8 +29,8 @@ Point = tuple[float, float]  # (x, y), in units of the picture
 MODES = ("linear", "discrete", "ease")
 HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#hatching)
     '<pattern id="hatching" width="7" height="7" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)">'
-    '<line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" stroke-width="1.6"/></pattern>'
+    'patternTransform="rotate(45)"><line x1="0" x2="0" y1="0" y2="7" style="stroke:var(--line)" '
+    'stroke-width="1.6"/></pattern>'
 )
 
 
@@ -92,11 +92,14 @@ class Node:
 class Scene(Node):
     """A picture of `width` × `height`, with an animation of `duration` seconds.
 
-    Attributes: stops: where "next" and "previous" go; empty for a still picture. intro: the caption
-        before the first stop. On phones it is below the picture, also of a still, where it can
-        wrap. narrow: (width, height) of the layout for phones, in which each panel moves to its
-        `narrow`; None if there is no such layout. definitions: SVG elements for <defs>. style: CSS
-        rules.
+    Attributes:
+        stops: where "next" and "previous" go; empty for a still picture.
+        intro: the caption before the first stop. On phones it is below the picture, also of a
+            still, where it can wrap.
+        narrow: (width, height) of the layout for phones, in which each panel moves to its `narrow`;
+            None if there is no such layout.
+        definitions: SVG elements for <defs>.
+        style: CSS rules.
     """
 
     def __init__(self, width: int, height: int, title: str, description: str = ""):
@@ -132,8 +135,8 @@ class Scene(Node):
         """
         if theme is not None and theme not in THEMES:
             raise ValueError(
-                f"theme={theme!r} is unknown: expected one of {', '.join(THEMES)}, or None for "
-                "the reader's preference"
+                f"theme={theme!r} is unknown: expected one of {', '.join(THEMES)}, or None for the "
+                "reader's preference"
             )
         t = self.duration if t is None else min(max(t, 0.0), self.duration)
         body = "".join(
@@ -148,8 +151,10 @@ class Scene(Node):
         text = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" '
-            f'role="img" font-family="{FONT}"><title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>'
-            f'<style class="theme">{colours}</style><style>svg{{font-variant-numeric:tabular-nums}}{self.style}</style>'
+            f'role="img" font-family="{FONT}">'
+            f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
+            f'<style class="theme">{colours}</style>'
+            f"<style>svg{{font-variant-numeric:tabular-nums}}{self.style}</style>"
             f"<defs>{''.join(self.definitions)}</defs>"
             f'<rect class="card" x=".5" y=".5" width="{self.width - 1}" '
             f'height="{self.height - 1}" rx="10"/>'
@@ -193,12 +198,13 @@ class Scene(Node):
     def page(self) -> str:
         """The picture as a whole HTML page, in the reader's theme."""
         return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            'content="width=device-width,initial-scale=1">'
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">'
             '<meta name="color-scheme" content="light dark">'
-            f"<title>{escape(self.title)}</title><style>body{{margin:24px "
-            f"auto;max-width:{self.width}px;padding:0 12px}}"
-            f"@media (prefers-color-scheme:dark){{body{{background:#0e1116}}}}</style></head><body>{self.html()}</body></html>\n"
+            f"<title>{escape(self.title)}</title>"
+            f"<style>body{{margin:24px auto;max-width:{self.width}px;padding:0 12px}}"
+            "@media (prefers-color-scheme:dark){body{background:#0e1116}}</style></head>"
+            f"<body>{self.html()}</body></html>\n"
         )
 
     def _repr_html_(self) -> str:
@@ -230,8 +236,8 @@ class Scene(Node):
             path.write_bytes(gif(images, self.width, self.height))
         else:
             raise ValueError(
-                f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png "
-                "or .gif"
+                f"can't save a scene as {path}: expected a name that ends in .html, .svg, .png or "
+                ".gif"
             )
         return path
 

@@ -1,12 +1,16 @@
-"""Which blocks of each matrix a rank holds, before and after each collective of a sharded product.
+"""Draws which blocks of each matrix a rank holds, before and after each collective of a product.
 
-                A[I, J_X]    B[J_X, K]     multiply          AllReduce_X        a row for each rank, a column for each array as it changes
-    rank 0      [a| . ]      [ a ]         [a: 1 of 2]       [ a ]              a box is the whole matrix; what the rank holds is filled in
-                             [ . ]                                              colour and letter: which block
-    rank 1      [ . |b]      [ . ]         [a: 1 of 2]       [ a ]              a block with only some terms of its sum is filled in part
+                A[I, J_X]    B[J_X, K]     multiply          AllReduce_X
+    rank 0      [a| . ]      [ a ]         [a: 1 of 2]       [ a ]
+                             [ . ]
+    rank 1      [ . |b]      [ . ]         [a: 1 of 2]       [ a ]
 
-analysis/held_blocks.py finds what a block is from its values: a sum that was forgotten or a wrong dim
-is drawn as it happened.
+There is a row for each rank, and a column for each array as it changes. A box is the whole matrix.
+The part that the rank holds is filled, with a colour and a letter for each block. A block with only
+some terms of its sum is filled in part.
+
+analysis/held_blocks.py finds what a block is from its values, so a forgotten sum or a wrong dim is
+drawn as it happened.
 """
 
 from __future__ import annotations
@@ -40,8 +44,9 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
         run: what `parallel101.sharding.run` returned.
         title: of the picture.
 
-    Returns: A still Scene. Under each collective stand the bytes of the rank that sent most,
-        counted in the record.
+    Returns:
+        A still Scene. Under each collective stand the bytes of the rank that sent most, counted in
+        the record.
 
     Raises:
         ValueError: more than 16 ranks, more than 9 columns, or an array of more than two dims.
@@ -51,8 +56,7 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
     if ranks > MOST_RANKS or len(columns) > MOST_COLUMNS:
         raise ValueError(
             f"the run has {ranks} ranks and {len(columns)} arrays to draw: expected at most "
-            f"{MOST_RANKS} ranks and {MOST_COLUMNS} arrays. "
-            "print(run) shows the steps"
+            f"{MOST_RANKS} ranks and {MOST_COLUMNS} arrays. print(run) shows the steps"
         )
     for column in columns:
         if not 1 <= len(column.array.dims) <= 2:
@@ -76,12 +80,7 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
         960, math.ceil(TOP + ranks * row + 30), title or text, description(run, columns, drawn)
     )
     scene.definitions.append(HATCHING)
-    scene.style += (
-        ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}.lack{fill:url(#hatching)}"
-        ".bad{fill:none;stroke:var(--warn);stroke-width:2}.due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}"
-        "text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;paint-order:stroke}"
-        ".strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
-    )
+    scene.style += ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}.lack{fill:url(#hatching)}.bad{fill:none;stroke:var(--warn);stroke-width:2}.due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;paint-order:stroke}.strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
     # on a phone, the columns move together, and the verdict is the caption below
     narrow = len(columns) <= MOST_NARROW
     head, facts = (

@@ -1,6 +1,7 @@
-"""One step of an algorithm in words: who sends to whom, and what the messages contain.
+"""Puts one step of an algorithm into words: who sends to whom, and what the messages contain.
 
-    every rank sends to the rank on its right, a sum of two ranks' data  ──▶  "each rank sends a partial sum to its right neighbour"
+    every rank sends to the rank on its right, a sum of two ranks' data
+        ──▶  "each rank sends a partial sum to its right neighbour"
 
 captions.py puts these words into sentences.
 """

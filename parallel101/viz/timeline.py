@@ -1,12 +1,12 @@
-"""The timeline: one row for each rank, with its spans of compute on top and its messages and
-collectives below.
+"""Draws the timeline: one row for each rank, with its compute on top and its communication below.
 
-    rank 0  ▇▇forward▇▇        ▇▇backward▇▇      compute
+    rank 0  ▇▇forward▇▇        ▇▇backward▇▇      spans
               ▬▬send▬▬ ╲                         sends, receives, collectives
-    rank 1             ╲▬▬recv▬▬                 an arrow for each message, if there are few; or the critical path
+    rank 1             ╲▬▬recv▬▬
 
-The times are those of the record: on gloo and NCCL, a receive lasts from the call until its data
-has arrived, so it includes the wait. How much communication overlaps with compute is in lanes.py.
+Each message has an arrow, if there are few; or the critical path is drawn. The times are those of
+the record: on gloo and NCCL, a receive lasts from the call until its data has arrived, so it
+includes the wait. How much communication overlaps with compute is in lanes.py.
 """
 
 from __future__ import annotations
@@ -36,19 +36,12 @@ SPAN_COLOURS = {
     "optimizer": 5,
     "compute": 4,
 }
-STYLE = (
-    ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}"
-    ".arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
-)
+STYLE = ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}.arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
 JUMP = (
-    "Dotted: the next message waited for its receiver, or for a link that the message before "
-    "it used."
+    "Dotted: the next message waited for its receiver, or for a link that the message before it "
+    "used."
 )
-PATH_STYLE = (
-    ".dim>:not(text,.arrow){opacity:.3}.dim>.arrow{opacity:.15}.dim>text{fill:var(--ink)}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
-    ".under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}"
-    ".number{fill:var(--bg);stroke:var(--warn);stroke-width:1.5}"
-)
+PATH_STYLE = ".dim>:not(text,.arrow){opacity:.3}.dim>.arrow{opacity:.15}.dim>text{fill:var(--ink)}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}.under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}.number{fill:var(--bg);stroke:var(--warn);stroke-width:1.5}"
 
 
 class Bar:
@@ -65,9 +58,11 @@ class Bar:
 def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool = False) -> Scene:
     """Draw a run's record over time.
 
-    Args: trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
-        title: stands above the picture. critical_path: draw the chain of messages and compute that
-        ends last, and say what lies on it. The rest is faded.
+    Args:
+        trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
+        title: stands above the picture.
+        critical_path: draw the chain of messages and compute that ends last, and say what lies on
+            it. The rest is faded.
 
     Returns:
         A still Scene. A bar's tooltip gives its details and the line of source that made the call.
@@ -78,8 +73,8 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
     n = trace.world_size
     if n > MOST_RANKS:
         raise ValueError(
-            f"the run has {n} ranks, and the timeline can show up to {MOST_RANKS}: "
-            "use fewer, or write trace.to_chrome(path) and open it at ui.perfetto.dev"
+            f"the run has {n} ranks, and the timeline can show up to {MOST_RANKS}: use fewer, or "
+            "write trace.to_chrome(path) and open it at ui.perfetto.dev"
         )
     begin = min((e.start for e in trace.events), default=0.0)
     span = trace.makespan
@@ -236,8 +231,8 @@ def unfinished_text(trace: Trace) -> str:
     )
     first = min(trace.unfinished, key=lambda e: (e.posted, e.rank))
     return (
-        f"{calls} had not finished when the run ended; the first was posted by rank "
-        f"{first.rank} at {named(first.where)}."
+        f"{calls} had not finished when the run ended; the first was posted by rank {first.rank} "
+        f"at {named(first.where)}."
     )
 
 

@@ -1,8 +1,10 @@
-"""From the record's time to the picture's: when each step of a collective is drawn, in seconds of
-the scene.
+"""Converts the record's time to the picture's: when each step of a collective is drawn, in seconds.
 
-record     step 1 │ step 2      │3│         every step takes equally long in the picture;
-picture    step 1   │ step 2    │ step 3    within a step, messages start and arrive early or late as in the record
+record     step 1 │ step 2      │3│
+picture    step 1   │ step 2    │ step 3
+
+Every step takes equally long in the picture. Within a step, messages start and arrive early or late
+as in the record.
 """
 
 from __future__ import annotations

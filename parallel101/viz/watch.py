@@ -1,7 +1,7 @@
-"""`watch(fn)`: run any function that takes a tensor and talks to other ranks, on values that carry
-their origin.
+"""`watch(fn)`: runs a function that talks to other ranks, on values that carry their origin.
 
-    rank r calls fn(x), with x made of values that only rank r has ──▶ fn's messages ──▶ run.animate() shows whose data is where
+    rank r calls fn(x), with x made of values that only rank r has
+        ──▶ fn's messages ──▶ run.animate() shows whose data is where
 
 The function needs no annotation, so this also works on a learner's own code, right or wrong. The
 encoding of the values is in `parallel101.analysis.provenance`; `collective.py` draws the picture.
@@ -39,18 +39,24 @@ def watch(
     """Call `fn(x)` on every rank, with an x whose values carry their origin, and record the
     contents of the messages.
 
-    Args: fn: takes a tensor, talks to the other ranks, and returns a tensor (or several, or none).
-        Copies, sums and means can be followed. world_size: the number of ranks, at most 18 (more do
-        not fit into an int64). numel: elements of x on each rank; None: 2·world_size, or as many as
-        fit. backend: "gloo", "nccl" or "sim". network: on sim, the links between the ranks. rules:
-        on sim, "gloo" or "nccl", as for launch. shape: the shape of x, instead of numel. dtype:
-        torch.int64 or torch.float64.
+    Args:
+        fn: takes a tensor, talks to the other ranks, and returns a tensor (or several, or none).
+            Copies, sums and means can be followed.
+        world_size: the number of ranks, at most 18 (more do not fit into an int64).
+        numel: elements of x on each rank; None: 2·world_size, or as many as fit.
+        backend: "gloo", "nccl" or "sim".
+        network: on sim, the links between the ranks.
+        rules: on sim, "gloo" or "nccl", as for launch.
+        shape: the shape of x, instead of numel.
+        dtype: torch.int64 or torch.float64.
 
     Returns:
         The Run, whose `animate()` shows whose data each rank holds of each chunk.
 
-    Raises: TypeError: fn is not callable. ValueError: numel and shape disagree; the world size,
-        shape or dtype is not possible; or the values do not fit into the dtype.
+    Raises:
+        TypeError: fn is not callable.
+        ValueError: numel and shape disagree; the world size, shape or dtype is not possible; or the
+            values do not fit into the dtype.
     """
     if not callable(fn):
         raise TypeError(
@@ -71,8 +77,8 @@ def watch(
     size = tuple(shape) if shape is not None else (numel,)
     if math.prod(size) != numel:
         raise ValueError(
-            f"shape={size} has {math.prod(size)} elements, but numel={numel}: pass one of "
-            "them, or two that agree"
+            f"shape={size} has {math.prod(size)} elements, but numel={numel}: pass one of them, or "
+            "two that agree"
         )
     origin_tensor(0, world_size, numel, dtype)
 

@@ -1,9 +1,11 @@
-"""An explorer of the collectives: each change runs the collective again, and shows the record of
-that run against the closed form.
+"""An explorer of the collectives: each change runs the collective again and shows the record.
 
          this run    closed form    your prediction
-steps    6           6              6 ✓ right          an operation, by an algorithm, on ranks that are processes (gloo) or
-bytes    96 B        96 B                              virtual (sim), which have links of some topology and speed
+steps    6           6              6 ✓ right
+bytes    96 B        96 B
+
+The reader chooses an operation, an algorithm, and ranks that are processes (gloo) or virtual (sim).
+Virtual ranks have links of some topology and speed.
 """
 
 from __future__ import annotations
@@ -113,12 +115,15 @@ def explore_collective(
 ) -> Explorer:
     """Run a collective, animate it, and compare its steps, bytes and time with the closed form.
 
-    Args: operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no
-        algorithm, root and closed form. numbers: elements of each rank's tensor, of 8 bytes each.
+    Args:
+        operation: one of OPERATIONS, or a function of your own, which takes a tensor. It has no
+            algorithm, root and closed form.
+        numbers: elements of each rank's tensor, of 8 bytes each.
         world: "gloo", "sim" or "sim, NCCL's rules". The last one shows what would hang on NCCL. The
-        others are for sim only: network: "switch", "ring", "one-way ring", "torus" or "two nodes".
-        latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS. predict: one of
-        QUANTITIES, for which the reader is asked before the first run is shown.
+            others are for sim only:
+        network: "switch", "ring", "one-way ring", "torus" or "two nodes".
+        latency, bandwidth: of a link; one of LATENCIES and of BANDWIDTHS.
+        predict: one of QUANTITIES, for which the reader is asked before the first run is shown.
 
     Raises:
         ValueError: an unknown setting, or a number outside its slider's range.
@@ -172,8 +177,8 @@ def adjust_world(controls: Mapping[str, Any], changed: str) -> str:
     for name in ("network", "latency", "bandwidth"):
         controls[name].disabled = gloo
     return (
-        "On gloo, messages go through this machine: network, latency and bandwidth have no "
-        "effect. Choose sim to set them."
+        "On gloo, messages go through this machine: network, latency and bandwidth have no effect. "
+        "Choose sim to set them."
     ) * gloo
 
 
@@ -207,8 +212,8 @@ def run(
     rows = [(what, shown(counted, what), shown(expected, what)) for what in QUANTITIES]
     if "NCCL" in world and any(this != form != "–" for _, this, form in rows):
         note = (
-            "Under NCCL's rules, a message also waits for those before it in its rank's "
-            f"queue. The closed form has none. {note}"
+            "Under NCCL's rules, a message also waits for those before it in its rank's queue. "
+            f"The closed form has none. {note}"
         ).strip()
     return ExplorerResult(
         ran.animate(),

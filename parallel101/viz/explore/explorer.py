@@ -1,13 +1,14 @@
-"""What all explorers are: controls, a prediction, and the result of the last run with the
-prediction beside it.
+"""What all explorers have: controls, a prediction, and the result of the last run beside it.
 
 [all_reduce ▾] [ring ▾]  ranks ──●──              each change runs again
 all_reduce has no root.                           why a control is off
-I predict [steps ▾] [8          ] [ Run ]         while a prediction is written, changes wait for "Run"
-         this run   your prediction
-steps    6          8 ✗ too high                  an exported page, which has no kernel, keeps this table and the picture
+I predict [steps ▾] [8          ] [ Run ]         while a prediction is written, changes wait
+         this run   your prediction               for "Run"
+steps    6          8 ✗ too high
 ┌──────────────────────────────────┐
 └──────────────────────────────────┘
+
+An exported page, which has no kernel, keeps the table and the picture.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ HIDDEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset
 # ipywidgets can't set attributes from Python. Without the first, JupyterLab's shortcuts take the
 # keys of sliders, menus and buttons. The others name the parts of sliders and the field, and let
 # screen readers say what a run has shown.
-ATTRIBUTES = """<script>setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer => {
+ATTRIBUTES = """<script>
+setTimeout(() => document.querySelectorAll(".p101-explorer").forEach(explorer => {
   explorer.setAttribute("data-lm-suppress-shortcuts", "true");
   explorer.querySelector(".p101-status")?.setAttribute("aria-live", "polite");
   explorer.querySelector(".p101-prediction input")?.setAttribute("aria-label", "my prediction");
@@ -56,9 +58,10 @@ class ExplorerResult(NamedTuple):
 class Explorer(ipywidgets.VBox):
     """Controls with the result of a run below them. Display it as the last expression of a cell.
 
-    Args: controls: widgets with a value, by the name of the argument that `run` takes. run: the
-        values of the controls → the ExplorerResult. A ValueError, RuntimeError or TimeoutError is shown in
-        words in place of it, and a
+    Args:
+        controls: widgets with a value, by the name of the argument that `run` takes.
+        run: the values of the controls → the ExplorerResult. If it raises a ValueError,
+            RuntimeError or TimeoutError, the explorer shows the error's text instead, and a
             deadlock as a picture of who waits for whom.
         adjust: called with the controls after each change, and the name of the one that changed (""
             at first), to set what else can be chosen. It returns sentences that say why.
@@ -67,8 +70,11 @@ class Explorer(ipywidgets.VBox):
         predict: one of them, for which the reader is asked before the first run is shown; None: it
             is shown at once.
 
-    Attributes: controls: as given. quantity, prediction: what the reader predicts. run_button: runs
-        again. html: the last result.
+    Attributes:
+        controls: as given.
+        quantity, prediction: what the reader predicts.
+        run_button: runs again.
+        html: the last result.
 
     Raises:
         ValueError: `predict` is not one of the quantities.
@@ -198,8 +204,8 @@ class Explorer(ipywidgets.VBox):
             self.html, plain = f"<p><strong>{spoken}</strong></p>{text}{waits}", str(error)
         except KeyboardInterrupt:
             self.status.value = (
-                "Interrupted. The result below is that of the last run that ended. Press Run "
-                "to try again."
+                "Interrupted. The result below is that of the last run that ended. Press Run to "
+                "try again."
             )
             raise
         self._asked, self.prediction.value = False, ""
@@ -281,9 +287,8 @@ def _table(result: ExplorerResult, quantity: str, prediction: str, said: str) ->
         cells = [escape(value) for value in values] + (
             [foretold[what]] if any(foretold.values()) else []
         )
-        rows.append(
-            f'<tr><th scope="row">{escape(what)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-        )
+        data = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f'<tr><th scope="row">{escape(what)}</th>{data}</tr>')
     note = f"<p>{escape(result.note)}</p>" if result.note else ""
     table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div style="overflow-x:auto;margin-bottom:12px">{above}{table}{note}</div>'

@@ -1,8 +1,10 @@
-"""An explorer of memory: parameters, ranks, ZeRO stage and precision → the bytes of weights,
-gradients and optimizer state on a rank.
+"""An explorer of memory: the bytes of weights, gradients and optimizer state on a rank.
 
 one process   ▇▇▇▇ ▇▇▇▇ ▇▇▇▇▇▇▇▇▇▇▇▇     120 GB
-ZeRO-2        ▇▇▇▇ ▇/// ▇///////////    16.6 GB        nothing runs: parallel101.cost.model_states counts
+ZeRO-2        ▇▇▇▇ ▇/// ▇///////////    16.6 GB
+
+The reader chooses parameters, ranks, ZeRO stage and precision. Nothing runs:
+parallel101.cost.model_states counts.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def readings(text: str, unit: str) -> list[list[Number]]:
 
     "1,024" is 1024, 1.024, or 1 and 24. Of "2 · 7 = 14", the 14 counts.
 
-    Args: unit: of numbers without one. If it is "", the quantity is a count, and any word may
-        follow: "6 steps".
+    Args:
+        unit: of numbers without one. If it is "", the quantity is a count, and any word may follow:
+            "6 steps".
     """
     written = text.rpartition("=")[2].replace("−", "-").strip("[]() ").lower()
     parts = re.fullmatch(r"(.*?[\d.])\s*([a-zµμ% ]*)", written)

@@ -1,10 +1,10 @@
-"""An explorer of pipeline schedules: stages, microbatches and times of F, I and W → the timeline,
-the bubble, the activations held.
+"""An explorer of pipeline schedules: the timeline, the bubble and the activations held.
 
-    F forward    I gradient of the input    W gradients of the weights        of all of a rank's stages together, in any unit of time
+The reader chooses stages, microbatches, and the times of F (forward), I (gradient of the input) and
+W (gradients of the weights). A time is that of all of a rank's stages together, in any unit.
 
-Idle time in closed form: Qi et al. (arXiv 2401.10241), Table 2. A schedule that can't be is
-explained in a sentence.
+Idle time in closed form: Qi et al. (arXiv 2401.10241), Table 2. If a schedule is impossible, a
+sentence says why.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def run(
         ""
         if idle is not None
         else (
-            "The closed form needs free communication, enough microbatches, and W not longer "
-            "than F and I."
+            "The closed form needs free communication, enough microbatches, and W not longer than "
+            "F and I."
         )
     )
     exact: dict[str, Sequence[float]] = {
