@@ -1,120 +1,56 @@
-"""Fit, evaluation, saving and going on: the curve of an interrupted run is that of one that was
-not, whatever the number of ranks.
+"""Fit and what it tells: losses, histories, progress, who holds what; evaluations; learning-rate
+schedulers; batches that differ between ranks.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
-from parallel101 import DataParallelTrainer
 from parallel101.models.mlp import MLP
-from parallel101.trainers.support.checkpoint import read_checkpoint, write_checkpoint
-from parallel101.trainers.support.history import StepResult
-from parallel101.viz.loss_curves import LiveLoss
+from parallel101.viz.loss import LiveLoss
+from tests.trainers.cases import CLOSE, TRAINERS, gpt, next_token_loss, randn, text
 
 STEPS = 8
 
 
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    x = randn(step, 10, 4)
     return x, x.sin()
 
 
 def build():
-    return DataParallelTrainer(
-        MLP([4, 8, 4], dtype=torch.float64),
-        F.mse_loss,
-        lambda p: torch.optim.AdamW(p, lr=1e-2),
-        clip_norm=0.5,
-        bucket_bytes=200,
-    )
-
-
-def run(until=STEPS, start=None, **saving):
-    trainer = build()
-    if start is not None:
-        trainer.resume(start)
-    return trainer.fit(batch, until=until, progress=False, **saving).losses
-
-
-def test_a_save_is_whole_or_not_there(tmp_path, monkeypatch):
-    path = tmp_path / "run.pt"
-    run(until=3, save_to=path)
-    # killed while it writes, and when all is written but not yet in its place
-    for name in ("fsync", "replace"):
-        with pytest.raises(p101.RankFailed) as failed:
-            p101.launch(killed_in, name, path, world_size=1)
-        assert failed.value.exitcode == 9
-        assert read_checkpoint(path)["steps"] == 3
-    assert run(start=path, save_to=path) == run()
-    assert read_checkpoint(path)["steps"] == STEPS
-    assert os.listdir(tmp_path) == ["run.pt"], "and nothing lies about"
-
-
-def killed_in(name, path):
-    setattr(os, name, lambda *args: os._exit(9))
-    run(until=STEPS, start=path, save_to=path)
-
-
-def test_a_file_that_is_no_checkpoint(tmp_path):
-    for number, content in enumerate((b"", b"something else", None)):
-        path = tmp_path / str(number)
-        if content is None:
-            torch.save({"format": "another"}, path)
-        else:
-            path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"is not a checkpoint that Trainer\.save wrote"):
-            build().resume(path)
-    with pytest.raises(FileNotFoundError):
-        build().resume(tmp_path / "nowhere.pt")
-    path = tmp_path / "other.pt"
-    other = DataParallelTrainer(MLP([4, 9, 4]), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
-    other.save(path)
-    with pytest.raises(
-        ValueError,
-        match=r"another model's: 'layers\.0\.weight' is \(9, 4\) there and \(8, 4\) here",
-    ):
-        build().resume(path)
-
-
-def where_nobody_can_write(path):
-    try:
-        build().save(path)
-    except OSError as error:
-        return str(error)
-
-
-def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
-    first, second = p101.launch(
-        where_nobody_can_write, tmp_path / "no folder" / "run.pt", world_size=2
-    ).results
-    assert "there is no folder" in first
-    assert "rank 0 could not save to" in second
-    assert first in second
-    with pytest.raises(FileNotFoundError):
-        write_checkpoint(tmp_path / "no folder" / "x", {})
+    model = MLP([4, 8, 4], dtype=torch.float64)
+    return TRAINERS["overlapped"](model, F.mse_loss, adamw, clip_norm=0.5)
 
 
 def evaluate():
-    trainer = build()
-    model = MLP([4, 8, 4], dtype=torch.float64)
-    batches = [batch(0), (torch.ones(3, 4).double(), torch.zeros(3, 4).double())]
-    whole = F.mse_loss(
-        model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
+    """Of batches of different sizes; and what it does to the modules."""
+    trainer, modes = build(), []
+    frozen = trainer.model.layers[0].eval()
+    trainer.model.layers[1].register_forward_pre_hook(
+        lambda layer, inputs: modes.append(layer.training)
     )
-    return trainer.evaluate(batches) / whole.item() - 1, trainer.model.training
+    batches = [batch(0), (torch.ones(3, 4).double(), torch.zeros(3, 4).double())]
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches))
+    whole = F.mse_loss(MLP([4, 8, 4], dtype=torch.float64)(inputs), targets)
+    assert trainer.evaluate(batches) == pytest.approx(whole.item(), rel=CLOSE)
+    with pytest.raises((TypeError, RuntimeError), match="a batch is None"):
+        trainer.evaluate([None])
+    trainer.step(*trainer.share(batch(0)))
+    return modes, trainer.model.training, frozen.training
 
 
-def test_evaluation_is_the_mean_over_samples():
-    for error, training in p101.launch(evaluate, world_size=3).results:
-        assert abs(error) < 1e-12
-        assert training
+def test_an_evaluation_is_the_mean_over_samples_and_leaves_every_module_as_it_was():
+    for modes, training, frozen in p101.launch(evaluate, world_size=3, backend="sim").results:
+        assert modes == [False, False, True]
+        assert training and not frozen
 
 
 def test_history_tells_and_plots(capsys):
@@ -133,8 +69,8 @@ def test_history_tells_and_plots(capsys):
     assert trainer.fit(map(batch, [3]), progress=False) is history
     assert len(history) == 4
     assert "3/3" not in capsys.readouterr().err
-    trainer.history.add(StepResult(4, 1.0, 0.5, 10, 640))
-    assert "tokens/s" in trainer.history.rate(last=1)
+    of_text = TRAINERS["naive"](gpt(), next_token_loss, adamw)
+    assert "tokens/s" in repr(of_text.fit([text(0)], progress=False))
 
 
 def holdings():
@@ -193,22 +129,6 @@ def test_a_live_picture_follows_fit():
     )
 
 
-def test_an_evaluation_leaves_every_module_as_it_was():
-    trainer = build()
-    frozen = trainer.model.layers[0].eval()
-    modes = []
-    trainer.model.layers[1].register_forward_pre_hook(
-        lambda layer, inputs: modes.append(layer.training)
-    )
-    trainer.evaluate([batch(0)])
-    trainer.step(*batch(0))
-    with pytest.raises(TypeError):
-        trainer.evaluate([batch(0), None])
-    assert modes == [False, True, False]
-    assert trainer.model.training
-    assert not frozen.training
-
-
 def scheduled(until, save_to=None, start=None, named=True):
     """A learning rate that changes in each step, and a MultiStepLR."""
     trainer = build()
@@ -235,11 +155,8 @@ def test_a_scheduler_is_saved_and_resumed(tmp_path):
     assert (
         p101.launch(scheduled, STEPS, start=path, world_size=2, backend="sim").results == expected
     )
-    run(until=2, save_to=tmp_path / "without.pt")
-    with pytest.raises(
-        ValueError,
-        match=r"has no scheduler's state: expected a file that save\(…, scheduler=…\) wrote",
-    ):
+    build().save(tmp_path / "without.pt")
+    with pytest.raises(ValueError, match="has no scheduler's state"):
         scheduled(STEPS, start=tmp_path / "without.pt")
 
 

@@ -4,15 +4,16 @@ from live storages.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
-from parallel101.trainers.support.memory import storage_bytes
-from tests.trainers.cases import randn
-from tests.trainers.hybrid_cases import mesh_of, world_size
+from tests.trainers.cases import on_mesh, randn, world_size
 
 # the model: pairs of a column layer NARROW → WIDE and a row layer WIDE → NARROW
 SAMPLES, NARROW, WIDE, PAIRS = 8, 4, 8, 4
@@ -27,7 +28,7 @@ def axes_of(mesh):
 
 def trainer_of(mesh, narrow=NARROW, wide=WIDE, dtype=torch.float64, **options):
     model = MLP([narrow, wide] * PAIRS + [narrow], dtype=dtype)
-    return p101.HybridTrainer(model, F.mse_loss, torch.optim.AdamW, mesh=mesh_of(mesh), **options)
+    return on_mesh(mesh)(model, F.mse_loss, torch.optim.AdamW, **options)
 
 
 def second_step(mesh):
@@ -40,35 +41,24 @@ def second_step(mesh):
         trainer.step(*batch)
 
 
+@cache
 def sent_in_second_step(mesh, backend):
-    trace = p101.launch(
-        second_step, mesh, world_size=world_size(mesh), backend=backend, trace=True
-    ).trace
+    n = world_size(mesh)
+    trace = p101.launch(second_step, mesh, world_size=n, backend=backend, trace=True).trace
     begun = {span.rank: span.start for span in trace.spans("second step")}
-    return [
-        event
-        for event in trace.events
-        if event.kind == "send" and event.posted >= begun[event.rank]
-    ]
+    return [e for e in trace.events if e.kind == "send" and e.posted >= begun[e.rank]]
 
 
-RECORDED = [
-    ("sim", "dp 2, tp 2, pp 2"),
-    ("sim", "pp 4, dp 2"),
-    ("sim", "tp 2, pp 4"),
-    ("sim", "dp 4, tp 2"),
-    ("gloo", "dp 2, pp 2"),
-    ("gloo", "pp 2, tp 2"),
-]
-
-
-@pytest.mark.parametrize(("backend", "mesh"), RECORDED)
+@pytest.mark.parametrize(
+    ("backend", "mesh"),
+    [("sim", "dp 2, tp 2, pp 2"), ("sim", "pp 4, dp 2"), ("gloo", "pp 2, tp 2")],
+)
 def test_bytes_along_each_axis_equal_theory(backend, mesh):
     """Counts of samples, losses and errors go among all ranks at once: the axis of those events
     has all names, such as "dp_tp_pp".
     """
     size = axes_of(mesh)
-    every_axis = "_".join(name for name in (axis.split()[0] for axis in mesh.split(", ")))
+    every_axis = "_".join(axis.split()[0] for axis in mesh.split(", "))
     sent = sent_in_second_step(mesh, backend)
     by_axis = {
         axis: sum(event.nbytes for event in sent if event.group.axis == axis)
@@ -90,63 +80,46 @@ def test_bytes_along_each_axis_equal_theory(backend, mesh):
     assert by_axis == {axis: nbytes for axis, nbytes in expected.items() if nbytes}
 
 
-@pytest.mark.parametrize("mesh", ["pp 4, dp 2", "tp 2, pp 4"])
-def test_activations_go_between_neighbouring_stages_once_a_microbatch_and_way(mesh):
-    size = axes_of(mesh)
-    along = [event for event in sent_in_second_step(mesh, "sim") if event.group.axis == "pp"]
-    stage = (lambda rank: rank // 2) if mesh.startswith("pp") else (lambda rank: rank % 4)
-    counts = {}
-    for event in along:
-        way = stage(event.rank), stage(event.peer)
-        counts[way] = counts.get(way, 0) + 1
-    pipelines, microbatches = size["dp"] * size["tp"], 2
-    assert counts == {
+def test_activations_go_between_neighbouring_stages_once_a_microbatch_and_way():
+    along = [e for e in sent_in_second_step("pp 4, dp 2", "sim") if e.group.axis == "pp"]
+    pipelines, microbatches = 2, 2
+    assert Counter((e.rank // 2, e.peer // 2) for e in along) == {
         way: microbatches * pipelines for a in range(3) for way in ((a, a + 1), (a + 1, a))
     }
-    assert {event.nbytes for event in along} == {
-        SAMPLES // size["dp"] // microbatches * NARROW * DOUBLE
-    }
+    assert {e.nbytes for e in along} == {SAMPLES // pipelines // microbatches * NARROW * DOUBLE}
 
 
 # ── who holds what ──
 
 
-def held(mesh, zero_stage):
-    torch.manual_seed(0)
-    trainer = trainer_of(mesh, 32, 64, torch.float32, zero_stage=zero_stage)
-    batch = torch.ones(8, 32), torch.ones(8, 32)
-    trainer.step(*trainer.share(batch))
-    return trainer.describe(), storage_bytes(trainer.model.parameters())
+def held(mesh, stages):
+    found = []
+    for zero_stage in stages:
+        trainer = trainer_of(mesh, 32, 64, torch.float32, zero_stage=zero_stage)
+        trainer.step(*trainer.share((torch.ones(8, 32), torch.ones(8, 32))))
+        storages = [p.untyped_storage() for p in trainer.model.parameters()]
+        in_the_model = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        found.append((trainer.describe().bytes, in_the_model))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero_stage"),
-    [
-        *(("dp 2, tp 2, pp 2", stage) for stage in (0, 1, 2, 3)),
-        ("pp 4, dp 2", 1),
-        ("pp 4, dp 2", 3),
-        ("tp 4, dp 2", 2),
-        ("tp 4, dp 2", 3),
-    ],
+    ("mesh", "stages"), [("dp 2, tp 2, pp 2", (0, 1, 2, 3)), ("tp 4, dp 2", (2, 3))]
 )
-def test_a_rank_holds_its_stages_its_shards_and_with_zero_its_part_of_those(mesh, zero_stage):
+def test_a_rank_holds_its_stages_its_shards_and_with_zero_its_part_of_those(mesh, stages):
     """4 bytes a weight, 4 a gradient and 8 of AdamW's state; the biases of row layers are whole
     along tp.
     """
-    size = axes_of(mesh)
+    size, n = axes_of(mesh), world_size(mesh)
     mine = 4 * PAIRS // size["pp"] * (2 * 32 * 64 // size["tp"] + 64 // size["tp"] + 32)
-    for holdings, in_the_model in p101.launch(
-        held, mesh, zero_stage, world_size=world_size(mesh), backend="sim"
-    ).results:
-        expected = {
-            "weights": mine / (size["dp"] if zero_stage == 3 else 1),
-            "gradients": mine / (size["dp"] if zero_stage >= 2 else 1),
-            "optimizer state": 2 * mine / (size["dp"] if zero_stage >= 1 else 1),
-        }
-        for kind, nbytes in expected.items():
-            assert holdings.bytes[kind] == pytest.approx([nbytes] * world_size(mesh), rel=0.01), (
-                kind
-            )
-        assert in_the_model == pytest.approx(0 if zero_stage == 3 else mine, rel=0.01), (
-            "the model that was passed has freed the rest"
-        )
+    for found in p101.launch(held, mesh, stages, world_size=n, backend="sim").results:
+        for zero_stage, (holdings, in_the_model) in zip(stages, found):
+            expected = {
+                "weights": mine / (size["dp"] if zero_stage == 3 else 1),
+                "gradients": mine / (size["dp"] if zero_stage >= 2 else 1),
+                "optimizer state": 2 * mine / (size["dp"] if zero_stage >= 1 else 1),
+            }
+            for kind, nbytes in expected.items():
+                assert holdings[kind] == pytest.approx([nbytes] * n, rel=0.01), kind
+            left = 0 if zero_stage == 3 else mine
+            assert in_the_model == pytest.approx(left, rel=0.01), "the rest is freed"

@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel101 as p101
 from parallel101.trainers.verify import first_step
-from tests.trainers.cases import ALL_OPTIMIZERS, gpt, randn, text
-from tests.trainers.hybrid_cases import mesh_of
-from tests.trainers.tensor_cases import seeded
+from tests.trainers.cases import OPTIMIZERS, gpt, mesh_of, randn, seeded, text
 
 LAYOUTS = {  # on 4 ranks: the mesh, and options
     "overlapped": ("dp 4", {"bucket_bytes": 500}),
@@ -70,7 +68,7 @@ def built(name, check):
     return p101.HybridTrainer(
         model,
         loss,
-        ALL_OPTIMIZERS["adamw"],
+        OPTIMIZERS["adamw"],
         mesh=mesh_of(mesh),
         verify=check,
         clip_norm=0.05,
@@ -180,7 +178,7 @@ def times_made(options):
     first_step.compare = lambda *args: made.append(1) or original(*args)
     try:
         trainer = p101.DataParallelTrainer(
-            seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"], **options
+            seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"], **options
         )
         trainer.fit([(randn(i, 8, 4), randn(9 + i, 8, 3)) for i in range(3)], progress=False)
     finally:
@@ -202,7 +200,7 @@ def test_it_is_made_once_before_the_first_step(world_size, options, expected):
 def too_large():
     first_step.MOST_BYTES = 500
     trainer = p101.DataParallelTrainer(
-        seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, ALL_OPTIMIZERS["sgd"]
+        seeded(nn.Sequential(nn.Linear(4, 3))), F.mse_loss, OPTIMIZERS["sgd"]
     )
     trainer.step(randn(0, 8, 4), randn(9, 8, 3))
     return trainer.verify(randn(0, 8, 4), randn(9, 8, 3)).equal
@@ -242,9 +240,7 @@ def test_what_is_kept_for_it_is_freed_afterwards():
 
 
 def test_without_a_copy_it_can_not_be_made():
-    trainer = p101.DataParallelTrainer(
-        nn.Linear(4, 3), F.mse_loss, ALL_OPTIMIZERS["sgd"], verify=False
-    )
+    trainer = p101.DataParallelTrainer(nn.Linear(4, 3), F.mse_loss, OPTIMIZERS["sgd"], verify=False)
     with pytest.raises(ValueError, match="built with verify=False and keeps no copy"):
         trainer.verify(torch.ones(2, 4), torch.ones(2, 3))
 
@@ -256,7 +252,7 @@ def a_table(wrong):
     loss = (lambda y, t: F.mse_loss(y, t).sqrt()) if wrong else F.mse_loss
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     trainer = p101.HybridTrainer(
-        seeded(nn.Sequential(nn.Linear(4, 3))), loss, ALL_OPTIMIZERS["sgd"], mesh=mesh
+        seeded(nn.Sequential(nn.Linear(4, 3))), loss, OPTIMIZERS["sgd"], mesh=mesh
     )
     if not wrong:
         return trainer.verify(*trainer.share((randn(0, 8, 4), randn(1, 8, 3))))

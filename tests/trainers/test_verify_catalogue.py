@@ -21,9 +21,7 @@ from torch.nn.utils import parametrizations
 import parallel101 as p101
 from parallel101.trainers.support.batches import map_tensors
 from parallel101.trainers.verify.one_process import OneProcess
-from tests.trainers.cases import adamw_by_shape, randn
-from tests.trainers.hybrid_cases import mesh_of
-from tests.trainers.tensor_cases import seeded
+from tests.trainers.cases import adamw_by_shape, mesh_of, randn, seeded
 
 MESHES = {"dp × tp": "dp 2, tp 2", "dp × pp": "dp 2, pp 2", "tp × pp": "tp 2, pp 2"}
 LAYOUTS: dict[str, tuple[int, Callable[..., Any]]] = {  # how many ranks, and what trains
