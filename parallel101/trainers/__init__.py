@@ -8,6 +8,7 @@ shares.py        do the ranks' shares of a batch fit together?     verify/      
 
 data_parallel.py, sharded.py, hybrid.py    the public trainers: ways to put a Trainer together
 gradients.py     naive, bucketed, overlapped all-reduce             zero/           ZeRO stages 1, 2 and 3
-tensor/          layers cut by a plan, and their loss               weight_gradients.py   ∂W, computed later than ∂x
+tensor_parallel.py    column, row, vocabulary: both directions      tensor/         which layers a plan cuts, and the rest of it
 pipeline/        stages, and the messages between them              schedules/      pipeline schedules as data, checked and timed
+weight_gradients.py    ∂W, computed later than ∂x
 """

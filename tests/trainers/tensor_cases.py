@@ -150,13 +150,15 @@ def cut(
     case: Case,
     sequence_parallel: bool = False,
     prepare: Callable[[nn.Module], object] = lambda model: None,
+    algorithm: Mapping[str, str] | None = None,
 ) -> Outcome:
     """On one rank, with its blocks of the gradients."""
     model, n = seeded(case.build()), dist.get_world_size()
-    resolved = resolve(case.plan, model, case.loss_fn, n, sequence_parallel)
+    resolved = resolve(case.plan, model, case.loss_fn, n, sequence_parallel, algorithm)
     resolved.apply(model, None)
     prepare(model)
-    found = one_backward(model, case.loss_fn, case.inputs, case.targets)
+    with p101.span("forward and backward"):
+        found = one_backward(model, case.loss_fn, case.inputs, case.targets)
     for name in sorted(resolved.partial):
         found.gradients[name] = p101.all_reduce(found.gradients[name])
     return found

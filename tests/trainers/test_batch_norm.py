@@ -416,7 +416,9 @@ class Fails(nn.Module):
 def fails(trainer, direction):
     model = Net()
     model.rest.insert(0 if direction == "forward" else 2, Fails(direction))  # a norm comes next
-    built: p101.HybridTrainer = TRAINERS[trainer](model, F.mse_loss, OPTIMIZERS["sgd"], sync_batch_norm=True)
+    built: p101.HybridTrainer = TRAINERS[trainer](
+        model, F.mse_loss, OPTIMIZERS["sgd"], sync_batch_norm=True
+    )
     built.step(*built.share(TASKS["plain"].batch(0)))
 
 

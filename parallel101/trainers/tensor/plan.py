@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel101.mesh import GroupLike, group_of, split_sizes
 from parallel101.trainers.layout import Shard
@@ -25,11 +26,17 @@ from parallel101.trainers.tensor.auto import auto_plan, head_width, whole_number
 from parallel101.trainers.tensor.chain import Chain, chain_of
 from parallel101.trainers.tensor.explain import explain_shape_errors
 from parallel101.trainers.tensor.flow import check_flow
-from parallel101.trainers.tensor.layers import ColumnLinear, Region, RowLinear, VocabularyEmbedding
+from parallel101.trainers.tensor.group import SequenceGroup, TensorGroup
 from parallel101.trainers.tensor.loss import is_vocabulary_loss
 from parallel101.trainers.tensor.match import listed, match
 from parallel101.trainers.tensor.sequence import Regions, regions_of, without_sequence
 from parallel101.trainers.tensor.styles import Style
+from parallel101.trainers.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    VocabularyEmbedding,
+    cut_heads,
+)
 
 Plan = str | Mapping[str, str | Style]
 
@@ -42,6 +49,7 @@ class Resolved:
         tensor axis cuts it. Those not named are replicated. partial: names of parameters of which
         each rank's gradient is a part, to be summed over the tensor axis after backward.
         vocabulary: whether the logits stay cut, so that the loss must be called with group=.
+        algorithm: of the layers' collectives, by operation; "direct" if not named.
     """
 
     styles: Mapping[str, Style]
@@ -49,6 +57,7 @@ class Resolved:
     partial: Collection[str]
     vocabulary: bool
     regions: Regions
+    algorithm: Mapping[str, str]
 
     def describe(self) -> Iterator[str]:
         """A line for each way in which modules are cut: "blocks.*.mlp.up (4 modules): column"."""
@@ -93,7 +102,7 @@ class Resolved:
                 blocks[id(parameter)] = nn.Parameter(mine, parameter.requires_grad)
             return blocks[id(parameter)]
 
-        whole, cut_time = Region(group), Region(group, cut_time=True)
+        whole, cut_time = TensorGroup(group, self.algorithm), SequenceGroup(group, self.algorithm)
         names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         replaced: dict[int, nn.Module] = {}
         # modules whose own code stands between column and row layers → their names
@@ -105,13 +114,10 @@ class Resolved:
                 continue
             if id(old) not in replaced:
                 shard = self.placements[first[id(old.weight)]]
-                region = cut_time if names[id(old)] in self.regions.cut_time else whole
-                alone = uses[id(old.weight)] == 1
-                new = layer(old, style, shard, position, region, alone, block)
-                if isinstance(new, VocabularyEmbedding):
-                    new.among_all = any(
-                        is_below(name, [entry]) for entry in self.regions.keep_after
-                    )
+                tp = cut_time if names[id(old)] in self.regions.cut_time else whole
+                new = layer(old, style, shard, position, tp, block)
+                if isinstance(new, ColumnLinear):
+                    new.deferred = uses[id(old.weight)] == 1
                 replaced[id(old)] = new.train(old.training)
             parent, _, attribute = name.rpartition(".")
             module = model.get_submodule(parent)
@@ -133,6 +139,7 @@ def resolve(
     loss_fn: Callable[..., Any] | None,
     size: int,
     sequence_parallel: bool = False,
+    algorithm: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Which modules of the model are cut over `size` ranks, and how. The model is not changed.
 
@@ -140,6 +147,9 @@ def resolve(
         the model's structure. model: the whole model. loss_fn: vocabulary_cross_entropy, or a
         functools.partial of it, if and only if the head is cut. size: of the tensor axis.
         sequence_parallel: cut activations along time wherever they are not cut along features.
+        algorithm: "all_reduce", "all_gather" and "reduce_scatter" → the algorithm with which the
+        layers do it. Without it, or with "direct", backward computes while its messages are in
+        flight.
 
     Raises ValueError, the same on every rank, with the module's name and the reason, for a plan
     that does not fit.
@@ -162,7 +172,7 @@ def resolve(
     vocabulary = check_loss(model, chain, styles, cut_head)
     placements = placements_of(model, styles, shards)
     regions = regions_of(model, chain, styles) if sequence_parallel else without_sequence()
-    return Resolved(styles, placements, regions.partial, vocabulary, regions)
+    return Resolved(styles, placements, regions.partial, vocabulary, regions, dict(algorithm or {}))
 
 
 # ── how they are cut ──
@@ -200,22 +210,18 @@ def shard_of(
         and segment % width == 0
     ):
         heads = segment // width
-    if heads is None:
-        sizes = split_sizes(segment, size)
-    elif segment % heads:
+    if heads is not None and segment % heads:
         raise ValueError(
             f"plan: {name!r} has {segment} outputs{' a part' * (parts > 1)}, which are no "
             f"{heads} equal heads (heads={heads})"
         )
-    elif heads % size:
+    if heads is not None and heads % size:
         raise ValueError(
             f"plan: {name!r} has {heads} heads, which {size} ranks cannot share equally: "
             f"expected a tensor axis that divides {heads}, "
             "or a plan that leaves the layers of this module out"
         )
-    else:
-        sizes = [segment // size] * size
-    return Shard(0, tuple(parts * n for n in sizes), parts)
+    return cut_heads(outputs, size, heads, parts)
 
 
 def placements_of(
@@ -293,21 +299,33 @@ def layer(
     style: Style,
     shard: Shard,
     position: int,
-    region: Region,
-    alone: bool,
+    tp: TensorGroup,
     block: Callable[[nn.Parameter | None], nn.Parameter | None],
 ) -> nn.Module:
     """The layer that takes a module's place."""
     weight: Any = block(old.weight)  # type: ignore[arg-type]
     if isinstance(old, nn.Embedding):
-        return VocabularyEmbedding(
-            weight, sum(shard.sizes[:position]), old.num_embeddings, old.padding_idx, region
-        )
+        start, padding = sum(shard.sizes[:position]), old.padding_idx
+        if padding is not None:
+            padding = padding - start if 0 <= padding - start < len(weight) else None
+        table = VocabularyEmbedding(weight, start, padding, tp)
+        table.register_forward_pre_hook(partial(check_tokens, old.num_embeddings))
+        return table
     assert isinstance(old, nn.Linear)
     if style.name == "row":
-        return RowLinear(weight, old.bias, region)
-    gathered = shard.sizes if style.name == "column_gather" else None
-    return ColumnLinear(weight, block(old.bias), region, deferred=alone, gathered=gathered)
+        return RowLinear(weight, old.bias, tp)
+    column = ColumnLinear(weight, block(old.bias), tp)
+    if style.name == "column_gather":
+        column.register_forward_hook(lambda _, args, y: tp.join(y, shard.sizes))
+    return column
+
+
+def check_tokens(rows: int, _: nn.Module, args: tuple[Tensor]) -> None:
+    (tokens,) = args
+    if tokens.numel() and not (tokens.min() >= 0 and tokens.max() < rows):
+        raise IndexError(
+            f"tokens range from {tokens.min()} to {tokens.max()}, but the embedding has {rows} rows"
+        )
 
 
 def uses_of_parameters(model: nn.Module, here: Collection[str]) -> dict[int, int]:

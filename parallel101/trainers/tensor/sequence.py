@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from parallel101.trainers.tensor.chain import Chain, acts_on_each_position
-from parallel101.trainers.tensor.layers import Region
+from parallel101.trainers.tensor.group import SequenceGroup
 from parallel101.trainers.tensor.styles import Style
+from parallel101.trainers.tensor_parallel import VocabularyEmbedding
 
 
 class Regions(NamedTuple):
@@ -41,14 +42,14 @@ class Regions(NamedTuple):
     keep_after: frozenset[str] = frozenset()
     arrivals: Mapping[str, str] = {}
 
-    def connect(self, model: nn.Module, region: Region, here: Collection[str]) -> None:
+    def connect(self, model: nn.Module, tp: SequenceGroup, here: Collection[str]) -> None:
         """Let the modules of this rank cut and join at their entries and exits."""
 
         def arrive(_: nn.Module, args: tuple[Any, ...]) -> None:
-            region.arrive(args[0])
+            tp.arrive(args[0])
 
         def cut_entry(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (region.cut(args[0]), *args[1:])
+            return (tp.cut(args[0]), *args[1:])
 
         modules = {name: module for name, module in model.named_modules() if name in here}
         for name, module in modules.items():
@@ -57,9 +58,13 @@ class Regions(NamedTuple):
             if name in self.cut_before:
                 module.register_forward_pre_hook(cut_entry)
             if name in self.keep_after:
-                module.register_forward_hook(lambda _, args, y: region.mine(y))
+                # the code around the table may add something to all times, such as positions
+                for below in module.modules():
+                    if isinstance(below, VocabularyEmbedding):
+                        below.register_forward_hook(lambda _, args, y: tp.among_zeros(y))
+                module.register_forward_hook(lambda _, args, y: tp.mine(y))
             if name in self.join_after:
-                module.register_forward_hook(lambda _, args, y: region.join(y))
+                module.register_forward_hook(lambda _, args, y: tp.whole(y))
 
 
 def without_sequence() -> Regions:

@@ -1,0 +1,141 @@
+"""The ranks over which layers are cut, and the messages between them.
+
+                     TensorGroup                        SequenceGroup: outside of column … row, time is cut
+    into columns     x is on every rank already         all-gather x
+      and backward   all-reduce the gradient            reduce-scatter it
+    out of rows      all-reduce the partial sums        reduce-scatter them
+      and backward   the gradient is on every rank      all-gather it
+
+An all-reduce is a reduce-scatter and an all-gather, so both send the same bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel101 import collectives
+from parallel101.autograd import gather_from_group, scatter_to_group
+from parallel101.collectives.asynchronous import all_reduce_async, reduce_scatter_async
+from parallel101.mesh import GroupLike, group_of, split_sizes
+
+TIME = 1  # the dim that sequence parallel cuts, of activations (batch, time, features)
+
+
+class TensorGroup:
+    """The ranks of a tensor axis. Outside of column … row, they all have the same activations.
+
+    Args: algorithm: of the collectives, by operation. "direct" is the one that can be in flight
+        while a rank computes; others finish at once.
+    """
+
+    times: Sequence[int] = ()  # of the ranks, where time is cut
+
+    def __init__(self, group: GroupLike, algorithm: Mapping[str, str] | None = None):
+        self.group = group
+        self.options: dict[str, Any] = {
+            operation: {"group": group, "algorithm": (algorithm or {}).get(operation, "direct")}
+            for operation in ("all_reduce", "all_gather", "reduce_scatter")
+        }
+        members = group_of(group)
+        self.size, self.position = members.size, members.position or 0
+        self.entered: tuple[weakref.ref[Tensor], Any, Any] | None = None
+
+    def gather(self, x: Tensor, times: Sequence[int]) -> Tensor:
+        """Activations as a column layer needs them; times: how time was cut, if it was."""
+        return x
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of what the ranks' row layers computed."""
+        return collectives.all_reduce(part, **self.options["all_reduce"])
+
+    def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum the gradients of what column layers took. The result waits for the sum."""
+        self.forget()
+        part = part.contiguous()  # it may be changed: only column layers used x
+        if self.options["all_reduce"]["algorithm"] == "direct":
+            return all_reduce_async(part, group=self.group, out=part).wait
+        total = collectives.all_reduce(part, **self.options["all_reduce"])
+        return lambda: total
+
+    def join(self, y: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The outputs of all ranks, side by side."""
+        return gather_from_group(y, -1, sizes=list(sizes), **self.options["all_gather"])
+
+    def once(self, x: Tensor, enter: Callable[[Tensor], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+        """enter(x), or what it returned before if x is the same tensor, unchanged. So layers that
+        take the same x share a message. It is kept as long as x lives.
+        """
+        state = -1 if x.is_inference() else x._version, torch.is_grad_enabled()
+        if self.entered is None or self.entered[0]() is not x or self.entered[1] != state:
+            result = enter(x)
+            if result[0] is x:
+                return result
+            self.entered = weakref.ref(x, self.forget), state, result
+        return self.entered[2]
+
+    def forget(self, x: weakref.ref[Tensor] | None = None) -> None:
+        """x has died, or all of its column layers have had their backward."""
+        if self.entered is not None and (x is None or x is self.entered[0]):
+            self.entered = None
+
+
+class SequenceGroup(TensorGroup):
+    """The same with sequence parallel: outside of column … row, each rank has some of the times."""
+
+    def gather(self, x: Tensor, times: Sequence[int]) -> Tensor:
+        return collectives.all_gather(x, TIME, sizes=list(times), **self.options["all_gather"])
+
+    def sum(self, part: Tensor) -> Tensor:
+        self.time(part)
+        return collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
+
+    def begin_sum(self, part: Tensor) -> Callable[[], Tensor]:
+        self.forget()
+        if self.options["reduce_scatter"]["algorithm"] == "direct":
+            part = part.movedim(TIME, 0).contiguous()
+            pending = reduce_scatter_async(part, group=self.group)
+            return lambda: pending.wait().movedim(0, TIME)
+        total = collectives.reduce_scatter(part, TIME, **self.options["reduce_scatter"])
+        return lambda: total
+
+    # ── between modules ──
+
+    def time(self, x: Tensor) -> None:
+        """x has all times: note how they are cut."""
+        if x.dim() != 3:
+            raise ValueError(
+                f"sequence_parallel: activations have shape {tuple(x.shape)}, expected (batch, "
+                "time, features)"
+            )
+        self.times = split_sizes(x.shape[TIME], self.size)
+
+    def arrive(self, x: Tensor) -> None:
+        """x, cut along time, comes from another stage of a pipeline: ask the other ranks how long
+        the whole is, 8 bytes each.
+        """
+        mine = torch.tensor([x.shape[TIME]], device=x.device)
+        self.times = collectives.all_gather(mine, **self.options["all_gather"]).tolist()
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's times of x; backward is an all-gather."""
+        self.time(x)
+        return scatter_to_group(x, TIME, **self.options["all_gather"])
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All times of what is cut; backward keeps this rank's."""
+        return gather_from_group(x, TIME, sizes=list(self.times), **self.options["all_gather"])
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This rank's times of x, without a message in either direction."""
+        return x.split(self.times, TIME)[self.position]
+
+    def among_zeros(self, x: Tensor) -> Tensor:
+        """This rank's times in a tensor of zeros for all times."""
+        before, after = sum(self.times[: self.position]), sum(self.times[self.position + 1 :])
+        return F.pad(x, (0, 0, before, after))
