@@ -144,7 +144,7 @@ def scaled(g: Tensor, op: str, p: int) -> Tensor:
     """
     if op not in ("sum", "mean"):
         raise NotImplementedError(
-            f"op={op!r} has no backward here, only 'sum' and 'mean' have: call it on x.detach()"
+            f"op={op!r} has no backward here, only 'sum' and 'mean' have one: call it on x.detach()"
         )
     return g / p if op == "mean" else g
 

@@ -2,7 +2,8 @@
 
 Nothing here runs or measures a program.
 
-closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a run on the simulator
+closed_forms.py    steps and bytes of each algorithm on a switch and on rings: exactly those of a
+                   run on the simulator
 mesh_forms.py      of the algorithms for a torus and for nodes
 times.py           seconds of all-gather, reduce-scatter, all-reduce and all-to-all on TPUs and GPUs
 model_states.py    bytes of weights, gradients and optimizer state on each rank, with ZeRO

@@ -1,17 +1,19 @@
-"""The cost of a collective in closed form: steps, bytes sent by the busiest rank, bytes on the
-critical path.
+"""The cost of a collective in closed form: steps, bytes sent, bytes on the critical path.
 
-    time = steps · α + path · β        α: latency of a message, in seconds        β: seconds per byte, 1 / bandwidth
+    time = steps · α + path · β     α: latency of a message, in seconds
+                                    β: seconds per byte, 1 / bandwidth
 
-The makespan of a run on a `Network` with latency 1 and infinite bandwidth is exactly the steps,
-with latency 0 and bandwidth 1 the path; tests compare them. The textbooks give the forms with lg p
-for powers of two; any other p takes two more steps (power_of_two.py).
+The bytes sent are those of the busiest rank. The makespan of a run on a `Network` with latency 1
+and infinite bandwidth is exactly the steps, with latency 0 and bandwidth 1 the path; tests compare
+them. The textbooks give the forms with lg p for powers of two; any other p takes two more steps
+(power_of_two.py).
 
     switch          every rank has a link of its own into the switch, and one out of it
-    ring            ⇄ 0 ⇄ 1 ⇄ 2 ⇄ 3 ⇄        a message to a rank d places away takes the shorter way, and occupies min(d, p − d) links
+    ring            ⇄ 0 ⇄ 1 ⇄ 2 ⇄ 3 ⇄        a message to a rank d places away takes the shorter
+                                              way, and occupies min(d, p − d) links
     one_way_ring    → 0 → 1 → 2 → 3 →        d or p − d of them
 
-A message that meets no other is as fast over many links as over one (see `Torus` in
+A message that meets no other is as fast over many links as over one (see the torus in
 sim/network.py). So algorithms that send to neighbours, and trees, whose messages don't meet, cost
 the same on a ring as on a switch. The others pay for the links: if all ranks send d places to the
 right, every link carries d messages. The bytes that a rank sends are the same on every network.
@@ -33,16 +35,14 @@ class Cost(NamedTuple):
     path: int  # bytes on the critical path
 
     def seconds(self, latency: float, bandwidth: float) -> float:
-        """steps · α + path · β, on links of this latency (s) and bandwidth (bytes/s), such as
-        those of a sim `Network`.
-        """
+        """Return steps · α + path · β, on links of this latency (s) and bandwidth (bytes/s)."""
         return self.steps * latency + self.path / bandwidth
 
 
 # By operation and algorithm, for p ≥ 2 ranks and an array of n = p · b bytes: the result of a
 # gather or all-gather, the input of one rank in an all-to-all, the input of the others. Sources:
 # Thakur, Rabenseifner, Gropp (2005), section 4, and Chan et al. (2007), tables 1 to 3. The forms
-# with ⌈⌉, and those for a p that is no power of two, are counted from the code.
+# with ⌈⌉, and those for a p that isn't a power of two, are counted from the code.
 FORMS: dict[str, dict[str, Callable[[int, int, int], Cost]]] = {
     "broadcast": {
         "flat": lambda p, n, b: Cost(p - 1, (p - 1) * n, (p - 1) * n),
@@ -177,12 +177,16 @@ RINGS: dict[str, dict[tuple[str, str], Callable[[int, int, int], tuple[int, int]
 
 
 def closed_form(operation: str, algorithm: str, p: int, nbytes: int, links: str = "switch") -> Cost:
-    """The cost of `algorithm` on p ranks for an array of `nbytes` bytes, which p must divide.
+    """Return the cost of `algorithm` on p ranks for an array of `nbytes` bytes, a multiple of p.
 
-    Args: nbytes: the result of a gather or all-gather, the input of one rank in an all-to-all, the
-        input of the others. links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring",
-        `Network.ring(bidirectional=False)`. On rings the root is at
-            position 0; for another root, run it on backend="sim".
+    Args:
+        operation, algorithm: their names, such as "all_reduce" and "ring".
+        p: the number of ranks.
+        nbytes: the result of a gather or all-gather, the input of one rank in an all-to-all, the
+            input of the others.
+        links: "switch", `Network()`; "ring", `Network.ring()`; "one_way_ring",
+            `Network.ring(bidirectional=False)`. On rings the root is at position 0; for another
+            root, run it on backend="sim".
 
     Raises ValueError for an unknown operation, algorithm or kind of links, for p < 1, if p does not
     divide `nbytes`, and where these links have no simple form.
@@ -232,32 +236,34 @@ def power_of_two(p: int) -> bool:
 
 
 def segments(nbytes: int) -> int:
-    """The number of segments into which the chain broadcast splits `nbytes`."""
+    """Return the number of segments into which the chain broadcast splits `nbytes`."""
     return -(-nbytes // SEGMENT_BYTES)
 
 
 def sent_by_rank_0(p: int) -> int:
-    """Blocks that rank 0 sends in recursive doubling if p is no power of two: it works for two
-    ranks, as do the others in a pair.
+    """Return the blocks that rank 0 sends in recursive doubling if p isn't a power of two.
+
+    It works for two ranks, as do the others in a pair.
     """
     pairs = p - (1 << lg_down(p))
     return sum(width + min(width, pairs) for width in (1 << k for k in range(lg_down(p))))
 
 
 def ones(p: int) -> int:
-    """The number of bits set in 0 … p − 1: the blocks that a rank sends in Bruck's all-to-all.
-    p lg p / 2 for a power of two.
+    """Return the number of bits set in 0 … p − 1; for a power of two, p lg p / 2.
+
+    In Bruck's all-to-all a rank sends as many blocks.
     """
     return sum(j.bit_count() for j in range(p))
 
 
 def each(n: int, nbytes: int) -> tuple[int, int]:
-    """n steps of so many bytes."""
+    """Return the cost of n steps of `nbytes` bytes."""
     return n, n * nbytes
 
 
 def load(d: int, p: int) -> int:
-    """Messages on the busiest link of a ring if every rank sends d places to the right.
+    """Return the messages on the busiest link of a ring if every rank sends d places to the right.
 
     To the opposite rank, half of them go left.
     """
@@ -265,12 +271,12 @@ def load(d: int, p: int) -> int:
 
 
 def all_pairs(p: int) -> int:
-    """Messages on the busiest link of a ring if every rank sends to every other: p² / 8."""
+    """Return the messages on the busiest link of a ring if all ranks send to all: p² / 8."""
     return -(-(p * p - 1) // 8)
 
 
 def bruck(p: int, n: int) -> tuple[int, int]:
-    """Everybody sends 1, 2, 4, … blocks of n bytes as many places to the left.
+    """Return the cost if every rank sends 1, 2, 4, … blocks of n bytes as many places to the left.
 
     Only for powers of two.
     """
@@ -279,8 +285,9 @@ def bruck(p: int, n: int) -> tuple[int, int]:
 
 
 def one_way_doubling(p: int, n: int, passes: int = 1) -> tuple[int, int] | None:
-    """Of each pair, one sends w places to the right and the other p − w: p / 2 messages on
-    every link.
+    """Return the cost of doubling if messages go to the right only: p / 2 of them on every link.
+
+    Of each pair, one sends w places to the right and the other p − w.
     """
     return (passes * p * lg_up(p) // 2, passes * p * (p - 1) // 2 * n) if power_of_two(p) else None
 

@@ -2,8 +2,10 @@
 
 Data only; times.py computes with it.
 
-TPU     each chip has links to its neighbours along 2 or 3 axes. An axis that is closed is a ring; one that is not is a line.
-GPU     each GPU has one link to the switch of its node, each node one to the leaf switch, each group of nodes one to the spine.
+TPU     each chip has links to its neighbours along 2 or 3 axes. A closed axis is a ring; an open
+        one is a line.
+GPU     each GPU has one link to the switch of its node, each node one to the leaf switch, each
+        group of nodes one to the spine.
 
 All bandwidths are bytes per second. A link carries its `bandwidth` one way and as much the other
 way at the same time.
@@ -26,10 +28,7 @@ class Torus:
 
     @property
     def both_ways(self) -> float:
-        """What a chip sends along one closed axis: to the right and to the left.
-
-        The scaling book's W.
-        """
+        """Bytes per second of a chip along one closed axis, in both directions: the book's W."""
         return 2 * self.bandwidth
 
 
@@ -54,7 +53,7 @@ class Chip:
 
     @property
     def link_bandwidth(self) -> float:
-        """One way, of one link: along an axis of a torus, or into the node's switch."""
+        """Bytes per second of a link, one way: along a torus axis, or into the node's switch."""
         return self.links.bandwidth if isinstance(self.links, Torus) else self.links[0].bandwidth
 
 
@@ -136,7 +135,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(chip: str | Chip) -> Chip:
-    """The chip of that name, or the chip itself.
+    """Return the chip of that name, or the chip itself.
 
     Raises ValueError for a name that the table doesn't have.
     """

@@ -1,7 +1,7 @@
-"""The closed forms of the algorithms that follow the axes of a mesh, on the networks for which they
-are made.
+"""The closed forms of the algorithms that follow the axes of a mesh, on the networks made for them.
 
-    torus        all axes and both directions at once: Σ (pᵢ − 1) steps, and n(p−1)/p bytes over 2k links on k axes of one length
+    torus        all axes and both directions at once: Σ (pᵢ − 1) steps, and n(p−1)/p bytes over 2k
+                 links on k axes of one length
                  all-to-all: every axis takes as long as the longest, m: about nm/8 bytes, which is
                  the scaling book's V · m / (4 · N · W)
     two_level    inside the nodes and across them, two times that add up
@@ -22,17 +22,20 @@ from parallel101.cost.closed_forms import Cost, all_pairs
 
 
 def torus_form(operation: str, shape: Sequence[int], nbytes: int, links: str = "torus") -> Cost:
-    """The cost of "torus" on a mesh of this shape: all axes and directions at once, each with a
-    part of every block.
+    """Return the cost of "torus" on a mesh of this shape.
 
-    On k axes of the same length above 2: Σ (pᵢ − 1) steps, n(p−1)/p / 2k bytes on the critical
-    path, all-reduce twice that. If lengths differ, parts meet on the longer axes, so what each step
-    takes is added up here. On an axis of length 2 both directions are one link. The scaling book
-    counts Σ pᵢ/2 hops: there each part is gathered to both sides at once, here it goes round in one
+    All axes and directions work at once, each with a part of every block. On k axes of the same
+    length above 2 that takes Σ (pᵢ − 1) steps, with n(p−1)/p / 2k bytes on the critical path, and
+    all-reduce twice that. If lengths differ, parts meet on the longer axes, so what each step takes
+    is added up here. On an axis of length 2 both directions are one link. The scaling book counts Σ
+    pᵢ/2 hops: there each part is gathered to both sides at once, here it goes round in one
     direction.
 
-    Args: operation: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all". nbytes: the
-        result of an all-gather, the input of one rank in an all-to-all, the input of the others.
+    Args:
+        operation: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        shape: of the mesh.
+        nbytes: the result of an all-gather, the input of one rank in an all-to-all, the input of
+            the others.
         links: "torus", `Network.torus(shape)`, or "switch".
 
     Raises ValueError for other values, and if the p blocks can't be cut into 2k equal parts each (k
@@ -94,8 +97,9 @@ def steps_of(first: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class TwoLevelCost(NamedTuple):
-    """Times add up: inside.seconds(…) + across.seconds(…), each with its own latency and
-    bandwidth.
+    """The cost inside a node and across nodes, which add up.
+
+    inside.seconds(…) + across.seconds(…), each with its own latency and bandwidth.
     """
 
     inside: Cost  # a node
@@ -103,13 +107,13 @@ class TwoLevelCost(NamedTuple):
 
 
 def two_level_form(shape: Sequence[int], nbytes: int) -> TwoLevelCost:
-    """The cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node) on
-    `Network.two_level(ranks per node)`.
+    """Return the cost of all-reduce by "two_level" for a mesh of (nodes, ranks per node).
 
-    The scaling book takes the longer of the two times, because it overlaps the levels; "two_level"
-    does one after the other. A flat "ring" over all ranks has the steps and bytes there that it has
-    on a switch, at the latency and bandwidth between nodes. Raises ValueError for other shapes, and
-    if the array can't be cut into equal blocks.
+    The network is `Network.two_level(ranks per node)`. The scaling book takes the longer of the two
+    times, because it overlaps the levels; "two_level" does one after the other. A flat "ring" over
+    all ranks has the steps and bytes there that it has on a switch, at the latency and bandwidth
+    between nodes. Raises ValueError for other shapes, and if the array can't be cut into equal
+    blocks.
     """
     if len(shape) != 2 or min(shape) < 1 or nbytes < 0 or nbytes % math.prod(shape):
         raise ValueError(

@@ -64,10 +64,14 @@ class ModelStates(NamedTuple):
 def model_states(
     parameters: int, ranks: int = 1, *, zero_stage: int = 0, precision: str = "mixed"
 ) -> ModelStates:
-    """What each of the data-parallel ranks holds while it trains with Adam.
+    """Return the bytes that each of the data-parallel ranks holds while it trains with Adam.
 
-    Args: zero_stage: 0, nothing is sharded; 1, the optimizer state is; 2, gradients too; 3, weights
-        too. precision: one of PRECISIONS.
+    Args:
+        parameters: their number.
+        ranks: the number of data-parallel ranks.
+        zero_stage: 0, nothing is sharded; 1, the optimizer state is; 2, gradients too; 3, weights
+            too.
+        precision: one of PRECISIONS.
 
     Raises ValueError for other values, or if there is no parameter or no rank.
     """

@@ -1,9 +1,10 @@
-"""Seconds of a matrix product on one chip, and how much arithmetic is needed to hide communication
-behind it.
+"""Seconds of a matrix product on one chip, and the arithmetic that hides communication behind it.
 
-    A[m, k] · B[k, n] → C[m, n]        2mkn flops / (flop/s)        against        (mk + kn + mn) elements / (HBM bandwidth)
+    A[m, k] · B[k, n] → C[m, n]     2mkn flops / (flop/s)
+                           against  (mk + kn + mn) elements / (HBM bandwidth)
 
 The larger of the two counts, because a chip computes while it loads.
+
 Source: Austin et al., "How to Scale Your Model" (2025), part 1, "Rooflines".
 """
 
@@ -17,7 +18,7 @@ from parallel101.cost.times import decimal
 
 @dataclass(frozen=True)
 class ProductTime:
-    """How long a local matrix product takes, and whether arithmetic or memory decides."""
+    """The seconds of a local matrix product, and whether arithmetic or memory decides them."""
 
     flops: int
     nbytes: int  # read and written
@@ -43,9 +44,9 @@ class ProductTime:
 
 
 def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) -> ProductTime:
-    """The product of an (m, k) and a (k, n) matrix on one chip, by default in bf16.
+    """Return the time of an (m, k) times a (k, n) matrix on one chip, by default in bf16.
 
-    Raises ValueError for an unknown chip, and for sizes that are no ints of 0 or more.
+    Raises ValueError for an unknown chip, and for sizes that aren't ints of 0 or more.
     """
     chip = chip_of(chip)
     if not all(type(size) is int and size >= 0 for size in (m, k, n, element_bytes)):
@@ -58,11 +59,10 @@ def matmul(m: int, k: int, n: int, chip: str | Chip, *, element_bytes: int = 2) 
 
 
 def flops_per_byte(chip: str | Chip, axes: int = 1) -> float:
-    """Flops that a chip does while its links carry one byte of an all-gather over `axes` axes: C /
-    (W · axes).
+    """Return the flops that a chip does while its links carry one byte of an all-gather.
 
-    A product whose flops are fewer than this for each byte that it communicates is
-    communication-bound. On switches: inside a node.
+    Over `axes` axes of a torus that is C / (W · axes), on switches the ratio inside a node. A
+    product with fewer flops for each byte that it communicates is communication-bound.
     """
     chip = chip_of(chip)
     if isinstance(chip.links, Torus):

@@ -1,24 +1,29 @@
 """Seconds of a collective on real hardware, in closed form, as the scaling book derives them.
 
 V bytes on a ring of n chips, links of w bytes per second each way (W = 2w both ways), t seconds per
-hop:
+hop. The larger of the two times counts:
 
-    all-gather       each hop moves a shard of V/n bytes to the right and another one to the left, and ⌊n/2⌋ hops reach everybody
-                     bandwidth: n/2 · V/n / w = V/W, however long the ring is        latency: ⌊n/2⌋ · t        the larger of the two counts
-    several axes     all links work at once: V / (W · axes)                          hops add up: Σ ⌊nᵢ/2⌋ · t
-    no wraparound    the ring is a line: n − 1 hops, V(n−1)/n / w                    (n − 1) · t
-    reduce-scatter   an all-gather backwards: the same         all-reduce   both: twice         all-to-all   a quarter on a ring
+                     bandwidth                                               latency
+    all-gather       n/2 hops of V/n bytes each way: V/W for any n           ⌊n/2⌋ · t
+    several axes     all links work at once: V / (W · axes)                  Σ ⌊nᵢ/2⌋ · t
+    no wraparound    the ring is a line of n − 1 hops: V(n−1)/n / w          (n − 1) · t
+    reduce-scatter   as an all-gather, backwards
+    all-reduce       both: twice
+    all-to-all       a quarter on a ring
 
 V is always the whole array: the result of an all-gather, the input of a reduce-scatter or
-all-reduce, all ranks' inputs of an all-to-all. Source: Austin et al., "How to Scale Your Model"
-(2025), parts 3 (TPUs) and 12 (GPUs). The book takes the larger of the two times. The bidirectional
-ring on the simulator has exactly these two, but it waits for each hop, so it takes their sum. On
-several axes the book leaves out that a chip has its own shard already: "torus" takes (N−1)/N of the
-time on N chips, if the axes are equally long. But it takes Σ (nᵢ − 1) hops, where the book counts Σ
-⌊nᵢ/2⌋. All-to-all over several axes: "torus" reaches the book's time. "direct" takes longer (on 4 ×
-4 chips 11 blocks instead of 8), because messages that turn a corner wait for each other. Across GPU
-nodes the book's levels overlap; in "two_level" their times add up. Not here: switches that add
-(SHARP), and ragged all-to-alls.
+all-reduce, all ranks' inputs of an all-to-all.
+
+The book takes the larger of the two times. The bidirectional ring on the simulator has exactly
+these two, but it waits for each hop, so it takes their sum. On several axes the book leaves out
+that a chip has its own shard already: "torus" takes (N−1)/N of the time on N chips, if the axes are
+equally long. But it takes Σ (nᵢ − 1) hops, where the book counts Σ ⌊nᵢ/2⌋. All-to-all over several
+axes: "torus" reaches the book's time. "direct" takes longer (on 4 × 4 chips 11 blocks instead of
+8), because messages that turn a corner wait for each other. Across GPU nodes the book's levels
+overlap; in "two_level" their times add up. Not here: switches that add (SHARP), and ragged
+all-to-alls.
+
+Source: Austin et al., "How to Scale Your Model" (2025), parts 3 (TPUs) and 12 (GPUs).
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from parallel101.cost.hardware import Chip, Level, Torus, chip_of
 
 @dataclass(frozen=True)
 class Time:
-    """How long a collective takes on a chip, and which of the two bounds decides."""
+    """The seconds of a collective on a chip, and which of the two bounds decides them."""
 
     operation: str
     nbytes: float
@@ -63,7 +68,7 @@ class Time:
 
 
 def decimal(value: float, unit: str) -> str:
-    """33_554_432, "B" -> "33.6 MB"; 2e-6, "s" -> "2 µs": three digits."""
+    """Return the value in three digits: 33_554_432, "B" -> "33.6 MB"; 2e-6, "s" -> "2 µs"."""
     for prefix, scale in (
         ("T", 1e12),
         ("G", 1e9),
@@ -81,13 +86,14 @@ def decimal(value: float, unit: str) -> str:
 def all_gather(
     nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
 ) -> Time:
-    """Gather an array of `nbytes` bytes in all over mesh axes of these lengths.
+    """Return the time of gathering an array of `nbytes` bytes over mesh axes of these lengths.
 
-    Args: nbytes: of the whole array, V. If other mesh axes cut the array too, of the part that the
-        ranks of one line have together. axes: the lengths of the axes, or of the one axis. TPU:
-        each is an axis of the torus. GPU: the last is inside the node, the one
-            before it counts nodes, the one before that groups of nodes: (8,) is one node of eight,
-                (32, 8) is 32 of them.
+    Args:
+        nbytes: of the whole array, V. If other mesh axes cut the array too, of the part that the
+            ranks of one line have together.
+        axes: the lengths of the axes, or of the one axis. TPU: each is an axis of the torus. GPU:
+            the last is inside the node, the one before it counts nodes, the one before that groups
+            of nodes: (8,) is one node of eight, (32, 8) is 32 of them.
         chip: a name in `CHIPS`, or a `Chip`.
         wraparound: TPU: whether the axes are rings. Default: by the rule of the chip, such as "a
             multiple of 16" on TPU v5e.
@@ -103,8 +109,9 @@ def all_gather(
 def reduce_scatter(
     nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
 ) -> Time:
-    """Sum an array of `nbytes` bytes over the axes and leave each rank its block: an all-gather
-    backwards. Arguments as in `all_gather`.
+    """Return the time of a reduce-scatter, an all-gather backwards.
+
+    Arguments are those of `all_gather`.
     """
     return _time(
         "reduce-scatter", nbytes, axes, chip, wraparound, _gather_on_torus, _gather_on_switches
@@ -114,7 +121,7 @@ def reduce_scatter(
 def all_reduce(
     nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
 ) -> Time:
-    """Sum an array of `nbytes` bytes over the axes: reduce-scatter, then all-gather.
+    """Return the time of an all-reduce: reduce-scatter, then all-gather.
 
     Arguments as in `all_gather`.
     """
@@ -133,12 +140,10 @@ def all_reduce(
 def all_to_all(
     nbytes: float, axes: int | Sequence[int], chip: str | Chip, *, wraparound: bool | None = None
 ) -> Time:
-    """Move the cut of an array of `nbytes` bytes from one dim to another.
+    """Return the time of moving the cut of an array from one dim to another.
 
-    Arguments as in `all_gather`.
-
-    On a ring, half of the blocks cross any cut, and each needs n/4 hops on average: V / (4W), for
-    an even n.
+    Arguments as in `all_gather`. On a ring, half of the blocks cross any cut, and each needs n/4
+    hops on average: V / (4W), for an even n.
     """
     return _time(
         "all-to-all", nbytes, axes, chip, wraparound, _all_to_all_on_torus, _all_to_all_on_switches
@@ -153,11 +158,10 @@ class Memory(NamedTuple):
 
 
 def memory(operation: str, nbytes: float, axes: int | Sequence[int]) -> Memory:
-    """What one rank holds of an array of `nbytes` bytes in all: gathering over an axis of n ranks
-    takes n times the memory.
+    """Return the bytes that one rank holds of an array, before and after a collective.
 
-    Raises ValueError for an operation other than "all_gather", "reduce_scatter", "all_reduce" and
-    "all_to_all".
+    Gathering over an axis of n ranks takes n times the memory. Raises ValueError for an operation
+    other than "all_gather", "reduce_scatter", "all_reduce" and "all_to_all".
     """
     shard = nbytes / math.prod(_lengths(axes))
     held = {
@@ -208,9 +212,7 @@ def _gather_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Boun
 
 
 def _all_to_all_on_switches(V: float, sizes: list[int], levels: list[Level]) -> Bounds:
-    """At a level with U units in all, each unit sends V/U² bytes to each of the U − 1 others
-    through its one link.
-    """
+    """At a level of U units, each sends V/U² bytes to each other one, over its only link."""
     units = [math.prod(sizes[i:]) for i in range(len(sizes))]
     bandwidth = max(V * (U - 1) / U**2 / level.bandwidth for U, level in zip(units, levels))
     return bandwidth, max((level.latency for D, level in zip(sizes, levels) if D > 1), default=0.0)

@@ -27,7 +27,7 @@ class MeshAxes(NamedTuple):
     mesh: Group  # its ranks; without a position on a rank outside the mesh
     shape: tuple[int, ...]  # of the mesh, known outside it too
     axes: tuple[int, ...]  # in ascending order
-    coordinate: tuple[int, ...] | None  # of this rank; None: it lies outside the mesh
+    coordinate: tuple[int, ...] | None  # of this rank; None: it is outside the mesh
 
     def line(self, *axes: int) -> Group:
         """Return the ranks that differ from this one along these axes only."""
@@ -110,7 +110,7 @@ def axis_of(mesh: DeviceMesh, axis: int | str) -> int:
             )
         return names.index(axis)
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise TypeError(f"axes: {axis!r} is no axis: expected its number or its name")
+        raise TypeError(f"axes: {axis!r} isn't an axis: expected its number or its name")
     if not -mesh.ndim <= axis < mesh.ndim:
         raise ValueError(
             f"axes: the mesh has no axis {axis}: it has shape {tuple(mesh.shape)}, so expected "

@@ -1,7 +1,10 @@
-"""A small GPT: embeddings, blocks of attention and MLP with their norms, and a head that names the
-next token.
+"""A small GPT: embeddings, blocks of attention and MLP with their norms, and an output layer.
 
-    tokens ─▶ embedding + position ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers ─▶ norm ─▶ head ─▶ logits
+    tokens ─▶ embedding + position
+           ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers
+           ─▶ norm ─▶ head ─▶ logits of the next token
+
+The output layer is called the head, which is unrelated to attention heads.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3.
 """
@@ -19,7 +22,7 @@ from parallel101.models.seeding import seed_weights
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What there is to choose. `tied`: the head's matrix is the embedding's."""
+    """The sizes of a GPT. `tied`: the head and the embedding share one matrix."""
 
     vocabulary: int
     context: int = 64
@@ -34,13 +37,16 @@ class GPTConfig:
                 raise ValueError(f"GPTConfig({name}={value!r}): expected a whole number, 1 or more")
         if self.width % self.heads:
             raise ValueError(
-                f"width={self.width} is no multiple of heads={self.heads}: expected as many "
+                f"width={self.width} isn't a multiple of heads={self.heads}: expected as many "
                 "features for every head"
             )
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each head mixes what came before. (batch, time, width) → the same."""
+    """Causal self-attention, in which each position attends to those before it.
+
+    (batch, time, width) → the same shape.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -62,7 +68,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times as wide, GELU, and back: each position on its own."""
+    """A linear layer to four times the width, GELU, and a linear layer back.
+
+    It acts on each position alone.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -74,6 +83,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer of the GPT: attention and feed-forward, each with norm and residual connection."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
@@ -87,7 +98,10 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """What a token is, and where it stands. (batch, time) whole numbers → (batch, time, width)."""
+    """The sum of a token's vector and its position's.
+
+    (batch, time) whole numbers → (batch, time, width).
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -101,12 +115,12 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """(batch, time) token numbers → (batch, time, vocabulary) logits of the token that comes next.
+    """A model of (batch, time) token numbers → (batch, time, vocabulary) logits of the next token.
 
     Args:
         config: see GPTConfig; `time` is at most config.context, a longer text a ValueError.
         seed: of the weights; see seeding.py.
-        dtype, device: of the weights, torch's defaults unless said.
+        dtype, device: of the weights. Default: torch's.
     """
 
     def __init__(
@@ -140,14 +154,15 @@ class GPT(nn.Module):
         return x
 
     def sequence(self) -> list[nn.Module]:
-        """The modules whose composition is the forward, in order: the embedding, every block,
-        the norm, the head.
-        """
+        """Return the modules whose composition is the forward: embedding, blocks, norm, head."""
         return [self.embedding, *self.blocks, self.norm, self.head]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token: logits (batch, time, vocabulary), targets (batch,
-    time).
+    """Return the mean cross-entropy in nats per token.
+
+    Args:
+        logits: (batch, time, vocabulary).
+        targets: (batch, time) token numbers.
     """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""A deep MLP: linear, GELU, linear, GELU, …, linear. The smallest model with layers to share out.
+"""A deep MLP: linear, GELU, linear, GELU, …, linear. The smallest model with layers to distribute.
 
 MLP([1024] * 9)        eight layers of 1024 × 1024        8.4 million parameters
 """
@@ -14,11 +14,14 @@ from parallel101.models.seeding import seed_weights
 
 
 class MLP(nn.Module):
-    """(batch, sizes[0]) → (batch, sizes[-1]), a GELU after each layer but the last.
+    """A model of (batch, sizes[0]) → (batch, sizes[-1]), with a GELU after each layer but the last.
 
-    Args: sizes: features between the layers: of the input, after the first layer, …, of the output;
-        two or more. bias: whether the layers have one. seed: of the weights; see seeding.py. dtype,
-        device: of the weights, torch's defaults unless said.
+    Args:
+        sizes: features between the layers: of the input, after the first layer, …, of the output;
+            two or more.
+        bias: whether the layers have one.
+        seed: of the weights; see seeding.py.
+        dtype, device: of the weights. Default: torch's.
     """
 
     def __init__(
@@ -47,8 +50,6 @@ class MLP(nn.Module):
         return x
 
     def sequence(self) -> list[nn.Module]:
-        """The modules whose composition is the forward, in order: a linear layer, a GELU, a
-        linear layer, …, a linear layer.
-        """
+        """Return the modules whose composition is the forward: linear, GELU, …, linear."""
         first, *others = self.layers
         return [first, *(module for layer in others for module in (nn.GELU(), layer))]

@@ -1,8 +1,10 @@
 """How the GPT is cut for tensor parallelism: a style for each module, by name.
 
-`*` stands for the number of a block.
+`*` is the number of a block.
 
-trainer = p101.TensorParallelTrainer(model, p101.vocabulary_cross_entropy, optimizer, plan=GPT_PLAN)
+trainer = p101.TensorParallelTrainer(
+    model, p101.vocabulary_cross_entropy, optimizer, plan=GPT_PLAN
+)
 
 plan="auto" finds the same plan from the model's structure. With any other loss leave out the
 embedding and the head.

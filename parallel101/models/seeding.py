@@ -1,9 +1,9 @@
-"""Weights by name: each parameter has a generator of its own, seeded by what it is called in the
-whole model.
+"""Weights by name: each parameter has its own generator, seeded by its name in the model.
 
-seed 0, "blocks.2.mlp.up.weight"  →  always the same numbers,        so that a rank that holds only some of the layers, or builds
-                                     in float64 and, rounded,        them in another order, has just the weights that one process
-                                     in float32                      would have given them
+seed 0, "blocks.2.mlp.up.weight"  →  always the same numbers, in float64 and, rounded, in float32
+
+So a rank that holds only some of the layers, or builds them in another order, has exactly the
+weights that one process would have given them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 
 def generator_of(*key: int | str) -> torch.Generator:
-    """A generator that gives the same numbers for the same key, on any machine, and others for
-    any other key.
+    """Return a generator that gives the same numbers for the same key, on any machine.
+
+    Another key gives other numbers.
     """
     # torch's CPU generator looks at 32 bits of a seed
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
@@ -25,11 +26,11 @@ def generator_of(*key: int | str) -> torch.Generator:
 
 
 def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
-    """The first value of the parameter called `name` in the whole model, of its whole `shape`, in
-    float64 on the CPU; cut what you need.
+    """Return the first value of the parameter `name` of the whole model, in float64 on the CPU.
 
-    A matrix is normal with variance 1 / its last dim (so that outputs are as large as inputs), a
-    vector ones where it is a weight (of a norm), zeros where it is a bias.
+    `shape` is that of the whole parameter; cut what you need. A matrix is normal with variance 1 /
+    its last dim, so that outputs are as large as inputs. A vector is ones if it is a weight (of a
+    norm) and zeros if it is a bias.
     """
     if len(shape) < 2:
         return torch.full(
@@ -45,8 +46,9 @@ def initial_weight(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def seed_weights(model: nn.Module, seed: int = 0, prefix: str = "") -> None:
-    """Give every parameter its `initial_weight`; `prefix` is what stands before the names where
-    `model` is a part of another.
+    """Give every parameter its `initial_weight`.
+
+    If `model` is a part of another, `prefix` is what comes before its names there.
     """
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_weight(prefix + name, parameter.shape, seed))

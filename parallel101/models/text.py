@@ -1,5 +1,4 @@
-"""Text to learn from that every machine has: what Python's own `help("…")` says, cut into batches
-by the number of the step.
+"""Text to learn from that every machine has: what Python's own `help("…")` says, cut into batches.
 
 text = read_text(); tokenizer = CharTokenizer(text)
 batches = TextBatches(tokenizer.encode(text), batch=32, context=64)
@@ -17,8 +16,9 @@ from parallel101.models.seeding import generator_of
 
 
 def read_text() -> str:
-    """About 460 thousand characters of English about Python; they differ a little between
-    versions of Python.
+    """Return about 460 thousand characters of English about Python.
+
+    They differ a little between versions of Python.
     """
     return "\n\n".join(topics[name] for name in sorted(topics))
 
@@ -32,8 +32,9 @@ class CharTokenizer:
         self.vocabulary = len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """(length,) int64. Raises ValueError for a character that the tokenizer's text did not
-        have.
+        """Return (length,) int64.
+
+        Raises ValueError for a character that the tokenizer's text did not have.
         """
         unknown = sorted(set(text) - self.numbers.keys())
         if unknown:
@@ -46,26 +47,28 @@ class CharTokenizer:
         )
 
     def decode(self, numbers: Tensor) -> str:
+        """Return the text of these numbers."""
         return "".join(self.characters[number] for number in numbers.tolist())
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8: 256 numbers for any text at all."""
+    """The bytes of UTF-8: 256 numbers for any text."""
 
     vocabulary = 256
 
     def encode(self, text: str) -> Tensor:
-        """(length,) int64."""
+        """Return (length,) int64."""
         return torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
 
     def decode(self, numbers: Tensor) -> str:
-        """The text; bytes that are no whole character become �."""
+        """Return the text. Bytes that aren't a whole character become �."""
         return bytes(numbers.tolist()).decode(errors="replace")
 
 
 class TextBatches:
-    """A function of the step: (inputs, targets), both (batch, context); targets are the inputs
-    moved on by one token.
+    """A function of the step that returns (inputs, targets), both (batch, context).
+
+    Targets are the inputs moved on by one token.
 
     Args:
         tokens: (length,) of the whole text, more than `context` of them.

@@ -1,16 +1,17 @@
-"""Which collectives a product of sharded arrays needs: of all plans, the one that sends the fewest
-bytes.
+"""The collectives that a product of sharded arrays needs: the plan that sends the fewest bytes.
 
-    A[I, J_X] · B[J, K] → C[I, K]     AllGather_X A[I, J_X] → A[I, J]           or     Slice_{X,J} B[J, K] → B[J_X, K]
-                                      A[I, J] · B[J, K] → C[I, K]                      A[I, J_X] · B[J_X, K] → C[I, K] {U_X}
-                                                                                       AllReduce_X
-                                                                                       C[I, K] {U_X}
-                                                                                       → C[I, K]
+    A[I, J_X] · B[J, K] → C[I, K]      gather first:    AllGather_X A[I, J_X] → A[I, J]
+                                                        A[I, J] · B[J, K] → C[I, K]
+
+                                       or add last:     Slice_{X,J} B[J, K] → B[J_X, K]
+                                                        A[I, J_X] · B[J_X, K] → C[I, K] {U_X}
+                                                        AllReduce_X C[I, K] {U_X} → C[I, K]
 
 One rule replaces the book's four cases. Blocks can be multiplied if each axis cuts at most one dim,
-in every operand that has the dim. If the dim is summed over, the product is partial along the
-axis. So a plan chooses a dim for each axis, or none. It reshards the operands to that, multiplies,
-and reshards the product. It tries the dims that the axis cuts in an operand or in the result.
+in every operand that has the dim. If the dim is summed over, the product is partial along the axis.
+So a plan chooses a dim for each axis, or none. It reshards the operands to that, multiplies, and
+reshards the product. It tries the dims that the axis cuts in an operand or in the result.
+
 Source: Austin et al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to
 Multiply Them".
 """
@@ -37,22 +38,19 @@ def plan(
     dtype: torch.dtype = torch.float32,
     **sizes: int,
 ) -> ShardingPlan:
-    """The plan for a product such as "A[I, J_X] · B[J, K] → C[I, K]", or for resharding an array:
-    "A[I_X, J] → A[I, J_X]".
+    """Return the plan that sends the fewest bytes; of equal ones, the one with the fewest flops.
 
-    Args: text: two operands and the result, or one array twice. `*` and `@` stand for ·, and `->`
-        for →. Dims that the result lacks are
-            summed over; a dim of both operands that the result has is a batch dim.
+    Args:
+        text: a product such as "A[I, J_X] · B[J, K] → C[I, K]", or an array twice, to reshard it:
+            "A[I_X, J] → A[I, J_X]". `*` and `@` are read as ·, and `->` as →. Dims that the result
+            lacks are summed over; a dim of both operands that the result has is a batch dim.
         mesh: the size of each axis, such as {"X": 4, "Y": 2}, or a DeviceMesh with named axes.
         dtype: of the arrays.
         sizes: of each dim: I=8, J=12, K=4. Blocks may be uneven: each axis splits by `split_sizes`.
 
-    Returns:
-        The ShardingPlan that sends the fewest bytes; if equal, the one with the fewest flops.
-
-    Raises: ValueError: the text can't be read, an array uses an axis twice, the mesh lacks an axis,
-        a size is missing, or there is no way to
-            the result, because it is to be partial along an axis and is no sum along it.
+    Raises ValueError if the text can't be read, an array uses an axis twice, the mesh lacks an
+    axis, a size is missing, or the result can't be reached, because it is to be partial along an
+    axis and isn't a sum along it.
     """
     operands, result = arrays_in(text)
     extents = mesh_sizes(mesh)
@@ -84,7 +82,7 @@ def plan(
 
 
 def gathered_and_cut(plan: ShardingPlan) -> bool:
-    """Whether the plan gathers along an axis and then keeps a block along it.
+    """Return whether the plan gathers along an axis and then keeps a block along it.
 
     That is right, but never worth showing.
     """
@@ -101,7 +99,7 @@ def gathered_and_cut(plan: ShardingPlan) -> bool:
 
 
 def cost_of(plan: ShardingPlan) -> tuple[float, int, int]:
-    """By which plans are compared: bytes (of equal blocks), flops, number of steps."""
+    """Return bytes (of equal blocks), flops and number of steps, by which plans are compared."""
     sent = sum(
         elements_sent(step, plan.sizes, plan.mesh) for step in plan.steps if isinstance(step, Step)
     )
@@ -111,7 +109,7 @@ def cost_of(plan: ShardingPlan) -> tuple[float, int, int]:
 def products(
     a: Sharding, b: Sharding, c: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]
 ) -> Iterator[Steps]:
-    """A plan's steps for each way to choose a dim, or none, for each axis."""
+    """Yield a plan's steps for each way to choose a dim, or none, for each axis."""
     summed = [dim for dim in a.dims if dim in b.dims and dim not in c.dims]
 
     def choices(axis: str) -> list[str | None]:
@@ -148,7 +146,7 @@ def products(
 
 
 def mesh_sizes(mesh: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
-    """The size of each axis, by name. Raises ValueError or TypeError for other meshes."""
+    """Return the size of each axis, by name. Raises ValueError or TypeError for other meshes."""
     if isinstance(mesh, DeviceMesh):
         if not mesh.mesh_dim_names:
             raise ValueError(
@@ -167,9 +165,9 @@ def mesh_sizes(mesh: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
 
 
 def checked_sizes(arrays: Sequence[Sharding], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the dims, in the order of the text.
+    """Return the sizes of the dims, in the order of the text.
 
-    Raises ValueError if one is missing, unknown or no size.
+    Raises ValueError if one is missing or unknown, or isn't a size.
     """
     dims = list(dict.fromkeys(dim for array in arrays for dim in array.dims))
     for dim in dims:

@@ -1,13 +1,14 @@
 """`A[I_X, J_Y] {U_Z}`: an array named by how it is sharded, and the reader of such names.
 
-    A[I_X, J]        dim I is cut along the mesh axis X, dim J is not cut: every rank on a line along Y has the same block
-    A[I_XY, J]       I is cut along X, and each of those blocks along Y
+    A[I_X, J]        the mesh axis X cuts dim I, no axis cuts dim J: every rank on a line along Y
+                     has the same block
+    A[I_XY, J]       X cuts I, and Y cuts each of those blocks
     C[I, K] {U_X}    partial along X: each rank on a line along X has one term of a sum
 
 In torch's words, X shards dim 0 of A[I_X, J] (Shard(0)), Y replicates it (Replicate()), and C is
 partial over X (Partial()). The notation is that of Austin et al., "How to Scale Your Model" (2025),
-chapter 3, where U_X stands for "unreduced along X". An axis with a
-longer name has lower-case letters: A[I_dp, J], and several of them need braces: A[I_{dp,tp}, J].
+chapter 3, where U_X means "unreduced along X". An axis with a longer name has lower-case letters:
+A[I_dp, J], and several of them need braces: A[I_{dp,tp}, J].
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ DIM = re.compile(rf"\s*({WORD})\s*(?:_\s*(\w+|\{{[^}}]*\}}))?\s*")
 
 
 class Sharding(NamedTuple):
-    """An array's name, its dims, the axes that cut each dim (the outermost first), and the axes
-    along which it is partial.
+    """An array's name and dims, the axes that cut each dim, and the axes along which it is partial.
+
+    Of the axes that cut a dim, the outermost is the first.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Sharding(NamedTuple):
     def replace(
         self, axes: Mapping[int, tuple[str, ...]], partial: Iterable[str] | None = None
     ) -> Sharding:
-        """The same array with other axes on some of its dims (given by number)."""
+        """Return the same array with other axes on some of its dims (given by number)."""
         cut = tuple(axes.get(d, old) for d, old in enumerate(self.axes))
         return Sharding(
             self.name,
@@ -59,16 +61,14 @@ class Sharding(NamedTuple):
     def block(
         self, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
     ) -> tuple[slice, ...]:
-        """The part of the whole array that the rank with these coordinates holds, as an index."""
+        """Return the part of the whole array that the rank at these coordinates holds: an index."""
         return tuple(
             interval(sizes[dim], axes, mesh, at) for dim, axes in zip(self.dims, self.axes)
         )
 
 
 def interval(n: int, axes: Iterable[str], mesh: Mapping[str, int], at: Mapping[str, int]) -> slice:
-    """The part of n things that a rank holds if they are split over the first axis, each part
-    over the second, and so on.
-    """
+    """Return the part of n things that a rank holds, if one axis after the other splits them."""
     start, stop = 0, n
     for axis in axes:
         parts = split_sizes(stop - start, mesh[axis])
@@ -78,23 +78,26 @@ def interval(n: int, axes: Iterable[str], mesh: Mapping[str, int], at: Mapping[s
 
 
 def subscripted(name: str, axes: tuple[str, ...]) -> str:
-    """I_X, I_XY or I_{dp,tp}."""
+    """Return I_X, I_XY or I_{dp,tp}."""
     if not axes:
         return name
     joined = "".join(axes)
-    return f"{name}_{joined if len(axes) == 1 or tuple(axes_in(joined)) == axes else '{' + ','.join(axes) + '}'}"
+    if len(axes) > 1 and tuple(axes_in(joined)) != axes:
+        joined = "{" + ",".join(axes) + "}"
+    return f"{name}_{joined}"
 
 
 def axes_in(subscript: str) -> list[str]:
-    """The axes that a subscript names: XY has two, {dp,tp} too, and dp has one."""
+    """Return the axes that a subscript names: XY has two, {dp,tp} too, and dp has one."""
     if subscript.startswith("{") and "," in subscript:
         return [word.strip() for word in subscript.strip("{} ").split(",")]
     return re.findall(r"[A-Z][0-9]*|[a-z][a-z0-9]*", subscript)
 
 
 def arrays_in(text: str) -> tuple[list[Sharding], Sharding]:
-    """The operands, one or two, and the result that a text such as "A[I, J_X] · B[J, K] → C[I,
-    K]" names. Raises ValueError.
+    """Return the operands, one or two, and the result of "A[I, J_X] · B[J, K] → C[I, K]".
+
+    Raises ValueError for a text that can't be read.
     """
     sides = re.split(r"→|->", text) if isinstance(text, str) else []
     if len(sides) != 2:
@@ -114,7 +117,7 @@ def arrays_in(text: str) -> tuple[list[Sharding], Sharding]:
 
 
 def array_in(text: str) -> Sharding:
-    """The array that a text such as "A[I_X, J] {U_Y}" names. Raises ValueError."""
+    """Return the array that a text such as "A[I_X, J] {U_Y}" names. Raises ValueError."""
     match = ARRAY.fullmatch(text)
     dims = [DIM.fullmatch(part) for part in re.split(r",(?![^{]*\})", match[2])] if match else []
     if match is None or not all(dims):
@@ -138,8 +141,9 @@ def array_in(text: str) -> Sharding:
 
 
 def check_dims(text: str, operands: list[Sharding], result: Sharding) -> None:
-    """Raises ValueError if the dims don't make a product: a dim of one operand only must be in
-    the result.
+    """Raises ValueError if the dims don't make a product.
+
+    A dim of one operand only must be in the result.
     """
     if len(operands) == 1:
         if operands[0].dims != result.dims or operands[0].name != result.name:

@@ -1,11 +1,10 @@
-"""From one sharding of an array to another: the collectives that do it, those that send the fewest
-bytes.
+"""The collectives that take an array from one sharding to another with the fewest bytes.
 
-    AllGather_X           A[I_X, J] → A[I, J]               removes a subscript
-    ReduceScatter_{X,J}   A[I, J] {U_X} → A[I, J_X]         adds the terms up, and leaves the sum cut
-    AllReduce_X           A[I, J] {U_X} → A[I, J]           adds the terms up: a ReduceScatter and an AllGather
-    AllToAll_{X,J}        A[I_X, J] → A[I, J_X]             moves a subscript
-    Slice_{X,J}           A[I, J] → A[I, J_X]               each rank keeps its own block and sends nothing
+    AllGather_X           A[I_X, J] → A[I, J]           removes a subscript
+    ReduceScatter_{X,J}   A[I, J] {U_X} → A[I, J_X]     adds the terms up, and leaves the sum cut
+    AllReduce_X           A[I, J] {U_X} → A[I, J]       ReduceScatter, then AllGather
+    AllToAll_{X,J}        A[I_X, J] → A[I, J_X]         moves a subscript
+    Slice_{X,J}           A[I, J] → A[I, J_X]           each rank keeps its own block: no message
 
 Along an axis of p ranks, with n bytes in the larger of the two blocks, the rank sends n(p−1)/p
 bytes, and 2n(p−1)/p for AllReduce. All are rings, along one axis after the other, except AllToAll,
@@ -43,7 +42,7 @@ class Step(NamedTuple):
 
     @property
     def title(self) -> str:
-        """AllGather_X or ReduceScatter_{X,K}"""
+        """AllGather_X or ReduceScatter_{X,K}, for example."""
         axes = (
             "".join(self.axes) if all(len(axis) == 1 for axis in self.axes) else ",".join(self.axes)
         )
@@ -59,9 +58,7 @@ class Step(NamedTuple):
 
 
 def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
-    """Every step that an array with this sharding can take, except those that put an axis where
-    `wanted` does not have it.
-    """
+    """Yield each step from this sharding that puts no axis where `wanted` doesn't have it."""
     for d, axes in enumerate(array.axes):
         for k in range(len(axes)):
             kept, removed = axes[:k], axes[k:]
@@ -99,11 +96,10 @@ def moves(array: Sharding, wanted: Sharding) -> Iterator[Step]:
 def reshard(
     array: Sharding, wanted: Sharding, sizes: Mapping[str, int], mesh: Mapping[str, int]
 ) -> list[Step] | None:
-    """The steps from one sharding to another that send the fewest bytes, and of those the fewest
-    steps. None: there is no way.
+    """Return the steps to another sharding that send the fewest bytes; None if there is no way.
 
-    This is Dijkstra's algorithm: a sharding is a place, a step leads from one to the next, and its
-    bytes are the distance.
+    Of several ways, it takes the one with the fewest steps. This is Dijkstra's algorithm: a
+    sharding is a place, a step leads from one to the next, and its bytes are the distance.
     """
     numbered = count()
     queue: list[tuple[float, int, int, Sharding, list[Step]]] = [
@@ -125,7 +121,7 @@ def reshard(
 
 
 def elements_sent(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> float:
-    """Elements that a rank sends in a step if all blocks were equal: n(p−1)/p.
+    """Return the elements that a rank would send in a step if all blocks were equal: n(p−1)/p.
 
     `sent_in` counts them for uneven blocks.
     """
@@ -144,7 +140,7 @@ def elements_sent(step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int])
 
 
 def rounds(step: Step, mesh: Mapping[str, int]) -> int:
-    """Messages on the critical path."""
+    """Return the number of messages on the critical path of a step."""
     along = sum(mesh[axis] - 1 for axis in step.axes)
     p = math.prod(mesh[axis] for axis in step.axes)
     return {
@@ -159,7 +155,7 @@ def rounds(step: Step, mesh: Mapping[str, int]) -> int:
 def sent_in(
     step: Step, sizes: Mapping[str, int], mesh: Mapping[str, int], at: Mapping[str, int]
 ) -> int:
-    """Elements that the rank at these coordinates sends in a step."""
+    """Return the elements that the rank at these coordinates sends in a step."""
     extents = [part.stop - part.start for part in step.before.block(sizes, mesh, at)]
     n = math.prod(extents)
     if step.operation == "AllReduce" and len(step.axes) > 1:
@@ -190,11 +186,10 @@ def sent_in(
 def ring_sent(
     n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int], gather: bool
 ) -> int:
-    """Elements that a rank sends in rings along one axis after the other, of n that are split over
-    them (or gathered to n).
+    """Return the elements that a rank sends in rings along one axis after the other.
 
-    A ring sends every block but one: reduce-scatter not the rank's own, all-gather not its right
-    neighbour's.
+    n elements are split over the axes, or gathered to n. A ring sends every block but one:
+    reduce-scatter not the rank's own, all-gather not its right neighbour's.
     """
     sent = 0
     for axis in axes:
@@ -207,8 +202,9 @@ def ring_sent(
 def torus_sent(
     n: int, axes: tuple[str, ...], mesh: Mapping[str, int], at: Mapping[str, int]
 ) -> int:
-    """Elements that a rank sends in an all-reduce of n over several axes: on each route of
-    "torus", in a ring along each line.
+    """Return the elements that a rank sends in an all-reduce of n over several axes.
+
+    On each route of "torus" they go in a ring along each line.
     """
     shape = tuple(mesh[axis] for axis in axes)
     p, parts = math.prod(shape), 2 * sum(length > 1 for length in shape)
@@ -237,11 +233,12 @@ def apply(
     mesh: Mapping[str, int],
     at: Mapping[str, int],
 ) -> Tensor:
-    """A rank's block before the step → its block after it.
+    """Return a rank's block after the step.
 
     All ranks of the mesh call it, and it is differentiable.
 
     Args:
+        step: the step.
         x: the block of step.before that this rank holds.
         group: the ranks of the mesh, row by row; its shape is the mesh's.
         sizes, mesh: of the whole array's dims, and of the axes.
@@ -292,13 +289,13 @@ def apply(
 
 
 def outside(step: Step, axis: str) -> tuple[str, ...]:
-    """The axes outside `axis` in the dim that an AllGather joins."""
+    """Return the axes outside `axis` in the dim that an AllGather joins."""
     axes = step.before.axes[step.joined or 0]
     return axes[: axes.index(axis)]
 
 
 def parts(n: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> list[int]:
-    """The sizes of n things split over the axes, one after the other."""
+    """Return the sizes of n things split over the axes, one after the other."""
     sizes = [n]
     for axis in axes:
         sizes = [part for size in sizes for part in split_sizes(size, mesh[axis])]

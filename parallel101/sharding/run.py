@@ -1,8 +1,9 @@
-"""`run`: cut whole arrays, launch ranks that carry out a plan (or a program of yours), and compare
-what they return with the whole result.
+"""`run`: cut whole arrays, run a plan or a program of yours on ranks, and check what they return.
 
-    a, b ──shard──▶ blocks ──launch: each rank runs the plan──▶ blocks of C ──┬── equal to the blocks of a · b ?
-                                                                              └── if not: of which sharding of C are they the blocks?
+    a, b ──shard──▶ blocks ──launch: each rank runs the plan──▶ blocks of C
+                                                                   │
+                    are they the blocks of a · b? ◀────────────────┤
+                    if not, of which sharding of C? ◀──────────────┘
 
 This is the one file of the folder that starts ranks and draws (`run(…).picture()`), so it needs the
 rest of parallel101 when it is called.
@@ -23,7 +24,7 @@ from parallel101.sharding.choose import plan
 from parallel101.sharding.notation import Sharding, arrays_in
 from parallel101.sharding.sharding_plan import Multiply, ShardingPlan, equation
 
-# errors that rounding explains; of other floats 2 %, of integers none
+# relative errors that rounding explains; other floats may have 2 %, integers none
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
@@ -32,8 +33,9 @@ class ShardedRun:
     """What the ranks did with the blocks of whole arrays.
 
     Attributes:
-        plan: that chose the blocks, and was run unless the ranks ran another program.
-        operands: the whole arrays. expected: the whole result.
+        plan: the plan that chose the blocks, and was run unless the ranks ran another program.
+        operands: the whole arrays.
+        expected: the whole result.
         held: by rank, what it held at first and after each step of the plan, by name of the array.
         run: the Run, with its trace.
         program: whether the ranks ran another program than the plan.
@@ -116,7 +118,7 @@ class ShardedRun:
     __repr__ = __str__
 
     def _shardings(self) -> Iterator[Sharding]:
-        """The result with each axis on each of its dims, on none, or partial."""
+        """Yield the result with each axis on each of its dims, on none, or partial."""
         result, mesh = self.plan.result, self.plan.mesh
         for chosen in product([None, *range(len(result.dims)), "U"], repeat=len(mesh)):
             cut = {
@@ -136,18 +138,19 @@ def run(
 ) -> ShardedRun:
     """Run a sharded product on ranks, and compare each rank's block with the whole product.
 
-    Args: text, mesh: as for `plan`, which finds the steps; the sizes and the dtype are those of the
-        arrays. wholes: the whole operands: a and b, or one array to reshard. program: instead of
-        the plan, a function of this rank's blocks that returns its block of the result. It runs on
-        every rank, with
-            torch.distributed initialised; rank r is at place r of the mesh, row by row.
+    Args:
+        text, mesh: as for `plan`, which finds the steps; the sizes and the dtype are those of the
+            arrays.
+        wholes: the whole operands: a and b, or one array to reshard.
+        program: instead of the plan, a function of this rank's blocks that returns its block of the
+            result. It runs on every rank, with torch.distributed initialised; rank r is at place r
+            of the mesh, row by row.
         backend, launched: as for `parallel101.launch`.
 
-    Returns: A ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and
-        `.run.trace` is the record.
-
-    Raises ValueError as `plan` does, and for arrays whose shapes or dtypes don't fit each other;
-    TypeError for an array that is no tensor. An error of a rank: as launch does.
+    Returns a ShardedRun. `print` shows the plan and the verdict, `.picture()` the blocks, and
+    `.run.trace` is the record. Raises ValueError as `plan` does, and for arrays whose shapes or
+    dtypes don't fit each other; TypeError for anything but tensors. An error of a rank is raised as
+    launch does.
     """
     from parallel101.ranks.launch import launch
 
@@ -174,9 +177,9 @@ def run(
 
 
 def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
-    """The size of each dim, from the arrays.
+    """Return the size of each dim, from the arrays.
 
-    Raises ValueError if they disagree, and TypeError for what is no tensor.
+    Raises ValueError if they disagree, and TypeError for anything but tensors.
     """
     operands, _ = arrays_in(text)
     if len(wholes) != len(operands):
@@ -212,9 +215,9 @@ def sizes_of(text: str, wholes: Sequence[Tensor]) -> dict[str, int]:
 def wrong_ranks(
     blocks: Sequence[Any], array: Sharding, whole: Tensor, plan: ShardingPlan
 ) -> list[int]:
-    """The ranks whose blocks are not those of the whole array under this sharding.
+    """Return the ranks whose blocks are not those of the whole array under this sharding.
 
-    Unreduced blocks are added up first.
+    Partial blocks are added up first.
     """
     places = list(plan.coordinates())
     # ranks that differ only along axes along which the array is partial
@@ -236,7 +239,7 @@ def wrong_ranks(
 
 
 def close(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
-    """Whether the difference is one of rounding, for values as large as the whole array's."""
+    """Return whether rounding explains the difference, for values as large as the whole array's."""
     if not whole.dtype.is_floating_point:
         return torch.equal(found.to(whole.dtype), expected)
     largest = whole.abs().max().item() if whole.numel() else 0.0

@@ -1,14 +1,12 @@
 """The steps of a product of sharded arrays: what they cost, and how a rank runs them.
 
-    A[I, J_X] · B[J, K] → C[I, K]     AllGather_X A[I, J_X] → A[I, J]             or     Slice_{X,J} B[J, K] → B[J_X, K]
-                                      A[I, J] · B[J, K] → C[I, K]                        A[I, J_X] · B[J_X, K] → C[I, K] {U_X}
-                                                                                         AllReduce_X
-                                                                                         C[I, K]
-                                                                                         {U_X} →
-                                                                                         C[I, K]
+    A[I, J_X] · B[J, K] → C[I, K]      AllGather_X A[I, J_X] → A[I, J]          n(p−1)/p bytes
+                                       A[I, J] · B[J, K] → C[I, K]              2IJK flops
 
-choose.py says how a plan is chosen. Here is what one costs, and how it is run. Source: Austin et
-al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to Multiply Them".
+choose.py says how a plan is chosen. Here is what one costs, and how it is run.
+
+Source: Austin et al., "How to Scale Your Model" (2025), chapter 3, "Sharded Matrices and How to
+Multiply Them".
 """
 
 from __future__ import annotations
@@ -57,8 +55,10 @@ class ShardingPlan:
     Attributes:
         operands, result: as they were named.
         steps: collectives and slices, and for a product one Multiply.
-        mesh: the size of each axis. sizes: of each dim of the whole arrays. dtype: of the arrays.
-        alternatives: the other plans, the one that sends fewest bytes first.
+        mesh: the size of each axis.
+        sizes: of each dim of the whole arrays.
+        dtype: of the arrays.
+        alternatives: the other plans, the one that sends the fewest bytes first.
     """
 
     operands: tuple[Sharding, ...]
@@ -92,13 +92,15 @@ class ShardingPlan:
 
     @property
     def rounds(self) -> int:
-        """Messages on the critical path: the makespan of a run on sim with `Network(latency=1,
-        bandwidth=inf)`, if no block is empty.
+        """Messages on the critical path.
+
+        If no block is empty, that is the makespan of a run on sim with `Network(latency=1,
+        bandwidth=inf)`.
         """
         return sum(rounds(step, self.mesh) for step in self.steps if isinstance(step, Step))
 
     def sent_in(self, step: Step | Multiply) -> list[int]:
-        """Bytes that each rank sends in a step."""
+        """Return the bytes that each rank sends in a step."""
         if isinstance(step, Multiply):
             return [0] * self.world_size
         return [
@@ -109,8 +111,7 @@ class ShardingPlan:
     def times(
         self, chip: str | Chip, *, wraparound: bool | None = None
     ) -> list[Time | ProductTime | None]:
-        """Seconds of each step on a mesh of such chips, as `parallel101.cost` has them: None for a
-        slice.
+        """Return the seconds of each step on a mesh of such chips; None for a slice.
 
         Args:
             chip: a name in `cost.CHIPS`, such as "TPU v5e", or a Chip. Its flops are those in bf16.
@@ -153,7 +154,7 @@ class ShardingPlan:
         return operation[step.operation](nbytes, axes, chip, wraparound=wraparound)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
-        """The place of each rank of the mesh, by axis: the last axis runs fastest."""
+        """Yield the place of each rank of the mesh, by axis: the last axis runs fastest."""
         for place in product(*(range(p) for p in self.mesh.values())):
             yield dict(zip(self.mesh, place))
 
@@ -203,7 +204,7 @@ class ShardingPlan:
     # ── How it is run
 
     def shard(self, *wholes: Tensor) -> list[tuple[Tensor, ...]]:
-        """The operands' blocks of each rank, from the whole arrays.
+        """Return the operands' blocks of each rank, from the whole arrays.
 
         Raises ValueError for other shapes.
         """
@@ -235,9 +236,9 @@ class ShardingPlan:
         ]
 
     def unshard(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The whole result from each rank's block.
+        """Return the whole result from each rank's block.
 
-        Unreduced blocks are added up; of equal blocks the first rank's is taken.
+        Partial blocks are added up; of equal blocks the first rank's is taken.
         """
         whole = blocks[0].new_zeros([self.sizes[dim] for dim in self.result.dims])
         for at, block in zip(self.coordinates(), blocks):
@@ -246,25 +247,24 @@ class ShardingPlan:
         return whole
 
     def run(self, *blocks: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-        """This rank's block of the result.
+        """Return this rank's block of the result.
 
-        Every rank of the mesh calls it, and backward works through it.
+        Every rank of the mesh calls it, and it has a backward.
 
-        Args: blocks: of the operands. Rank r's are `plan.shard(…)[r]`. A rank outside the mesh
-            passes zero-volume tensors and gets one. mesh: a DeviceMesh with the plan's axes, in
-            their order. None: ranks 0, 1, … of the world, row by row.
+        Args:
+            blocks: of the operands. Rank r's are `plan.shard(…)[r]`. A rank outside the mesh passes
+                zero-volume tensors and gets one.
+            mesh: a DeviceMesh with the plan's axes, in their order. None: ranks 0, 1, … of the
+                world, row by row.
 
-        Returns a new tensor. Raises ValueError, before any message, for blocks of another shape or
-        dtype and for another mesh.
+        The result is a new tensor. Raises ValueError, before any message, for blocks of another
+        shape or dtype and for another mesh.
         """
         *_, held = self.walk(*blocks, mesh=mesh)
         return held[self.result.name]
 
     def walk(self, *blocks: Tensor, mesh: DeviceMesh | None = None) -> Iterator[dict[str, Tensor]]:
-        """What this rank holds, by name of the array: at first, and after each step.
-
-        `run` returns the last result.
-        """
+        """Yield what this rank holds, by name of the array: at first, and after each step."""
         group = self._group(mesh)
         if len(blocks) != len(self.operands):
             raise ValueError(
@@ -295,7 +295,7 @@ class ShardingPlan:
             yield {self.result.name: blocks[0].clone()}
 
     def _group(self, mesh: DeviceMesh | None) -> Group:
-        """The ranks of the mesh, of which this rank may be one."""
+        """Return the ranks of the mesh, of which this rank may be one."""
         shape, names = tuple(self.mesh.values()), tuple(self.mesh)
         if mesh is None:
             world_size, me = (
@@ -343,12 +343,12 @@ class ShardingPlan:
 
 
 def sent_text(nbytes: int, steps: int) -> str:
-    """ "192 B in 3 steps" """
+    """Return "192 B in 3 steps"."""
     return f"{nbytes:,} B in {steps} step{'s' * (steps != 1)}" if steps else "no message"
 
 
 def equation(step: Multiply) -> str:
-    """The product for torch.einsum, which wants a letter for each dim."""
+    """Return the product as torch.einsum wants it, with a letter for each dim."""
     letters = {
         dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(step.a.dims + step.b.dims))
     }

@@ -45,7 +45,7 @@ REFUSED = {
         "no axis 2: it has shape (2, 3), so expected -2 to 1",
     ),
     "an axis named twice": (lambda mesh: ReduceScatter(mesh, (1, "b")), "names an axis twice"),
-    "an axis that is no axis": (lambda mesh: Broadcast(mesh, (1.5,)), "1.5 is no axis"),
+    "an axis of another type": (lambda mesh: Broadcast(mesh, (1.5,)), "1.5 isn't an axis"),
     "no axes": (
         lambda mesh: AllSumReduce(mesh, None),
         "axes=None: expected axes of the mesh by number or name",

@@ -57,7 +57,7 @@ def test_the_loss_is_the_mean_over_samples_so_that_shares_weighted_by_count_add_
 
 
 def test_what_a_gpt_can_be_made_of():
-    with pytest.raises(ValueError, match="width=10 is no multiple of heads=4"):
+    with pytest.raises(ValueError, match="width=10 isn't a multiple of heads=4"):
         GPTConfig(17, heads=4, width=10)
     for wrong in (
         {"vocabulary": 0},
