@@ -1,5 +1,4 @@
-"""The chunks of a run: which elements moved together, found in the values that the messages
-carried.
+"""Finds the chunks of a run, that is the elements that moved together, in the messages' values.
 
     two elements are in the same chunk if the same messages carried them, containing the same ranks'
     data
@@ -32,8 +31,9 @@ class Chunk(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of a run, and which of them each message and each result contains, with whose
-    data.
+    """The chunks of a run, and which of them each message and each result contains.
+
+    It also says whose data each contains.
     """
 
     chunks: list[Chunk]
@@ -128,9 +128,7 @@ def letter(chunk: int) -> str:
 def _placed(
     tensor: Sequence[ElementOrigin], meant_for: Mapping[Mark, Element]
 ) -> list[tuple[Element, Counts]]:
-    """The elements of a tensor that hold data or are meant for it, each with whose data is in
-    it.
-    """
+    """The elements of a tensor that hold data or are meant for it, each with whose data it is."""
     found: list[tuple[Element, Counts]] = []
     for term in tensor:
         if any(term.counts):

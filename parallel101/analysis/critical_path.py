@@ -84,8 +84,9 @@ class CriticalPath(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a rank may have waited for: a message that it sent or received, a collective, or a
-    piece of compute.
+    """What a rank may have waited for.
+
+    That is a message that it sent or received, a collective, or a piece of compute.
     """
 
     end: float  # when this rank saw its end
@@ -184,8 +185,9 @@ class _Record:
         return max(candidates, key=lambda activity: activity[:2], default=None)
 
     def before_it_on_a_link(self, message: Message, t: float) -> Activity | None:
-        """The message whose end at t let this one start: it used the link of the same sender or
-        receiver, or one between them.
+        """The message whose end at t let this one start.
+
+        It used the link of the same sender or receiver, or one between them.
         """
         on_link = [m for m in self.at_end.get(t, []) if m.start < t]
         if not self.exact or not on_link:

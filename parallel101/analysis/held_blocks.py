@@ -101,9 +101,7 @@ def parts_of(run: RecordedProduct, column: Column, rank: int) -> list[HeldRectan
 def strange_parts(
     block: Tensor, whole: Tensor, cuts: tuple[list[int], list[int]]
 ) -> list[HeldRectangle]:
-    """A block that is in no place where the matrix has one: each element has the colour of the
-    block that it is from.
-    """
+    """The elements of a block that fits no place of the matrix, each with its own block."""
     if block.dim() not in (1, 2) or block.numel() > MOST_ELEMENTS:
         return []
     block, whole = (x if x.dim() == 2 else x[None] for x in (block, whole))
@@ -122,8 +120,9 @@ def strange_parts(
 
 
 def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Tensor]]:
-    """The terms of the sum that an array is: (the coordinates of the ranks that compute it, as
-    large as the whole array).
+    """The terms of the sum that an array is.
+
+    Each is (the coordinates of the ranks that compute it, the term, as large as the whole array).
     """
     plan = run.plan
     for operand, whole in zip(plan.operands, run.operands):
@@ -173,8 +172,9 @@ def terms_of(run: RecordedProduct, array: Any) -> list[tuple[dict[str, int], Ten
 
 
 def cuts_of(run: RecordedProduct, name: str) -> tuple[list[int], list[int]]:
-    """Where the rows and the columns of a matrix are cut, in any of its shardings: between
-    these lie its blocks.
+    """Where the rows and the columns of a matrix are cut, in any of its shardings.
+
+    The blocks are between these places.
     """
     plan = run.plan
     shardings = [column.array for column in columns_of(run) if column.array.name == name]

@@ -53,8 +53,9 @@ class LogicalTopology:
 
     @cached_property
     def wrap_around(self) -> frozenset[Link]:
-        """The links of a grid that pass over other ranks, such as those between the two ends of
-        a row or a column of a torus.
+        """The links of a grid that pass over other ranks.
+
+        Such are the links between the two ends of a row or a column of a torus.
         """
         return frozenset(
             link
@@ -64,8 +65,9 @@ class LogicalTopology:
 
     @property
     def closed(self) -> bool:
-        """Whether the links of a grid that are not between neighbours join the ends of a row or
-        of a column, as on a torus.
+        """Whether a grid's links between ranks that aren't neighbours join the ends of its lines.
+
+        The lines are rows or columns, as on a torus.
         """
         last_row, last_column = len(self.order) // self.columns - 1, self.columns - 1
         places = [
@@ -127,9 +129,7 @@ def topology_of(
 
 
 def connected_ranks(ranks: Iterable[int], pairs: Iterable[Link]) -> dict[int, set[int]]:
-    """For each rank, all ranks that messages connect it with, directly or through other ranks,
-    and the rank itself.
-    """
+    """For each rank, itself and all ranks that messages connect it with, directly or not."""
     neighbours = neighbours_of(pairs)
     return {rank: _reachable(rank, neighbours) for rank in ranks}
 
@@ -184,10 +184,10 @@ def _line_order(order: list[int], links: list[Link]) -> list[int] | None:
 
 
 def _root(order: list[int], links: list[Link]) -> int:
-    """The root of a tree: the one rank that never receives, or the one that never sends, or else
-    the last rank to start sending.
+    """The root of a tree: the one rank that never receives, or the one that never sends.
 
-    In a reduce followed by a broadcast every rank sends and receives, and the root sends last.
+    If there is neither, it is the last rank to start sending. In a reduce followed by a broadcast
+    every rank sends and receives, and the root sends last.
     """
     senders = list(dict.fromkeys(src for src, _ in links))
     receivers = {dst for _, dst in links}
@@ -203,8 +203,7 @@ def _root(order: list[int], links: list[Link]) -> int:
 
 
 def _mesh_columns(order: list[int], groups: list[tuple[int, ...]]) -> int:
-    """The number of columns with which every group lies in one row or in one column. 0 if there is
-    none.
+    """The number of columns with which every group is in one row or column; 0 if there is none.
 
     If there are only rows, or only columns, each group must be a whole one.
     """
@@ -234,11 +233,11 @@ def _names(axes: Iterable[str | None]) -> str:
 
 
 def _grid_columns(order: list[int], neighbours: dict[int, list[int]]) -> int:
-    """The number of columns with which every link joins neighbours in a row or a column,
-    wrap-around included. 0 if there is none.
+    """The number of columns with which every link joins neighbours in a row or a column.
 
-    If it has more rows than columns, there must be links of both kinds. If several numbers do, the
-    grid nearest to a square is taken, the wider one first.
+    Wrap-around links count. It is 0 if there is no such number. If it has more rows than columns,
+    there must be links of both kinds. If several numbers do, the grid nearest to a square is taken,
+    the wider one first.
     """
     n = len(order)
     place = {rank: i for i, rank in enumerate(order)}

@@ -38,8 +38,9 @@ class TimeBreakdown(NamedTuple):
 
 
 def time_windows(trace: Trace, names: Sequence[str] = ()) -> list[TimeWindow]:
-    """For each name, the window of the last span of that name on each rank; without names, one
-    window of the whole record.
+    """For each name, the window of the last span of that name on each rank.
+
+    Without names, there is one window of the whole record.
 
     Raises ValueError for a name that no span has.
     """

@@ -1,5 +1,6 @@
-"""Tensors whose values encode their origin, so that the record of a run shows whose data is in each
-message, without annotations.
+"""Tensors whose values encode their origin, so that a record shows whose data a message has.
+
+The program needs no annotations.
 
     element j of rank r starts as  F·(8^r + 8^n·code(j))   ·  code(j) = K·(j + 1) + (j² mod K)
     a sum over ranks is            F·(Σ c_r·8^r + 8^n·code(j)·Σ c_r)
@@ -184,8 +185,9 @@ def marks_of(
 
 
 def mark_in(value: float, world_size: int) -> Mark | None:
-    """The mark that a value is; () for a sum with a mark in it, and for what torch fills memory
-    with; None for all else.
+    """The mark that a value is, or None if it isn't one.
+
+    It is () for a sum with a mark in it, and for what torch fills memory with.
     """
     if value != value:
         return ()
@@ -252,8 +254,9 @@ def _sums(value: float, divisor: int, world_size: int) -> Iterator[ElementOrigin
 
 
 def _multiplied(value: float, divisor: int, world_size: int) -> Iterator[int]:
-    """The whole numbers that give `value` when they are multiplied by F and divided by
-    `divisor`, exactly or rounded down.
+    """The whole numbers that give `value` when multiplied by F and divided by `divisor`.
+
+    The result may be exact or rounded down.
     """
     factor = common_factor(world_size)
     if value != int(value):

@@ -1,5 +1,6 @@
-"""What each rank of a watched run was given and what it returned, as rows of blocks: the matrices
-of a collective.
+"""What each rank of a watched run was given and what it returned, as rows of blocks.
+
+They are the matrices of a collective.
 
     given     rank 0  a0 b0 c0        returned   rank 0  a0 a1 a2        all-to-all: a transposition
               rank 1  a1 b1 c1                   rank 1  b0 b1 b2

@@ -172,8 +172,9 @@ def replay_of(
 
 
 def _of(rank: int, term: ElementOrigin) -> ElementOrigin:
-    """Of memory that was never written, a rank passes on what it got from another: nothing
-    tells for which chunk that was meant.
+    """The element, without the chunk for which it was meant if another rank's memory is in it.
+
+    That memory was never written, and nothing tells which chunk the sender meant it for.
     """
     return term._replace(mark=()) if term.mark and term.mark[0] != rank else term
 
@@ -248,9 +249,7 @@ def _numbered(rank: int, terms: list[ElementOrigin]) -> list[ElementOrigin]:
 
 
 def _own_part(replay: Replay, chunk: Chunk, rank: int) -> Counts:
-    """What a rank holds of a chunk before the first message: its own stripe, if the chunk has
-    one.
-    """
+    """What a rank holds of a chunk before the first message: its own stripe, if there is one."""
     own = rank in chunk.stripes and not chunk.mixed
     return tuple(int(own and r == rank) for r in range(replay.trace.world_size))
 
@@ -309,8 +308,9 @@ def _follow(
 
 
 def _guess(held: Counts, carried: Counts, later: Counts | None) -> Counts:
-    """What a rank holds after an arrival if more arrives before it next sends or returns the
-    chunk, or if it never does.
+    """What a rank holds after an arrival, if its next message or result doesn't show it.
+
+    Either more arrives before the rank sends or returns the chunk, or it never does.
     """
     total = tuple(a + b for a, b in zip(held, carried, strict=True))
     if later is not None and _contains(later, total):

@@ -1,5 +1,6 @@
-"""What is wrong with the values that the ranks returned: their order, their place, their factor,
-and elements that were lost.
+"""Finds what is wrong with the values that the ranks returned.
+
+That is their order, their place, their factor, or elements that were lost.
 
     an all-gather returns    c b a        order: the parts lie in the order c, b, a
     a reduce-scatter, rank 0     b        place: rank 0 ends with chunk b, which is rank 1's part
@@ -41,9 +42,7 @@ class Fault(NamedTuple):
 
 
 def value_faults(replay: Replay, operation: str) -> list[Fault]:
-    """What is wrong with the results of a run in which the right ranks hold the right chunks
-    for `operation`.
-    """
+    """What is wrong with the results of a run in which the right ranks hold the right chunks."""
     whose = operation in ("all-gather", "gather", "all-to-all")
     there = {origin for chunk in replay.chunks for origin in chunk.stripes}
     forgotten = (
@@ -65,8 +64,9 @@ def value_faults(replay: Replay, operation: str) -> list[Fault]:
 
 
 def part_faults(replay: Replay) -> list[Fault]:
-    """What is wrong if each rank has one part of one rank's data, but two have the same part,
-    and another part is in no result.
+    """What is wrong if each rank has one part of one rank's data, but two have the same part.
+
+    Then another part is in no result.
     """
     parts = [replay.final(rank) for rank in replay.ranks]
     origins = tuple({origin for chunk in replay.chunks for origin in chunk.stripes})
@@ -103,9 +103,7 @@ def _orders(replay: Replay, keys: dict[int, list[ElementKey]]) -> list[Fault]:
 
 
 def joined_along(replay: Replay, rank: int, elements: list[ElementKey]) -> int | None:
-    """The dim along which the parts of a result are joined in the right order; None if they are
-    not.
-    """
+    """The dim along which the parts of a result are joined in the right order, or None."""
     result = replay.results[rank] if rank < len(replay.results) else None
     if elements == sorted(set(elements)):
         return 0

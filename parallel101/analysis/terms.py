@@ -67,8 +67,9 @@ def term_counts(
 
 
 def places(block: Tensor, whole: Tensor) -> list[list[tuple[int, int] | None]]:
-    """For each element of a block of two dims: its row and column in the whole matrix, or None
-    if the matrix has no such value.
+    """For each element of a block of two dims: its row and column in the whole matrix.
+
+    It is None for a value that the matrix does not have.
     """
     values, order = whole.detach().double().flatten().sort()
     largest = max(values.abs().max().item(), 1e-300) if values.numel() else 1.0

@@ -1,5 +1,4 @@
-"""The verdict on a run: which collective it was, what is wrong with its result, and the sentence
-that says so.
+"""The verdict on a run: which collective it was, and what is wrong with its result.
 
 A collective is named only if the values prove it: "all-reduce" if every rank ends with every rank's
 data in every chunk, once, and each element lies where it belongs. Any other result is described as

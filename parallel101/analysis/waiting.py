@@ -98,8 +98,9 @@ def waits(trace: Trace) -> list[Wait]:
 
 
 def _never_ended(trace: Trace) -> list[Event]:
-    """For each rank of a failed run, the newest call that did not end, unless the wait for it
-    is recorded: it ended with an error.
+    """For each rank of a failed run, the newest call that did not end.
+
+    A call whose wait is recorded is left out: it ended with an error.
     """
     newest = {event.rank: event for event in trace.unfinished}  # they are in order of time
     for span in trace.spans():
@@ -152,9 +153,7 @@ def traffic(trace: Trace) -> list[list[int]]:
 
 
 def late_for(rows: Sequence[RankTimes]) -> list[list[float]]:
-    """Seconds that each rank (a row) waited until each other rank (a column) made its part of a
-    call.
-    """
+    """Seconds that each rank (a row) waited for each other rank (a column) to make its call."""
     return [[row.waited_for.get(rank, 0.0) for rank in range(len(rows))] for row in rows]
 
 
@@ -199,11 +198,10 @@ def collective_totals(trace: Trace) -> list[CollectiveTotals]:
 
 
 def with_compute(trace: Trace) -> Trace:
-    """The same record for pictures: a span "compute" for each time in which a rank was not blocked,
-    in place of the script's two marks.
+    """The same record for pictures, with a span "compute" where a rank was not blocked.
 
-    A call that never ended becomes a wait. If the program has spans of its own, as parallel101's
-    trainers have, they say more.
+    These spans replace the script's two marks. A call that never ended becomes a wait. If the
+    program has spans of its own, as parallel101's trainers have, they say more.
     """
     left_out = {id(span) for span in script_marks(trace)}
     if any(span.waiting and "group" not in (span.args or {}) for span in trace.spans()):
@@ -248,15 +246,17 @@ def _compute_spans(events: Sequence[Event]) -> list[Event]:
 
 
 def script_marks(trace: Trace) -> list[Event]:
-    """The spans without length with which `parallel101 run` marks the start and the end of the
-    script on each rank.
+    """The spans without length that mark the start and the end of the script on each rank.
+
+    `parallel101 run` makes them.
     """
     return [span for span in trace.spans() if "script" in (span.args or {})]
 
 
 def waiting_shares(trace: Trace, waited: Sequence[Wait], bins: int) -> list[list[float | None]]:
-    """Which share of each of `bins` equal parts of the run each rank waited, by rank; None
-    where the rank had not begun, or had ended.
+    """Which share of each of `bins` equal parts of the run each rank waited, by rank.
+
+    It is None where the rank had not begun, or had ended.
     """
     begin, end = run_times(trace)
     width = (end - begin) / bins or 1.0
@@ -359,8 +359,9 @@ def _call(event: Event) -> tuple:
 
 
 def _event_of(span: Event, ended: Ended) -> Event | None:
-    """The event of the call in which a rank waited: the first one of this kind and peer that
-    ended when the wait did, or just after.
+    """The event of the call in which a rank waited.
+
+    It is the first one of this kind and peer that ended when the wait did, or just after.
     """
     assert span.args is not None
     times, events = ended.get((span.rank, span.name or "", span.args["group"]), ([], []))

@@ -105,4 +105,5 @@ def _html(table: TextTable) -> str:
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
     body = "".join(row(cells, "td") for cells in table.rows)
     head = row(table.head, "th")
-    return f"<h2>{escape(table.title)}</h2><table><thead>{head}</thead><tbody>{body}</tbody></table>{note}"
+    html = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f"<h2>{escape(table.title)}</h2>{html}{note}"

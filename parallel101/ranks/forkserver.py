@@ -25,9 +25,7 @@ PIECE = 8 << 20  # bytes put into large pages at a time: 10 ms, for which a requ
 
 
 def serve(fd: int) -> None:
-    """Fork a rank for each request, report each rank's exit code, and end with the launching
-    process.
-    """
+    """Fork a rank for each request, report its exit code, and end with the launching process."""
     # with everything that a rank needs, so that each fork has it at once
     importlib.import_module("parallel101.ranks.worker")
     importlib.import_module("parallel101.autograd")  # and the collectives, which most programs call
@@ -100,9 +98,7 @@ def _answer(server: socket.socket, number: str, answer: int) -> None:
 
 
 def _take_channels(control: int, out: int, err: int, calls: int, status: int) -> dict[str, Any]:
-    """In a new rank: make its pipes the standard streams, and close every other file descriptor
-    of the fork server's.
-    """
+    """In a new rank: make its pipes the standard streams, and close all other inherited files."""
     import fcntl  # not on Windows, where there is no fork either
 
     null = os.open(os.devnull, os.O_RDONLY)
@@ -138,8 +134,9 @@ def _reap(statuses: dict[int, int]) -> None:
 
 
 def written_memory() -> list[tuple[int, int]]:
-    """The memory that this process has written to, in pieces of at most PIECE bytes: the start
-    and stop of each. (Linux only.)
+    """The start and stop of each piece of memory that this process has written to (Linux only).
+
+    A piece has at most PIECE bytes.
     """
     try:
         with open("/proc/self/maps") as maps:
@@ -157,8 +154,9 @@ def written_memory() -> list[tuple[int, int]]:
 
 
 def use_large_pages(start: int, stop: int) -> None:
-    """Ask the system to keep memory in pages of 2 MiB instead of 4 KiB (Linux 6.1 and later;
-    elsewhere nothing happens).
+    """Ask the system to keep memory in pages of 2 MiB instead of 4 KiB.
+
+    This works on Linux 6.1 and later; elsewhere nothing happens.
 
     A fork copies the table of all pages, and the rank's exit frees it: 6 and 8 ms with small pages,
     1.5 and 3 ms with large ones.

@@ -1,5 +1,6 @@
-"""`launch(fn, world_size=4)`: run a function on every rank, real or virtual, and return what it
-returned there.
+"""`launch(fn, world_size=4)`: runs a function on every rank and returns what it returned there.
+
+Ranks are real or virtual.
 
 launch ──▶ processes ──▶ each: join the process group, run fn ──▶ Run: results and record
                under torchrun this process already is a rank: see torchrun.py
@@ -118,8 +119,9 @@ def launch(
     rules: str = "gloo",
     **kwargs: Any,
 ) -> Run:
-    """Run `fn(*args, **kwargs)` on every rank, with torch.distributed initialised, and wait until
-    all have returned.
+    """Run `fn(*args, **kwargs)` on every rank, and wait until all have returned.
+
+    torch.distributed is initialised on each rank.
 
     Args:
         fn: any callable: a function, a lambda, a notebook cell's function, a closure. Each rank
@@ -251,8 +253,9 @@ def launch(
 
 
 def _check_waits(records: Sequence[RankRecord]) -> None:
-    """Of a checked run that has returned: raise MisuseError for receives for which it never
-    waited, and warn of such sends.
+    """Raise MisuseError for receives of a run that has returned for which it never waited.
+
+    For such sends, warn. The run must be a checked one.
     """
     calls = [call for record in records for call in record.unwaited]
     if receives := [call for call in calls if call.kind == "recv"]:

@@ -1,5 +1,6 @@
-"""The launching process while its ranks run: it reads what they report, shows what they print, and
-finds out what went wrong.
+"""The launching process while its ranks run.
+
+It reads what they report, shows what they print, and finds out what went wrong.
 
 rank r ──▶ printed lines ──────────────▶ this process's output
        ──▶ calls, blocked, unblocked ──▶ call checker, wait-for graph ──▶ MisuseError, DeadlockError

@@ -81,10 +81,10 @@ class Screen:
 
 
 class LongOutput:
-    """The lines of a launch after the first 400, in a notebook: the last 20 are shown, and the
-    reader can open the rest.
+    """The lines of a launch after the first 400, in a notebook.
 
-    A cell with 80,000 lines would make JupyterLab and the lesson's page slow.
+    The last 20 are shown, and the reader can open the rest. A cell with 80,000 lines would make
+    JupyterLab and the lesson's page slow.
     """
 
     AFTER, LAST = 400, 20  # lines
@@ -141,9 +141,7 @@ def writes_to_a_cell() -> bool:
 
 
 class RankOutput:
-    """Takes the raw bytes of a rank's stdout or stderr, and writes their whole lines to this
-    process's own.
-    """
+    """Writes the raw bytes of a rank's stdout or stderr to this process's, line by line."""
 
     KEPT = 8192  # characters at the end, for the error about a rank that died
 

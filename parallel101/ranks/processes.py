@@ -87,8 +87,9 @@ def start_ranks(count: int, module: str = "parallel101.ranks.worker") -> list[Ra
 
 
 def start_method() -> str:
-    """How ranks are started on this machine: "fork server", or "spawn" where there is no fork
-    or PARALLEL101_START=spawn asks for it.
+    """How ranks are started on this machine: "fork server" or "spawn".
+
+    It is "spawn" where there is no fork or PARALLEL101_START=spawn asks for it.
     """
     wanted = os.environ.get("PARALLEL101_START", "fork" if CAN_FORK else "spawn")
     allowed = ("fork", "spawn") if CAN_FORK else ("spawn",)
@@ -111,8 +112,9 @@ def kill(rank: RankProcess) -> None:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Start the fork server, and let it import modules that ranks need, so that the next ranks
-    have them. This does not wait for it.
+    """Start the fork server, and let it import modules that the next ranks need.
+
+    This does not wait for it.
     """
     # no server can be started, or PARALLEL101_START is wrong: start_ranks says so
     with contextlib.suppress(OSError, ValueError):

@@ -92,11 +92,10 @@ def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def own_init_accepted() -> Iterator[None]:
-    """Inside, a program may call init_process_group and destroy_process_group itself, as a whole
-    script does. Both then do nothing.
+    """Let a program call init_process_group and destroy_process_group itself, as scripts do.
 
-    A rank or world_size that is not the launch's raises ValueError. How the program imports the two
-    functions makes no difference.
+    Both then do nothing. A rank or world_size that is not the launch's raises ValueError. How the
+    program imports the two functions makes no difference.
     """
 
     def accept(init: Callable[..., Any]) -> Callable[..., None]:
@@ -170,11 +169,10 @@ def forked_children_exit() -> Iterator[None]:
 
 
 def will_import(packed: bytes) -> list[str]:
-    """Slow modules that a pickled program is likely to import: it names an optimizer, or a trainer,
-    which has one.
+    """Slow modules that a pickled program is likely to import.
 
-    The fork server then imports them once, before the first ranks start, and not each rank anew:
-    with four ranks, in 1.2 s in place of 4.2.
+    It names an optimizer, or a trainer, which has one. The fork server then imports them once,
+    before the first ranks start, and not each rank anew: with four ranks, in 1.2 s in place of 4.2.
     """
     return ["torch._dynamo"] if b"optim" in packed or b"trainer" in packed.lower() else []
 
@@ -246,8 +244,9 @@ def program_traceback(error: BaseException) -> str:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether a file of ranks/ raised the error: the program's arguments do not fit, or its
-    result can't be pickled.
+    """Whether a file of ranks/ raised the error.
+
+    Then the program's arguments do not fit, or its result can't be pickled.
     """
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:

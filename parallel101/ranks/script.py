@@ -143,9 +143,7 @@ def record_script(
 
 
 def _mark(moment: str, script: Script) -> None:
-    """Record when the script starts and ends on this rank: before its first call, and after its
-    last one.
-    """
+    """Record the start of the script, before its first call, and its end, after its last one."""
     with span(f"{moment} of the script", script=script.name, host=socket.gethostname()):
         pass
 
@@ -162,11 +160,10 @@ def _success_accepted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_of_process() -> Iterator[None]:
-    """Do after the script what Python does before a process ends: wait for threads, and call what
-    was registered with atexit.
+    """Do after the script what Python does before a process ends.
 
-    In torchrun's job Python does this itself. On sim, nobody does: the process is that of all
-    ranks.
+    That is to wait for threads, and to call what was registered with atexit. In torchrun's job
+    Python does this itself. On sim, nobody does: the process is that of all ranks.
     """
     if in_a_job() or dist.get_backend().startswith("sim"):
         yield

@@ -1,5 +1,4 @@
-"""The process of a sim launch: all virtual ranks live in it, each as a thread, and it ends after
-the run.
+"""The process of a sim launch: all virtual ranks are threads of it, and it ends after the run.
 
     control ◀── job, program        ──▶ simulate(): a thread a rank ──▶ record, results or failure
 
@@ -117,8 +116,9 @@ def own_classes() -> Iterator[None]:
 
 
 class SimWatcher(ControlThread):
-    """Tells the launching process where every virtual rank is, and what was recorded so far,
-    when it asks.
+    """Tells the launching process on request where every virtual rank is.
+
+    It also tells what was recorded so far.
     """
 
     def __init__(self, threads: dict[int, int], wire: Wire):
@@ -187,9 +187,7 @@ class _PrefixedStream(io.TextIOBase):
 
 
 def _make_exits_virtual() -> None:
-    """Let os._exit, os.abort, and a signal to oneself end the virtual rank that calls them, and
-    not the process.
-    """
+    """Let os._exit, os.abort, and a signal to oneself end only the virtual rank that calls them."""
     kill = os.kill
 
     def exit_rank(code: int = 0) -> NoReturn:

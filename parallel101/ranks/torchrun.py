@@ -96,7 +96,8 @@ def join_job(
         payload_bytes=payload_bytes,
         on_call=calls.append if recording else None,
     )
-    watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # a call blocks its connection, so the watcher needs its own
+    # a call blocks its connection, so the watcher needs its own
+    watcher_store: dist.Store = store.clone()  # type: ignore[attr-defined]
     watcher = JobWatcher(recorder, watcher_store, size, timeout, calls, keep_record)
     watcher.start()
     if recording:
@@ -278,8 +279,9 @@ class JobWatcher(threading.Thread):
                 return  # the store is gone, and the job with it
 
     def stop(self) -> None:
-        """The launch is over. (If Python ended while the thread is in the store, it would
-        crash.)
+        """End the watcher: the launch is over.
+
+        If Python ended while the thread is in the store, it would crash.
         """
         self.over.set()
         self.join(GRACE)
@@ -321,7 +323,8 @@ class JobWatcher(threading.Thread):
                 raise failure
 
     def _publish(self, status: RankStatus) -> None:
-        self.store.set(f"status/{self.recorder.rank}", pickle.dumps(status))  # type: ignore[arg-type]  # it takes bytes too
+        pickled: Any = pickle.dumps(status)  # set() takes bytes too, which its stub does not say
+        self.store.set(f"status/{self.recorder.rank}", pickled)
 
     def _publish_calls(self) -> None:
         if new := self.calls[self.calls_published :]:
@@ -368,8 +371,9 @@ class JobWatcher(threading.Thread):
         return timed_out(self.timeout, lines, self.wait_for.dropped_works())
 
     def _stop_rank(self, error: BaseException) -> None:
-        """The run has failed. If this rank's own thread does not raise within GRACE, because it
-        is blocked, the process exits.
+        """End this rank, because the run has failed.
+
+        If its own thread is blocked and does not raise within GRACE, the process exits.
         """
         if self.over.wait(GRACE):
             return
@@ -387,11 +391,11 @@ class JobWatcher(threading.Thread):
 
 
 class TerminationSignal:
-    """Whether this process has got SIGTERM, by which torchrun stops the other ranks when one has
-    failed.
+    """Whether this process has got SIGTERM.
 
-    Python calls a handler on the program's thread only, and that may be blocked in C++. So the
-    watcher's thread learns it from a pipe.
+    torchrun stops the other ranks by it when one has failed. Python calls a handler on the
+    program's thread only, and that may be blocked in C++. So the watcher's thread learns it from a
+    pipe.
     """
 
     def __init__(self) -> None:

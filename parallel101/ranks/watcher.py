@@ -1,5 +1,6 @@
-"""The thread in each rank that reports while the program's thread is blocked: in which call, at
-which line, and what was posted so far.
+"""The thread in each rank that reports while the program's thread is blocked.
+
+It says in which call, at which line, and what was posted so far.
 
     program's thread   … compute … ──wait()───────────────────────────▶ …
     watcher            ·    ·    ·    ·  "blocked in recv from 3, at a.py:7" ·    ·  "unblocked"
@@ -160,8 +161,9 @@ class BlockedDetector:
         )
 
     def _in_backward(self) -> PostedCall | None:
-        """The call whose future torch's C++ waits for, as DDP's backward does: its wait() is
-        not seen in Python.
+        """The call whose future torch's C++ waits for, as DDP's backward does.
+
+        Its wait() is not seen in Python.
         """
         futures = self.recorder.futures
         while futures and futures[0][0].is_completed():

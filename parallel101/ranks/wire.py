@@ -1,5 +1,6 @@
-"""What the launching process and its ranks send each other: frames on a socket, with tensors beside
-them.
+"""What the launching process and its ranks send each other: frames on a socket.
+
+Tensors travel beside them.
 
     | kind | length of body | number of buffers | their lengths | body (pickle) | buffers, raw |
 
@@ -82,8 +83,9 @@ class Job:
 
 
 class RankRecord(NamedTuple):
-    """What one process has recorded (on sim: what all virtual ranks have), as Trace.from_rows
-    takes it.
+    """What one process has recorded, as Trace.from_rows takes it.
+
+    On sim that is what all virtual ranks have recorded.
     """
 
     events: list[EventRow]
@@ -264,8 +266,9 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class _PickledStorage:
-    """A tensor's storage, pickled as one out-of-band buffer, so that views of one storage stay
-    views of one storage.
+    """A tensor's storage, pickled as one out-of-band buffer.
+
+    So views of one storage stay views of one storage.
     """
 
     def __init__(self, storage: torch.UntypedStorage):
@@ -315,10 +318,10 @@ def _exception(cls: type[BaseException], args: tuple, state: dict) -> BaseExcept
 
 
 def _global_generator(obj: Any) -> tuple[Any, str] | None:
-    """Where a process finds its own global random generator, or a method of it such as
-    `random.shuffle`: a module and a name.
+    """Where a process finds its own global random generator, or a method of it.
 
-    None for any other object. A generator pickled by value would give every rank the same numbers.
+    Such as `random.shuffle`: a module and a name. None for any other object. A generator pickled by
+    value would give every rank the same numbers.
     """
     generators = [(random, random._inst)]
     if numpy := sys.modules.get("numpy.random"):

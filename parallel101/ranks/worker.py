@@ -1,5 +1,6 @@
-"""A rank's process: take the job, join the process group, run the program, send back its result or
-its failure.
+"""A rank's process: takes the job, joins the process group, runs the program, sends the result.
+
+If the program fails, it sends the failure.
 
 control ◀── job, program           the launching process (see monitor.py)
         ──▶ calls as they are posted (a checked run), blocked, unblocked, record, result or failure
@@ -133,8 +134,9 @@ def run_rank(job: Job, wire: Wire, calls: int, loaded: set[str]) -> None:
 
 
 def _call_sender(wire: Wire, calls: int) -> Callable[[Call], None]:
-    """How a checked run sends its calls: at once, since the call may kill this process, but
-    without waking the launching process.
+    """How a checked run sends its calls: at once, since the call may kill this process.
+
+    This does not wake the launching process.
     """
     if calls < 0:
         return lambda call: wire.send(CALL, tuple(call))
@@ -192,8 +194,9 @@ def _keep_freed_memory() -> None:
 
 
 def _prepare(job: Job) -> None:
-    """Give this process the caller's path, directory and environment, random numbers of its
-    own, and one thread.
+    """Give this process the caller's path, directory and environment.
+
+    It also gets random numbers of its own, and one thread.
     """
     sys.path[:] = job.path
     linecache.cache.update(job.sources)

@@ -141,8 +141,9 @@ class Call(NamedTuple):
 
 
 def operation_name(kind: str, members: Sequence[int]) -> str:
-    """A collective by the name that all ranks must agree on; of new_group, this includes the
-    members.
+    """The name of a collective, which all ranks must agree on.
+
+    For new_group it includes the members.
     """
     return f"new_group({sorted(members)})" if kind == "new_group" else kind
 
@@ -198,12 +199,11 @@ def call_to_compare(
     alike: Mapping[str, Any],
     counts: dict[str, int],
 ) -> Call:
-    """A rank's call of one of parallel101's collectives, which it posts before the messages, to be
-    compared with the other ranks' calls.
+    """A rank's call of one of parallel101's collectives, to compare with other ranks' calls.
 
-    Nobody waits for it. `counts` numbers such calls for each list of ranks and each process group
-    `within` which the messages are sent, because each thread of a rank may use a process group of
-    its own.
+    It is posted before the collective's messages. Nobody waits for it. `counts` numbers such calls
+    for each list of ranks and each process group `within` which the messages are sent, because each
+    thread of a rank may use a process group of its own.
     """
     others, label = tuple(r for r in ranks if r != rank), f"collectives on {sorted(ranks)} {within}"
     seq = counts[label] = counts.get(label, 0) + 1
@@ -389,9 +389,9 @@ def tag_text(tag: int) -> str:
 
 
 class CallChecker:
-    """Compares the calls of a checked run: each send with its receive, and the ranks' calls of each
-    collective, paired by their numbers.
+    """Compares the calls of a checked run.
 
+    It pairs each send with its receive, and the ranks' calls of each collective by their numbers.
     Give each call to `check` when it is posted. `differing` are the calls of the first message or
     collective that does not agree.
     """

@@ -1,5 +1,6 @@
-"""The export for ui.perfetto.dev and chrome://tracing: a process for each rank, a slice for each
-event, an arrow for each message.
+"""Exports a trace for ui.perfetto.dev and chrome://tracing.
+
+There is a process for each rank, a slice for each event and an arrow for each message.
 
     rank 0   compute  ▇▇▇▇ forward ▇▇▇▇
              send           ▇▇▇▇▇─┐
@@ -110,8 +111,9 @@ def _end(event: Event) -> float:
 
 
 def _arrival(message: Message) -> float:
-    """A time strictly inside the receive's slice: the middle of the message's flight, or of the
-    receive if two clocks disagree.
+    """A time strictly inside the receive's slice, at which the message's arrow ends.
+
+    It is the middle of the message's flight, or of the receive if two clocks disagree.
     """
     recv = message.recv
     begin = message.start if message.start < _end(recv) else recv.start

@@ -1,8 +1,7 @@
-"""The errors of a run: a deadlock, a rank that failed, a misuse that torch does not report, a run
-that took too long.
+"""The errors of a run: a deadlock, a rank that failed, a misuse, a run that took too long.
 
-Each says which rank it was, what it was doing, at which file and line of the program, and what to
-do next.
+A misuse is a wrong call that torch does not report. Each says which rank it was, what it was doing,
+at which file and line of the program, and what to do next.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ Waiting = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 
 
 class _ShownInNotebook(BaseException):
-    """Shortens the traceback that IPython shows: it ends with the cell's call, without the
-    frames inside parallel101.
+    """Shortens the traceback that IPython shows.
+
+    It ends with the cell's call, without the frames inside parallel101.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -172,8 +172,7 @@ def broken_connection(error: BaseException) -> bool:
 
 
 def reports_another(error: BaseException, rank: int) -> bool:
-    """Whether an error that `rank` raised names another rank as the one that failed, by its
-    attribute `failed_rank`.
+    """Whether the attribute `failed_rank` of an error that `rank` raised names another rank.
 
     A trainer raises such an error on every rank when one of them has failed.
     """

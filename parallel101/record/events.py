@@ -1,5 +1,6 @@
-"""What a record consists of: an `Event` for each side of a message, for each rank's part in a
-collective, and for each named span.
+"""What a record consists of: an `Event` for each thing that a rank did.
+
+That is its side of a message, its part in a collective, or a named span.
 
     rank 0  ──send──▶ ........ ──span "forward"──
     rank 1  ........ ◀──recv── ..................

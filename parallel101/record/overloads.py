@@ -37,8 +37,10 @@ def own_limit(timeout: timedelta | None) -> float | None:
 
 
 class Signature(NamedTuple):
-    """How a method is called: its options' class, how deep each of its lists of tensors is
-    nested, and what may stand for options.
+    """How a method is called.
+
+    It names the class of its options, how deep each of its lists of tensors is nested, and what may
+    be passed instead of options.
     """
 
     options: type
@@ -87,8 +89,9 @@ SIGNATURES = _signatures()
 
 
 def as_torch_calls_it(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    """The arguments of a group's method: tensors in lists that are nested as torch.distributed
-    nests them, split sizes, and options.
+    """The arguments of a group's method, in the form in which torch.distributed passes them.
+
+    Tensors are in nested lists; split sizes and options follow.
 
     Raises TypeError for arguments that the method does not take.
     """
@@ -143,8 +146,9 @@ def _plain_name(name: str) -> str:
 
 
 def _nested(tensors: Any, depth: int) -> Any:
-    """The tensors in lists of the given depth: a single tensor, or the one list, is put into a
-    list of its own.
+    """The tensors in lists of the given depth.
+
+    A single tensor, or the one list, is put into a list of its own.
     """
     found, first = 0, tensors
     while isinstance(first, list | tuple):

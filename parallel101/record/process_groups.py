@@ -1,5 +1,6 @@
-"""Process groups on gloo and NCCL that are recorded: torch's own backend, made as torch makes it,
-inside a RecordedGroup.
+"""Process groups on gloo and NCCL that are recorded.
+
+torch's own backend, made as torch makes it, is inside a RecordedGroup.
 
     dist.init_process_group("parallel101_gloo") ──▶ _create ──▶ RecordedGroup(ProcessGroupGloo)
     dist.new_group([0, 2])                      ──▶ the same, while the ranks wait for the members
@@ -97,8 +98,9 @@ def _making_group(ranks: list[int] | None, members_only: bool) -> Iterator[None]
 
 
 def _torch_groups(backend: str, options) -> tuple[Any, dist.ProcessGroup]:
-    """torch's own backend, which is faster to call, and a process group of torch's around it,
-    which offers more methods.
+    """torch's own backend, and a process group of torch's around it.
+
+    The backend is faster to call, and the process group offers more methods.
     """
     inner: Any
     if backend == "gloo":

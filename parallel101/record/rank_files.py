@@ -38,8 +38,9 @@ def write_rank_file(
 
 
 def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
-    """The trace of a job, and the ranks that have no file, because they were killed before they
-    could write it.
+    """The trace of a job, and the ranks that have no file.
+
+    A rank that was killed could not write its file.
 
     Raises:
         ValueError: there are no such files, or they are from different runs.
@@ -76,8 +77,9 @@ def join_rank_files(directory: Path) -> tuple[Trace, list[int]]:
 
 
 def _zeros(parts: list[Trace]) -> list[float]:
-    """For each rank's part, the start of the script on its machine: the median over the
-    machine's ranks. 0 if there is one machine only.
+    """For each rank's part, the start of the script on its machine.
+
+    It is the median over the machine's ranks, or 0 if there is only one machine.
     """
     marks = [
         next((span for span in part.spans() if "host" in (span.args or {})), None) for part in parts

@@ -1,5 +1,6 @@
-"""Records one real rank (gloo, NCCL): a process group around torch's own sees what the rank posts
-and waits for.
+"""Records one real rank (gloo, NCCL).
+
+A process group around torch's own sees what the rank posts and waits for.
 
     program ──▶ RecordedGroup ──▶ ProcessGroupGloo
                      │ always: counts of what was posted, and the call in which the program waits
@@ -58,7 +59,8 @@ class RecordedGroup(torch_private.PythonGroup):
         recorder: RankRecorder,
         backend: str,
     ):
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form, which is made for Python
+        # torch's stub lacks this form, which is made for Python
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self.whole = whole
         self.name_in_record = label
@@ -75,8 +77,9 @@ class RecordedGroup(torch_private.PythonGroup):
 
     @property
     def label(self) -> str:
-        """The group's name in the record, or in unrecorded() another, under which its calls are
-        numbered.
+        """The group's name in the record.
+
+        In unrecorded() it has another name, under which its calls are numbered.
         """
         return self.name_in_record + self.recorder.counted_apart
 
@@ -166,8 +169,9 @@ class RecordedGroup(torch_private.PythonGroup):
 
     @contextmanager
     def batched(self, works: list[dist.Work]) -> Iterator[None]:
-        """Messages posted inside start as one batch, as NCCL requires of messages between two
-        ranks. The batch's work becomes theirs.
+        """Start the messages posted inside as one batch, whose work becomes theirs.
+
+        NCCL requires this of messages between two ranks.
         """
         self.inner._start_coalescing()
         try:

@@ -160,8 +160,9 @@ class RankRecorder:
         return count
 
     def count_collective(self, group: str, operation: str) -> int:
-        """Count a collective of a group; `operation` is what all its ranks must call (see
-        Call.operation).
+        """Count a collective of a group.
+
+        `operation` is what all its ranks must call (see Call.operation).
         """
         if group not in self.recent:
             self.recent[group] = collections.deque(maxlen=RECENT)
@@ -237,8 +238,9 @@ class RankRecorder:
 
 
 class CallGroup(Protocol):
-    """What a call needs to know of its group, a RecordedGroup: its ranks in order, those
-    besides this one, and "gloo" or "nccl".
+    """What a call needs to know of its group, a RecordedGroup.
+
+    It has the group's ranks in order, those besides this one, and "gloo" or "nccl".
     """
 
     recorder: RankRecorder
@@ -268,15 +270,17 @@ class PostedCall:
 
     @property
     def times_out(self) -> bool:
-        """Whether the program has set a time limit that it will see: then it may catch the
-        error, and go on.
+        """Whether the program has set a time limit.
+
+        Then it may catch the error, and go on.
         """
         return self.limit is not None and self.limit <= LONGEST_LIMIT
 
     @property
     def once(self) -> bool:
-        """Whether wait() may be called only once: on gloo, a second wait() for a message waits
-        for another message.
+        """Whether wait() may be called only once.
+
+        On gloo, a second wait() for a message waits for another message.
         """
         return self.key[0] in P2P and self.group.backend == "gloo"
 
@@ -371,8 +375,9 @@ class WatchedWork(dist.Work):
 
 
 class Inputs:
-    """What a rank passed to a call, before torch got it: the payload of the event, and tensors
-    that must not change until the wait().
+    """What a rank passed to a call, before torch got it.
+
+    It has the payload of the event, and tensors that must not change until the wait().
     """
 
     __slots__ = ("payload", "tensors")
@@ -478,8 +483,10 @@ class RecordedWork(WatchedWork):
         return future.value()
 
     def event(self, end: Any, source: int | None = None, payload: list | None = None) -> Event:
-        """Its event. `source`: who sent what a receive from any rank got. Such receives are
-        numbered apart, and so have a negative seq.
+        """Its event.
+
+        `source`: who sent what a receive from any rank got. Such receives are numbered apart, and
+        so have a negative seq.
         """
         call = self.call
         seq = call.seq if source is None else -call.seq

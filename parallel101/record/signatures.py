@@ -37,8 +37,10 @@ class CollectiveArguments(NamedTuple):
 
 
 class CollectiveSpec(NamedTuple):
-    """How a c10d method is called: the positions of its inputs, of its outputs, and of the
-    tensors whose shape all ranks must share.
+    """How a c10d method is called.
+
+    It has the positions of its inputs, of its outputs, and of the tensors whose shape all ranks
+    must share.
     """
 
     kind: str
@@ -174,9 +176,7 @@ def op_name(op: Any) -> str:
 
 
 def bytes_by_rank(args: tuple, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """From an all-to-all's arguments: the bytes that it gives to each rank of the group, and
-    those that it expects from each.
-    """
+    """The bytes that an all-to-all gives to each rank of the group and expects from each."""
     outputs, inputs, *splits = args
     if not isinstance(inputs, torch.Tensor):
         gives, takes = [t.nbytes for t in inputs], [t.nbytes for t in outputs]
@@ -260,8 +260,9 @@ def unfit(
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds now: all of it if it is small, otherwise a sample of its bytes, which
-    shows most changes.
+    """What a tensor holds now, to find out later whether it has changed.
+
+    That is all of it if it is small, otherwise a sample of its bytes, which shows most changes.
     """
     return tensor.detach().clone() if tensor.nbytes <= WHOLE else _sample(tensor).clone()
 

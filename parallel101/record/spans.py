@@ -47,11 +47,10 @@ class Recorder(Protocol):
     def unrecorded(self) -> contextlib.AbstractContextManager[None]: ...
 
     def agree(self, kind: str, ranks: Sequence[int], within: str, alike: Mapping[str, Any]) -> int:
-        """Compare `kind` and the arguments `alike` with what the other ranks pass in their call
-        with the same number; a checked run raises.
+        """Compare `kind` and `alike` with what the other ranks pass in the same call.
 
-        Calls are numbered for each list of ranks and `within`. Returns the number, or 0 in a run
-        that checks nothing.
+        In a checked run, a difference raises. Calls are numbered for each list of ranks and
+        `within`. Returns the number, or 0 in a run that checks nothing.
         """
         ...
 
@@ -69,8 +68,9 @@ def recorder() -> Recorder | None:
 
 
 def record_into(target: Recorder | None, *, this_thread_only: bool = False) -> None:
-    """Make `target` the recorder of this process, or of this thread, as on sim, where each rank
-    is a thread. None ends it.
+    """Make `target` the recorder of this process, or of this thread on sim. None ends it.
+
+    On sim each rank is a thread.
     """
     if this_thread_only:
         _thread.recorder = target
@@ -87,8 +87,9 @@ def current_collective() -> Collective | None:
 
 
 def axis_described(description: str) -> str | None:
-    """The mesh axis whose process group has this description: "mesh_tp" for the axis "tp",
-    "mesh_dim_0" for one without a name.
+    """The mesh axis whose process group has this description.
+
+    "mesh_tp" is of the axis "tp", and "mesh_dim_0" of an axis without a name.
     """
     made_by, _, name = description.partition("_")
     return (
@@ -114,8 +115,9 @@ def span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]
 
 
 def wait_span(name: str, /, **labels: Any) -> contextlib.AbstractContextManager[None]:
-    """The same for a time in which the rank waits for other ranks, so that pictures and sums do
-    not count it as compute.
+    """The same for a time in which the rank waits for other ranks.
+
+    Pictures and sums do not count it as compute.
     """
     return _span(name, labels, waiting=True)
 
@@ -178,12 +180,12 @@ def compute(seconds: float) -> None:
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """Leave what happens inside out of the run: messages, collectives, spans, compute(), and on sim
-    the time that they take.
+    """Leave what happens inside out of the run.
 
-    All ranks of a group enter and leave it together: make a collective of the group the first and
-    the last thing inside. Wait inside for what was begun inside, and before it for what was begun
-    before. Make process groups outside.
+    That is messages, collectives, spans, compute(), and on sim the time that they take. All ranks
+    of a group enter and leave it together: make a collective of the group the first and the last
+    thing inside. Wait inside for what was begun inside, and before it for what was begun before.
+    Make process groups outside.
 
     Inside, deadlocks and calls that do not agree are found as elsewhere. On sim each rank goes on
     at the time at which it entered, as if the block had not been there (second_world.py names the

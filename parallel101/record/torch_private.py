@@ -100,11 +100,10 @@ class PythonGroup(dist.ProcessGroup):
 
 
 def fill_new_tensors() -> None:
-    """From now on, torch.empty returns NaN, or the largest integer, so that memory which was never
-    written can be recognised.
+    """Make torch.empty return NaN, or the largest integer, from now on.
 
-    Relies on `_set_deterministic_algorithms`. (The public function imports torch's compiler as
-    well, which takes 2 seconds.)
+    So memory which was never written can be recognised. Relies on `_set_deterministic_algorithms`.
+    (The public function imports torch's compiler as well, which takes 2 seconds.)
     """
     # an operation without a deterministic version only warns
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -115,12 +114,11 @@ def fill_new_tensors() -> None:
 def called_instead(
     function: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, whoever calls torch's `function` calls `make(original)`, also if it was imported by
-    name, before or inside.
+    """Inside, a call of torch's `function` calls `make(original)`.
 
-    So the function itself is changed, not the attributes of modules that refer to it. Relies on its
-    being a Python function, decorated by a closure over the function alone (as `_exception_logger`
-    does) or not at all.
+    This also holds if it was imported by name, before or inside. So the function itself is changed,
+    not the attributes of modules that refer to it. Relies on its being a Python function, decorated
+    by a closure over the function alone (as `_exception_logger` does) or not at all.
     """
     if function.__closure__ is not None:
         (cell,) = function.__closure__
@@ -153,12 +151,12 @@ class RunningBatch(NamedTuple):
 
 
 def running_batch(frame: FrameType | None) -> RunningBatch | None:
-    """The call of `batch_isend_irecv` to which `frame`, the caller of a group's send or recv,
-    belongs. None: it is not in a batch.
+    """The call of `batch_isend_irecv` to which `frame` belongs, or None if it is not in a batch.
 
-    For a process group written in Python, torch posts the messages of a batch one by one, and does
-    not say where it begins. Relies on isend and irecv being called by `batch_isend_irecv` (with at
-    most a few frames between) and on its argument `p2p_op_list`.
+    `frame` is the caller of a group's send or recv. For a process group written in Python, torch
+    posts the messages of a batch one by one, and does not say where it begins. Relies on isend and
+    irecv being called by `batch_isend_irecv` (with at most a few frames between) and on its
+    argument `p2p_op_list`.
     """
     code = inspect.unwrap(c10d.batch_isend_irecv).__code__
     for _ in range(6):
@@ -171,11 +169,10 @@ def running_batch(frame: FrameType | None) -> RunningBatch | None:
 
 
 class RankWorld:
-    """What torch keeps once per process: the default group, and all groups with their names and
-    ranks. On sim, each rank has its own.
+    """What torch keeps once per process: the default group, and all groups.
 
-    Relies on torch reading `c10d._world` at each use, and on these being all its attributes
-    (`c10d._World`).
+    It has their names and ranks too. On sim, each rank has its own. Relies on torch reading
+    `c10d._world` at each use, and on these being all its attributes (`c10d._World`).
     """
 
     def __init__(self) -> None:
@@ -258,11 +255,10 @@ def after_backward(callback: Callable[[], Any]) -> bool:
 def ahead_of_futures(
     waits: Callable[[Callable[[], bool]], None], asks: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside, `waits(done)` is called before Python waits for an unfinished torch future, and
-    `asks()` before done() returns False.
+    """Inside, call `waits(done)` before Python waits for an unfinished torch future.
 
-    Relies on all waiting in Python, including torch.futures.wait_all and collect_all, being a call
-    of `torch._C.Future.wait`.
+    `asks()` is called before done() returns False. Relies on all waiting in Python, including
+    torch.futures.wait_all and collect_all, being a call of `torch._C.Future.wait`.
     """
     future: Any = torch._C.Future
     wait, done = future.wait, future.done
@@ -286,10 +282,10 @@ def ahead_of_futures(
 
 @contextlib.contextmanager
 def around_profiler(uses: Callable[[], None], stops: Callable[[], None]) -> Iterator[None]:
-    """Inside, `uses()` is called before torch's profiler starts or stops, and `stops()` after it
-    has stopped.
+    """Inside, call `uses()` before torch's profiler starts or stops.
 
-    Relies on torch.autograd.profiler, which torch.profiler uses, calling these three of its names.
+    `stops()` is called after it has stopped. Relies on torch.autograd.profiler, which
+    torch.profiler uses, calling these three of its names.
     """
     profiler: Any = torch.autograd.profiler
     names = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
@@ -320,12 +316,12 @@ def wrap_new_groups(
     wrapped: str,
     context: Callable[[list[int] | None, bool], AbstractContextManager[object]],
 ) -> None:
-    """From now on, make every sub-group on backend `name` with the registered backend `wrapped`,
-    inside `context(ranks, members_only)`.
+    """Make every new sub-group on backend `name` with the registered backend `wrapped`.
 
-    In that context torch waits for the members of the group. Unless `members_only`, all ranks of
-    the world make the same groups in the same order. Relies on `_new_group_with_tag`, which
-    `new_group` and DeviceMesh call by that name, and on its parameters.
+    It is made inside `context(ranks, members_only)`. In that context torch waits for the members of
+    the group. Unless `members_only`, all ranks of the world make the same groups in the same order.
+    Relies on `_new_group_with_tag`, which `new_group` and DeviceMesh call by that name, and on its
+    parameters.
     """
     original = getattr(c10d._new_group_with_tag, "original", c10d._new_group_with_tag)
     signature = inspect.signature(original)
@@ -347,12 +343,12 @@ def wrap_new_groups(
 
 
 def count_loss_parallel() -> None:
-    """Let several ranks of one process be inside `loss_parallel()`: the first that enters it turns
-    it on, the last that leaves it off.
+    """Let several ranks of one process be inside `loss_parallel()`.
 
-    It turns on functions for all DTensors of the process, and turning them off twice is a KeyError.
-    Call this on a rank before it blocks. Relies on `_enable_custom_loss_ops` and
-    `_disable_custom_loss_ops` of the module, and on `_custom_op_handlers`, in which they do so.
+    The first that enters turns it on, and the last that leaves turns it off. It turns on functions
+    for all DTensors of the process, and turning them off twice is a KeyError. Call this on a rank
+    before it blocks. Relies on `_enable_custom_loss_ops` and `_disable_custom_loss_ops` of the
+    module, and on `_custom_op_handlers`, in which they do so.
     """
     # a program that has not imported it is not inside
     loss: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")

@@ -1,5 +1,6 @@
-"""The record of a run: `Trace` holds its events, counts messages and bytes, pairs sends with
-receives, and is saved and loaded.
+"""The record of a run: `Trace` holds its events.
+
+It counts messages and bytes, pairs sends with receives, and can be saved and loaded.
 
     run.trace.bytes_sent, .makespan        counts
     run.trace.messages()                   each send with its receive
@@ -86,8 +87,9 @@ class Trace:
         return trace
 
     def _number_receives_from_anyone(self) -> None:
-        """Number receives from any rank (seq < 0) together with the other receives from the
-        rank whose message they got.
+        """Number receives from any rank (seq < 0) together with the other receives.
+
+        The others are those from the rank whose message was received.
         """
         mixed = {
             (e.peer, e.rank, e.tag, e.group.name)
@@ -106,8 +108,9 @@ class Trace:
                 self.events[place] = e._replace(seq=counts[key])
 
     def _end_sends_with_their_receives(self) -> None:
-        """A send for which nobody waited has ended if its receive has: it moves from
-        `unfinished` to `events`.
+        """Move each send that has ended from `unfinished` to `events`.
+
+        A send for which nobody waited has ended if its receive has.
         """
         ends: dict[tuple, float] = {
             (e.peer, e.rank, e.tag, e.group.name, e.seq): e.end
@@ -154,8 +157,9 @@ class Trace:
 
     @property
     def bytes_sent(self) -> list[int]:
-        """Bytes that each rank sent point to point, by rank. torch's own collectives, which are
-        one event a rank, are not counted.
+        """Bytes that each rank sent point to point, by rank.
+
+        torch's own collectives, which are one event a rank, are not counted.
         """
         return self._total("send", lambda e: e.nbytes)
 
@@ -171,17 +175,16 @@ class Trace:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end (virtual seconds on sim); 0.0 for an
-        empty trace.
+        """Seconds from the first start to the last end; 0.0 for an empty trace.
+
+        On sim the seconds are virtual.
         """
         if not self.events:
             return 0.0
         return max(e.end for e in self.events) - min(e.start for e in self.events)
 
     def messages(self) -> list[Message]:
-        """The point-to-point messages, each with both its sides, in the order in which they
-        arrived.
-        """
+        """The point-to-point messages, each with both its sides, in the order of their arrival."""
         waiting: dict[tuple, deque[Event]] = defaultdict(deque)
         for event in sorted((e for e in self.events if e.kind == "send"), key=lambda e: e.seq):
             waiting[event.rank, event.peer, event.tag, event.group.name].append(event)
@@ -258,8 +261,9 @@ class Trace:
             raise ValueError(f"{path} is not as Trace.save wrote it: {error}") from error
 
     def to_chrome(self, path: str | os.PathLike) -> None:
-        """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing: a process for
-        each rank, an arrow for each message.
+        """Write a Chrome trace, to open at ui.perfetto.dev or chrome://tracing.
+
+        It has a process for each rank, and an arrow for each message.
         """
         slices = chrome_events(self.world_size, self.events, self.unfinished, self.messages())
         Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ns"}))
@@ -367,8 +371,7 @@ def _event(row: Any, groups: list[EventGroup], world_size: int) -> Event:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Switch Python's garbage collector off inside, where many objects are made and none is
-    garbage.
+    """Switch Python's garbage collector off while many objects are made and none is garbage.
 
     Otherwise it would look through all of them again and again, which takes several times as long
     as making them.

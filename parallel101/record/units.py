@@ -20,9 +20,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def decimal_bytes(nbytes: float) -> str:
-    """18_874_368 -> "18.9 MB": powers of 1000, as papers write memory, and as a trainer's
-    `describe()` does.
-    """
+    """18_874_368 -> "18.9 MB": powers of 1000, as in papers and in a trainer's `describe()`."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
@@ -41,8 +39,9 @@ def human_seconds(seconds: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """The distance between the ticks of an axis: 1, 2 or 5 times a power of ten, so that `span`
-    has at most `most` of them.
+    """The distance between the ticks of an axis: 1, 2 or 5 times a power of ten.
+
+    A `span` has at most `most` ticks.
     """
     if span <= 0:
         return 1.0
@@ -63,10 +62,10 @@ def listed(items: Iterable[object]) -> str:
 
 
 def ranks_text(numbers: Iterable[int], everyone: Iterable[int] = ()) -> str:
-    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; three or more in a row -> "ranks 0–5"; all of
-    `everyone` -> "every rank".
+    """[2] -> "rank 2"; [0, 1] -> "ranks 0 and 1"; [0, 1, …, 5] -> "ranks 0–5".
 
-    Of more than eight others, the first eight and how many more there are.
+    All of `everyone` gives "every rank". Of more than eight others, the first eight and how many
+    more there are.
     """
     ranks = sorted(set(numbers))
     if len(ranks) > 1 and ranks == sorted(everyone):

@@ -100,9 +100,7 @@ def cycle(needs: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
-    """Notes on a send and a receive of the same two ranks that do not match, because their tags
-    or groups differ.
-    """
+    """Notes on a send and a receive of the same ranks whose tags or groups differ."""
     notes = []
     for send in waits.values():
         receive = waits.get(send.peers[0]) if send.kind == "send" else None
@@ -130,8 +128,9 @@ def _unmatched_waits(waits: Mapping[int, Call]) -> list[tuple[str, str]]:
 
 @dataclass
 class RankStatus:
-    """What a rank has reported: the call in which it is blocked, if it is, and what it had
-    posted by then.
+    """What a rank has reported.
+
+    If it is blocked, it has the call in which it is, and what it had posted by then.
     """
 
     blocked: Call | None = None
@@ -216,9 +215,7 @@ class WaitForGraph:
         )
 
     def stall_error(self, checked: bool) -> DeadlockError:
-        """The error for ranks that make no progress although everything they wait for was
-        posted.
-        """
+        """The error for ranks that make no progress although all they wait for was posted."""
         waiting = {}
         for rank, status in enumerate(self.ranks):
             if (call := status.blocked) is not None:
@@ -311,8 +308,9 @@ class WaitForGraph:
         return notes
 
     def _unmatched_messages(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
-        """Notes on messages that one side posted and the other never will, except those for
-        which a rank is shown to wait.
+        """Notes on messages that one side posted and the other never will.
+
+        Messages for which a rank is shown to wait are left out.
         """
         notes = []
         for rank in ranks:

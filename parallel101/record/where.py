@@ -1,5 +1,6 @@
-"""Where in the program a call is: "file:line" of the first frame that is neither torch's nor
-parallel101's.
+"""Where in the program a call is: "file:line" of the first frame of the program's own.
+
+Frames of torch and of parallel101 are passed over.
 
 lesson.py:12  →  parallel101/collectives/…  →  torch/distributed/…        gives lesson.py:12
 """
@@ -78,8 +79,7 @@ def stands_for_a_place(function: Callable[..., object]) -> None:
 
 
 def shown(place: str) -> str:
-    """A "file:line" for readers, with the source line if it is available: "a.py:7: dist.recv(x,
-    1)".
+    """A "file:line" for readers, with the source line if there is one: "a.py:7: dist.recv(x, 1)".
 
     A notebook cell, whose file has a generated name, is shown by its number: "cell [5], line 4".
     """
@@ -105,9 +105,7 @@ def cell_name(filename: str) -> str | None:
 
 
 def is_inside(filename: str) -> bool:
-    """Whether a file is torch's, parallel101's, or one of the standard library's that are
-    called in between.
-    """
+    """Whether a file is torch's, parallel101's, or one of the standard library's between them."""
     return (
         filename.startswith(("<frozen", *_LIBRARIES)) and not filename.startswith(_PROGRAMS)
     ) or filename in _PLUMBING

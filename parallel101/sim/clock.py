@@ -46,8 +46,9 @@ class RankCancelled(BaseException):
 
 
 class VirtualRank:
-    """A virtual rank: its thread, its own clock (ahead of the world's after `compute`), and
-    what it waits for.
+    """A virtual rank: its thread, its own clock, and what it waits for.
+
+    Its clock is ahead of the world's after `compute`.
     """
 
     __slots__ = (
@@ -281,9 +282,7 @@ class World:
             self._woken.append(rank.number)
 
     def enter(self, rank: VirtualRank) -> None:
-        """A rank is about to communicate: wait until the world's time reaches the rank's own
-        clock.
-        """
+        """Wait until the world's time reaches the rank's own clock, before it communicates."""
         if self.failure is not None:
             raise RankCancelled
         if rank.clock > self.now:
@@ -307,8 +306,9 @@ class World:
         rank.set_futures()
 
     def wait(self, rank: VirtualRank, work: Waitable, seconds: float | None = None) -> None:
-        """Block a rank until a work is done, but not longer than its time limit, if the program
-        has set one (see limits.py).
+        """Block a rank until a work is done, or until the program's time limit, if it has one.
+
+        See limits.py.
         """
         if self.failure is not None:
             raise RankCancelled

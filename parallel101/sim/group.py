@@ -49,8 +49,9 @@ from parallel101.sim.work import SimWork
 
 
 class SharedState:
-    """What all groups of a run share: the groups themselves, and all messages and collectives
-    that have not ended.
+    """What all groups of a run share.
+
+    That is the groups themselves, and all messages and collectives that have not ended.
     """
 
     def __init__(self, world: World, payload_bytes: int):
@@ -65,8 +66,9 @@ class SharedState:
         world.find_misuse = self.find_misuse
 
     def label(self, name: str, ranks: list[int]) -> str:
-        """The name of a group in the record: torch's, unless a group of other ranks has it
-        already.
+        """The name of a group in the record.
+
+        It is torch's name, unless a group of other ranks has it already.
         """
         if self.groups.setdefault(name, ranks) != ranks:
             name = f"{name} {ranks}"
@@ -96,8 +98,9 @@ class SharedState:
         return self.unmatched.rows() + messages + [work.row(work.posted) for work in works]
 
     def unwaited(self) -> list[MessageWork]:
-        """The sends and receives for which no rank has waited, in the order in which they were
-        posted. Ask when all have returned.
+        """The sends and receives for which no rank has waited, in the order of posting.
+
+        Ask when all ranks have returned.
         """
         works = {work for rank in self.world.ranks for work in rank.unwaited}.union(
             self.unmatched.unwaited()
@@ -161,8 +164,9 @@ class SimGroup(PointToPointGroup):
         group_desc: str | None = None,
         **__: Any,
     ) -> SimGroup | None:
-        """What dist.new_group calls: returns a group of some of the ranks, or None for a rank
-        that is not in it.
+        """What dist.new_group calls: returns a group of some of the ranks.
+
+        A rank that is not in it gets None.
         """
         if self.member.number not in ranks:
             return None
@@ -186,8 +190,9 @@ class SimGroup(PointToPointGroup):
         return self.posted
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """From now on, this rank's calls of the group have this time limit, in virtual time
-        (see limits.py).
+        """Give this rank's later calls of the group this time limit, in virtual time.
+
+        See limits.py.
         """
         self.world.limits.set_limit(self, timeout)
 
@@ -424,9 +429,7 @@ class RunningCollective:
             world.schedule(shared.busy_until[label], self)
 
     def misuse(self) -> MisuseError | None:
-        """An error that names the rank whose call differs from the others; None if they agree
-        so far.
-        """
+        """An error that names the rank whose call differs from the others; None so far."""
         if self.agreed:
             return None
         call_checker = CallChecker()

@@ -52,8 +52,9 @@ class TimedWait(NamedTuple):
 
 
 class TimeLimits:
-    """The time limits of a run's groups, the waits that have one, and the ranks that have left
-    a group because of one.
+    """The time limits of a run's groups, and the waits that have one.
+
+    It also knows the ranks that have left a group because of a limit.
     """
 
     def __init__(self, world: Any):  # a World; clock.py imports this file
@@ -96,9 +97,7 @@ class TimeLimits:
         return self.waits[0].until if self.waits else None
 
     def expire(self) -> None:
-        """Time has reached the next limit: those who wait get their error, and leave their
-        group.
-        """
+        """Give the ranks whose limit time has reached their error; they leave their group."""
         late: list[tuple[TimedWait, Call]] = []
         while self.next() == self.world.now:
             wait = heappop(self.waits)
@@ -111,8 +110,9 @@ class TimeLimits:
                 self._leave(call.group, wait.rank.number)
 
     def _leave(self, label: str, rank: int) -> None:
-        """A rank has timed out in a group: whoever waits for it there, or tries to communicate
-        with it, gets an error.
+        """Take a rank that has timed out from its group.
+
+        Ranks that wait for it there, or try to communicate with it, get an error.
         """
         first = not self.left[label]
         self.left[label].add(rank)
@@ -133,9 +133,7 @@ class TimeLimits:
                     self.world.wake(other)
 
     def check(self, label: str, rank: int, peers: set[int]) -> None:
-        """Raise what gloo raises if `rank` has left the group, or one of the peers that it
-        needs.
-        """
+        """Raise what gloo raises if `rank`, or a peer that it needs, has left the group."""
         left = self.left.get(label, set())
         if rank in left:
             raise RuntimeError("Application timeout caused pair closure")

@@ -64,15 +64,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=1024)
 def memory(nbytes: int) -> type[Array[c_char]]:
-    """`memory(n).from_address(pointer).raw` reads and writes n bytes of memory, twice as fast
-    as string_at and memmove.
+    """`memory(n).from_address(pointer).raw` reads and writes n bytes of memory.
+
+    It is twice as fast as string_at and memmove.
     """
     return c_char * nbytes
 
 
 def snapshot(pointer: int, nbytes: int) -> bytes:
-    """The bytes at a place in memory, all of them or samples, so that a later change can be
-    noticed.
+    """The bytes at a place in memory, so that a later change can be noticed.
+
+    That is all of them, or samples.
     """
     if nbytes <= WHOLE:
         return memory(nbytes).from_address(pointer).raw
@@ -145,9 +147,7 @@ class MessageWork(SimWork):
         return future
 
     def settle(self) -> None:
-        """The program has seen that the message has ended: from now on the tensor is its own
-        again.
-        """
+        """Note that the program knows that the message has ended: the tensor is its own again."""
         raise NotImplementedError
 
     def result(self) -> list[torch.Tensor]:
@@ -265,9 +265,7 @@ class SendWork(MessageWork):
         )
 
     def fire(self) -> None:
-        """The message ends: its links are free, and the receiver gets the bytes if it has
-        posted its receive.
-        """
+        """End the message: free its links, and give the bytes to a receive that is posted."""
         if self.hops:
             self.world.links.free(self.hops[-1])
         rank = self.rank
@@ -284,11 +282,10 @@ class SendWork(MessageWork):
             rank.unwaited.add(self)
 
     def deliver(self, receive: RecvWork) -> None:
-        """Give the bytes to the receive and record the message, both sides in one row (see
-        record/events.py).
+        """Give the bytes to the receive and record the message, both sides in one row.
 
-        They lie in the receiver's tensor once it waits for them, as on gloo: whoever forgets the
-        wait() must not get them.
+        See record/events.py for the row. They lie in the receiver's tensor once it waits for them,
+        as on gloo: whoever forgets the wait() must not get them.
         """
         receive.data, self.data = self.data, None
         world = self.world
@@ -330,8 +327,9 @@ class SendWork(MessageWork):
 
 
 class UnmatchedMessages:
-    """The sends and receives of a run that have not been matched yet, in the order in which
-    they were posted.
+    """The sends and receives of a run that have not been matched yet.
+
+    They are in the order in which they were posted.
     """
 
     def __init__(self) -> None:

@@ -80,8 +80,9 @@ class RankModules:
 
 
 def in_library(spec: ModuleSpec) -> bool:
-    """Whether a module belongs to Python or to an installed package, or is machine code, which
-    Python cannot load twice.
+    """Whether a module belongs to Python or to an installed package, or is machine code.
+
+    Python cannot load machine code twice.
     """
     if spec.origin in ("built-in", "frozen") or isinstance(spec.loader, ExtensionFileLoader):
         return True

@@ -172,8 +172,9 @@ class Network:
         bandwidth: float = 50e9,
         eager: float = 0,
     ) -> Network:
-        """Every rank has a link to its right neighbour and, if `bidirectional`, one to its left
-        neighbour too.
+        """A network in which every rank has a link to its right neighbour.
+
+        If `bidirectional`, it has one to its left neighbour too.
         """
         return cls(latency, bandwidth, eager, TorusTopology(None, _checked_flag(bidirectional)))
 
@@ -272,8 +273,9 @@ def _check_bandwidth(name: str, value: float) -> None:
 
 
 class TimedEvent(Protocol):
-    """Something that happens at a scheduled time: the end of a message or of a collective, or a
-    rank's clock reaching its time.
+    """Something that happens at a scheduled time.
+
+    That is the end of a message or of a collective, or the time that a rank's clock shows.
     """
 
     def fire(self) -> None: ...
@@ -366,8 +368,9 @@ class Links:
                     heappush(more, (now, order, sender, number, message, place + 1, -1))
 
     def go_back(self, now: float, before: float) -> None:
-        """Time goes back to `now`: what held links between then and `before` will hold them
-        again.
+        """Set the time back to `now`.
+
+        What held links between then and `before` will hold them again.
         """
         for start, end, hop in self.held or ():
             if now < end <= before:

@@ -66,14 +66,16 @@ class ProcessStates:
         self.logging = LoggingStates(size)
         self.environ_before_run: dict = os.environ._data  # type: ignore[attr-defined]
         self.environs = [dict(self.environ_before_run) for _ in range(size)]
-        os.environ._data = self.environs[0]  # type: ignore[attr-defined]  # the program may have imported os.environ itself by name
+        # the program may have imported os.environ itself by name
+        os.environ._data = self.environs[0]  # type: ignore[attr-defined]
         self.profiled: int | None = None  # the rank whose profiler is running
         self.output_before_run = (builtins.print, sys.stdout, sys.stderr)
         self.outputs: list[tuple[Any, Any, Any]] = [self.output_before_run] * size
 
     def switcher(self) -> Callable[[int, int], None]:
-        """The function to call as switch(old, new) when rank `old` stops running and rank `new`
-        runs. It takes a microsecond.
+        """The function switch(old, new), to call when rank `old` stops running and rank `new` runs.
+
+        It takes a microsecond.
         """
         worlds, random_states, modules, environs, outputs = (
             self.worlds,

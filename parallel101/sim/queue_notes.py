@@ -1,5 +1,6 @@
-"""What a deadlock under NCCL's rules has to do with queues, in sentences: what waits behind
-what, and what never meets (see queues.py).
+"""Explains a deadlock under NCCL's rules by the queues, in sentences.
+
+They say what waits behind what, and what never meets (see queues.py).
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ def _not_started(queue: Queue) -> Iterator[Operation]:
 def _other_side_behind(
     queues: Queues, communicator: str, message: MessageWork
 ) -> tuple[MessageWork, Queue] | None:
-    """The other side of a message, if it stands behind another operation of the same
-    communicator.
-    """
+    """The other side of a message, if it is behind another operation of the same communicator."""
     queue = queues.of.get((communicator, message.peer or 0))
     if queue is not None:
         for operation in _not_started(queue):

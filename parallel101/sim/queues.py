@@ -160,9 +160,7 @@ class Operation(SimWork):
 
     @property
     def first(self) -> MessageWork | QueuedCollective:
-        """What to name it by: its first message that has not met its other side, if there is
-        one.
-        """
+        """The operation to name it by: its first message that has no partner yet, if any."""
         return (self.to_meet or self.messages or self.collectives)[0]
 
 
@@ -192,8 +190,9 @@ class Queue:
 
 
 class Queues:
-    """All queues of a run, and the messages in them: a send and a receive meet when both have
-    started.
+    """All queues of a run, and the messages in them.
+
+    A send and a receive meet when both have started.
     """
 
     def __init__(self, shared: SharedState):
@@ -338,9 +337,7 @@ class Transfer:
 
 
 class QueuedCollective(CollectiveWork):
-    """One rank's call of a collective, which joins the others when its turn has come in the
-    queue.
-    """
+    """One rank's call of a collective, which joins the others when its turn in the queue comes."""
 
     operation: Operation
 
@@ -362,8 +359,9 @@ class QueuedCollective(CollectiveWork):
 
 
 class NothingMeets(dict):
-    """Channels for PointToPointGroup in which no send meets a receive: it makes the message,
-    and then the message goes into a queue.
+    """Channels for PointToPointGroup in which no send meets a receive.
+
+    The group makes the message, and then the message goes into a queue.
     """
 
     def get(self, key: object, default: object = None) -> list:

@@ -1,5 +1,4 @@
-"""Random numbers of virtual ranks: each rank has its own torch, Python and NumPy generators, as if
-it were a process.
+"""Random numbers of virtual ranks: each has its own torch, Python and NumPy generators.
 
 torch starts every rank from the default seed, as in a fresh process. Python and NumPy would seed a
 fresh process from the system. Here they are seeded with the rank's number instead: ranks differ, as
@@ -81,8 +80,9 @@ class RandomStates:
     def _give_each_rank(
         self, module: ModuleType, hidden: object, generators: Sequence[object]
     ) -> None:
-        """Replace the functions of `random` or `numpy.random`: they are methods of one hidden
-        generator, and become the running rank's.
+        """Replace the functions of `random` or `numpy.random` by the running rank's.
+
+        They are methods of one hidden generator.
         """
         functions = {
             name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is hidden

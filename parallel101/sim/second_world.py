@@ -1,5 +1,6 @@
-"""`unrecorded()` on the sim: the ranks inside use a second world with a clock of its own, of which
-nothing is kept.
+"""`unrecorded()` on the sim: the ranks inside use a second world of which nothing is kept.
+
+That world has a clock of its own.
 
     the run's world      rank 0 ── send ──┐                              ┌── recv ──▶
     the second world                      └── messages, compute, spans ──┘
@@ -123,8 +124,9 @@ class SecondGroups:
 
 
 class _GoesOn:
-    """A rank goes on after the block at the time at which it entered, and after the ranks that
-    entered in an earlier round at that time.
+    """Lets a rank go on after the block at the time at which it entered.
+
+    Ranks that entered in an earlier round at that time go first.
     """
 
     __slots__ = ("done", "entered", "leaving", "rank")

@@ -177,11 +177,10 @@ def _no_group(*_: Any) -> NoReturn:
 
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keep this thread, and the threads that it starts inside, on its present core, with batch
-    scheduling (Linux only).
+    """Keep this thread, and those that it starts inside, on one core (Linux only).
 
-    Only one virtual rank runs at a time, and waking a thread on another core takes three times as
-    long as on the same one.
+    They have batch scheduling. Only one virtual rank runs at a time, and waking a thread on another
+    core takes three times as long as on the same one.
     """
     if sys.platform != "linux":
         yield

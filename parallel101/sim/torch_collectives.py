@@ -36,8 +36,9 @@ class Buffer(NamedTuple):
     dtype: torch.dtype
 
     def values(self) -> torch.Tensor:
-        """This memory as a new flat tensor, without the autograd history, version counter or
-        subclass of the rank's own tensor.
+        """This memory as a new flat tensor.
+
+        It lacks the autograd history, version counter and subclass of the rank's own tensor.
         """
         if not self.nbytes:
             return torch.empty(0, dtype=self.dtype)
@@ -110,9 +111,7 @@ def whole(tensor: torch.Tensor) -> Buffer:
 
 
 def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffer]:
-    """The tensor split along dim 0 into p pieces, with the given numbers of rows or of equal
-    size.
-    """
+    """The tensor split along dim 0 into p pieces, equally or with the given numbers of rows."""
     if layout(tensor) and not str(layout(tensor)).startswith("dim order (0,"):
         raise ValueError("Tensors must be contiguous, as they are split along dim 0")
     if not rows:
@@ -141,8 +140,9 @@ def pieces(tensor: torch.Tensor, p: int, rows: Sequence[int] = ()) -> list[Buffe
 
 
 class Move(NamedTuple):
-    """One output buffer, and the input buffers that make it: one to copy, or those of all ranks
-    to reduce.
+    """One output buffer, and the input buffers that make it.
+
+    There is one to copy, or those of all ranks to reduce.
     """
 
     position: int  # of the rank that gets it, in the group
@@ -185,8 +185,9 @@ def _piece(buffers: Sequence[Buffer], which: int) -> Buffer:
 
 
 def execute(moves: Sequence[Move], op: str | None) -> None:
-    """Move the bytes. A reduction goes in rank order, and all sums are computed before any is
-    written.
+    """Move the bytes.
+
+    A reduction goes in rank order, and all sums are computed before any is written.
     """
     results: dict[tuple[int, ...], torch.Tensor] = {}  # all ranks of an all-reduce share one sum
     for move in moves:

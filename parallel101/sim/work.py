@@ -53,8 +53,9 @@ class SimWork(_Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done. If a rank asks twice at the same virtual time, time moves to the
-        next event.
+        """Whether it is done.
+
+        If a rank asks twice at the same virtual time, time moves to the next event.
         """
         if not self.done:
             self.world.poll(self.rank, self)

@@ -31,7 +31,10 @@ MOST_RANKS, MOST_MESSAGES = 128, 20_000
 # one by one; more ranks are summed up (many_ranks.py)
 MOST_DRAWN_RANKS, MOST_DRAWN_MESSAGES, MOST_CHUNKS = 16, 2000, 16
 LEFT, WIDTH, TOP = 28.0, 904.0, 440.0  # of the bars of the sends
-STYLE = ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}.now{stroke:var(--ink);stroke-width:2;vector-effect:non-scaling-stroke}"
+STYLE = (
+    ".sum{fill:var(--mute);opacity:.75}.copy{fill:var(--accent);opacity:.75}"
+    ".now{stroke:var(--ink);stroke-width:2;vector-effect:non-scaling-stroke}"
+)
 
 
 def collective_scene(

@@ -18,7 +18,13 @@ from parallel101.record.units import ranks_text
 from parallel101.viz.scene import Node, Point, Scene
 
 RADIUS, MOST_ROWS, MOST_RANKS, MOST_NOTES = 108.0, 7, 64, 3
-STYLE = ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.stuck{stroke:var(--warn);stroke-width:2.5}.gone{stroke-dasharray:3 4;stroke:var(--mute)}.wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}.head{fill:var(--mute)}.head.stuck{fill:var(--warn)}.code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
+STYLE = (
+    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}"
+    ".stuck{stroke:var(--warn);stroke-width:2.5}.gone{stroke-dasharray:3 4;stroke:var(--mute)}"
+    ".wait{fill:none;stroke:var(--mute);stroke-width:2}.wait.stuck{stroke:var(--warn)}"
+    ".head{fill:var(--mute)}.head.stuck{fill:var(--warn)}"
+    ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
+)
 
 WaitsByRank = Mapping[int, tuple[str, "int | tuple[int, ...] | None", str]]
 Notes = Sequence[tuple[str, str]]

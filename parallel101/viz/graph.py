@@ -17,7 +17,14 @@ from parallel101.viz.timing import Timing
 
 MOST_TILES = 4  # chunks of one message that are drawn one by one
 LEGIBLE = 16.0  # a tile that is less high shows no bytes, and of many chunks only their number
-STYLE = ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}.zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}.badge{fill:var(--ink)}.plus{stroke:var(--bg);stroke-width:2}.arc{fill:none;stroke-width:5}.k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}.plain{fill:var(--accent)}.pack{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}text.on{fill:var(--bg)}"
+STYLE = (
+    ".node{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}.z{stroke-width:4;fill-opacity:.22}"
+    ".zz{stroke:var(--accent);fill:var(--accent);stroke-width:4;fill-opacity:.18}"
+    ".badge{fill:var(--ink)}.plus{stroke:var(--bg);stroke-width:2}.arc{fill:none;stroke-width:5}"
+    ".k{stroke:var(--bg);stroke-width:2}.bad{stroke:var(--warn);stroke-width:3}"
+    ".plain{fill:var(--accent)}.pack{fill:var(--bg);stroke:var(--ink);stroke-width:1.5}"
+    "text.on{fill:var(--bg)}"
+)
 
 
 def draw_graph(scene: Scene, replay: Replay, timing: Timing, phases: list[str]) -> None:

@@ -26,7 +26,14 @@ from parallel101.viz.timing import Timing
 # of the cells; MIDDLE is the y of their centre
 LEFT, WIDTH, MIDDLE, HEIGHT = 520.0, 412.0, 254.0, 272.0
 GAP = 3.0
-STYLE = ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}.err{fill:none;stroke:var(--warn);stroke-width:2}.gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;stroke-dasharray:3 2}.flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}.sent{fill:var(--accent)}"
+STYLE = (
+    ".mv{fill:var(--bg);fill-opacity:.85;stroke:var(--ink);stroke-width:1.5}"
+    ".err{fill:none;stroke:var(--warn);stroke-width:2}"
+    ".gone{fill:var(--warn);fill-opacity:.15;stroke:var(--warn);stroke-width:1.5;"
+    "stroke-dasharray:3 2}"
+    ".flag{fill:var(--warn)}text.flagged{fill:var(--bg);font-size:10px;font-weight:700}"
+    ".sent{fill:var(--accent)}"
+)
 NARROW = "translate(-408,352) scale(.94)"  # leaves room for the text at its left and below it
 
 

@@ -51,7 +51,10 @@ ON_CHUNK = ("#fff", "#1f2933", "#fff", "#1f2933", "#1f2933", "#fff", "#1f2933", 
 # c centred, e right-aligned, w warning; f0…f7 filled with a chunk's colour, s0…s7 stroked with it,
 # o0…o7 text on it.
 STYLE = (
-    "text{fill:var(--ink)}.m{fill:var(--mute)}.h{font-size:19px;font-weight:650}.b{font-weight:600}.c{text-anchor:middle}.e{text-anchor:end}text.w{fill:var(--warn)}.card{fill:var(--bg);stroke:var(--line)}.faint{fill:var(--faint)}.link{stroke:var(--line);fill:none}.tip{fill:var(--line)}"
+    "text{fill:var(--ink)}.m{fill:var(--mute)}.h{font-size:19px;font-weight:650}"
+    ".b{font-weight:600}.c{text-anchor:middle}.e{text-anchor:end}text.w{fill:var(--warn)}"
+    ".card{fill:var(--bg);stroke:var(--line)}.faint{fill:var(--faint)}"
+    ".link{stroke:var(--line);fill:none}.tip{fill:var(--line)}"
     + "".join(
         f".f{i}{{fill:{fill}}}.s{i}{{stroke:{fill};fill:{fill}}}text.o{i}{{fill:{on}}}"
         for i, (fill, on) in enumerate(zip(CHUNK, ON_CHUNK, strict=True))

@@ -40,7 +40,12 @@ NAMES = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-STYLE = ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}.later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}.now{stroke:var(--ink);stroke-width:2}"
+STYLE = (
+    ".bubble{fill:url(#hatching)}.off{stroke:var(--faint)}.axis{stroke:var(--line);fill:none}"
+    ".later{fill:var(--ink)}.sent{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
+    ".most{fill:none;stroke:var(--line)}.veil{fill:var(--bg);fill-opacity:.86;pointer-events:none}"
+    ".now{stroke:var(--ink);stroke-width:2}"
+)
 Source = Planned | Trace
 
 

@@ -35,8 +35,9 @@ HATCHING = (  # add it to a scene's `definitions`, then fill a class with url(#h
 
 
 class Stop(NamedTuple):
-    """One stop of the player: the button "next" plays up to its end, and a screen reader reads
-    its label.
+    """One stop of the player: the button "next" plays up to its end.
+
+    A screen reader reads its label.
     """
 
     start: float  # seconds from the start of the scene
@@ -120,8 +121,9 @@ class Scene(Node):
         )
 
     def panel(self, narrow: str, **attributes: Any) -> Node:
-        """Add a group that moves in the layout for phones: `narrow` is its transform there, or
-        "none" to leave it out.
+        """Add a group that moves in the layout for phones, and return it.
+
+        `narrow` is its transform there, or "none" to leave it out.
         """
         return self.add("g", data_narrow=narrow, **attributes)
 

@@ -80,7 +80,14 @@ def sharding_scene(run: RecordedProduct, *, title: str | None = None) -> Scene:
         960, math.ceil(TOP + ranks * row + 30), title or text, description(run, columns, drawn)
     )
     scene.definitions.append(HATCHING)
-    scene.style += ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}.lack{fill:url(#hatching)}.bad{fill:none;stroke:var(--warn);stroke-width:2}.due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;paint-order:stroke}.strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
+    scene.style += (
+        ".cut{stroke:var(--bg);stroke-width:1}.outline{fill:none;stroke:var(--line)}"
+        ".lack{fill:url(#hatching)}.bad{fill:none;stroke:var(--warn);stroke-width:2}"
+        ".due{fill:none;stroke:var(--warn);stroke-dasharray:4 3}"
+        "text.many{fill:var(--warn);font-weight:700;stroke:var(--bg);stroke-width:3;"
+        "paint-order:stroke}"
+        ".strange{fill:var(--warn);fill-opacity:.25}.sep{stroke:var(--line);stroke-dasharray:2 4}"
+    )
     # on a phone, the columns move together, and the verdict is the caption below
     narrow = len(columns) <= MOST_NARROW
     head, facts = (

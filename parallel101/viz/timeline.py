@@ -36,12 +36,22 @@ SPAN_COLOURS = {
     "optimizer": 5,
     "compute": 4,
 }
-STYLE = ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}.row{fill:var(--faint)}.arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}.axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
+STYLE = (
+    ".send{fill:var(--accent)}.recv{fill:var(--mute)}.collective{fill:var(--ink)}"
+    ".row{fill:var(--faint)}.arrow{stroke:var(--ink);stroke-width:1;fill:none;opacity:.45}"
+    ".axis{stroke:var(--line)}.idle{fill:url(#hatching)}"
+)
 JUMP = (
     "Dotted: the next message waited for its receiver, or for a link that the message before it "
     "used."
 )
-PATH_STYLE = ".dim>:not(text,.arrow){opacity:.3}.dim>.arrow{opacity:.15}.dim>text{fill:var(--ink)}.path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}.under{stroke:var(--bg);stroke-width:7;fill:none}.hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}.number{fill:var(--bg);stroke:var(--warn);stroke-width:1.5}"
+PATH_STYLE = (
+    ".dim>:not(text,.arrow){opacity:.3}.dim>.arrow{opacity:.15}.dim>text{fill:var(--ink)}"
+    ".path{stroke:var(--warn);stroke-width:3;fill:none;stroke-linejoin:round;stroke-linecap:round}"
+    ".under{stroke:var(--bg);stroke-width:7;fill:none}"
+    ".hop{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:2 3;fill:none}"
+    ".number{fill:var(--bg);stroke:var(--warn);stroke-width:1.5}"
+)
 
 
 class Bar:
