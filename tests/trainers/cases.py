@@ -4,7 +4,6 @@ with nothing but torch, and where a trainer's numbers differ.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
@@ -47,12 +46,6 @@ class Setting(NamedTuple):
     optimizer: str
     clip_norm: float | None
     accumulate: int
-
-
-EVERY_SETTING = [
-    Setting(*values) for values in itertools.product(("sgd", "adamw"), (None, 0.05), (1, 2))
-]
-ALL_OPTIMIZERS = OPTIMIZERS
 
 
 SETTINGS = (  # of all eight, half: every pair of two options' values is in one

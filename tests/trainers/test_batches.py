@@ -17,26 +17,24 @@ from tests.trainers.cases import (
     CLOSE,
     OPTIMIZERS,
     TRAINERS,
+    Case,
     Task,
-    differences,
-    one_process,
+    on_mesh,
     randn,
-    trained,
+    unlike_one_process,
 )
-from tests.trainers.hybrid_cases import mesh_of
 
 PLAN = {"layers.0": "column", "layers.1": "row"}
 LAYOUTS = {  # on 4 ranks
-    **{name: TRAINERS[name] for name in ("naive", "overlapped", "ZeRO-1", "ZeRO-2", "ZeRO-3")},
-    "accumulated": partial(p101.DataParallelTrainer, accumulate=2),
-    "tensor": lambda *args: p101.HybridTrainer(*args, mesh=mesh_of("dp 2, tp 2"), plan=PLAN),
-    "pipeline": lambda *args: p101.HybridTrainer(
-        *args, mesh=mesh_of("dp 2, pp 2"), microbatches=3, zero_stage=1
+    **{name: (TRAINERS[name], {}) for name in ("overlapped", "ZeRO-1", "ZeRO-2", "ZeRO-3")},
+    "accumulated": (TRAINERS["overlapped"], {"accumulate": 2}),
+    "tensor": (on_mesh("dp 2, tp 2"), {"plan": PLAN}),
+    "pipeline": (on_mesh("dp 2, pp 2"), {"microbatches": 3, "zero_stage": 1}),
+    "pipeline, split": (
+        partial(p101.PipelineTrainer, verify=False),
+        {"schedule": "zb-h1", "microbatches": 4},
     ),
-    "pipeline, split": lambda *args: p101.PipelineTrainer(*args, schedule="zb-h1", microbatches=4),
-    "pipeline, ZeRO-3": lambda *args: p101.HybridTrainer(
-        *args, mesh=mesh_of("pp 2, dp 2"), microbatches=2, zero_stage=3
-    ),
+    "pipeline, ZeRO-3": (on_mesh("pp 2, dp 2"), {"microbatches": 2, "zero_stage": 3}),
 }
 
 
@@ -44,54 +42,10 @@ def mlp():
     return MLP([4, 8, 6, 6, 5], dtype=torch.float64)
 
 
-def unlike_one_process(task, names):
-    expected = one_process(task, "sgd", None)
-    found = {}
-    for name in names:
-        trainer = LAYOUTS[name](task.build(), task.loss_fn, OPTIMIZERS["sgd"])
-        found[name] = differences(trained(trainer, task), expected)
-        loss = trainer.evaluate([task.batch(0), task.batch(1)])
-        model = task.build()
-        model.load_state_dict(expected.weights)
-        if abs(loss - whole_loss(task, model)) > CLOSE:
-            found[name].append(f"evaluate: {loss}")
-    return found
-
-
-def whole_loss(task, model):
-    """The mean over two batches, by samples or by the weights of the loss."""
-    results = [
-        (task.loss_fn(model(task.batch(i)[0]), task.batch(i)[1]), len(task.batch(i)[1]))
-        for i in range(2)
-    ]
-    pairs = [
-        loss if isinstance(loss, tuple) else (loss * samples, samples) for loss, samples in results
-    ]
-    return float(sum(total for total, _ in pairs) / sum(weight for _, weight in pairs))
-
-
-# ── fewer samples than ranks ──
-
-
 def few(step):
+    """Fewer samples than ranks."""
     samples = (6, 1, 3, 2, 5)[step]
     return randn(step, samples, 4), randn(100 + step, samples, 5)
-
-
-FEW = Task(mlp, F.mse_loss, few)
-
-
-@pytest.mark.parametrize(
-    ("backend", "names"),
-    [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-3", "pipeline"])],
-    ids=["sim", "gloo"],
-)
-def test_ranks_and_microbatches_without_samples(backend, names):
-    results = p101.launch(unlike_one_process, FEW, names, world_size=4, backend=backend).results
-    assert results == [{name: [] for name in names}] * 4
-
-
-# ── sums and weights ──
 
 
 def words(step):
@@ -105,28 +59,41 @@ def sum_and_weight(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
 
 
+FEW = Task(mlp, F.mse_loss, few)
+WORDS = Task(mlp, F.cross_entropy, words)  # one process has torch's own mean
+BY_WEIGHT = {"loss_fn": sum_and_weight}
+
+
 @pytest.mark.parametrize(
     ("backend", "names"),
-    [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-2", "tensor"])],
+    [("sim", list(LAYOUTS)), ("gloo", ["overlapped", "ZeRO-3", "pipeline"])],
     ids=["sim", "gloo"],
 )
-@pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["", "clipped"])
-def test_a_mean_over_the_targets_that_count(backend, names, clip_norm):
-    """One process has torch's own mean."""
+def test_parts_without_samples_and_a_mean_over_the_targets_that_count(backend, names):
+    cases = []
+    for i, (trainer, options) in enumerate(LAYOUTS[name] for name in names):
+        cases.append(Case(FEW, trainer, "sgd", (None, 0.05)[i % 2], options))
+        cases.append(Case(WORDS, trainer, "sgd", (0.05, None)[i % 2], {**options, **BY_WEIGHT}))
+    run = p101.launch(unlike_one_process, cases, world_size=4, backend=backend)
+    assert run.results == [[]] * 4
 
-    def run():
-        expected = one_process(Task(mlp, F.cross_entropy, words), "sgd", clip_norm)
-        found = {}
-        for name in names:
-            build = partial(LAYOUTS[name], mlp(), sum_and_weight, OPTIMIZERS["sgd"])
-            if clip_norm is not None and name not in TRAINERS and name != "accumulated":
-                continue
-            trainer = build(clip_norm=clip_norm) if clip_norm is not None else build()
-            found[name] = differences(trained(trainer, Task(mlp, sum_and_weight, words)), expected)
-        return found
 
-    for found in p101.launch(run, world_size=4, backend=backend).results:
-        assert set(map(tuple, found.values())) == {()}
+def evaluated(names):
+    """The mean over two batches in which differently many targets count."""
+    found = []
+    for build, options in (LAYOUTS[name] for name in names):
+        trainer = build(mlp(), sum_and_weight, OPTIMIZERS["sgd"], **options)
+        found.append(trainer.evaluate([words(0), tuple(t[:3] for t in words(5))]))
+    return found
+
+
+def test_an_evaluation_weighs_by_the_targets_that_count():
+    batches = [words(0), tuple(t[:3] for t in words(5))]
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches))
+    expected = F.cross_entropy(mlp()(inputs), targets).item()
+    names = ["overlapped", "ZeRO-3", "tensor", "pipeline"]
+    for found in p101.launch(evaluated, names, world_size=4, backend="sim").results:
+        assert found == pytest.approx([expected] * len(names), rel=CLOSE)
 
 
 # ── trees ──
@@ -147,7 +114,8 @@ class Masked(nn.Module):
 def fitted(kind, layout):
     """Losses of three batches, given as this kind of tree."""
     batches = [(randn(i, 9, 4), randn(20 + i, 9, 4) > 0, randn(40 + i, 9, 5)) for i in range(3)]
-    build = LAYOUTS.get(layout, p101.DataParallelTrainer)
+    build, options = LAYOUTS.get(layout, (TRAINERS["naive"], {}))
+    build = partial(build, **options)
     if kind == "model's loss":
         trainer = build(Masked(), None, OPTIMIZERS["sgd"])
         trees = [{"x": x, "mask": mask, "labels": y, "scale": None} for x, mask, y in batches]
