@@ -1,14 +1,23 @@
-"""Trainers: one Trainer, put together from parts, and equal to one process whatever the parts.
+"""Trainers: one process's training, computed by many ranks.
 
-trainer.py       the step, readable as the textbook's loop          layout.py       where every parameter lies
-executor.py      the actions of a step, carried out                 agreement.py    what the ranks agree on, errors included
-prepare.py       from the whole model to this rank's part of it     support/        arguments, optimizers, fit, checkpoints, memory
+The ideas, each in one file that is read from top to bottom, and that the trainers run:
 
-shares.py        do the ranks' shares of a batch fit together?     verify/         before the first step: equal to one process?
+    data_parallel.py        naive, bucketed, overlapped: gradients are summed over the ranks
+    zero_1_2_3.py           ZeRO-1, ZeRO-2, ZeRO-3: each rank keeps 1/n
+    tensor_parallel.py      column and row layers, heads, the vocabulary: both directions
+    pipeline_parallel.py    one loop over actions, which runs 1F1B and every other schedule
+    step.py                 the step that joins them
+    schedules/              gpipe_1f1b_zero_bubble.py; schedules as data, checked and timed
 
-data_parallel.py, sharded.py, hybrid.py    the public trainers: ways to put a Trainer together
-gradients.py     naive, bucketed, overlapped all-reduce             zero/           ZeRO stages 1, 2 and 3
-tensor_parallel.py    column, row, vocabulary: both directions      tensor/         which layers a plan cuts, and the rest of it
-pipeline/        stages, and the messages between them              schedules/      pipeline schedules as data, checked and timed
-weight_gradients.py    ∂W, computed later than ∂x
+Behind them:
+
+    hybrid.py, one_axis.py  the public trainers: HybridTrainer, and it on one axis
+    prepare.py, layout.py   from the whole model to a rank's part; where every parameter is
+    gradient_sync.py, make_sync.py, zero/    what gradients need; odd models
+    tensor/                 which layers a plan cuts; sequence parallel
+    pipeline/               stages, and the messages between them
+    weight_gradients.py     ∂W, computed later than ∂x
+    agreement.py, shares.py, replicas.py     what the ranks agree on, errors included
+    verify/                 before the first step: equal to one process?
+    support/                arguments, batches, losses, optimizers, fit, checkpoints, memory
 """

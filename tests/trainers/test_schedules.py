@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import parallel101 as p101
-from parallel101.trainers.schedules.schedule import SCHEDULES
+from parallel101.trainers.schedules.gpipe_1f1b_zero_bubble import SCHEDULES
 
 NAMES = list(SCHEDULES)
 # (ranks, microbatches)
@@ -62,6 +62,14 @@ def test_idle_time_is_the_closed_form(name, p, m):
     )
     assert cost == pytest.approx(work + IDLE[name](p) / chunks)
     assert time.bubble_rate == pytest.approx(1 - work / cost)
+
+
+def test_a_schedule_cannot_be_changed_behind_its_check():
+    schedule = p101.schedule("1f1b", stages=2, microbatches=3)
+    before = schedule.actions
+    schedule.actions[0].reverse()
+    schedule.check()
+    assert schedule.actions == before
 
 
 def test_activations_held():

@@ -1,15 +1,8 @@
 """Pipeline schedules as data: for each rank the list of what it does, in
 torch.distributed.pipelining's text form.
 
-    1F1B on three stages, four microbatches          F forward   B backward   I, W backward, split into input and weight gradients
-
-    rank 0   F0 F1 F2 B0 F3 B1 B2 B3                 a microbatch goes down the stages and its gradient comes back up; after a
-    rank 1      F0 F1 B0 F2 B1 F3 B2 B3              warm-up of P − rank forwards, a rank that has done a backward can drop the
-    rank 2         F0 B0 F1 B1 F2 B2 F3 B3           activations of one microbatch for those of another
-
-The same lists are run by the trainers, checked (check.py) and timed (time.py). Sources: Huang et
-al., "GPipe" (2019); Narayanan et al. (arXiv 2104.04473), section 2.2; Qi et al., "Zero Bubble
-Pipeline Parallelism" (arXiv 2401.10241), sections 2 and 3.
+The same lists are run by the trainers, checked (check.py) and timed (time.py). Those that were
+published are in gpipe_1f1b_zero_bubble.py.
 """
 
 from __future__ import annotations
@@ -18,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from parallel101.trainers.schedules.actions import FSDP, Action, ScheduleError
 from parallel101.trainers.schedules.check import check
+from parallel101.trainers.schedules.gpipe_1f1b_zero_bubble import SCHEDULES
 from parallel101.trainers.schedules.time import Cost, ScheduleTime, simulate
 
 
@@ -25,8 +19,7 @@ class Schedule:
     """For each rank the actions of a step, in order.
 
     Attributes:
-        actions: by rank, as texts.
-        ranks: the same, parsed.
+        ranks: by rank, the parsed actions.
         placement: by global stage, the rank that has it.
         microbatches: how many a step has.
     """
@@ -39,12 +32,16 @@ class Schedule:
                 f"Schedule({actions!r}): expected a list for each rank, such as [['0F0', "
                 "'0B0'], ['1F0', '1B0']]"
             )
-        self.ranks = [[Action.parse(text) for text in of_rank] for of_rank in actions]
-        self.actions = [[str(action) for action in of_rank] for of_rank in self.ranks]
+        self.ranks = tuple(tuple(Action.parse(text) for text in of_rank) for of_rank in actions)
         self.placement = dict(
             sorted({part.stage: rank for rank, part in reversed(list(self.parts()))}.items())
         )
         self.microbatches = 1 + max((part.microbatch for _, part in self.parts()), default=-1)
+
+    @property
+    def actions(self) -> list[list[str]]:
+        """By rank, as texts: a copy, so that nothing changes what `check` has seen."""
+        return [[str(action) for action in of_rank] for of_rank in self.ranks]
 
     def parts(self) -> Iterator[tuple[int, Action]]:
         """(rank, action) of everything that is computed or sent, overlaps taken apart."""
@@ -172,74 +169,3 @@ def schedule_for(
             "the same, or leave it out"
         )
     return given
-
-
-def gpipe(rank: int, p: int, m: int, chunks: int) -> list[str]:
-    """All forwards, then all backwards."""
-    return [f"{rank}F{i}" for i in range(m)] + [f"{rank}B{i}" for i in range(m)]
-
-
-def one_forward_one_backward(rank: int, p: int, m: int, chunks: int) -> list[str]:
-    """A warm-up of P − rank forwards, then in turn: at most P − rank microbatches are held."""
-    warm_up = min(m, p - rank)
-    actions = [f"{rank}F{i}" for i in range(warm_up)]
-    for i in range(m):
-        actions.append(f"{rank}B{i}")
-        if i + warm_up < m:
-            actions.append(f"{rank}F{i + warm_up}")
-    return actions
-
-
-def interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
-    """1F1B with several stages a rank.
-
-    P microbatches pass the first stage of each rank, then the same P the second, and so on.
-    """
-    total = m * chunks
-
-    def at(k: int, backward: bool) -> str:
-        """The k-th forward (backward) of this rank."""
-        group, inside = divmod(k, p * chunks)
-        chunk, i = divmod(inside, p)
-        chunk = chunks - 1 - chunk if backward else chunk
-        return f"{chunk * p + rank}{'B' if backward else 'F'}{group * p + i}"
-
-    warm_up = (
-        min(total, (chunks - 1) * p + 2 * (p - rank - 1) + 1)
-        if chunks > 1
-        else min(total, p - rank)
-    )
-    actions = [at(k, backward=False) for k in range(warm_up)]
-    for k in range(total):
-        actions.append(at(k, backward=True))
-        if k + warm_up < total:
-            actions.append(at(k + warm_up, backward=False))
-    return actions
-
-
-def zero_bubble(rank: int, p: int, m: int, warm_up: int, delay: int) -> list[str]:
-    """1F1B whose backward is split: I at once, since the stage before waits for it, and W
-    `delay` microbatches later, in the bubble.
-    """
-    warm_up = min(m, warm_up)
-    actions = [f"{rank}F{i}" for i in range(warm_up)]
-    for i in range(m):
-        actions.append(f"{rank}I{i}")
-        if i >= delay:
-            actions.append(f"{rank}W{i - delay}")
-        if i + warm_up < m:
-            actions.append(f"{rank}F{i + warm_up}")
-    return actions + [f"{rank}W{i}" for i in range(max(0, m - delay), m)]
-
-
-SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    # holds P microbatches
-    "zb-h1": lambda rank, p, m, chunks: zero_bubble(rank, p, m, warm_up=p - rank, delay=rank),
-    # holds 2P − 1
-    "zb-h2": lambda rank, p, m, chunks: zero_bubble(
-        rank, p, m, warm_up=2 * (p - rank) - 1, delay=2 * rank
-    ),
-}

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallel101.trainers.schedules.schedule import SCHEDULES, schedule
+from parallel101.trainers.schedules.gpipe_1f1b_zero_bubble import SCHEDULES
+from parallel101.trainers.schedules.schedule import schedule
 from parallel101.viz.explore.explorer import Explorer, ExplorerResult, menu, slider
 from parallel101.viz.pipeline_timeline import duration
 
