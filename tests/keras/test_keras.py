@@ -53,7 +53,7 @@ def trained_by_zero_3():
             torch.randn(11, *more, generator=random, dtype=torch.float64) for more in (shape, (3,))
         ]
         losses = torch.tensor([trainer.step(*trainer.share(batch)) for _ in range(5)])
-        layers = [layer.name for layer in trainer.gradient_sync.layers]
+        layers = [layer.name for layer in trainer.sync.layers]
         results[build.__name__] = layers, {"loss": losses, **trainer.state_dict()}
     return results
 

@@ -96,7 +96,7 @@ def test_exercise_2_four_stages():
         trainer = p101.HybridTrainer(
             GPT(LESSON["small"]), p101.vocabulary_cross_entropy, LESSON["adamw"], mesh=mesh
         )
-        return set(trainer.prepared.local)
+        return set(trainer.local)
 
     results = p101.launch(stages_of, world_size=8, backend="sim").results
     assert {"norm.weight", "norm.bias"} in results

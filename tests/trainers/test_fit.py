@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel101.viz.loss import LiveLoss
+from parallel101.viz.loss_curves import LiveLoss
 
 import parallel101 as p101
 from parallel101.models.mlp import MLP
@@ -90,7 +90,7 @@ def test_describe_says_who_holds_what():
             "optimizer state": [2 * weights + 4 * 4] * 2,
         }
         assert "rank 1" in table
-        assert "4 gradients in" in table
+        assert "4 gradients, all-reduced in buckets during backward" in table
 
 
 def told():

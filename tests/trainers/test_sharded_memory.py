@@ -125,10 +125,10 @@ def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
         model, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), autocast=autocast
     )
     with (
-        trainer.gradient_sync.forward(),
+        trainer.sync.forward(),
         torch.autocast("cpu", autocast, enabled=autocast is not None),
     ):
-        pack, unpack = saved_weights.pack_and_unpack(trainer.gradient_sync.whole_now, autocast)
+        pack, unpack = saved_weights.pack_and_unpack(trainer.sync.whole_now, autocast)
 
         def keep(tensor):
             saved.append((pack(tensor), tensor.detach().clone()))
@@ -136,7 +136,7 @@ def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
 
         with saved_tensors_hooks(keep, unpack):
             output = model(torch.randn(3, 5, requires_grad=True))
-        assert trainer.gradient_sync.live.now("weights") == 0, (
+        assert trainer.sync.live.now("weights") == 0, (
             "every layer is freed, though the graph is alive"
         )
     assert output.grad_fn is not None
@@ -148,7 +148,7 @@ def test_saved_weights_are_kept_as_places_also_in_autocasts_dtype(autocast):
         assert values.shape in (expected.shape, expected.t().shape)
         torch.testing.assert_close(unpack(place), values, rtol=0, atol=0)
         assert sorted(values.flatten().tolist()) == sorted(expected.flatten().tolist())
-    trainer.gradient_sync.reset()
+    trainer.sync.reset()
 
 
 def test_bytes_as_papers_write_them():

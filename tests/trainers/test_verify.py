@@ -139,7 +139,7 @@ def test_it_changes_nothing(backend, names):
 
 def two_steps(name, check):
     trainer = built(name, check)
-    trainer.compared = True  # or replicas would be compared in its place
+    trainer.after_first = None  # or replicas would be compared in its place
     losses = [trainer.step(*trainer.share(text(step))) for step in range(2)]
     return (
         losses,

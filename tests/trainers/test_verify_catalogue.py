@@ -307,7 +307,7 @@ TENSOR = {
         "A hook on", ("tp", "dp"), partial(hooked, lambda g: g.clamp(-1e-3, 1e-3))
     ),
     "a hook, in a zero-bubble pipeline": Program(
-        "A hook on", ("pp",), partial(hooked, lambda g: 2 * g), options={"schedule": "zb-h1"}
+        "", ("pp",), partial(hooked, lambda g: 2 * g), options={"schedule": "zb-h1"}
     ),
     "TransformerEncoder": Program(
         "", TP[:2], torchs_encoder, batch=TIMES, plan=LINEARS, random=True

@@ -170,7 +170,7 @@ def evaluate_share(trainer: Step, inputs: Batch, targets: Batch) -> tuple[float,
     along tp or pp tells.
     """
     samples = count_samples(inputs)
-    losses = Losses(trainer.loss_fn, samples)
+    losses = Losses(trainer.loss_fn, samples, training=False)
     trainer.runner.evaluate(inputs, targets, losses)
     if not losses.parts or trainer.axes.here.get("tp", 0) > 0:
         return 0.0, 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from parallel101.trainers.agreement import Agreement
@@ -23,17 +22,18 @@ class Losses:
     Args:
         loss_fn: (outputs, targets) → mean loss, or (sum, weight). None: outputs have the loss.
         samples: of the whole batch.
+        training: whether backward follows, so that the loss must depend on a weight.
     """
 
-    def __init__(self, loss_fn: LossFn | None, samples: int):
-        self.loss_fn, self.samples = loss_fn, samples
+    def __init__(self, loss_fn: LossFn | None, samples: int, training: bool = True):
+        self.loss_fn, self.samples, self.training = loss_fn, samples, training
         self.parts: list[Tensor] = []
         self.weights: list[float] = []
 
     def of(self, outputs: Any, targets: Any, samples: int) -> Tensor:
         """A microbatch's part of the loss, from which backward starts."""
         loss, weight = loss_and_weight(self.loss_fn, outputs, targets)
-        if torch.is_grad_enabled():
+        if self.training:
             check_depends(loss)
         if weight is None:
             loss = loss * (samples / self.samples)
@@ -48,6 +48,10 @@ class Losses:
     def weight(self) -> float:
         """−1 if the parts are means, or if they are another rank's."""
         return math.fsum(self.weights) if self.weights else -1.0
+
+
+class NoTargets(ValueError):
+    """No target of the whole batch counts."""
 
 
 class WholeLoss(NamedTuple):
@@ -69,7 +73,7 @@ def agree_on_loss(
     Args:
         unused: how many parameters this rank's samples did not reach.
 
-    Raises, on every rank, FloatingPointError if one rank's loss is not finite, and ValueError if
+    Raises, on every rank, FloatingPointError if one rank's loss is not finite, and NoTargets if
     no target counts.
     """
     parts, weights, counts = agree.numbers(losses.sum(), losses.weight(), unused)
@@ -86,7 +90,7 @@ def agree_on_loss(
     if max(weights) >= 0:
         weight = math.fsum(max(weights[i], 0.0) for i in once)
         if not weight:
-            raise ValueError(
+            raise NoTargets(
                 f"step {step}: the weights of the loss add up to 0, so no target counts; "
                 "no weight was changed"
             )
