@@ -10,8 +10,9 @@ from parallel101.trainers.agreement import Agreement
 
 
 class SameOrder(keras.callbacks.Callback):
-    """Before each epoch all ranks take the state of position 0's random numbers, by which Keras
-    shuffles on torch's backend.
+    """Gives all ranks, before each epoch, the state of position 0's random numbers.
+
+    By them Keras shuffles on torch's backend.
     """
 
     def __init__(self, agree: Agreement):
@@ -23,8 +24,9 @@ class SameOrder(keras.callbacks.Callback):
 
 
 class BackupElsewhere(keras.callbacks.BackupAndRestore):
-    """A BackupAndRestore on the ranks that write no files: they read, and they take part in
-    gathering what position 0 writes.
+    """A BackupAndRestore on the ranks that write no files.
+
+    They read, and they take part in gathering what position 0 writes.
     """
 
     def __init__(self, callback: Any):

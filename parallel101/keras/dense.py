@@ -1,12 +1,15 @@
-"""Tensor parallel for Keras: Dense layers that hold a block of their kernel, and the plan that says
-which block.
+"""Tensor parallel for Keras: Dense layers that hold a block of their kernel, and the plan.
 
-    Dense(128, relu)   column           W (64, 128) │ W₀ │ W₁ │      each rank computes some of the outputs
-    Dense(64, relu)    row              W (128, 64) ─ W₀ ─ W₁ ─      takes them as its inputs; the outputs are summed
-    Dense(10, softmax) column_gather    W (64, 10)  │ W₀ │ W₁ │      gathered, then the activation
+    Dense(128, relu)     column          W (64, 128) │ W₀ │ W₁ │     each rank computes some of the
+                                                                     outputs
+    Dense(64, relu)      row             W (128, 64) ─ W₀ ─ W₁ ─     takes them as its inputs; the
+                                                                     outputs are summed
+    Dense(10, softmax)   column_gather   W (64, 10)  │ W₀ │ W₁ │     gathered, then the activation
 
 So a column and a row layer cost one all-reduce forward and one backward. trainers/tensor/ does the
-same for torch's models. Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
+same for torch's models.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -28,42 +31,16 @@ from parallel101.trainers.layout import Shard
 from parallel101.trainers.tensor.match import expression, listed
 
 STYLES = ("column", "row", "column_gather")
-ELEMENTWISE = {  # names of keras.activations; any other function is applied to whole outputs
-    *(
-        "celu",
-        "elu",
-        "exponential",
-        "gelu",
-        "hard_shrink",
-        "hard_sigmoid",
-        "hard_silu",
-        "hard_tanh",
-        "leaky_relu",
-        "linear",
-        "log_sigmoid",
-    ),
-    *(
-        "mish",
-        "relu",
-        "relu6",
-        "selu",
-        "sigmoid",
-        "silu",
-        "soft_shrink",
-        "softplus",
-        "softsign",
-        "sparse_plus",
-        "squareplus",
-        "tanh",
-    ),
-    *("tanh_shrink", "threshold"),
-}
+# names of keras.activations; any other function is applied to whole outputs
+ELEMENTWISE = {
+    "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu",
+    "hard_tanh", "leaky_relu", "linear", "log_sigmoid", "mish", "relu", "relu6", "selu",
+    "sigmoid", "silu", "soft_shrink", "softplus", "softsign", "sparse_plus", "squareplus",
+    "tanh", "tanh_shrink", "threshold",
+}  # fmt: skip
 ELEMENTWISE_LAYERS = (
-    keras.layers.ReLU,
-    keras.layers.LeakyReLU,
-    keras.layers.ELU,
-    keras.layers.Identity,
-)
+    keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity,
+)  # fmt: skip
 
 
 class CutDense(keras.layers.Layer):
@@ -132,8 +109,9 @@ class CutDense(keras.layers.Layer):
 def cut_model(
     model: Any, plan: str | Mapping[str, str], group: GroupLike
 ) -> tuple[Any, dict[str, str]]:
-    """A copy of the model whose Dense layers hold this rank's blocks, and the plan by the
-    layers' names. Raises ValueError.
+    """Return a copy of the model whose Dense layers hold this rank's blocks, and the plan by name.
+
+    Raises ValueError for a plan that doesn't fit the model.
     """
     users = users_of(model)
     styles = auto_plan(model, users, group_of(group).size) if plan == "auto" else match(plan, model)
@@ -166,8 +144,9 @@ def cut_model(
 
 
 def layers_within(model: Any) -> list[Any]:
-    """The model, its layers and the layers in these, in an order that is the same for a model
-    and its copy; containers first.
+    """Return the model, its layers and the layers in these, containers first.
+
+    The order is the same for a model and its copy.
     """
     return [model, *(part for layer in model.layers for part in layer._flatten_layers())]
 
@@ -177,9 +156,9 @@ def trainable(model: Any) -> list[bool]:
 
 
 def set_trainable(layers: list[Any], flags: list[bool]) -> None:
-    """Freeze those with False.
+    """Freeze the layers with False.
 
-    What is set on a container holds for the layers in it, until theirs is set.
+    A flag that is set on a container holds for the layers in it, until theirs is set.
     """
     for layer, flag in zip(layers, flags, strict=True):
         if layer is not None:
@@ -187,9 +166,7 @@ def set_trainable(layers: list[Any], flags: list[bool]) -> None:
 
 
 class Freezing:
-    """Which layers are frozen, in a model and in its copy: what changes in one of them changes
-    in the other, as if they were one.
-    """
+    """Keeps the same layers frozen in a model and in its copy, as if they were one."""
 
     def __init__(self, model: Any, copy: Any):
         self.copy, self.seen = copy, trainable(model)
@@ -197,6 +174,7 @@ class Freezing:
         self.layers = [weakref.ref(layer) for layer in layers_within(model)]
 
     def follow(self) -> None:
+        """Freeze and unfreeze in one of them the layers that changed in the other."""
         mine, theirs = layers_within(self.copy), [ref() for ref in self.layers]
         flags = [
             copy.trainable if layer is None or layer.trainable == old else not old
@@ -209,11 +187,10 @@ class Freezing:
 
 
 def auto_plan(model: Any, users: Mapping[Any, list[Any]], ranks: int) -> dict[str, str]:
-    """Two Dense layers with only elementwise functions between them are column and row.
+    """Return a plan: Dense layers with only elementwise functions between them are column and row.
 
-    Others are column_gather.
-
-    A layer with fewer outputs than ranks is cut by rows.
+    Others are column_gather; a layer with fewer outputs than ranks is cut by rows. Raises
+    ValueError if there is no Dense layer.
     """
     styles: dict[str, str] = {}
     for layer in model.layers:
@@ -232,9 +209,10 @@ def auto_plan(model: Any, users: Mapping[Any, list[Any]], ranks: int) -> dict[st
 
 
 def match(plan: Mapping[str, str] | str, model: Any) -> dict[str, str]:
-    """Name of a Dense layer → style.
+    """Return the plan by name of a Dense layer: name → style.
 
-    An exact name counts for more than a pattern with `*`. Raises ValueError.
+    An exact name counts for more than a pattern with `*`. Raises ValueError for names and styles
+    that don't fit the model.
     """
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(
@@ -264,7 +242,7 @@ def match(plan: Mapping[str, str] | str, model: Any) -> dict[str, str]:
 
 
 def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, str]) -> set[Any]:
-    """The row layers whose inputs come cut from a column layer.
+    """Return the row layers whose inputs come cut from a column layer.
 
     Raises ValueError if a cut output goes elsewhere.
     """
@@ -295,10 +273,7 @@ def check_plan(model: Any, users: Mapping[Any, list[Any]], styles: Mapping[str, 
 
 
 def next_dense(layer: Any, users: Mapping[Any, list[Any]]) -> Any:
-    """The only Dense that reads this one's outputs, through elementwise functions.
-
-    None if there is no such.
-    """
+    """Return the only Dense that reads this one's outputs, elementwise functions apart, or None."""
     if not elementwise(layer.activation) or len(layer._inbound_nodes) != 1:
         return None
     while len(users[layer]) == 1:
@@ -318,15 +293,16 @@ def elementwise(activation: Any) -> bool:
 
 
 def reader(layer: Any, users: Mapping[Any, list[Any]]) -> str:
-    """What reads a layer's outputs, in words."""
+    """Return what reads a layer's outputs, in words."""
     if not elementwise(layer.activation):
         return f"its activation {getattr(layer.activation, '__name__', layer.activation)!r}"
     return " and ".join("the loss" if user is None else repr(user.name) for user in users[layer])
 
 
 def users_of(model: Any) -> dict[Any, list[Any]]:
-    """Layer → the layers that read its outputs, once for each time; None stands for the model's
-    own outputs.
+    """Return layer → the layers that read its outputs, once for each time.
+
+    None means that they are outputs of the model.
     """
     graph = graph_of(model)
     nodes = [node for depth in graph._nodes_by_depth.values() for node in depth]
@@ -340,5 +316,5 @@ def users_of(model: Any) -> dict[Any, list[Any]]:
 
 
 def graph_of(model: Any) -> Any:
-    """The functional model that has the graph: a keras.Sequential keeps one inside."""
+    """Return the functional model that has the graph: a keras.Sequential keeps one inside."""
     return getattr(model, "_functional", None) or model

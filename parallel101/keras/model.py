@@ -1,12 +1,14 @@
-"""Keras 3 models on several ranks: `ParallelKeras` is a keras.Model whose forward, and whose step,
-use all ranks of a group or mesh.
+"""Keras 3 models on several ranks: `ParallelKeras`, a keras.Model whose steps use all ranks.
 
-    tp    x ─▶ Dense, columns ─▶ relu ─▶ Dense, rows ─▶ Σ ─▶ y         each rank holds 1/n of every kernel (dense.py)
-    dp    x ─▶ this rank's samples ─▶ model ─▶ gather ─▶ y             each rank holds 1/n of what its optimizer updates (trainers/zero/)
+    tp    x ─▶ Dense, columns ─▶ relu ─▶ Dense, rows ─▶ Σ ─▶ y
+          each rank holds 1/n of every kernel (dense.py)
+    dp    x ─▶ this rank's samples ─▶ model ─▶ gather ─▶ y
+          each rank holds 1/n of what its optimizer updates (trainers/zero/)
 
 Either way every rank gets the outputs of the whole batch. So Keras computes the loss and the
 metrics as it does in one process, and compile, fit, evaluate, predict and callbacks are Keras's
 own. sharded_model.py says what each rank holds of the weights, and saves and loads the whole model.
+
 Source: Rajbhandari et al., "ZeRO" (2020); Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section
 3.
 """
@@ -42,19 +44,18 @@ SAME_DATA = (
 
 
 class ParallelKeras(ShardedModel):
-    """A Keras model that is trained by all ranks of a group or mesh, and equals the model in one
-    process.
+    """A Keras model trained by all ranks of a group or mesh, equal to the model in one process.
 
-    Args: model: a keras.Sequential or functional model that has its weights; the same on every
-        rank. With zero_stage=3, its own weights are
-            empty from now on, except in its forward and backward.
+    Args:
+        model: a keras.Sequential or functional model that has its weights; the same on every rank.
+            With zero_stage=3, its own weights are empty from now on, except in its forward and
+            backward.
         group: the ranks; see `group_of`. They are a tensor axis if zero_stage is 0, and a data axis
             if it is 1 to 3 or if plan is None.
         mesh: instead of a group a DeviceMesh with axes named "dp", "tp" or both.
         plan: how Dense layers are cut over the tensor axis: name of a layer → "column", "row" or
-            "column_gather"; `*` is allowed.
-            Layers that no name matches are replicated. "auto": see `auto_plan`; `describe()` shows
-            it. None: nothing is cut.
+            "column_gather"; `*` is allowed. Layers that no name matches are replicated. "auto": see
+            `auto_plan`; `describe()` shows it. None: nothing is cut.
         zero_stage: what is cut over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
             weights too.
 
@@ -62,13 +63,13 @@ class ParallelKeras(ShardedModel):
     order that position 0 shuffles. Dropout draws the masks of one process over a tensor axis. Over
     a data axis each rank draws its own.
 
-    A model that was compiled stays compiled, and its optimizer goes on where it is, also after
-    `keras.saving.load_model`. With zero_stage 1 to 3 the optimizer is taken from the model. Layers
-    that are frozen later, here or in the model itself, are not updated. Layers that are frozen now
-    can't be trained later.
+    A model that was compiled stays compiled, and its optimizer continues from its current state,
+    also after `keras.saving.load_model`. With zero_stage 1 to 3 the optimizer is taken from the
+    model. Layers that are frozen later, here or in the model itself, are not updated. Layers that
+    are frozen now can't be trained later.
 
-    Raises ValueError, on every rank, for what cannot equal one process: the text names the layer
-    and says what to do. Refused are
+    Raises ValueError, on every rank, for a model that cannot equal one process: the text names the
+    layer and says what to do. Refused are
 
     - a model class with its own train_step, test_step, compute_loss, fit or the like; over a tensor
       axis, with its own call
@@ -142,7 +143,7 @@ class ParallelKeras(ShardedModel):
         return self.inner.layers
 
     def call(self, x: Any, training: bool | None = None) -> Any:
-        """The outputs for the whole batch, on every rank."""
+        """Return the outputs for the whole batch, on every rank."""
         total = len(keras.tree.flatten(x)[0])
         if keras.tree.flatten(x)[0].device.type == "meta":  # Keras asks for shapes only
             return keras.tree.map_structure(
@@ -170,12 +171,12 @@ class ParallelKeras(ShardedModel):
         return keras.tree.map_structure(whole, outputs)
 
     def run(self, x: Any, training: bool | None) -> Any:
-        """The outputs of the model for samples of this rank."""
+        """Return the outputs of the model for samples of this rank."""
         with self.shards.sync.forward():
             return self.inner(x, training=training)
 
     def train_step(self, data: Any) -> Any:
-        """One step on a batch, as Keras's own.
+        """Train on a batch, as Keras's own step does.
 
         Before the optimizer updates this rank's shards, gradients are summed over the data axis.
         """
@@ -208,16 +209,16 @@ class ParallelKeras(ShardedModel):
         return self.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _get_regularization_losses(self) -> list[Any]:
-        """What Keras adds to the loss: the penalties of the whole weights.
+        """Return what Keras adds to the loss: the penalties of the whole weights. Collective.
 
-        Collective. Their gradients are added in the step.
+        Their gradients are added in the step.
         """
         # Keras asks for shapes only
         in_symbols = self.inner.variables[0].value.device.type == "meta"
         return [] if in_symbols else self.shards.penalty()
 
     def prepare(self) -> None:
-        """Before a step. Raises ValueError, on every rank, if it would not equal one process."""
+        """Prepare a step. Raises ValueError, on every rank, if it would not equal one process."""
         if self.trains != (now := self.trains_now()):
             self.check_trained()
             self.trains, self.samples_checked = now, False
@@ -225,8 +226,9 @@ class ParallelKeras(ShardedModel):
             draw_alike(self.agree)
 
     def check_once(self, x: Any) -> None:
-        """Raises ValueError, on every rank, if the first batch of two samples or more shows
-        that samples depend on each other.
+        """Check the first batch of two samples or more.
+
+        Raises ValueError, on every rank, if it shows that samples depend on each other.
         """
         if self.dp.size > 1 and not self.samples_checked and len(keras.tree.flatten(x)[0]) > 1:
             problem = check_samples(self.inner, x, self.run)
@@ -237,9 +239,7 @@ class ParallelKeras(ShardedModel):
         return [*trainable(self.inner), *(v.trainable for v in self.inner.weights)]
 
     def check_trained(self) -> None:
-        """Raises ValueError for layers that were frozen when the model was wrapped, and are not
-        any more.
-        """
+        """Raises ValueError for layers that were frozen when wrapped, and are no longer frozen."""
         if thawed := [
             v.path for v in self.inner.trainable_variables if v.path not in self.shards.trained
         ]:
@@ -260,8 +260,10 @@ class ParallelKeras(ShardedModel):
         return super().predict_step(data)
 
     def checked(self, data: Any, trains: Sequence[bool] = ()) -> Any:
-        """The batch. Raises ValueError, on every rank, unless all of them have the same, and
-        train the same: 8 bytes a rank.
+        """Return the batch. Sends 8 bytes a rank.
+
+        Raises ValueError, on every rank, unless all of them have the same batch and train the same
+        weights.
         """
         tensors = {
             f"tensor {i} of the batch": torch.as_tensor(t)
@@ -277,7 +279,7 @@ class ParallelKeras(ShardedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """See keras.Model.compile. Raises ValueError for an optimizer that looks at whole matrices.
 
-        An optimizer that was built for the model goes on where it is.
+        An optimizer that was built for the model continues from its current state.
         """
         super().compile(*args, **kwargs)
         if self.jit_compile:
@@ -295,7 +297,7 @@ class ParallelKeras(ShardedModel):
             self.optimizer._clip_gradients = self.clip
 
     def clip(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As Keras clips, with norms over the shards of all ranks."""
+        """Return the clipped gradients: as Keras clips, with norms over the shards of all ranks."""
         optimizer, named = self.optimizer, dict(zip(self.reached, gradients))
         if not optimizer.clipnorm and not optimizer.global_clipnorm:
             return type(optimizer)._clip_gradients(optimizer, gradients)
@@ -350,11 +352,11 @@ class ParallelKeras(ShardedModel):
         return super().predict(x, batch_size, self.shown(verbose), *args, **kwargs)
 
     def shown(self, verbose: Any) -> Any:
-        """One rank shows progress."""
+        """Return `verbose` on the rank that shows progress, and 0 on the others."""
         return verbose if self.axes.position == 0 else 0
 
 
 def refuse(problem: str) -> None:
-    """Raises ValueError if there is one."""
+    """Raises ValueError if there is a problem."""
     if problem:
         raise ValueError(problem)

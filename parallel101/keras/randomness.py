@@ -1,5 +1,4 @@
-"""Random numbers of a Keras model on several ranks: dropout draws one mask for each sample, as in
-one process.
+"""Random numbers of a Keras model on several ranks: dropout draws one mask for each sample.
 
     along tp    ranks compute the same samples      the same masks: position 0's random numbers
     along dp    ranks compute different samples     other masks on each rank
@@ -25,10 +24,11 @@ FAR_APART = 0x9E3779B1
 
 
 class Draws:
-    """Where the layers of a model get their random numbers from.
+    """The sources of random numbers in a model's layers.
 
-    Attributes: seeds: the variables in which layers keep their seeds. Without any, the model draws
-        no random numbers.
+    Attributes:
+        seeds: the variables in which layers keep their seeds. Without any, the model draws no
+            random numbers.
     """
 
     def __init__(self, model: Any, position: int, device: torch.device):
@@ -45,7 +45,7 @@ class Draws:
     def own(self) -> Iterator[None]:
         """Inside, this rank draws other numbers than the other ranks.
 
-        Afterwards all of them go on alike.
+        Afterwards all ranks draw the same numbers again.
         """
         seed = int(torch.randint(2**31, ()))
         for v in self.seeds:
@@ -75,7 +75,7 @@ def draw_alike(agree: Agreement) -> None:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Building a Keras model draws seeds from Python's generator.
+    """Inside, building a Keras model draws seeds from Python's generator.
 
     Afterwards the generator is as it was before.
     """

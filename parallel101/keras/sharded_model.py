@@ -1,11 +1,12 @@
-"""The weights of a Keras model on several ranks: `ShardedModel` says who holds what, and saves and
-loads the whole model.
+"""The weights of a Keras model on several ranks: who holds what, and how the whole model is saved.
 
     save    rank 0  w[0:2] ─┐
-            rank 1  w[2:4] ─┴▶ get_weights ─▶ w[0:4] ─▶ position 0 builds the model of one process ─▶ file
+            rank 1  w[2:4] ─┴▶ get_weights ─▶ w[0:4] ─▶ position 0 builds the model of one
+                                                        process ─▶ file
 
-    load    file ─▶ each rank builds the model of one process ─▶ w[0:4] ─▶ set_weights ─┬▶ rank 0  w[0:2]
-                                                                                        └▶ rank 1  w[2:4]
+    load    file ─▶ each rank builds the model of one process ─▶ w[0:4]
+                                                 set_weights ─┬▶ rank 0  w[0:2]
+                                                              └▶ rank 1  w[2:4]
 
 So a file does not depend on the number of ranks, and Keras reads and writes the same files in one
 process. If the model is compiled, they hold its optimizer's state too. The step, and fit, are in
@@ -52,7 +53,7 @@ class ShardedModel(keras.Model):
 
     @property
     def weights(self) -> list[Any]:
-        """What this rank holds: under ZeRO its pieces of the trained weights."""
+        """The weights that this rank holds: under ZeRO its pieces of the trained ones."""
         return self.mine("weights")
 
     @property
@@ -86,13 +87,13 @@ class ShardedModel(keras.Model):
     # ── the whole model, collective ──
 
     def get_weights(self) -> list[Any]:
-        """The whole model's, in its order. Collective: all ranks call it."""
+        """Return the whole model's weights, in its order. Collective: all ranks call it."""
         names = [v.path for v in self.inner.weights]
         whole = self.shards.gather(self.shards.parts(), names)
         return [keras.ops.convert_to_numpy(whole[name]) for name in names]
 
     def set_weights(self, weights: list[Any]) -> None:
-        """From the whole model's, in its order. Collective."""
+        """Set this rank's shards from the whole model's weights, in its order. Collective."""
         parts = self.shards.parts()
         names = [v.path for v in self.inner.weights]
         if [tuple(w.shape) for w in weights] != [self.shards.shape(name) for name in names]:
@@ -152,7 +153,7 @@ class ShardedModel(keras.Model):
         self.agree.all_or_none("save the model", on_first)
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """Whole; empty before the first step. Collective."""
+        """Return the optimizer's whole state; it is empty before the first step. Collective."""
         return (
             self.shards.optimizer_state(self.optimizer)
             if self.compiled and self.optimizer and self.optimizer.built
@@ -160,8 +161,9 @@ class ShardedModel(keras.Model):
         )
 
     def rebuilt(self, weights: list[Any], state: list[torch.Tensor]) -> Any:
-        """The model in one process: with these weights, and compiled as this one is, with this
-        state of the optimizer.
+        """Return the model in one process, with these weights, compiled as this one is.
+
+        Its optimizer has this state.
         """
         kind, config = self.recipe
         with nothing_drawn():
@@ -185,8 +187,9 @@ class ShardedModel(keras.Model):
     # ── who holds what ──
 
     def get_parallelism_info(self) -> dict[str, Any]:
-        """The number of ranks, the size of each axis, and the plan: name of a Dense layer → how
-        it is cut.
+        """Return the number of ranks, the size of each axis, and the plan.
+
+        The plan is the name of a Dense layer → how it is cut.
         """
         return {
             "world_size": len(self.agree.ranks),
@@ -195,9 +198,7 @@ class ShardedModel(keras.Model):
         }
 
     def get_gradient_sharding_info(self) -> dict[str, Any]:
-        """Whether the optimizer of each rank gets shards of the gradients, and of how many of
-        the trained weights it has a shard.
-        """
+        """Return whether each rank's optimizer gets gradient shards, and of how many weights."""
         layouts = self.shards.over_dp, self.shards.over_tp
         names = [
             name
@@ -208,7 +209,7 @@ class ShardedModel(keras.Model):
         return {"enabled": enabled, "parameter_shards": len(names), "zero_stage": self.zero_stage}
 
     def describe(self) -> str:
-        """The plan, and how each weight lies on the ranks."""
+        """Return a text: the plan, and how the ranks hold each weight."""
         plan = [f"{name}: {style}" for name, style in self.plan.items()]
         return "\n".join(
             [f"{self.name} on {len(self.agree.ranks)} ranks", *plan, *self.shards.describe()]

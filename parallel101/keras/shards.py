@@ -1,8 +1,8 @@
-"""What each rank holds of a Keras model's weights: the layout and the gradient synchronisation of
-our trainers, on Keras variables.
+"""What each rank holds of a Keras model's weights, by our trainers' layout and synchronisation.
 
 zero_stage 0    the model's own variables; gradients are summed over dp
-zero_stage 1-3  a Keras variable for this rank's piece of each weight, in the same memory: what the Keras optimizer updates
+zero_stage 1-3  a Keras variable for this rank's piece of each weight, in the same memory: the Keras
+                optimizer updates it
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from parallel101.trainers.zero.stage12 import ZeRO12
 
 
 class Shards:
-    """What this rank holds of every weight, and how gradients get there: the layout and the
-    gradient synchronisation of our trainers.
+    """What this rank holds of every weight, and how it gets the gradients for it.
 
-    Attributes: sync: see `GradientSync`. over_dp, over_tp: where each weight lies, by path: pieces
-        over dp of this rank's shard over tp, whose sizes may differ along tp. trained: path → the
-        Keras variable that the optimizer updates: the model's own or, under ZeRO, this rank's piece
-        of it.
+    Attributes:
+        sync: see `GradientSync`.
+        over_dp, over_tp: how each weight is placed, by path: pieces over dp of this rank's shard
+            over tp, whose sizes may differ along tp.
+        trained: path → the Keras variable that the optimizer updates: the model's own or, under
+            ZeRO, this rank's piece of it.
     """
 
     def __init__(self, inner: Any, lines: Mapping[str, GroupLike], zero_stage: int):
@@ -77,25 +78,29 @@ class Shards:
     def gather(
         self, parts: Mapping[str, torch.Tensor], paths: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """Path → the whole, from each rank's part."""
+        """Return path → the whole weight, from each rank's part. Collective."""
         return self.over_tp.gather(self.over_dp.gather(parts, paths), paths)
 
     def cut(self, path: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of it."""
+        """Return this rank's part of the whole weight."""
         return self.over_dp.cut(path, self.over_tp.cut(path, whole))
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """Of the whole."""
+        """Return the shape of the whole weight."""
         return tuple(self.over_tp.entries[path].shape)
 
     def norms(self, parts: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Path → the norm of the whole, the same on every rank, from each rank's part."""
+        """Return path → the norm of the whole, the same on every rank, from each rank's part.
+
+        Collective.
+        """
         squares = self.totals({path: part.double().square().sum() for path, part in parts.items()})
         return dict(zip(parts, squares.sqrt().tolist()))
 
     def totals(self, of_parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """For each path a number of the whole, from those of each rank's parts, which add up to
-        it.
+        """Return a number of the whole for each path: the sum of those of each rank's part.
+
+        Collective.
         """
         numbers = torch.stack(list(of_parts.values()))
         for axis, layout in (("dp", self.over_dp), ("tp", self.over_tp)):
@@ -109,14 +114,16 @@ class Shards:
     # ── regularizers ──
 
     def regularized(self) -> list[Any]:
-        """The model's variables whose penalties count now: Keras leaves out those of frozen
-        weights.
+        """Return the variables whose penalties count now.
+
+        Keras leaves out those of frozen weights.
         """
         return [v for v in self.inner.trainable_variables if v.regularizer is not None]
 
     def penalty(self) -> list[torch.Tensor]:
-        """The sum of the penalties of all whole weights, no part of the graph; empty if there
-        are none. Collective.
+        """Return the sum of the penalties of all whole weights, without a graph. Collective.
+
+        The list is empty if there are none.
         """
         with torch.no_grad():
             of_parts = {
@@ -127,8 +134,9 @@ class Shards:
     def add_penalty_gradients(
         self, gradients: dict[str, torch.Tensor | None], scale: float
     ) -> None:
-        """To the gradients of the batch, those of the penalties, times `scale`: each rank knows
-        them for what it holds.
+        """Add the gradients of the penalties, times `scale`, to those of the batch.
+
+        Each rank computes them for its own shards.
         """
         for v in self.regularized():
             part = self.trained[v.path].value.detach().requires_grad_()
@@ -139,7 +147,7 @@ class Shards:
     # ── on this rank ──
 
     def piece(self, variable: Any) -> Any:
-        """A Keras variable in the memory of this rank's piece, without elements if it has none."""
+        """Return a Keras variable in the memory of this rank's piece, empty if it has none."""
         empty = torch.nn.Parameter(
             torch.empty(0, dtype=variable.value.dtype, device=variable.value.device)
         )
@@ -150,12 +158,13 @@ class Shards:
         return piece
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Path → what this rank holds of that weight."""
+        """Return path → what this rank holds of that weight."""
         return {v.path: self.trained.get(v.path, v).value for v in self.inner.variables}
 
     def gradients(self, unused: list[str]) -> dict[str, torch.Tensor | None]:
-        """Path → the gradient of the whole batch for what `trained` has; None for weights that
-        the loss does not depend on.
+        """Return path → the gradient of the whole batch for the variable in `trained`.
+
+        It is None for weights that the loss does not depend on.
         """
         found: dict[str, torch.Tensor | None] = {}
         for path, v in self.trained.items():
@@ -168,7 +177,7 @@ class Shards:
     # ── the optimizer ──
 
     def optimizer_state(self, optimizer: Any) -> list[torch.Tensor]:
-        """The whole of each of the optimizer's variables. Collective."""
+        """Return the whole of each of the optimizer's variables. Collective."""
         parts = self.parts()
         values = [
             (variable.value.detach(), self.owner(variable, parts))
@@ -180,27 +189,27 @@ class Shards:
         ]
 
     def set_optimizer_state(self, optimizer: Any, whole: Sequence[torch.Tensor]) -> None:
-        """Of an optimizer that was built for what this rank holds."""
+        """Set the state of an optimizer that was built for this rank's shards."""
         parts = self.parts()
         for variable, value in zip(optimizer.variables, whole, strict=True):
             path = self.owner(variable, parts)
             variable.assign(value if path is None else self.cut(path, value))
 
     def owner(self, variable: Any, parts: Mapping[str, torch.Tensor]) -> str | None:
-        """The weight to which a variable of the optimizer belongs: Keras names it after that.
+        """Return the path of the weight to which a variable of the optimizer belongs.
 
-        None for the step count, for example.
+        Keras names the variable after the weight. None for the step count, for example.
         """
         paths = [path for path in parts if variable.name.startswith(path.replace("/", "_") + "_")]
         path = max(paths, key=len, default=None)
         return path if path is not None and variable.value.shape == parts[path].shape else None
 
     def for_my_shards(self, optimizer: Any, names: Mapping[str, str]) -> Any:
-        """The optimizer or, if it was built for the whole model's weights, one that goes on where
-        it is, for what this rank holds.
+        """Return an optimizer for this rank's shards, which continues from the state of this one.
 
-        `names`: path of a variable of the model that was wrapped → its path here. Raises ValueError
-        if it is another model's.
+        It is this one, unless it was built for the whole model's weights. `names` is path of a
+        variable of the model that was wrapped → its path here. Raises ValueError for another
+        model's optimizer.
         """
         if not optimizer.built:
             return optimizer
@@ -222,7 +231,7 @@ class Shards:
         return copy
 
     def describe(self) -> Iterator[str]:
-        """How the weights lie on the ranks."""
+        """Yield how the ranks hold the weights, a line each."""
         yield from self.over_tp.describe()
         if self.over_dp.cut_axes:
             yield from self.over_dp.describe()
@@ -231,7 +240,7 @@ class Shards:
 def gradient_sync(
     inner: Any, parameters: Parameters, dp: GroupLike, zero_stage: int
 ) -> GradientSync:
-    """How the data axis sums gradients."""
+    """Return the object that sums gradients over the data axis."""
     if zero_stage == 3:
         return ZeRO3(inner, parameters, dp)
     size = default_bucket_bytes(parameters, 4)
@@ -243,7 +252,10 @@ def gradient_sync(
 def axes_of(
     group: GroupLike, mesh: DeviceMesh | None, plan: Any, zero_stage: int
 ) -> tuple[Axes, dict[str, GroupLike]]:
-    """The axes "dp" and "tp" of the ranks, and this rank's line along each. Raises ValueError."""
+    """Return the axes "dp" and "tp" of the ranks, and this rank's line along each.
+
+    Raises ValueError.
+    """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(
             f"zero_stage={zero_stage!r}: expected 0 (nothing is cut over the data axis), 1, 2 or 3"

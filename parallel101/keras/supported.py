@@ -1,4 +1,4 @@
-"""What a Keras model or optimizer must not have, so that several ranks equal one process."""
+"""The models and optimizers with which several ranks equal one process: all others are refused."""
 
 from __future__ import annotations
 
@@ -10,33 +10,19 @@ import torch
 
 from parallel101.keras.installed import keras
 
-OURS = (  # of a keras.Model: ParallelKeras has its own, or calls Keras's on itself
-    *(
-        "train_step",
-        "test_step",
-        "predict_step",
-        "compute_loss",
-        "compute_metrics",
-        "metrics",
-        "reset_metrics",
-        "get_metrics_result",
-    ),
-    *(
-        "compile",
-        "fit",
-        "evaluate",
-        "predict",
-        "train_on_batch",
-        "test_on_batch",
-        "predict_on_batch",
-    ),
-    *("make_train_function", "make_test_function", "make_predict_function"),
-)
+# methods of a keras.Model: ParallelKeras has its own, or calls Keras's on itself
+OURS = (
+    "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "metrics",
+    "reset_metrics", "get_metrics_result", "compile", "fit", "evaluate", "predict",
+    "train_on_batch", "test_on_batch", "predict_on_batch", "make_train_function",
+    "make_test_function", "make_predict_function",
+)  # fmt: skip
 
 
 def check_methods(model: Any, names: Sequence[str] = OURS) -> None:
-    """Raises ValueError if the model has its own version of one of these methods, which nobody
-    would call.
+    """Raises ValueError if the model has its own version of one of these methods.
+
+    ParallelKeras would not call it.
     """
     for name in names:
         owner = next(kind for kind in type(model).__mro__ if name in vars(kind))
@@ -72,16 +58,13 @@ def check_model(model: Any, samples_are_cut: bool) -> None:
 
 
 def leaves(model: Any) -> Iterator[Any]:
-    """The layers, those of models inside the model too."""
+    """Yield the layers, those of models inside the model too."""
     for layer in model.layers:
         yield from leaves(layer) if isinstance(layer, keras.Model) else [layer]
 
 
 def check_regularizer(regularizer: Any, path: str) -> None:
-    """Raises ValueError unless the penalty of a weight is the sum of those of its shards.
-
-    It is tried.
-    """
+    """Raises ValueError unless a weight's penalty is the sum of its shards'. It is tried."""
     whole = torch.linspace(-1, 1, 24).view(4, 6)
     try:
         parts = sum(float(regularizer(part)) for part in whole.reshape(-1).split(9))
@@ -98,8 +81,9 @@ def check_regularizer(regularizer: Any, path: str) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError unless it updates each element on its own, so that shards are updated
-    as the whole is. It is tried.
+    """Raises ValueError unless the optimizer updates each element on its own. It is tried.
+
+    Only such an optimizer updates shards as it does the whole.
     """
     hint = "expected one that updates each element on its own, such as SGD, Adam or AdamW"
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -112,19 +96,10 @@ def check_optimizer(optimizer: Any) -> None:
             "exclude_from_weight_decay(var_list=…) names the model's weights, not their "
             "shards: use var_names="
         )
-    start, steps = (
-        torch.linspace(-1, 1, 24).view(4, 6),
-        torch.linspace(0.2, 3, 72).sin().view(3, 4, 6),
-    )
-    plain = dict.fromkeys(
-        [
-            "clipnorm",
-            "global_clipnorm",
-            "clipvalue",
-            "gradient_accumulation_steps",
-            "loss_scale_factor",
-        ]
-    )
+    start = torch.linspace(-1, 1, 24).view(4, 6)
+    steps = torch.linspace(0.2, 3, 72).sin().view(3, 4, 6)
+    plain = {"clipnorm": None, "global_clipnorm": None, "clipvalue": None}
+    plain |= {"gradient_accumulation_steps": None, "loss_scale_factor": None}
 
     def updated(cut: Any) -> torch.Tensor:
         copy = type(optimizer).from_config({**optimizer.get_config(), **plain})
@@ -145,14 +120,14 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_samples(model: Any, x: Any, run: Callable[[Any, bool], Any]) -> str:
-    """What is wrong, in words, if the outputs of a sample depend on other samples or a layer adds a
-    loss; else "". Collective.
+    """Return what is wrong, in words, if a sample's outputs depend on other samples; else "".
 
-    Up to five samples of x are computed together and in two halves: each layer by itself, in
-    training unless it draws random numbers there, and the whole model. This changes no variable and
-    no random number.
+    Collective. A layer that adds a loss is wrong too. Up to five samples of x are computed together
+    and in two halves: each layer by itself, in training unless it draws random numbers there, and
+    the whole model. This changes no variable and no random number.
 
     Args:
+        model: the model.
         x: inputs of the model, two samples or more.
         run: (inputs, training) → outputs.
     """
@@ -229,8 +204,10 @@ ONLY_A_SHARE = ", and each rank has only a share of them"
 
 
 def apart(whole: Any, parts: list[Any]) -> bool:
-    """Whether the parts are neither the whole when joined nor each equal to it, as what does
-    not depend on the samples is.
+    """Return whether the parts differ from the whole.
+
+    They don't if they are the whole when joined, or if each is equal to it, as a tensor is that
+    does not depend on the samples.
     """
 
     def near(a: torch.Tensor, b: torch.Tensor) -> bool:
