@@ -25,18 +25,18 @@ MOST_BYTES = 1 << 28  # bytes of tensors in one frame
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-        ),
-        *(torch.bool, torch.complex64, torch.complex128),
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
     )
 }
 
@@ -85,7 +85,7 @@ def receive(sock: socket.socket, until: float | None = None) -> Frame:
     try:
         encoded = _read(sock, texts, until)
         text = json.loads(encoded.decode())
-        # perhaps half of a surrogate pair, which is no character and can't be written to a file
+        # perhaps half of a surrogate pair, which isn't a character and can't be written to a file
         if b"\\u" in encoded:
             text = json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
@@ -130,7 +130,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 def empty_tensor(text: Any) -> torch.Tensor:
     """A tensor of this dtype and shape, all zeros.
 
-    Raises BrokenFrame if that is no tensor, or a tensor above the limit.
+    Raises BrokenFrame if that isn't a tensor, or is a tensor above the limit.
     """
     shape = text.get("shape") if isinstance(text.get("shape"), list) else []
     size = math.prod(n for n in shape if type(n) is int) * getattr(
@@ -163,8 +163,9 @@ def tensor_from(text: Any, data: bytes | bytearray | memoryview) -> torch.Tensor
 
 
 def encode(value: Any) -> tuple[Any, bytes]:
-    """A value as JSON and the bytes of its tensors: tensors, numbers, text, None, and lists, tuples
-    and dicts of them.
+    """A value as JSON and the bytes of its tensors.
+
+    It may consist of tensors, numbers, text, None, and lists, tuples and dicts of them.
 
     Raises TypeError that names the type of anything else.
     """

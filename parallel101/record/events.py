@@ -33,7 +33,7 @@ class EventGroup(NamedTuple):
     # the k-th receive
     name: str
     ranks: tuple[int, ...]  # in order
-    axis: str | None  # the mesh axis along which they lie, several joined by "_", or None
+    axis: str | None  # the mesh axis along which they are, several joined by "_", or None
 
 
 NO_GROUP = EventGroup("", (), None)  # a span's
@@ -177,28 +177,11 @@ def events_of(rows: Iterable[EventRow]) -> list[Event]:
         if len(row) == one_side:
             add(new(Event, row))
             continue
-        (
-            src,
-            dst,
-            tag,
-            nbytes,
-            start,
-            end,
-            group,
-            seq,
-            shape,
-            dtype,
-            payload,
-            send_where,
-            send_posted,
-            recv_where,
-            recv_posted,
-        ) = row
-        about = (group, seq, shape, dtype, payload, None, None, False)
-        add(
-            new(Event, (src, "send", dst, tag, nbytes, start, end, send_where, send_posted, *about))
-        )
-        add(
-            new(Event, (dst, "recv", src, tag, nbytes, start, end, recv_where, recv_posted, *about))
-        )
+        # a MessageRow; `rest` is its group, seq, shape, dtype and payload
+        src, dst, tag, nbytes, start, end, *rest, where, posted, recv_where, recv_posted = row
+        about = (*rest, None, None, False)
+        sent = (src, "send", dst, tag, nbytes, start, end, where, posted, *about)
+        received = (dst, "recv", src, tag, nbytes, start, end, recv_where, recv_posted, *about)
+        add(new(Event, sent))
+        add(new(Event, received))
     return events

@@ -52,36 +52,32 @@ class VirtualRank:
     """
 
     __slots__ = (
-        *(
-            "agreements",
-            "clock",
-            "finished",
-            "finished_futures",
-            "groups",
-            "in_flight",
-            "interrupted",
-            "number",
-            "polled_at",
-        ),
-        *(
-            "record_waits",
-            "send_order",
-            "spans",
-            "thread",
-            "turn",
-            "unfinished_futures",
-            "unwaited",
-            "waiting",
-            "wakes",
-            "world",
-        ),
+        "agreements",
+        "clock",
+        "finished",
+        "finished_futures",
+        "groups",
+        "in_flight",
+        "interrupted",
+        "number",
+        "polled_at",
+        "record_waits",
+        "send_order",
+        "spans",
+        "thread",
+        "turn",
+        "unfinished_futures",
+        "unwaited",
+        "waiting",
+        "wakes",
+        "world",
     )
 
     def __init__(self, number: int, world: World):
         self.number = number
         self.world = world
         self.clock = 0.0
-        # its thread acquires this lock to wait for its turn; whoever ran before releases it
+        # its thread acquires this lock to wait for its turn; the thread that ran before releases it
         self.turn: LockType = allocate_lock()
         self.turn.acquire()
         self.thread = 0
@@ -152,7 +148,7 @@ class World:
 
     Args:
         size: how many ranks.
-        network: what lies between them.
+        network: what is between them.
     """
 
     def __init__(self, size: int, network: Network):

@@ -89,21 +89,25 @@ class MessageWork(SimWork):
     """One side of a message. `peer` is a rank of the world; None: any rank of the group."""
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "done",
-            "dtype",
-            "event_group",
-            "future",
-            "group",
-            "nbytes",
-            "number",
-            "peer",
-            "pointer",
-            "posted",
-            "rank",
-        ),
-        *("shape", "tag", "tensor", "waited", "where", "within", "world"),
+        "__weakref__",
+        "done",
+        "dtype",
+        "event_group",
+        "future",
+        "group",
+        "nbytes",
+        "number",
+        "peer",
+        "pointer",
+        "posted",
+        "rank",
+        "shape",
+        "tag",
+        "tensor",
+        "waited",
+        "where",
+        "within",
+        "world",
     )
     kind = ""
     group: PointToPointGroup
@@ -284,34 +288,29 @@ class SendWork(MessageWork):
     def deliver(self, receive: RecvWork) -> None:
         """Give the bytes to the receive and record the message, both sides in one row.
 
-        See record/events.py for the row. They lie in the receiver's tensor once it waits for them,
-        as on gloo: whoever forgets the wait() must not get them.
+        See record/events.py for the row. They are in the receiver's tensor once it waits for them,
+        as on gloo: a program that forgets the wait() must not get them.
         """
         receive.data, self.data = self.data, None
         world = self.world
-        shape, dtype = (
+        row = (  # the fields of a MessageRow
+            self.rank.number,
+            self.peer,
+            self.tag,
+            self.nbytes,
+            self.started,
+            world.now,
+            self.event_group,
+            self.seq,
             _shapes.get(self.shape) or plain_shape(self.shape),
             _dtypes.get(self.dtype) or dtype_name(self.dtype),
+            self.payload,
+            self.where,
+            self.posted,
+            receive.where,
+            receive.posted,
         )
-        world.events.append(
-            (  # the fields of a MessageRow
-                self.rank.number,
-                self.peer,
-                self.tag,
-                self.nbytes,
-                self.started,
-                world.now,
-                self.event_group,
-                self.seq,
-                shape,
-                dtype,
-                self.payload,
-                self.where,
-                self.posted,
-                receive.where,
-                receive.posted,
-            )
-        )
+        world.events.append(row)
         receive.done = True
         if receive.future is not None:
             receive.settle()

@@ -23,6 +23,7 @@ from parallel101.viz.scene import HATCHING, Scene, box
 from parallel101.viz.timeline import (
     STYLE,
     Bar,
+    draw_legend,
     draw_span,
     span_colours,
     span_entries,
@@ -138,22 +139,8 @@ def _head(
     )
     scene.add("text", sentence, x=28, y=64, font_size=14 if not one else 13, class_="m")
     scene.intro = sentence
-    at = 28.0
-    for label, class_ in span_entries(colours, 5) + [("wait", "idle")] * any(
-        e.waiting for e in spans
-    ):
-        scene.add(
-            "rect",
-            x=at,
-            y=80,
-            width=14,
-            height=10,
-            rx=2,
-            class_=class_,
-            style="stroke:var(--line)" if class_ == "idle" else None,
-        )
-        scene.add("text", label, x=at + 20, y=89, font_size=12.5, class_="m")
-        at += 38 + 7 * len(label)
+    waits = any(e.waiting for e in spans)
+    draw_legend(scene, [*span_entries(colours, 5), *[("wait", "idle")] * waits])
     scene.add("text", "sent", x=SENT, y=89, font_size=12, class_="m e")
     scene.add("text", "messages", x=COUNT, y=89, font_size=12, class_="m e")
 
@@ -208,8 +195,9 @@ def _axis(scene: Scene, of: AxisTraffic, y: float, ranks: int, x: Callable[[floa
 
 
 def pixels(pieces: list[Interval], x: Callable[[float], float]) -> list[Interval]:
-    """Intervals of time in pixels, at least 0.8 wide, each with its own box unless there is no
-    pixel between them.
+    """Intervals of time in pixels, at least 0.8 wide.
+
+    Each has its own box unless there is no pixel between them.
     """
     merged: list[Interval] = []
     for left, right in sorted(

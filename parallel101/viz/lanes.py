@@ -1,5 +1,6 @@
-"""Compute and communication lanes: for each rank, what it computes on top and its messages in
-flight below, on one time axis.
+"""Draws compute and communication lanes: what each rank computes, above its messages.
+
+All ranks have one time axis.
 
     rank 0  ▇▇ forward ▇▇▇▇ backward ▇▇▇▇▇▇/////▇ optimizer ▇     hatched: idle
                                   ▬▬▬▬▬  ▬▬▬▬▬▬▬▬▬                sends and receives
@@ -23,6 +24,7 @@ from parallel101.viz.timeline import (
     STYLE,
     Bar,
     draw_bar,
+    draw_legend,
     draw_notes,
     draw_span,
     notes_of,
@@ -126,8 +128,9 @@ def window_text(window: TimeWindow, ranks: int) -> str:
 
 
 def message_lanes(events: Iterable[Event]) -> dict[int, int]:
-    """The lane of each message, by its id(): the first of its rank and direction that is free
-    when it starts, or else the last.
+    """The lane of each message, by its id().
+
+    It is the first of its rank and direction that is free when it starts, or else the last.
     """
     free: dict[tuple[int, bool], list[float]] = {}
     lanes = {}
@@ -156,25 +159,13 @@ def _head(scene: Scene, trace: Trace, colours: dict[str, int]) -> None:
     )
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     scene.intro = sentence
-    x, kinds = 28.0, {e.kind for e in trace.events}
+    kinds = {e.kind for e in trace.events}
     entries = [*span_entries(colours), ("idle", "idle")]
     entries += [
         (label, kind) for kind, label in (("send", "sends"), ("recv", "receives")) if kind in kinds
     ]
     entries += [("collectives", "collective")] * bool(kinds - P2P - {"span"})
-    for label, class_ in entries:
-        scene.add(
-            "rect",
-            x=x,
-            y=80,
-            width=14,
-            height=10,
-            rx=2,
-            class_=class_,
-            style="stroke:var(--line)" if class_ == "idle" else None,
-        )
-        scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
-        x += 38 + 7 * len(label)
+    draw_legend(scene, entries)
     scene.add("text", "overlap", x=932, y=89, font_size=12, class_="m e")
 
 
@@ -213,8 +204,9 @@ def _hatched(scene: Scene, x: float, y: float, width: float) -> None:
 
 
 def _overlap(scene: Scene, breakdown: TimeBreakdown, events: list[Event], y: float) -> None:
-    """At the right of a rank: which part of its communication overlapped, and the bytes it
-    sent, or how many collectives it called.
+    """Write at the right of a rank which part of its communication overlapped.
+
+    Below are the bytes that it sent, or the number of collectives that it called.
     """
     if breakdown.communication:
         sent, collectives = (

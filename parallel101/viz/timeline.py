@@ -55,8 +55,9 @@ PATH_STYLE = (
 
 
 class Bar:
-    """One bar of a row: an event, or several neighbouring events that are too narrow to draw
-    one by one.
+    """One bar of a row: an event, or several neighbouring events.
+
+    These are too narrow to draw one by one.
     """
 
     __slots__ = ("count", "end", "event", "start")
@@ -70,8 +71,8 @@ def timeline_scene(trace: Trace, title: str = "Timeline", *, critical_path: bool
 
     Args:
         trace: the record of any run. Spans (`p101.span`), messages and collectives are drawn.
-        title: stands above the picture.
-        critical_path: draw the chain of messages and compute that ends last, and say what lies on
+        title: above the picture.
+        critical_path: draw the chain of messages and compute that ends last, and say what is on
             it. The rest is faded.
 
     Returns:
@@ -202,20 +203,20 @@ def _legend(scene: Scene, trace: Trace, colours: dict[str, int], path: CriticalP
         x += 38 + 7 * len("critical path")
     scene.add("text", sentence, x=28, y=64, font_size=14, class_="m")
     scene.intro = sentence
+    draw_legend(scene, entries, x)
+
+
+def draw_legend(scene: Node, entries: Iterable[tuple[str, str]], x: float = 28.0) -> None:
+    """Draw a row of coloured boxes, each with its label, from `x` on.
+
+    Entries that do not fit into the picture's width are left out, and "…" says so.
+    """
     for label, class_ in entries:
         if x + 20 + 7 * len(label) > 932:
             scene.add("text", "…", x=x, y=89, font_size=12.5, class_="m")
             break
-        scene.add(
-            "rect",
-            x=x,
-            y=80,
-            width=14,
-            height=10,
-            rx=2,
-            class_=class_,
-            style="stroke:var(--line)" if class_ == "idle" else None,
-        )
+        outline = "stroke:var(--line)" if class_ == "idle" else None
+        scene.add("rect", x=x, y=80, width=14, height=10, rx=2, class_=class_, style=outline)
         scene.add("text", label, x=x + 20, y=89, font_size=12.5, class_="m")
         x += 38 + 7 * len(label)
 
@@ -263,8 +264,9 @@ def span_lanes(spans: Sequence[Event]) -> dict[int, int]:
 
 
 def span_colours(spans: Iterable[Event]) -> dict[str, int]:
-    """A colour for each name: the one in SPAN_COLOURS, or else the next free one in order of
-    appearance.
+    """A colour for each name.
+
+    It is the one in SPAN_COLOURS, or else the next free one in order of appearance.
     """
     names = list(dict.fromkeys(e.name or "span" for e in spans))
     taken = {SPAN_COLOURS[name] for name in names if name in SPAN_COLOURS}
@@ -377,8 +379,9 @@ def draw_span(
 
 
 def span_texts(event: Event) -> list[str]:
-    """What may stand in a span's bar, the longest first: "forward, microbatch 3", "microbatch
-    3", "3".
+    """What may be written in a span's bar, the longest first.
+
+    For example "forward, microbatch 3", "microbatch 3", "3".
     """
     name = event.name or "span"
     if not event.args or event.waiting:
@@ -389,9 +392,7 @@ def span_texts(event: Event) -> list[str]:
 
 
 def notes_of(events: Sequence[Event]) -> list[str]:
-    """What the numbers in the bars and the smallest messages are, in sentences below the
-    picture.
-    """
+    """The sentences below the picture: what the numbers in the bars are, and small messages."""
     numbered: dict[str, list[str]] = defaultdict(list)
     for event in events:
         key, value = next(iter((event.args or {}).items()), ("", ""))
@@ -457,8 +458,9 @@ def _tooltip(bar: Bar) -> str:
 def _arrows(
     scene: Node, trace: Trace, x: Callable[[float], float], y: Callable[[int], float]
 ) -> None:
-    """A line for each message, from its start at the sender to its end at the receiver, if
-    there are few enough to follow.
+    """Draw a line for each message, from its start at the sender to its end at the receiver.
+
+    This needs few enough messages to follow.
     """
     messages = trace.messages()
     if len(messages) <= MOST_ARROWS:
@@ -477,8 +479,9 @@ def last_rank(segment: Segment) -> int:
 
 
 def _jumps(path: CriticalPath) -> list[tuple[Segment, Segment]]:
-    """Where a path goes on at another rank: a message waited for its receiver, or for a link
-    that the one before it used.
+    """Where a path continues at another rank.
+
+    There a message waited for its receiver, or for a link that the one before it used.
     """
     return [(a, b) for a, b in zip(path.segments, path.segments[1:]) if last_rank(a) != b.rank]
 
